@@ -30,8 +30,6 @@ REST_BELOW, RESUME_ABOVE = 0.99, 1.02
 CATCH_UP_HORIZON = 100.0
 # A rest begins after this many proposals in a row with nothing in them.
 MAX_EMPTY_PROPOSALS = 8
-# From so many texts on, what a drafter does for one of them is weighed against the wait of all.
-MANY_TEXTS = 4
 # The share of the time that may go into finding out whether a rest should end; and how much of it may be saved for
 # later, in plainly decoded tokens.
 PROBE_SHARE, MAX_PROBE_TOKENS = 0.02, 8.0

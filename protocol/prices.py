@@ -122,10 +122,8 @@ class Prices:
         verify: seconds of a target's pass, by rows.
         draft_alone: seconds of a draft step while the target waits, by rows.
         draft_slowdown: by what factor a draft step takes longer while the target works.
-        plain_decode_s: seconds of a token decoded without a drafter by a text alone, the trip through the event loop
-            included, but not what a pass that is started ahead hides of it.
         num_texts: how many texts could share a target's pass now, >= 1.
-        num_copying: how many texts have something to copy now.
+        num_copying: how many of the texts that do not rest have something to copy now.
         gap_s: seconds before a pass over proposals of which all are copied. Without proposals there is no gap, since
             the next pass is started ahead.
         drafts_together: whether texts share the drafter's passes, too.
@@ -138,7 +136,6 @@ class Prices:
     verify: PassPrice = attrs.field(factory=PassPrice)
     draft_alone: PassPrice = attrs.field(factory=PassPrice)
     draft_slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
-    plain_decode_s: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
     num_texts: int = 1
     num_copying: int = 0
     gap_s: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
@@ -148,8 +145,8 @@ class Prices:
     tell: Callable[[Measurement], None] | None = None
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
-    # Likewise seconds of a round of several texts, by how many they are.
-    _plain_rounds_s: dict[int, Mean] = attrs.field(factory=dict)
+    # Seconds of a round without drafts, by how many texts share its pass.
+    _plain_rounds_s: dict[int, Mean] = attrs.field(factory=lambda: {1: Mean(memory=50.0)})
     _num_rounds: int = 0  # speculative ones
     # Tokens and seconds of speculative rounds, weighted alike, by the order of magnitude of the number of texts.
     _speculative: dict[int, tuple[float, float]] = attrs.field(factory=dict)
@@ -193,11 +190,10 @@ class Prices:
             num_texts: that shared its pass.
         """
         self._tell(Measurement("plain", num_texts, seconds))
-        if num_texts == 1:
-            self.plain_decode_s.observe(seconds)
-            return
         known = self._plain_rounds_s.setdefault(num_texts, Mean(memory=50.0))
-        known.observe(min(seconds, MAX_SURPRISE * known.value) if known.is_known else seconds)
+        if num_texts > 1 and known.is_known:
+            seconds = min(seconds, MAX_SURPRISE * known.value)
+        known.observe(seconds)
 
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         """Add a speculative round: the tokens that it committed, and the time from the last verdict to its own."""
@@ -239,10 +235,9 @@ class Prices:
         """What was measured of the target so far, for a drafter that begins in another process."""
         for rows, seconds in self.verify.table():
             yield Measurement("verify", rows, seconds)
-        if self.plain_decode_s.is_known:
-            yield Measurement("plain", 1, self.plain_decode_s.value)
         for num_texts, known in self._plain_rounds_s.items():
-            yield Measurement("plain", num_texts, known.value)
+            if known.is_known:
+                yield Measurement("plain", num_texts, known.value)
 
     @property
     def acceptance(self) -> float:
@@ -260,8 +255,7 @@ class Prices:
     def forget_target(self) -> None:
         """Forget what the target's passes cost, before anything refers to their price."""
         self.verify = PassPrice()
-        self.plain_decode_s = Mean(memory=50.0)
-        self._plain_rounds_s.clear()
+        self._plain_rounds_s = {1: Mean(memory=50.0)}
         self._unpriced_passes.clear()
 
     def forget_drafter(self) -> None:
@@ -322,9 +316,10 @@ class Prices:
         num_drafting, without_s = num_texts, verify(num_texts)
         if only_copies:
             num_drafting = min(num_texts, max(1, self.num_copying))
+            plain_s = self.plain_round_s
             # With several texts, the pass after this one is not started ahead either.
-            restart_s = max(0.0, without_s - self.plain_round_s) if num_texts > 1 else 0.0
-            without_s = self.plain_round_s - self.gap_s.value - restart_s
+            restart_s = max(0.0, without_s - plain_s) if num_texts > 1 else 0.0
+            without_s = plain_s - self.gap_s.value - restart_s
         return lambda num_drafted: max(0.0, verify(num_texts * (1 + num_drafted)) - without_s) / num_drafting
 
     def draft_share_s(self, width: int, *, beside_target: bool) -> float:
@@ -335,25 +330,29 @@ class Prices:
     @property
     def plain_rate(self) -> float:
         """Tokens per second of all texts without a drafter."""
-        return self.num_texts / self.plain_round_s if self.plain_round_s > 0 else 0.0
+        round_s = self.plain_round_s
+        return self.num_texts / round_s if round_s > 0 else 0.0
+
+    @property
+    def plain_decode_s(self) -> Mean:
+        """Seconds of a token decoded without a drafter by a text alone, the trip through the event loop included, but
+        not what a pass that is started ahead hides of it.
+        """
+        return self._plain_rounds_s[1]
 
     @property
     def plain_round_s(self) -> float:
         """Seconds of a round of all texts without drafts; 0 before any pass was measured."""
         num_texts = self.num_texts
-        if (exact := self._plain_rounds_s.get(num_texts)) is not None and num_texts > 1:
-            return exact.value
+        known = {number: mean.value for number, mean in self._plain_rounds_s.items() if mean.is_known}
+        if num_texts in known:
+            return known[num_texts]
         pass_s = self.verify(num_texts)
-        known = (
-            {1: self.plain_decode_s, **self._plain_rounds_s} if self.plain_decode_s.is_known else self._plain_rounds_s
-        )
         if not known:
             return pass_s
         nearest = min(known, key=lambda number: max(number, num_texts) / min(number, num_texts))
-        if nearest == num_texts:
-            return known[nearest].value
         nearest_pass_s = self.verify(nearest)
-        return known[nearest].value * (pass_s / nearest_pass_s if nearest_pass_s > 0 else 1.0)
+        return known[nearest] * (pass_s / nearest_pass_s if nearest_pass_s > 0 else 1.0)
 
     @property
     def speculative_rate(self) -> float:

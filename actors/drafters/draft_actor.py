@@ -28,7 +28,7 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
-from protocol.auto_policy import MANY_TEXTS, AutoPolicy
+from protocol.auto_policy import AutoPolicy
 from protocol.backoff import SharingLimit
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
@@ -47,6 +47,8 @@ MAX_ROWS = 32
 MAX_BEHIND_WHEN_READY = 8
 # What has been copied is read once it is this many tokens.
 MAX_UNREAD = 128
+# From so many texts on, each begins with a rest in which its prompt is not read.
+MANY_TEXTS = 4
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
 # Rounds that are left to the target where a drafter has no features to read the prompt with.

@@ -112,11 +112,10 @@ class RoundJobs:
         self._plain_rows = PlainRows(model)
         self._plain_run: _PlainRun | None = None
         self._num_ahead = 0  # passes in succession that were started ahead
-        # When the last pass ended, and what the worker had worked by then, in seconds; if it was a plain one.
+        # When the last pass ended, and what the worker had worked by then, in seconds; if it was a plain one, or one
+        # over proposals.
         self._last_plain: tuple[float, float] | None = None
-        # When the last pass ended, if it was over proposals.
-        self._pass_ended_s: float | None = None
-        self._pass_ended_busy_s = 0.0
+        self._last_drafted: tuple[float, float] | None = None
 
     @property
     def most_rounds(self) -> int:
@@ -176,15 +175,13 @@ class RoundJobs:
         try:
             await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
-            self._pass_ended_s = None
+            self._last_drafted = None
             self._failed(parts, error)
         else:
-            if only_copies and self._pass_ended_s is not None:
-                # Without the time that went into other jobs, as into prompts.
-                other_s = self._worker.busy_seconds - job.seconds - self._pass_ended_busy_s
-                self._prices.observe_gap(max(0.0, min(job.seconds, job.began - self._pass_ended_s - other_s)))
+            if only_copies and self._last_drafted is not None:
+                self._prices.observe_gap(min(job.seconds, self._idle_s(self._last_drafted, job)))
             self._judged(parts, job)
-            self._pass_ended_s, self._pass_ended_busy_s = job.ended, self._worker.busy_seconds
+            self._last_drafted = job.ended, self._worker.busy_seconds
         finally:
             self._end_job(sessions)
 
@@ -219,7 +216,7 @@ class RoundJobs:
             steps.kind, steps.prepare = "verify", partial(self.share, run.rows, run.shares)
         self._begin_job(sessions)
         self._limit.count_job()
-        self._pass_ended_s = None
+        self._last_drafted = None
         self.deliver()
         self._plain_run = run
         try:
@@ -299,10 +296,12 @@ class RoundJobs:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
         if last is not None and num_rows == num_texts and (was_ahead or num_texts == 1):
-            ended_s, busy_s = last
-            # Without the time that went into other jobs.
-            idle_s = max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))
-            self._prices.observe_plain_round(job.seconds + idle_s, num_texts=num_texts)
+            self._prices.observe_plain_round(job.seconds + self._idle_s(last, job), num_texts=num_texts)
+
+    def _idle_s(self, last: tuple[float, float], job: Job[Any]) -> float:
+        """Seconds between the last pass and a job that has just ended in which the worker did nothing."""
+        ended_s, busy_s = last
+        return max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))
 
     def _commit_own(self, session: TargetSession, result: PlainResult, token: int) -> bool:
         """Commit a token of the target's own. Returns: whether another may follow in the same way at once."""

@@ -164,14 +164,16 @@ EVENTS: tuple[Any, ...] = (
     _event(
         "ItemEvent",
         "An item of the output begins, or is complete.",
-        *("output_item.added", "output_item.done"),
+        "output_item.added",
+        "output_item.done",
         output_index=int,
         item=OutputItem,
     ),
     _event(
         "PartEvent",
         "A part of an item's content begins, or is complete.",
-        *("content_part.added", "content_part.done"),
+        "content_part.added",
+        "content_part.done",
         **_PART,
         part=OutputText | ReasoningContent,
     ),
