@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,6 +14,7 @@ from asgi import COMPLETIONS, ask, figures, with_parameters_of
 from model_pools import LOAD_S, PROMPT, ScriptedLoads, ServedModels, served_models, spec, text_of
 from scripted import run
 
+from runtime.server.models.loaded_model import free_memory
 from runtime.server.models.served_model import ServedModel
 
 A, B, C = spec("a"), spec("b"), spec("c")
@@ -235,6 +239,38 @@ async def test_a_client_that_leaves_while_its_model_waits_for_room_leaves_nothin
     await server.settled()
     assert ("load", "b") not in server.loads.history
     assert (await server.complete("a")).text == text_of("a", 4)
+
+
+async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhile() -> None:
+    collecting, go_on = threading.Event(), threading.Event()
+
+    class Holds:
+        def __del__(self) -> None:
+            collecting.set()
+            assert go_on.wait(30)
+
+    class Model:
+        def __init__(self) -> None:
+            self.runtime = self
+
+    held = Holds()
+    held.itself = held  # type: ignore[attr-defined]
+    del held
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    assert collecting.wait(30)
+    model = Model()
+    left = weakref.ref(model)
+    del model
+
+    def still_there() -> object:
+        go_on.set()
+        return left()
+
+    assert gc.collect() == 0
+    await free_memory(still_there)
+    assert left() is None
+    thread.join()
 
 
 @with_models(A, spec("large", num_bytes=30), memory_limit=25)

@@ -84,13 +84,25 @@ async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[Loa
         yield LoadedModel(spec, runtime, timelines, schemas)
 
 
-async def free_memory() -> None:
+# Before each look for the memory of a model that was unloaded. The next load waits for their sum at most.
+_PAUSES_S = (0.0, 0.01, 0.04, 0.2, 0.75)
+
+
+async def free_memory(model: Callable[[], object]) -> None:
     """Free the memory of a model that was unloaded, for others and for other processes.
 
     A runtime is full of references in circles, which only the garbage collector finds. In a thread, since MLX may wait
-    for a pass of another model before it gives buffers back.
+    for a pass of another model before it gives buffers back. Again where the model is still there: `gc.collect` returns
+    at once while another thread collects, and the last request's task may not have ended yet.
+
+    Args:
+        model: returns it as long as something refers to it; a weak reference.
     """
-    await trio.to_thread.run_sync(_free_memory)
+    for pause_s in _PAUSES_S:
+        await trio.sleep(pause_s)
+        await trio.to_thread.run_sync(_free_memory)
+        if model() is None:
+            break
 
 
 def _free_memory() -> None:

@@ -7,6 +7,7 @@ CUDA, and the memory that one takes must be known before the next is admitted.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
@@ -105,7 +106,7 @@ class ModelPool:
     _nursery: trio.Nursery
     _memory_limit: int | None
     _used_bytes: Callable[[], int]
-    _free_memory: Callable[[], Awaitable[None]]
+    _free_memory: Callable[[Callable[[], object]], Awaitable[None]]
     _announce: Callable[[str], None]
     _queue: deque[_Load] = attrs.field(factory=deque)
     _instances: list[_Instance] = attrs.field(factory=list)  # also those that are leaving
@@ -251,18 +252,17 @@ class ModelPool:
         """Load a model, keep it, and free its memory in the end; starts once the load is over, failed or not."""
         name = load.slot.spec.name
         self._announce(f"loading model {name}")
-        is_loaded = await self._keep_loaded(load, task_status)
+        unloaded = await self._keep_loaded(load, task_status)
         load.instance = None
         self._num_freeing += 1
-        # Nothing here refers to the model any more.
-        await self._free_memory()
+        await self._free_memory(unloaded or (lambda: None))
         self._num_freeing -= 1
-        if is_loaded:
+        if unloaded is not None:
             self._announce(f"model {name} is unloaded")
         self._change()
 
-    async def _keep_loaded(self, load: _Load, task_status: trio.TaskStatus[None]) -> bool:
-        """Returns whether the model could be loaded."""
+    async def _keep_loaded(self, load: _Load, task_status: trio.TaskStatus[None]) -> weakref.ref[LoadedModel] | None:
+        """Returns a reference to the model that was unloaded; None if it could not be loaded."""
         slot, instance = load.slot, None
         try:
             self._check_size(slot.spec)
@@ -291,7 +291,7 @@ class ModelPool:
         finally:
             if instance is not None:
                 self._instances.remove(instance)
-        return instance is not None
+        return None if instance is None else weakref.ref(instance.model)
 
     def _check_size(self, spec: ServedModel) -> None:
         if self._memory_limit is not None and spec.num_bytes > self._memory_limit:
@@ -322,6 +322,10 @@ class ModelPool:
             self._dismiss(instance)
 
 
+async def _free_nothing(_: Callable[[], object]) -> None:
+    await trio.lowlevel.checkpoint()
+
+
 @asynccontextmanager
 async def model_pool(
     specs: Iterable[ServedModel],
@@ -329,7 +333,7 @@ async def model_pool(
     *,
     memory_limit: int | None = None,
     used_bytes: Callable[[], int] = lambda: 0,
-    free_memory: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint,
+    free_memory: Callable[[Callable[[], object]], Awaitable[None]] = _free_nothing,
     announce: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[ModelPool]:
     """A pool of models, none of them loaded; all are unloaded when the block is left.
@@ -340,7 +344,8 @@ async def model_pool(
             the new one's files; after a request, idle ones are unloaded if caches have grown beyond it. None for no
                 limit.
         used_bytes: returns the bytes that models take now.
-        free_memory: called after a model was unloaded; `used_bytes` does not count it afterwards.
+        free_memory: called after a model was unloaded, with what returns it as long as something refers to it;
+            `used_bytes` does not count it afterwards.
         announce: called with a line for each load and its outcome.
 
     Cancellation: as leaving the block: waits for the load that is running, and for the models' forward passes.
