@@ -71,6 +71,14 @@ def test_a_plan_looks_at_what_is_new_and_not_at_the_whole_text():
     assert committed.num_looks <= 2 * 100
 
 
+def test_a_plan_that_is_followed_late_says_what_is_cached_now():
+    held = holding(1, 2)
+    early = held.plan([1], (9,))
+    held.plan([1, 2])
+    held.follow(early)
+    assert held.plan([1, 2, 3]) == FeedPlan(1, (2, 3))
+
+
 # --- any history ----------------------------------------------------------------------------------
 
 

@@ -302,6 +302,14 @@ def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
     assert snapshot(of) == before
 
 
+def test_a_proposal_that_the_target_did_not_wait_for_is_judged_by_no_later_verdict():
+    of = new_state()
+    of.propose(proposal(of, 4, 5))
+    assert of.rest(Overdue(SESSION, 2))
+    assert of.apply(verdict(of, 0, 7)) == Commit(SESSION, 0, 3, (7,), num_from_draft=0, resting=True)
+    assert of.outstanding is None
+
+
 # --- the end of the text --------------------------------------------------------------------------
 
 
@@ -653,7 +661,7 @@ class TwoCopies(RuleBasedStateMachine):
     def what_is_on_the_table_is_of_this_round(self):
         for of in (self.drafter, self.target) if self.drafter is not None else ():
             if of.outstanding is not None:
-                assert of.phase is not SessionPhase.PROPOSING
+                assert of.phase not in (SessionPhase.PROPOSING, SessionPhase.RESTING)
                 assert (of.outstanding.round, of.outstanding.start) == (of.round, of.next_position)
             else:
                 assert of.phase is not SessionPhase.VERIFYING
