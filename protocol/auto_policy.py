@@ -173,12 +173,14 @@ class AutoPolicy:
         """Accepted tokens to expect of a drafter after a token that is accepted, if the target waits for its steps."""
         best_gain = expected = further = 0.0
         reach, step_s = 1.0, self.prices.draft_share_s(1, beside_target=False)
+        rate, extra_s = self.prices.rate, self.prices.extra_seconds(only_copies=False)
+        first_s = extra_s(1)
         for length in range(1, MAX_LOOKAHEAD):
             reach *= self.calibration.mean_acceptance
             if reach < MIN_REACH:
                 break
             expected += reach
-            gain = expected - self.prices.rate * (self.prices.verify_extra_s(1 + length, than=1) + length * step_s)
+            gain = expected - rate * (extra_s(1 + length) - first_s + length * step_s)
             if gain > best_gain:
                 best_gain, further = gain, expected
         return further
@@ -206,6 +208,7 @@ class AutoPolicy:
     def _gain_by_drafting(self, view: PolicyView, end: Node) -> float:
         """As the gain of `_best_length`, if the target waits for the drafter to go on after a node."""
         rate, depth, reach = self.prices.rate, view.tree.depth(end), end.reach
+        extra_s = self.prices.extra_seconds(only_copies=False)
         acceptance = self.calibration.mean_acceptance
         expected = sum(node.reach for node in view.tree.chain()[:depth])
         drafted_s, best_gain = self._next_token_s(view, end), 0.0
@@ -215,7 +218,7 @@ class AutoPolicy:
         for length in range(depth + 1, view.max_proposal + 1):
             reach *= acceptance
             expected += reach
-            cost_s = self.prices.verify_extra_s(length) + self._target_delay_s(view, drafted_s)
+            cost_s = extra_s(length) + self._target_delay_s(view, drafted_s)
             best_gain = max(best_gain, expected - rate * cost_s)
             # An upper bound: all further tokens to expect, at no cost.
             further = reach * acceptance / max(1.0 - acceptance, 1e-9)
@@ -292,10 +295,9 @@ class AutoPolicy:
             if view.queue_slack_s > 0.0:
                 # The price of a step changes where the others' passes end.
                 max_steps = min(max_steps, int(view.queue_slack_s / max(step_s, 1e-9)))
-            costs_s = [
-                self.prices.verify_extra_s(num_drafted + step + 1, than=num_drafted + step) + delay_s
-                for step in range(max(1, min(max_steps, MAX_PRICED_STEPS)))
-            ]
+            longest = num_drafted + max(1, min(max_steps, MAX_PRICED_STEPS))
+            extras_s = map(self.prices.extra_seconds(only_copies=False), range(num_drafted, longest + 1))
+            costs_s = [longer_s - extra_s + delay_s for extra_s, longer_s in itertools.pairwise(extras_s)]
             worth = self.prices.rate / max(calibration.mean_acceptance, 1e-9)
             return DraftBudget(
                 max_steps,
@@ -360,13 +362,14 @@ class AutoPolicy:
             next_token_s: seconds until there is one more.
         """
         step_s, drafting_s = self.prices.draft_share_s(1, beside_target=False), 0.0
+        rate, extra_s = self.prices.rate, self.prices.extra_seconds(only_copies=False)
         best_gain = expected = 0.0
         for length in range(1, view.max_proposal + 1):
             if length > num_ready:
                 drafting_s += next_token_s if length == num_ready + 1 else step_s
             expected += reach
-            cost_s = self.prices.verify_extra_s(length) + self._target_delay_s(view, drafting_s)
-            best_gain = max(best_gain, expected - self.prices.rate * cost_s)
+            cost_s = extra_s(length) + self._target_delay_s(view, drafting_s)
+            best_gain = max(best_gain, expected - rate * cost_s)
             reach *= self.calibration.expected(staleness + length)
             if reach < MIN_REACH:
                 break

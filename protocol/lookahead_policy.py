@@ -35,7 +35,8 @@ class PolicyView:
         queue_slack_s: seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is
             the drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
         num_to_refresh: how many tokens the drafter must feed in order to draft after the root anew, with hidden states
-            of the target that it did not have when it drafted there; 0 if there are none.
+            of the target that it did not have when it drafted there; 0 if there are none, and where
+            `drops_stale` is not asked.
     """
 
     tree: LookaheadTree

@@ -295,18 +295,8 @@ class Prices:
         alone_s = self.draft_alone(width)
         return alone_s * self.draft_slowdown.value if beside_target and self.draft_slowdown.is_known else alone_s
 
-    def verify_extra_s(self, num_drafted: float, than: float = 0.0) -> float:
-        """Seconds that drafted tokens add to a pass, for each of the texts that share it.
-
-        Args:
-            num_drafted: by which they make the pass wider for all texts that share it, >= 0.
-            than: the same without these tokens, in [0, num_drafted].
-        """
-        num_texts = self.num_texts
-        return (self.verify(num_texts * (1 + num_drafted)) - self.verify(num_texts * (1 + than))) / num_texts
-
     def extra_seconds(self, *, only_copies: bool) -> Callable[[float], float]:
-        """Seconds that a proposal of some length, > 0, adds to a pass, for each of the texts that have one.
+        """Seconds that a proposal of some length adds to a pass, for each of the texts that have one.
 
         Args:
             only_copies: whether only texts with something to copy have some, and not all that share the pass. Without
@@ -344,9 +334,9 @@ class Prices:
     def plain_round_s(self) -> float:
         """Seconds of a round of all texts without drafts; 0 before any pass was measured."""
         num_texts = self.num_texts
+        if (measured := self._plain_rounds_s.get(num_texts)) is not None and measured.is_known:
+            return measured.value
         known = {number: mean.value for number, mean in self._plain_rounds_s.items() if mean.is_known}
-        if num_texts in known:
-            return known[num_texts]
         pass_s = self.verify(num_texts)
         if not known:
             return pass_s

@@ -125,8 +125,8 @@ class DraftSession(DrafterSession):
         """Committed tokens that the draft model has not processed."""
         return len(self.state.committed) - len(self.cached_tokens)
 
-    def view(self, now_s: float, queue_slack_s: float = 0.0) -> PolicyView:
-        """What the policy may look at. See `PolicyView.queue_slack_s`."""
+    def view(self, now_s: float, queue_slack_s: float = 0.0, num_to_refresh: int = 0) -> PolicyView:
+        """What the policy may look at; see `PolicyView`."""
         running = self.part
         return PolicyView(
             tree=self.tree,
@@ -139,7 +139,7 @@ class DraftSession(DrafterSession):
             drafting_node=running.node if running else None,
             drafting_until_s=running.expected_end_s if running else 0.0,
             queue_slack_s=queue_slack_s,
-            num_to_refresh=self._num_to_refresh,
+            num_to_refresh=num_to_refresh,
         )
 
     def next_expansion(self, now_s: float, queue_slack_s: float = 0.0) -> Node | None:
@@ -177,8 +177,8 @@ class DraftSession(DrafterSession):
         """
         if self.state.phase is not SessionPhase.PROPOSING:
             return False
-        view = self.view(now_s, queue_slack_s)
-        if view.num_to_refresh == 0 or not self.policy.drops_stale(view):
+        num_to_refresh = self._num_to_refresh
+        if num_to_refresh == 0 or not self.policy.drops_stale(self.view(now_s, queue_slack_s, num_to_refresh)):
             return False
         self._dropped = self.tree.drop_ahead()
         self.tree.copy(self._copied)
