@@ -120,6 +120,7 @@ class TargetActor(ModelActor[TargetSession]):
             case "wait":
                 self._hurry([list(self._waiting)[index] for index in job.hurried], view.now_s + job.wait_s)
                 self._jobs.deliver()
+                self._jobs.pause()
                 with trio.move_on_after(max(0.0, min(job.wait_s, until_s - view.now_s))):
                     await self._wakeup.wait()
                 return
