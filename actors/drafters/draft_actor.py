@@ -137,7 +137,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if sequence is None:
             if session.rests_unread is None:
                 session.rests_unread = self._rests_unread(session)
-            if session.rests_unread and not session.is_ready:
+            if session.rests_unread and not (session.is_ready or session.is_late):
                 if not session.is_indexed:
                     return Need.READ
                 self._rest_unread(session)

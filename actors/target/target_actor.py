@@ -385,6 +385,7 @@ class TargetActor(ModelActor[TargetSession]):
             self._take(session)
             self._target_queue.leave(session.id, self.worker.clock())
         self._jobs.texts.pop(session.id, None)
+        self._set_num_texts()
         shared, error = session.shared, session.failure
         shared.on_room = None
         session.is_broken = session.is_broken or error is not None

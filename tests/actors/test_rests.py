@@ -11,11 +11,12 @@ import pytest
 import trio
 from delays import RestingPolicy
 from models import gemma3_text, greedy, llama, mamba, near, prompt_of
-from scripted import ScriptedModel, agreeing, collect, continuation, priced, simulated, text_of, truthful
+from scripted import PRICES, ScriptedModel, agreeing, collect, continuation, priced, simulated, text_of, truthful
 from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
+from actors.workers.worker import Job
 from protocol.messages import TELL_BEFORE_END, Rested, Verdict
 
 PROMPT = [5, 6, 7]
@@ -80,6 +81,43 @@ async def test_texts_that_begin_together_have_their_first_tokens_before_the_draf
     assert first_fed == [0] * 4
     assert draft.num_calls["feed"] > num_probed
     assert all(text == continuation([number, *PROMPT], 60) for number, text in texts.items())
+
+
+async def test_a_drafter_that_is_late_before_it_has_read_a_prompt_comes_back(autojump_clock: Any) -> None:
+    prices = {"open": 0.0}
+
+    def price(job: Job[Any]) -> float:
+        return prices.get(job.kind, PRICES[job.kind])
+
+    texts: dict[int, list[int]] = {}
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.9)), draft_price=price) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=100)
+        prices["open"] = 600.0
+
+        async def read(number: int) -> None:
+            texts[number] = await text_of(simulation, [number, *PROMPT], max_tokens=NUM_TOKENS)
+
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(read, number)
+        statistics = simulation.runtime.statistics()
+        late, back = ({each.session for each in simulation.instants(kind)} for kind in ("overdue", "rejoin"))
+    assert all(text == continuation([number, *PROMPT], NUM_TOKENS) for number, text in texts.items())
+    assert late == {1, 2, 3, 4}
+    assert statistics.draft_failures == 0
+    assert back & late
+
+
+async def test_a_text_that_begins_alone_after_many_does_not_begin_with_a_rest(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.9)), price=PRICE) as simulation:
+        alone = await text_of(simulation, PROMPT, max_tokens=20)
+        async with trio.open_nursery() as nursery:
+            for number in range(6):
+                stream = simulation.runtime.stream([number, *PROMPT], max_tokens=20, lookahead=0)
+                nursery.start_soon(collect, stream)
+        await trio.sleep(1.0)  # until the caches of those are closed
+        assert await text_of(simulation, PROMPT, max_tokens=20) == alone
+        assert simulation.instants("rest") == []
 
 
 # --- real models --------------------------------------------------------------------------------------
