@@ -18,6 +18,7 @@ import runtime
 from actors.drafters.draft_actor import DraftActor
 from actors.workers.worker import Job
 from protocol.messages import TELL_BEFORE_END, Rested, Verdict
+from protocol.trace import Event
 
 PROMPT = [5, 6, 7]
 PRICE = priced(draft=2.0371, verify=8.0, prefill=0.25)
@@ -81,6 +82,21 @@ async def test_texts_that_begin_together_have_their_first_tokens_before_the_draf
     assert first_fed == [0] * 4
     assert draft.num_calls["feed"] > num_probed
     assert all(text == continuation([number, *PROMPT], 60) for number, text in texts.items())
+
+
+async def test_a_text_that_rests_is_not_among_those_that_copy(autojump_clock: Any) -> None:
+    num_copying: list[int] = []
+
+    def note(event: Event) -> None:
+        if event.kind == "rest":
+            num_copying.append(simulation.runtime._target.prices.num_copying)
+
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), listener=note) as simulation:
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                prompt = [number, *PROMPT, 8, *PROMPT, 8, *PROMPT]
+                nursery.start_soon(collect, simulation.runtime.stream(prompt, max_tokens=10))
+    assert num_copying == [0] * 4
 
 
 async def test_a_drafter_that_is_late_before_it_has_read_a_prompt_comes_back(autojump_clock: Any) -> None:
