@@ -91,11 +91,13 @@ async def test_a_text_that_rests_is_not_among_those_that_copy(autojump_clock: An
         if event.kind == "rest":
             num_copying.append(simulation.runtime._target.prices.num_copying)
 
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), listener=note) as simulation:
-        async with trio.open_nursery() as nursery:
-            for number in range(4):
-                prompt = [number, *PROMPT, 8, *PROMPT, 8, *PROMPT]
-                nursery.start_soon(collect, simulation.runtime.stream(prompt, max_tokens=10))
+    async with (
+        simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), listener=note) as simulation,
+        trio.open_nursery() as nursery,
+    ):
+        for number in range(4):
+            prompt = [number, *PROMPT, 8, *PROMPT, 8, *PROMPT]
+            nursery.start_soon(collect, simulation.runtime.stream(prompt, max_tokens=10))
     assert num_copying == [0] * 4
 
 
