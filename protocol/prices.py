@@ -191,7 +191,7 @@ class Prices:
         """
         self._tell(Measurement("plain", num_texts, seconds))
         known = self._plain_rounds_s.setdefault(num_texts, Mean(memory=50.0))
-        if num_texts > 1 and known.is_known:
+        if known.value > 0.0:
             seconds = min(seconds, MAX_SURPRISE * known.value)
         known.observe(seconds)
 

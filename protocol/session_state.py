@@ -260,10 +260,10 @@ class SessionState:
     def commit_own(self, token: int) -> Commit:
         """Commit a token of the target's own, for which there is room, as `apply` does for a verdict on nothing.
 
-        The fast way of plain decoding, for a session in which no message is under way: UNDRAFTED, or RESTING.
+        The fast way of plain decoding, for a session that is UNDRAFTED, so that nobody is told.
         """
         start, phase = len(self.committed), self.phase
-        if phase is not SessionPhase.UNDRAFTED and phase is not SessionPhase.RESTING:
+        if phase is not SessionPhase.UNDRAFTED:
             raise ProtocolError(f"session {self.opened.session} is {phase.value}, and cannot commit a token by itself")
         finish_reason: FinishReason | None = None
         stop_reason: int | None = None
@@ -278,7 +278,6 @@ class SessionState:
             start,
             (token,),
             0,
-            resting=phase is SessionPhase.RESTING,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )

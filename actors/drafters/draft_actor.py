@@ -137,7 +137,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if sequence is None:
             if session.rests_unread is None:
                 session.rests_unread = self._rests_unread(session)
-            if session.rests_unread and not session.is_ready:
+            if session.rests_unread and not (session.is_ready or session.is_late):
                 if not session.is_indexed:
                     return Need.READ
                 self._rest_unread(session)
@@ -236,7 +236,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._hand_on(session)
         elif not session.is_indexed:
             await self._index(session)
-        elif session.catches_up and not session.reads_again:
+        elif session.catches_up and not session.reads_again and session.num_behind <= MAX_UNREAD:
             session.catches_up = False
             await self._catch_up(session, sequence)
         else:

@@ -419,6 +419,8 @@ class Drafter(Actor[S]):
         rest = Rest(session.id, session.state.round + num_rounds)
         if session.state.rest(rest):
             session.num_rested = num_rounds
+            if isinstance(session.policy, AutoPolicy):
+                session.count_copying(False)
             self._target.send_nowait(rest)
             if not was_resting:
                 self._note(session, "rest", num_tokens=num_rounds)

@@ -98,7 +98,8 @@ class Reading:
             self.prompts = {session: None, **self.prompts}
 
     def _chosen(self) -> list[TargetSession]:
-        first, *others = self.wanted
+        # All of them if the last that was wanted is not any more, which another thread may say at any time.
+        first, *others = self.wanted or self.prompts
         if self._num_shared() == 1 or not _can_share(first):
             return [first]
         fitting = [first, *filter(_can_share, others)]

@@ -134,6 +134,10 @@ class RoundJobs:
                 # Its consumer has taken a commit, and has not come so far as to tell.
                 self._look_at(session)
 
+    def pause(self) -> None:
+        """Note that there is nothing to do for now. However long that lasts, it is no part of a plain round."""
+        self._last_plain = None
+
     def fail(self, session: TargetSession, error: Exception) -> None:
         """End a text with an error."""
         session.failure = session.failure or error

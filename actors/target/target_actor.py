@@ -120,6 +120,7 @@ class TargetActor(ModelActor[TargetSession]):
             case "wait":
                 self._hurry([list(self._waiting)[index] for index in job.hurried], view.now_s + job.wait_s)
                 self._jobs.deliver()
+                self._jobs.pause()
                 with trio.move_on_after(max(0.0, min(job.wait_s, until_s - view.now_s))):
                     await self._wakeup.wait()
                 return
@@ -384,6 +385,7 @@ class TargetActor(ModelActor[TargetSession]):
             self._take(session)
             self._target_queue.leave(session.id, self.worker.clock())
         self._jobs.texts.pop(session.id, None)
+        self._set_num_texts()
         shared, error = session.shared, session.failure
         shared.on_room = None
         session.is_broken = session.is_broken or error is not None

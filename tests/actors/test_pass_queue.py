@@ -9,9 +9,11 @@ import math
 import random
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import pytest
 import trio
 from scripted import (
     VOCAB_SIZE,
@@ -25,6 +27,7 @@ from scripted import (
     forget_all,
     never,
     priced,
+    read_into,
     run,
     simulated,
     text_of,
@@ -131,6 +134,22 @@ async def test_passes_in_a_row_give_each_text_what_it_has_alone_however_late_the
                 nursery.start_soon(read, index)
     longest = max(len(run) for run in simulation.target_worker.runs)
     assert longest > 5  # passes do go on without the event loop
+
+
+@pytest.mark.parametrize("num_texts", [1, 2])
+async def test_how_long_consumers_take_and_nobody_asks_is_no_part_of_what_plain_rounds_cost(
+    num_texts: int, autojump_clock: Any
+) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        for pause_s in (0.0, 1000.0):
+            async with trio.open_nursery() as nursery:
+                for prompt in PROMPTS[:num_texts]:
+                    stream = simulation.runtime.stream(prompt, max_tokens=100)
+                    nursery.start_soon(partial(read_into, [], stream, pause=pause_s))
+            await trio.sleep(5e4)
+        prices = simulation.runtime._target.prices
+        prices.num_texts = num_texts
+        assert prices.plain_round_s == 8.0
 
 
 async def test_no_session_waits_for_more_than_the_pass_that_runs(autojump_clock: Any) -> None:

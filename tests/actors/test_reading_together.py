@@ -18,7 +18,9 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.workers.worker import Job
+from protocol.errors import RuntimeClosedError
 from protocol.prefill_chunks import PrefillChunkSize
+from protocol.target_queue import TargetQueue
 from protocol.trace import Span
 
 NUM_TOKENS = 8
@@ -93,6 +95,22 @@ async def test_prompts_that_cannot_be_read_together_are_read_one_by_one(autojump
     async with simulated(target, None) as simulation:
         assert await texts(simulation, PROMPTS) == [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]
     assert target.num_tries == 1
+
+
+async def test_a_prompt_that_another_thread_gives_up_as_it_is_about_to_be_read_ends_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: Any
+) -> None:
+    begin_reading = TargetQueue.begin_reading
+
+    def give_up(queue: TargetQueue) -> None:
+        simulation.runtime._sessions._end_soon(0)  # as where a thread drops the last reference to the stream
+        begin_reading(queue)
+
+    monkeypatch.setattr(TargetQueue, "begin_reading", give_up)
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        with pytest.raises(RuntimeClosedError):
+            await collect(simulation.runtime.stream(PROMPTS[0]))
+        assert await collect(simulation.runtime.stream(PROMPTS[1], max_tokens=8)) == continuation(PROMPTS[1], 8)
 
 
 async def test_a_text_that_decodes_waits_for_no_more_than_one_chunk_at_a_time(autojump_clock: Any) -> None:

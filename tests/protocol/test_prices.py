@@ -381,6 +381,15 @@ def test_what_few_texts_copy_bears_all_of_the_width_and_what_plain_passes_would_
     assert extra_s() == pytest.approx(1.6 / 8)
 
 
+@pytest.mark.parametrize("num_texts", [1, 2])
+def test_a_plain_round_in_which_the_machine_did_something_else_counts_for_a_few(num_texts: int) -> None:
+    prices = Prices(num_texts=num_texts)
+    for _ in range(50):
+        prices.observe_plain_round(1.0, num_texts=num_texts)
+    prices.observe_plain_round(1e4, num_texts=num_texts)
+    assert prices.plain_round_s == pytest.approx(1.0, rel=0.05)
+
+
 def test_plain_rounds_of_other_numbers_of_texts_are_priced_like_the_nearest_that_was_seen() -> None:
     prices = Prices()
     for rows in (1, 4, 16) * 8:
