@@ -27,6 +27,7 @@ import trio
 import uvloop
 from blocking_models import BlockingModel, released_on_exit
 from completions import ids
+from garbage import collect_garbage
 from greedy_pair import PROMPT, drafter, target, text
 from models import prompt_of
 from our_threads import outrider_threads
@@ -312,7 +313,7 @@ async def by_dropping(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
     await due
     with pytest.warns(ResourceWarning, match="dropped unread"):
         del stream
-    gc.collect()
+    collect_garbage()
 
 
 async def by_breaking_out(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
@@ -579,7 +580,7 @@ def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     loop.close()
     join_the_trio_thread()
     kept.clear()
-    gc.collect()
+    collect_garbage()
 
 
 def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
@@ -717,7 +718,7 @@ async def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_n
         await until_in_asyncio(lambda: rt.num_streams == 0)
         assert threading.active_count() == threads
         del task
-        gc.collect()
+        collect_garbage()
         left = [thing for thing in gc.get_objects() if isinstance(thing, runtime.aio.TokenStream)]
         assert left == []
 
@@ -791,7 +792,7 @@ async def test_many_prompts_can_be_left_in_every_way() -> None:
                     async with many:
                         pass
             del many
-            gc.collect()
+            collect_garbage()
             held.release()
             await the_next_text_is_right(rt)
             await until_in_asyncio(lambda: rt.num_streams == 0)
