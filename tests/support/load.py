@@ -33,7 +33,7 @@ from raw_http import ACCESS_LINE, Client, ask, connect, request
 from runtime.loading.demo import DEMO_DRAFT, DEMO_PROMPTS, DEMO_TARGET
 
 MAX_STREAMS = 4
-STALLED_S = 30  # a busy machine may keep clients, all in one process, from reading for some time
+STALLED_S = 5
 PREFILL_STEP_SIZE = 64
 
 # Pause between two visits. Without a pause, a client would take again the place that it has just left, and clients that
