@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,14 @@ from typing import Any
 import browser
 import mlx.core as mx
 import pytest
+import trio
+import trio.testing
 from our_threads import outrider_threads
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+
+# How late a drafter may be on a busy machine. Where it never comes, a test waits as long.
+LATE_S = 10.0
 
 left_out: set[str] = set()
 
@@ -81,6 +86,38 @@ def short_warm_up() -> Iterator[dict[str, Any]]:
     with patched(short) as patch:
         patch.setattr(simulation, "warm_up", warm_up_as_usual)
         yield usual
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient_targets() -> Iterator[Callable[..., float]]:
+    """Have targets wait for their drafter, however late a busy machine makes it; not in simulated time.
+
+    They would go on alone after 0.1 s, in which a tiny model comes to the end of a short text: nothing would be
+    drafted.
+
+    Returns: how long a target waits otherwise.
+    """
+    from actors.target.drafter_link import DrafterLink
+
+    usual = DrafterLink.timeout_s
+
+    def timeout_s(link: DrafterLink, session: Any) -> float:
+        is_simulated = isinstance(trio.lowlevel.current_clock(), trio.testing.MockClock)
+        return max(0.0 if is_simulated else LATE_S, usual(link, session))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DrafterLink, "timeout_s", timeout_s)
+        yield usual
+
+
+@pytest.fixture
+def impatient_targets(patient_targets: Callable[..., float]) -> Iterator[None]:
+    """Have targets go on alone when their drafter is late."""
+    from actors.target.drafter_link import DrafterLink
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DrafterLink, "timeout_s", patient_targets)
+        yield
 
 
 @contextmanager

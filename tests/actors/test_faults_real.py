@@ -14,6 +14,7 @@ import pytest
 import trio
 from models import VOCAB_SIZE, Wrapped, greedy, llama, near, prompt_of
 from our_threads import outrider_threads
+from polling import until_in_trio
 from scripted import ids
 from sweeps import sweep
 
@@ -195,7 +196,7 @@ async def beside_a_hanging_drafter() -> AsyncIterator[tuple[runtime.Runtime, nn.
 
 
 @pytest.fixture
-def impatience(monkeypatch: Any) -> None:
+def impatience(monkeypatch: Any, impatient_targets: None) -> None:
     monkeypatch.setattr("protocol.deadlines.MIN_PROPOSAL_WAIT_S", 0.05)
     monkeypatch.setattr("actors.workers.thread_worker.HANG_TIMEOUT_S", 0.05)
 
@@ -258,6 +259,7 @@ async def test_a_stream_can_be_saved_beside_a_drafter_that_hangs(monkeypatch: An
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("impatient_targets")
 async def test_a_drafter_that_hangs_is_detached_at_once(monkeypatch: Any, caplog: Any) -> None:
     monkeypatch.setattr("runtime.engine.drafter_slot.RELEASE_TIMEOUT_S", 0.05)
     async with beside_a_hanging_drafter() as (rt, target, hanging):
@@ -292,7 +294,8 @@ async def test_a_drafter_that_hung_for_a_while_drafts_again() -> None:
                     accepted = stream.statistics().accepted
         assert got == greedy(target, PROMPT, 400)
         assert stream.statistics().accepted > accepted
-        assert rt.health().ok
+        # The last proposal may be late on a busy machine, too.
+        await until_in_trio(lambda: rt.health().ok)
 
 
 async def test_a_drafters_thread_that_dies_costs_no_token(caplog: Any) -> None:

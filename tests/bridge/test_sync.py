@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import signal
 import sys
 import threading
@@ -23,6 +22,7 @@ import pytest
 import trio
 from blocking_models import BlockingModel, released_on_exit
 from completions import ids
+from garbage import collect_garbage
 from greedy_pair import PROMPT, drafter, target, text
 from models import prompt_of
 from our_threads import outrider_threads
@@ -122,12 +122,12 @@ def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it(begin: B
     rt = opened()
     stream = begin(rt, max_tokens=12, **SETTINGS)
     del rt
-    gc.collect()
+    collect_garbage()
     assert [id_of(item) for item in stream] == text(12) * (1 if begin is one else 2)
     threads = outrider_threads()
     assert len(threads) == 3
     del stream
-    gc.collect()
+    collect_garbage()
     for thread in threads:
         # The other threads belong to a pool, and stay idle. The timeout only keeps a failing test from hanging.
         if thread.name == "outrider-trio":
@@ -190,7 +190,7 @@ def by_dropping(begin: Callable[[], Any], due: Callable[[], None]) -> None:
     is_one = isinstance(stream, runtime.sync.TokenStream)
     with pytest.warns(ResourceWarning, match="dropped unread") if is_one else contextlib.nullcontext():
         del stream
-    gc.collect()
+    collect_garbage()
 
 
 def by_breaking_out(begin: Callable[[], Any], due: Callable[[], None]) -> None:
@@ -234,7 +234,7 @@ def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other()
                 pass  # until the trio thread has ended the session
             session, num_passes = min(passes.num_of.items())
             held.release()
-            gc.collect()
+            collect_garbage()
             the_next_text_is_right(rt)
             # At most the running one: one job of the target may make two forward passes.
             assert passes.num_of[session] <= num_passes + 1, (way, begin)
@@ -271,7 +271,7 @@ def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() ->
             held.release()
             # The traceback keeps the frames of the call alive.
             del raised
-            gc.collect()
+            collect_garbage()
             the_next_text_is_right(rt)
 
 

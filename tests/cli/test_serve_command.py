@@ -292,7 +292,8 @@ def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end(expected: s
         assert expected.endswith(text)
         assert server.ends() == 0
     said = "".join(server.said)
-    assert "stopping: 2 requests may end within" in said
+    # The shorter answer may be whole before the signal has come.
+    assert re.search("stopping: [12] requests? may end within", said)
     assert said.count('"GET /health" 503') == 1
     assert re.search(
         r'"POST /v1/completions" 200 tokens=\d+\+\d+ seconds=[\d.]+ unfinished\noutrider: the server has ended\n$', said

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from faces import got, next_of, on_every_face, within
+from garbage import collect_garbage
 from greedy_pair import target
 
 import runtime
@@ -37,7 +37,7 @@ EXPECTED = "a token stream was dropped unread, which ended its generation; read 
 async def test_a_stream_that_nobody_reads_warns_and_ends(caught: list[warnings.WarningMessage]) -> None:
     async with runtime.open((target(), None)) as rt:
         rt.stream(PROMPT)
-        gc.collect()
+        collect_garbage()
         assert texts(caught) == [EXPECTED.format("aclose()")]
         assert rt.num_streams == 0
 
@@ -50,7 +50,7 @@ async def test_a_stream_that_was_read_or_closed_does_not_warn(caught: list[warni
         async with rt.stream(PROMPT):
             pass
         await rt.generate_many([PROMPT] * 2, max_tokens=3)
-        gc.collect()
+        collect_garbage()
         assert texts(caught) == []
 
 
@@ -60,7 +60,7 @@ async def test_a_stream_of_a_runtime_that_was_closed_meanwhile_does_not_warn(
     async with runtime.open((target(), None)) as rt:
         stream = rt.stream(PROMPT, max_tokens=3)
     del stream, rt
-    gc.collect()
+    collect_garbage()
     assert texts(caught) == []
 
 
@@ -72,7 +72,7 @@ async def test_elsewhere_it_is_the_same(open: Any, caught: list[warnings.Warning
         if isinstance(stream, runtime.aio.TokenStream):
             await stream.opened()
         del stream
-        gc.collect()
+        collect_garbage()
         assert texts(caught) == [EXPECTED.format("close()" if open is runtime.open_sync else "aclose()")]
         await next_of(rt.stream(PROMPT))
         async with within(rt.stream(PROMPT)):
@@ -80,5 +80,5 @@ async def test_elsewhere_it_is_the_same(open: Any, caught: list[warnings.Warning
         await got(rt.generate(PROMPT, max_tokens=3))
         stream = rt.stream(PROMPT)
     del stream
-    gc.collect()
+    collect_garbage()
     assert len(caught) == 1

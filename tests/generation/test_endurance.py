@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 import trio
+from garbage import collect_garbage
 from models import llama
 from polling import until_in_trio
 
@@ -66,7 +67,7 @@ def num_sessions() -> int:
 async def settled(rt: runtime.Runtime, num_idle_tasks: int) -> None:
     """Wait until the target and the drafter have ended their parts of all streams."""
     await until_in_trio(lambda: not rt._sessions and num_tasks() <= num_idle_tasks)
-    gc.collect()
+    collect_garbage()
     mx.clear_cache()
 
 

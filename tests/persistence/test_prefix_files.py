@@ -15,6 +15,7 @@ import attrs
 import pytest
 import trio
 from models import greedy, llama, prompt_of
+from polling import until_in_trio
 from sweeps import sweep
 
 import runtime
@@ -48,13 +49,6 @@ async def answer(rt: runtime.Runtime, prompt: list[int]) -> tuple[list[int], int
     return text, stream.statistics().cached_tokens
 
 
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait until another thread has done something."""
-    with trio.fail_after(20):
-        while not is_so():
-            await trio.lowlevel.checkpoint()
-
-
 def stored_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.outrider-prefix"))
 
@@ -80,7 +74,7 @@ async def test_a_text_is_continued_after_a_restart_from_what_was_cached_before(
     longer = [*prompt, *first, *prompt_of(8, seed=3)]
     async with runtime.open((model, None), draft, prefix_cache_dir=folder) as rt:
         for actor in (rt._target, rt._draft)[:num_models]:
-            await until(lambda actor=actor: actor.prefix_cache.store._stored != {})  # type: ignore[misc]
+            await until_in_trio(lambda actor=actor: actor.prefix_cache.store._stored != {})  # type: ignore[misc]
         assert await answer(rt, longer) == (greedy(model, longer, NUM_TOKENS), len(prompt) + NUM_TOKENS - 1)
         # The same prompt again needs only a part of it.
         assert await answer(rt, prompt) == (first, len(prompt) - 1)
@@ -94,7 +88,7 @@ async def test_what_has_no_room_in_memory_comes_back_from_disk(tmp_path: Path, m
     one, other = prompt_of(80), prompt_of(80, seed=5)
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
         texts = [(await answer(rt, prompt))[0] for prompt in (one, other)]
-        await until(lambda: len(cache_of(rt)._stored) == 1)
+        await until_in_trio(lambda: len(cache_of(rt)._stored) == 1)
         assert await answer(rt, one) == (texts[0], len(one) - 1)
         assert await answer(rt, other) == (texts[1], len(other) - 1)
 
@@ -110,7 +104,7 @@ async def test_what_a_cancelled_request_has_brought_back_is_kept(
     tmp_path: Path, model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
-        await until(lambda: cache_of(rt)._stored != {})
+        await until_in_trio(lambda: cache_of(rt)._stored != {})
         fill = saved_sequence.fill
         with trio.CancelScope() as scope:
 
@@ -130,7 +124,7 @@ async def test_what_is_not_the_text_of_its_index_is_closed(
     tmp_path: Path, model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
-        await until(lambda: cache_of(rt)._stored != {})
+        await until_in_trio(lambda: cache_of(rt)._stored != {})
         fill, closed = saved_sequence.fill, []
 
         async def fill_another(*arguments: Any, **options: Any) -> saved_sequence.FilledSequence:
@@ -157,7 +151,7 @@ async def test_streams_go_on_while_a_file_is_written(
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
         for seed in range(2):
             await answer(rt, prompt_of(80, seed=seed))
-        await until(begun.is_set)
+        await until_in_trio(begun.is_set)
         prompt = prompt_of(40, seed=9)
         assert await answer(rt, prompt) == (greedy(model, prompt, NUM_TOKENS), 0)
         assert stored_in(tmp_path) == []
@@ -182,10 +176,10 @@ async def test_models_that_share_a_folder_find_their_own(tmp_path: Path, model: 
     others: list[tuple[Any, dict[str, Any]]] = [(model, {}), (llama(7), {}), (model, {"max_kv_size": 200})]
     for pair, options in others:
         async with runtime.open((pair, None), prefix_cache_dir=tmp_path, **options) as rt:
-            await until(lambda: cache_of(rt)._files is not None)
+            await until_in_trio(lambda: cache_of(rt)._files is not None)
             assert (await answer(rt, PROMPT))[1] == 0
     async with runtime.open((others[1][0], None), prefix_cache_dir=tmp_path) as rt:
-        await until(lambda: cache_of(rt)._files is not None)
+        await until_in_trio(lambda: cache_of(rt)._files is not None)
         assert await answer(rt, PROMPT) == (greedy(others[1][0], PROMPT, NUM_TOKENS), len(PROMPT) - 1)
 
 
@@ -196,7 +190,7 @@ async def test_a_damaged_file_is_left_out_and_the_text_is_right(
     [path] = stored_in(tmp_path)
     path.write_bytes(path.read_bytes()[:cut])
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=0) as rt:
-        await until(lambda: cache_of(rt)._stored != {})
+        await until_in_trio(lambda: cache_of(rt)._stored != {})
         assert await answer(rt, PROMPT) == (text, 0)
         assert cache_of(rt)._stored == {}
     assert "a stored prefix is left out" in caplog.text

@@ -30,7 +30,6 @@ from sweeps import sweep
 import runtime
 from actors.drafters.draft_actor import DraftActor
 from actors.persistence import saved_sequence
-from actors.target.drafter_link import DrafterLink
 from actors.workers.worker import Job
 from protocol.replay import ReplayDebt
 from protocol.settings import Settings
@@ -142,10 +141,8 @@ async def test_a_stream_goes_on_as_it_would_have(
     tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind.startswith("rejection"):
-        # Samples depend on the rounds. When a replayed token is settled, and whether a proposal is waited for, depends
-        # on measured times.
+        # Samples depend on the rounds, and when a replayed token is settled depends on measured times.
         monkeypatch.setattr(ReplayDebt, "should_settle", lambda *_: False)
-        monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
     await check(tmp_path / "stream", PAIRS[name], **KINDS[kind])
 
 

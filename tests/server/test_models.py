@@ -265,12 +265,12 @@ async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhil
 
     def still_there() -> object:
         go_on.set()
+        thread.join()
         return left()
 
     assert gc.collect() == 0
     await free_memory(still_there)
     assert left() is None
-    thread.join()
 
 
 @with_models(A, spec("large", num_bytes=30), memory_limit=25)

@@ -125,7 +125,7 @@ RUNS = {"drafted": texts, "plain": plain_texts, "beside cancelled": cancelled_te
 
 
 def wait_for_the_drafter() -> None:
-    """A drafter that comes late is left behind, and that changes what the rejection rule draws."""
+    """A drafter that comes late is left behind: nothing may be drafted, and the rejection rule draws something else."""
     actors.target.drafter_link.proposal_wait_s = lambda *_: 1e9
     actors.target.drafter_link.prompt_wait_s = lambda *_: 1e9
 
@@ -173,6 +173,7 @@ def equal_texts_drafted_elsewhere(give: Give, kind: str) -> None:
 
 def lose_the_drafter(give: Give) -> None:
     """Rank 0 gives the text of one process, and what becomes of a stream whose drafter is lost, and of one after it."""
+    wait_for_the_drafter()
     group = runtime.join_ranks()
     target, draft = family("llama"), (models.near(family("llama"), noise=0.05), None)
     asked: dict[str, Any] = {"max_tokens": 120, "lookahead": 3, "ignore_eos": True}
@@ -206,6 +207,7 @@ def lose_the_drafter(give: Give) -> None:
 
 def open_without_its_draft(give: Give) -> None:
     """Rank 1 is to draft, and is given no draft model; then it is, and rank 0 gives how many tokens it was right in."""
+    wait_for_the_drafter()
     group = runtime.join_ranks()
     target, draft = family("llama"), (models.near(family("llama"), noise=0.05), None)
     if group.rank > 0:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,7 +110,11 @@ def ranks(
 
 
 def free_ports(number: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    """Ports at which nobody listens; not of those that a system gives to clients, which may have them again at once."""
+    dice, sockets = random.SystemRandom(), []
+    while len(sockets) < number:
+        with suppress(OSError):  # somebody does
+            sockets.append(socket.create_server(("127.0.0.1", dice.randrange(15_000, 32_000))))
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:
         each.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import trio
 from architectures import build
 from drafted_runtime import PROMPTS, drafted
 from models import greedy, prompt_of
@@ -96,9 +94,8 @@ def rewritten(file: Path, change: Callable[[Any], None]) -> None:
     [pytest.param(kind, float(index % 2), marks=SELDOM.get(kind, ())) for index, kind in enumerate(KINDS)],
 )
 async def test_a_resumed_stream_drafts_at_once_what_it_would_have(
-    kind: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_targets: Any
 ) -> None:
-    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
     folder, file = tmp_path / "drafter", tmp_path / "stream"
     target, text, expected = await save(folder, file, kind=kind, temperature=temperature, seed=3)
     rest, found, statistics = await resume(folder, file, target)
@@ -107,7 +104,7 @@ async def test_a_resumed_stream_drafts_at_once_what_it_would_have(
     assert found == expected[-len(found) :]
     assert statistics.draft_failures == 0
     # Without that part of the file, the drafter misses what came before, and the target does not wait for it.
-    monkeypatch.undo()
+    monkeypatch.setattr(DrafterLink, "timeout_s", patient_targets)
     rewritten(file, lambda content: content.update(draft=None))
     rest, without, _ = await resume(folder, file, target)
     assert rest == text[9:]
@@ -128,7 +125,6 @@ async def test_a_stream_can_be_saved_again_and_again(kind: str, tmp_path: Path) 
 
 
 async def test_what_is_saved_is_bounded_and_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
     monkeypatch.setattr(sequence_state, "MAX_FEATURES", 4)
     folder, file = tmp_path / "drafter", tmp_path / "stream"
     target, text, expected = await save(folder, file, cut=12)
@@ -251,10 +247,7 @@ async def test_features_of_another_width_are_refused(tmp_path: Path) -> None:
 
 
 @sweep("kind", [pytest.param(kind, marks=SELDOM.get(kind, ())) for kind in KINDS])
-async def test_a_longer_text_is_drafted_alike_from_memory_from_disk_and_anew(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: math.inf)
+async def test_a_longer_text_is_drafted_alike_from_memory_from_disk_and_anew(kind: str, tmp_path: Path) -> None:
     folder, disk = tmp_path / "drafter", tmp_path / "disk"
     target, prompt = make(kind, folder), prompt_of(36, vocab_size=48)
     asked = ASKED | {"reuse_prefix": True}
@@ -344,6 +337,5 @@ async def test_a_detached_drafter_is_freed_and_its_texts_are_on_disk(tmp_path: P
         assert list(disk.glob("*.outrider-prefix")) == []
         actor = rt._draft
         await rt.detach_draft()
-        with trio.fail_after(20):
-            await until_in_trio(lambda: len(list(disk.glob("*.outrider-prefix"))) == 1)
-            await until_in_trio(lambda: actor.prefix_cache.store is None)
+        await until_in_trio(lambda: len(list(disk.glob("*.outrider-prefix"))) == 1)
+        await until_in_trio(lambda: actor.prefix_cache.store is None)
