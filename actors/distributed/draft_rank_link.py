@@ -18,10 +18,7 @@ import trio
 from actors.distributed.connection import Connection
 from actors.remote.link import LinkLostError
 from protocol.errors import RankError
-from protocol.rank_messages import CloseTarget, DrafterFrame, RankMessage
-
-# Bytes in one message: a heartbeat waits no longer than for one.
-MAX_FRAME_BYTES = 4 * 1024**2
+from protocol.rank_messages import CloseTarget, ForDrafter, RankMessage
 
 
 class DraftRankLink:
@@ -47,7 +44,6 @@ class DraftRankLink:
         self._trio_token = trio.lowlevel.current_trio_token()
         self._sending, self._unsent = trio.open_memory_channel[bytes](math.inf)
         self._putting, self._arrived = trio.open_memory_channel[bytes](math.inf)
-        self._parts: list[bytes] = []
         self._lock = threading.Lock()
         self._error: RankError | None = None
         self._is_closed = False
@@ -72,9 +68,7 @@ class DraftRankLink:
 
     def _send(self, data: bytes) -> None:
         try:
-            for begin in range(0, max(1, len(data)), MAX_FRAME_BYTES):
-                end = begin + MAX_FRAME_BYTES
-                self._connection.send(DrafterFrame(data[begin:end], end >= len(data)))
+            self._connection.send(ForDrafter(data))
         except OSError as error:
             self._drop()
             self.lose(f"{self.name} has ended, or cannot be reached any more ({error})")
@@ -90,11 +84,8 @@ class DraftRankLink:
 
     def put(self, message: RankMessage) -> None:
         """Take a message that has come, in any thread. Others than those about a drafter are ignored."""
-        if isinstance(message, DrafterFrame):
-            self._parts.append(message.data)
-            if message.is_last:
-                self._in_trio(partial(self._deliver, b"".join(self._parts)))
-                self._parts.clear()
+        if isinstance(message, ForDrafter):
+            self._in_trio(partial(self._deliver, message.data))
         elif isinstance(message, CloseTarget):
             self.has_closed_target = True
             self._in_trio(self._end)

@@ -45,11 +45,12 @@ class FollowingModel:
             Whatever the model raises.
         """
         for text in operation.texts:
-            if (own := self._ledger.entry(text[0])) != text or self._sequences[text[0]].length != text[1]:
+            own, length = self._ledger.entry(text.sequence), self._sequences[text.sequence].length
+            if own != text or length != text.length:
                 raise RankError(
-                    f"rank {self._group.rank} is out of step before {operation.name}: its sequence {text[0]} holds "
-                    f"{self._sequences[text[0]].length} tokens (checksum {own[2]:08x}), rank 0's {text[1]} "
-                    f"(checksum {text[2]:08x})"
+                    f"rank {self._group.rank} is out of step before {operation.name}: its sequence {text.sequence} "
+                    f"holds {length} tokens (checksum {own.checksum:08x}), rank 0's {text.length} (checksum "
+                    f"{text.checksum:08x})"
                 )
         self._group.note(operation.name)
         if operation.sequence is None:

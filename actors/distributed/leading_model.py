@@ -113,14 +113,13 @@ class TakenParts:
     def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
         parts = {rank: CollectedPart(rank) for rank in self._announcer.followers}
         for step in count():
-            waiting = {rank for rank, part in parts.items() if not part.is_complete}
-            if not waiting:
+            if not (waiting := {rank for rank, part in parts.items() if part.description is None}):
                 break
             with self._announcer.announced("record", None, self.number, step):
                 while waiting:
                     rank, message = received(self._announcer.group, waiting)
-                    if parts[rank].add(message):
-                        waiting.discard(rank)
+                    parts[rank].add(message)
+                    waiting.discard(rank)
             yield None
         yield tuple(part.record() for part in parts.values())
 
