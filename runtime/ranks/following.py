@@ -13,12 +13,11 @@ import mlx.core as mx
 import outcome
 import trio
 
-from actors.distributed.following_model import FollowingModel
 from actors.distributed.rank_group import RankGroup
+from actors.distributed.sharded_model import FollowingModel, ShardedModel
 from actors.distributed.sharding import Shard
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
-from actors.mlx.model import MLXModel
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import RankError, SettingsError
 from protocol.rank_messages import CloseTarget, ConnectRanks, Loaded, OpenTarget, Operations, Present
@@ -93,7 +92,7 @@ def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: Rank
             for operation in message.operations:
                 name = operation.name
                 if name == BEGIN:
-                    following = FollowingModel(MLXModel(shard.model, options, "the target"), group)
+                    following = FollowingModel(ShardedModel(shard.model, options, group, "the target"), group)
                 else:
                     assert following is not None
                     following.run(operation)

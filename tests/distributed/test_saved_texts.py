@@ -12,7 +12,7 @@ import pytest
 import rank_programs
 from ranks import ranks
 
-from actors.distributed.leading_model import Announcer, TakenParts
+from actors.distributed.sharded_model import Announcer, TakenParts
 from actors.mlx.cache_kinds import LayerState
 from actors.mlx.sequence_state import Recorder, SequenceState, recall
 from actors.persistence import rank_parts
@@ -61,7 +61,7 @@ def test_a_text_goes_on_as_it_would_have_and_a_file_that_does_not_fit_changes_no
 class Wire:
     """As much of a group as a part of a saved text takes: messages go through bytes, and come out at the other end."""
 
-    size = 2
+    rank, size = 0, 2
 
     def __init__(self) -> None:
         self.sent: deque[RankMessage] = deque()
