@@ -27,6 +27,7 @@ class DraftRankLink:
     Attributes:
         rank: at the other end.
         name: of the rank.
+        error: why the drafter is lost; None while it is not.
         is_over: set once that rank is lost, or has closed the target.
         has_closed_target: whether that rank has closed the target. What it sends from then on is about the next one.
     """
@@ -45,13 +46,8 @@ class DraftRankLink:
         self._sending, self._unsent = trio.open_memory_channel[bytes](math.inf)
         self._putting, self._arrived = trio.open_memory_channel[bytes](math.inf)
         self._lock = threading.Lock()
-        self._error: RankError | None = None
+        self.error: RankError | None = None
         self._is_closed = False
-
-    @property
-    def error(self) -> RankError | None:
-        """Why the drafter is lost; None while it is not."""
-        return self._error
 
     def send(self, data: bytes) -> None:
         self._sending.send_nowait(data)
@@ -62,7 +58,7 @@ class DraftRankLink:
 
     async def run(self) -> None:
         async for data in self._unsent:
-            if self._error is None:
+            if self.error is None:
                 # The rank may take nothing for a while.
                 await trio.to_thread.run_sync(self._send, data)
 
@@ -77,7 +73,7 @@ class DraftRankLink:
         try:
             message = await self._arrived.receive()
         except trio.EndOfChannel:
-            raise LinkLostError(str(self._error or f"{self.name} has closed the target")) from None
+            raise LinkLostError(str(self.error or f"{self.name} has closed the target")) from None
         if not message:
             raise LinkLostError(f"{self.name} has closed the link")
         return message
@@ -93,8 +89,8 @@ class DraftRankLink:
     def lose(self, reason: str) -> RankError:
         """Give the drafter up, in any thread. Returns: the error, which gives the reason of the first call."""
         with self._lock:
-            is_first, error = self._error is None, self._error or RankError(reason)
-            self._error = error
+            is_first, error = self.error is None, self.error or RankError(reason)
+            self.error = error
         if is_first:
             self._in_trio(self._end)
         return RankError(*error.args)

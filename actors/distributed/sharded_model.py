@@ -25,7 +25,7 @@ from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
 from actors.model import Feed, RewindMode
 from actors.persistence.fingerprint import fingerprint
-from actors.persistence.rank_parts import CollectedPart, errors_of, receive_record, received, send_record, send_step
+from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
 from protocol.rank_messages import Answer, Operation, Operations
 from protocol.text_ledger import TextLedger
@@ -112,17 +112,17 @@ class TakenParts:
         weakref.finalize(self, announcer.unused_states.append, number).atexit = False
 
     def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
-        parts = {rank: CollectedPart(rank) for rank in self._announcer.followers}
+        parts = dict.fromkeys(self._announcer.followers, NO_PART)
         for step in count():
             if not (waiting := {rank for rank, part in parts.items() if part.description is None}):
                 break
             with self._announcer.announced("record", None, self.number, step):
                 while waiting:
                     rank, message = received(self._announcer.group, waiting)
-                    parts[rank].add(message)
+                    parts[rank] = added(parts[rank], message, rank)
                     waiting.discard(rank)
             yield None
-        yield tuple(part.record() for part in parts.values())
+        yield tuple(parts.values())
 
 
 class ShardedSequence(MLXSequence):

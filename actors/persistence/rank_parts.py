@@ -4,36 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import attrs
-
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.sequence_state import Recorder, SequenceRecord
 from protocol.errors import RankError
 from protocol.rank_messages import Answer, Recorded
-from protocol.tensor import Tensor
 
 # How long rank 0 waits for the next message about a saved text, in seconds. A layer may have to be copied before.
 WAIT_S = 60.0
 
 
-@attrs.define
-class CollectedPart:
-    """One rank's part of a saved text, as far as it has come; without a description, more is to come."""
+# A part of which nothing has come. One without a description is not complete.
+NO_PART = SequenceRecord(None, {})
 
-    rank: int
-    tensors: dict[str, Tensor] = attrs.field(factory=dict)
-    description: Any = None
 
-    def add(self, message: Any) -> None:
-        """Add a message. Raises: RankError: it has no part of a text."""
-        if not isinstance(message, Recorded):
-            raise RankError(f"rank {self.rank} has sent {type(message).__name__} and not its part of a saved text")
-        self.tensors |= message.tensors
-        self.description = message.description
-
-    def record(self) -> SequenceRecord:
-        """All that has come."""
-        return SequenceRecord(self.description, self.tensors)
+def added(part: SequenceRecord, message: Any, rank: int) -> SequenceRecord:
+    """A rank's part with what its next message adds. Raises: RankError: the message has no part of a text."""
+    if not isinstance(message, Recorded):
+        raise RankError(f"rank {rank} has sent {type(message).__name__} and not its part of a saved text")
+    return SequenceRecord(message.description, {**part.tensors, **message.tensors})
 
 
 def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
@@ -71,10 +59,10 @@ def send_record(record: SequenceRecord, group: RankGroup, *, to: int) -> None:
 
 def receive_record(group: RankGroup) -> SequenceRecord:
     """Wait for this rank's part, from rank 0. Raises: RankError: the group is broken, or this is no such part."""
-    part = CollectedPart(0)
+    part = NO_PART
     while part.description is None:
-        part.add(group.receive()[1])
-    return part.record()
+        part = added(part, group.receive()[1], 0)
+    return part
 
 
 def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:

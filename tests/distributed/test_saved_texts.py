@@ -16,7 +16,6 @@ from actors.distributed.sharded_model import Announcer, TakenParts
 from actors.mlx.cache_kinds import LayerState
 from actors.mlx.sequence_state import Recorder, SequenceState, recall
 from actors.persistence import rank_parts
-from actors.persistence.rank_parts import CollectedPart
 from protocol.errors import RankError
 from protocol.rank_messages import Answer, RankMessage, decode, encode
 
@@ -90,13 +89,10 @@ def a_part() -> SequenceState:
 
 def test_a_part_arrives_layer_by_layer_as_it_was():
     wire: Any = Wire()
-    recorder, part, steps = Recorder(a_part(), "target", rank=1), CollectedPart(1), 0
-    while part.description is None:
-        rank_parts.send_step(recorder, wire, {"family": "llama"})
-        part.add(wire.receive()[1])
-        steps += 1
-    assert steps == 3  # two layers, and the description
-    record = part.record()
+    recorder = Recorder(a_part(), "target", rank=1)
+    sent = [rank_parts.send_step(recorder, wire, {"family": "llama"}) for _ in range(3)]
+    assert sent == [False, False, True]  # two layers, and the description
+    record = rank_parts.receive_record(wire)
     assert json.loads(json.dumps(record.description))["fingerprint"] == {"family": "llama"}
     assert all(".rank-1." in name for name in record.tensors)
     arrived = recall(record, (7, 8, 9))
@@ -107,7 +103,7 @@ def test_a_part_arrives_layer_by_layer_as_it_was():
 
 def test_another_message_than_a_part_is_an_error():
     with pytest.raises(RankError, match="rank 1 has sent Answer and not its part of a saved text"):
-        CollectedPart(1).add(Answer(None))
+        rank_parts.added(rank_parts.NO_PART, Answer(None), 1)
 
 
 def test_a_rank_that_sends_nothing_of_a_saved_text_is_named():
