@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import outcome
@@ -30,6 +30,11 @@ BEAT_S = 0.5
 SILENCE_S = 3.5
 # Longest time that MLX may take to connect ranks that are all there, in seconds.
 CONNECT_TIMEOUT_S = 60.0
+# How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
+GRACE_S = 1.0
+LATE = "has not ended in time: the ranks wait for each other"
+
+T = TypeVar("T")
 
 # In errors of MLX's that may leave the ranks out of step, wherever they come up: those of its distributed engine, and
 # that of a device which has dropped computations that were submitted, with the collectives among them.
@@ -107,26 +112,16 @@ class RankGroup:
         """
         if self.mlx is not None:
             return
-        connected: queue.SimpleQueue[outcome.Outcome[mx.distributed.Group] | None] = queue.SimpleQueue()
 
-        def connect() -> None:
+        def connect() -> mx.distributed.Group:
             with left_out(draft_rank):
-                connected.put(outcome.capture(_group_of_all))
+                return _group_of_all()
 
-        with self.on_error(lambda _: connected.put(None)):
+        try:
             # A thread, since MLX waits for the other ranks without end, and without a look at Ctrl-C.
-            thread = run_on_thread("outrider-connects", connect, lambda _: None)
-            try:
-                result = connected.get(timeout=timeout_s)
-            except queue.Empty:
-                result = None
-            if result is None:
-                thread.abandon()
-                self.check()
-                raise self.fail(f"rank {self.rank} has not got MLX's group within {timeout_s:g} s")
-        if isinstance(result, outcome.Error):
-            raise self.fail(f"rank {self.rank} cannot make MLX's group: {result.error}") from result.error
-        group = result.unwrap()
+            group = self.run("outrider-connects", connect, timeout_s, f"has not got MLX's group within {timeout_s:g} s")
+        except (RuntimeError, ValueError) as error:
+            raise self.fail(f"rank {self.rank} cannot make MLX's group: {error}") from error
         ranks = self.target_ranks(draft_rank)
         if (group.rank(), group.size()) != (ranks.index(self.rank), len(ranks)):
             raise self.fail(
@@ -134,6 +129,29 @@ class RankGroup:
                 "ranks by mlx.launch"
             )
         self.mlx, self._mlx_without = group, draft_rank
+
+    def run(self, name: str, work: Callable[[], T], timeout_s: float | None = None, late: str = LATE) -> T:
+        """Do a piece of work on a thread, and wait for its result until it ends or the group is broken.
+
+        Raises: what the work raises, and RankError: the group is broken, or the time is up, which breaks it for the
+            reason `late`. A thread may be stuck in a collective.
+        """
+        results: list[T] = []
+        ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
+        thread = run_on_thread(name, lambda: results.append(work()), ended.put)
+        with self.on_error(lambda _: ended.put(None)):
+            try:
+                result = ended.get(timeout=timeout_s) or ended.get(timeout=GRACE_S)
+            except queue.Empty:
+                thread.abandon()
+                raise self.fail(f"rank {self.rank} {late}") from None
+            except KeyboardInterrupt:
+                thread.abandon()
+                self.fail(f"rank {self.rank} was interrupted")
+                raise
+        if result is not None:
+            result.unwrap()
+        return results[0]
 
     # --- messages ---------------------------------------------------------------------------------
 

@@ -37,12 +37,6 @@ def test_a_rank_waits_while_two_others_measure_and_says_what_it_is():
     assert second.sent == [Measured(description={"host": "second"}), Measured()]
 
 
-def test_answers_may_come_in_any_order():
-    first = group(0, (2, Measured(description={"host": "third"})), (1, Measured(description={"host": "second"})))
-    answers = dict(links._answer(first) for _ in range(2))
-    assert {rank: answer.description["host"] for rank, answer in answers.items()} == {1: "second", 2: "third"}
-
-
 @sweep(
     ("asked", "expected"),
     [

@@ -21,15 +21,7 @@ from protocol.rank_messages import Answer, RankMessage, decode, encode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("llama", 2),
-        pytest.param("qwen3_5", 2, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", 2, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("qwen3_5", 2), ("qwen3_next", 2), ("gpt_oss", 3)])
 def test_a_text_goes_on_as_it_would_have_and_a_file_that_does_not_fit_changes_nothing(
     name: str, size: int, tmp_path: Path
 ):
