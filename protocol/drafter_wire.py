@@ -9,9 +9,9 @@ The messages of `protocol.messages` travel as they are, and beside them those of
                    <──  DraftNews, likewise
     CorpusCopy     ──>  before a message that begins a round, if the corpus of copies continues its text
 
-A session's settings travel without user code: the drafter drafts without it, which changes no text, because either rule
-is exact for any draft. Clocks differ, so moments travel as seconds that have passed since. Anything else that arrives
-is a `ProtocolError`, after which the link is not used.
+Settings travel without user code: the drafter drafts without it, which changes no text, as every rule is exact for any
+draft. Clocks differ, so moments travel as seconds that have passed since. Anything else is a `ProtocolError`, after
+which the link is not used.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ from protocol.tensor import Tensor
 from protocol.text_ledger import TextEntry
 from protocol.wire import Codec
 
-# --- at any time ----------------------------------------------------------------------------------
-
 
 @attrs.frozen
 class Beat:
@@ -36,9 +34,6 @@ class Broken:
     reason: str
 
 
-# --- joining --------------------------------------------------------------------------------------
-
-
 @attrs.frozen
 class Hello:
     """The first message of a rank, to rank 0.
@@ -55,9 +50,6 @@ class Hello:
 @attrs.frozen
 class Welcome:
     """Rank 0's answer to each `Hello`, once all ranks are there."""
-
-
-# --- a target -------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -134,9 +126,6 @@ class ForDrafter:
 @attrs.frozen
 class CloseTarget:
     """Rank 0 has closed the target; the ranks release their parts."""
-
-
-# --- measurements ---------------------------------------------------------------------------------
 
 
 @attrs.frozen

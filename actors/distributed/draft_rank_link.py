@@ -33,9 +33,7 @@ class DraftRankLink:
     """
 
     def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
-        """Use a connection of the group's, in trio's thread. `drop` is called, in any thread, once part of a message
-        was sent, and the connection must not be used any more.
-        """
+        """Use a connection of the group's, in trio's thread. `drop` is called, in any thread, once it is broken."""
         self.rank = rank
         self.name = f"rank {rank}"
         self.is_over = trio.Event()

@@ -23,9 +23,8 @@ _PACKAGES = ("outrider", "mlx", "mlx-lm")
 def join_ranks(timeout_s: float = JOIN_TIMEOUT_S) -> RankGroup:
     """Join the other ranks of a target that is sharded over several processes. Each rank calls this, once.
 
-    The processes are started by `mlx.launch`, whose environment variables say which rank this is and where the others
-    are. This blocks: call it before trio runs. Rank 0 goes on with `runtime.open(..., group=group)`, the others with
-    `runtime.follow(..., group)`.
+    `mlx.launch` starts the processes, and says in environment variables which rank this is and where the others are.
+    This blocks: call it before trio runs. Rank 0 goes on with `open(..., group=group)`, others with `follow`.
 
     Args:
         timeout_s: longest time to wait for all ranks to start, > 0.

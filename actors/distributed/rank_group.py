@@ -18,6 +18,7 @@ import outcome
 from actors.distributed.connection import Connection
 from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.rank_address import left_out
+from actors.remote.link import BEAT_S, SILENCE_S
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
@@ -25,9 +26,6 @@ from protocol.wording import Message
 
 logger = logging.getLogger("outrider")
 
-# Every rank sends a heartbeat so often, and counts another one as hanging after so many seconds without any.
-BEAT_S = 0.5
-SILENCE_S = 3.5
 # Longest time that MLX may take to connect ranks that are all there, in seconds.
 CONNECT_TIMEOUT_S = 60.0
 # How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
@@ -44,9 +42,9 @@ _OUT_OF_STEP = ("[ring]", "[jaccl]", "[mpi]", "NCCL", "failed with errno", "Comm
 class RankGroup:
     """The ranks, seen from one of them; made by `join_ranks`.
 
-    Rank 0 is connected to each other rank, and those to rank 0 alone. A thread of its own receives what they send and
-    watches their heartbeats. Once a rank has ended, hangs or reports an error, the group is broken for good, on all.
-    The one exception is a rank that drafts: it is lost by itself, and the others go on.
+    Rank 0 is connected to each other rank, and those to rank 0 alone. A thread receives what they send, heartbeats among
+    it. Once a rank has ended, hangs or reports an error, the group is broken for good, on all. Only a rank that drafts
+    is lost by itself, and the others go on.
 
     Attributes:
         rank: of this process, in [0, size).
@@ -190,9 +188,8 @@ class RankGroup:
 
     @contextmanager
     def drafted_by(self, rank: int | None) -> Iterator[None]:
-        """While in force, a rank drafts for rank 0; None for none. Each calls this with the other, in trio's thread.
-
-        If one of them is lost to the other, it is missing afterwards, so the group is broken then.
+        """While in force, a rank drafts for rank 0; None for none. Each calls this with the other, in trio's thread. If
+        one is lost to the other, the group is broken afterwards.
         """
         if rank is not None:
             self.drafter = DraftRankLink(rank, self._connections[rank], drop=partial(self._drop, rank))
@@ -216,9 +213,7 @@ class RankGroup:
             raise _again(self._error)
 
     def fail(self, reason: str) -> RankError:
-        """Break the group on all ranks, for a reason that names the rank whose doing it is. Returns: the error; another
-        one if the group was broken before.
-        """
+        """Break the group on all ranks, for a reason that names one. Returns: the error, or that of an earlier call."""
         with self._lock:
             if self._failure is not None:
                 return _again(self._failure)
@@ -242,10 +237,9 @@ class RankGroup:
     def explain(self, error: BaseException, *, is_out_of_step: bool = False) -> BaseException:
         """The reason behind an error of the target's on this rank, which may well be another rank.
 
-        MLX says that a connection was lost, but not whose. So this waits until the heartbeats tell, and if they are
-        all right, this rank's own error is the reason: it has not finished its part of a pass, and the others wait.
-        An error that leaves the ranks in step, such as too little memory for sampling, is given back as it is, unless
-        it has ended an operation that the other ranks repeat (`is_out_of_step`).
+        MLX says that a connection was lost, but not whose. So this waits until the heartbeats tell; if they do not, the
+        error here is the reason, and the others wait for this rank's part of a pass. An error that leaves the ranks in
+        step is given back as it is, unless it has ended an operation that the others repeat (`is_out_of_step`).
         """
         if not isinstance(error, RuntimeError) or isinstance(error, OutriderError):
             return error

@@ -15,8 +15,8 @@ from protocol.prices import Measurement
 from protocol.trace import Event, Instant, Span
 from protocol.wire import Frames
 
-# Heartbeat interval, and the silence after which the other end counts as hanging: while it works, and before it has
-# loaded its model, when it may import packages for long without a pause. In seconds.
+# Heartbeat interval, and the silence after which the other end counts as hanging: at work, and before it has loaded its
+# model, when it may import packages for long without a pause. In seconds.
 BEAT_S, SILENCE_S, LOADING_SILENCE_S = 0.5, 3.5, 60.0
 
 _MOMENTS: dict[type, tuple[str, ...]] = {Measurement: ("ended_s",), Span: ("began", "ended"), Instant: ("at",)}

@@ -30,8 +30,8 @@ def follow(target: Source, group: RankGroup, draft: Source | None = None) -> Non
 
     If rank 0 has named this rank as its `draft_rank`, it loads the drafter instead, and drafts.
 
-    This blocks, for as long as the runtime at rank 0 lives; a process may follow several runtimes, one after another.
-    All options are rank 0's.
+    This blocks for as long as the runtime at rank 0 lives; a process may follow several, one after another. All options
+    are rank 0's.
 
     Args:
         target: the model that rank 0 opens, as for `open`; paths may differ between machines. The rank that drafts

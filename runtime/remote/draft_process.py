@@ -1,8 +1,7 @@
 """A drafter in a process of its own on this machine: started with the runtime, and ended with it.
 
-MLX has one default device a process, and Python one lock; so a drafter on another device than the target's, or beside a
-fast target, is better off in another process. This module is also that process's program:
-`python -m runtime.remote.draft_process SOCKET DEVICE`.
+MLX has one default device a process, and Python one lock; so a drafter on another device, or beside a fast target, is
+better off there. This module is also its program: `python -m runtime.remote.draft_process SOCKET DEVICE`.
 """
 
 from __future__ import annotations

@@ -90,11 +90,6 @@ def test_features_arrive_as_they_were(dtype: Any) -> None:
         assert mx.array_equal(found.features.values, values)
 
 
-def test_a_prompt_without_features_is_told_of() -> None:
-    found: Any = decode(encode(PromptFeatures(2, None)))
-    assert found.features is None
-
-
 def test_what_json_has_not_is_an_error_of_whoever_gives_it() -> None:
     with pytest.raises(SettingsError, match="a drafter in another process cannot be given this"):
         encode(LoadDrafter(VERSION, {"path": "a", "tokenizer_config": {"eos": object()}}, None, 80, {}, {}))
