@@ -236,9 +236,4 @@ def encode(message: LinkMessage) -> bytes:
         raise SettingsError(f"a drafter in another process cannot be given this: {error}") from error
 
 
-def decode(data: bytes) -> LinkMessage:
-    """A message from its bytes.
-
-    Raises: ProtocolError: these are not the bytes of a message, or the other end speaks another version.
-    """
-    return _CODEC.decode(data)
+decode = _CODEC.decode

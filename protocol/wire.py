@@ -162,7 +162,7 @@ class Codec(Generic[M]):
         return b"".join((line, b"\n", *tensors)) if tensors else line
 
     def decode(self, data: bytes) -> M:
-        """A message from its bytes. Raises: ProtocolError: they are of none."""
+        """A message from its bytes. Raises: ProtocolError: they are of none, or of another version."""
         try:
             name, *fields = _unpacked(data)
             message: M = self._kinds[name].read(fields)

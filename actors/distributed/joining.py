@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from actors.distributed.connection import Connection
 from actors.distributed.rank_address import RankAddress, rank_address
-from actors.distributed.rank_group import SILENCE_S, RankGroup
+from actors.distributed.rank_group import RankGroup
+from actors.remote.link import SILENCE_S
 from protocol.errors import ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Broken, Hello, Welcome
 
@@ -129,12 +131,9 @@ def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, 
 
 
 def _turn_away(connection: Connection, reason: str) -> None:
-    try:
+    with suppress(OSError):  # it has gone, too
         connection.send(Broken(reason))
-    except OSError:
-        pass  # it has gone, too
-    finally:
-        connection.close()
+    connection.close()
 
 
 # --- the others -----------------------------------------------------------------------------------

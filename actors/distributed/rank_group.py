@@ -42,8 +42,8 @@ _OUT_OF_STEP = ("[ring]", "[jaccl]", "[mpi]", "NCCL", "failed with errno", "Comm
 class RankGroup:
     """The ranks, seen from one of them; made by `join_ranks`.
 
-    Rank 0 is connected to each other rank, and those to rank 0 alone. A thread receives what they send, heartbeats among
-    it. Once a rank has ended, hangs or reports an error, the group is broken for good, on all. Only a rank that drafts
+    Rank 0 is connected to each other rank, and those to rank 0 alone. A thread receives what they send, and heartbeats.
+    Once a rank has ended, hangs or reports an error, the group is broken for good, on all. Only a rank that drafts
     is lost by itself, and the others go on.
 
     Attributes:
