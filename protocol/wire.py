@@ -143,7 +143,7 @@ class Codec(Generic[M]):
             names: that annotations use, and their modules do not have while they run.
         """
         self._where, self._not_sent, self._names = where, not_sent, dict(names or {})
-        self._simple = _SIMPLE | forms
+        self._simple: dict[Any, Form] = {**_SIMPLE, **forms}
         self._kinds = {kind.__name__: self._record(kind) for kind in kinds}
 
     def encode(self, message: M) -> bytes:

@@ -80,8 +80,11 @@ class SocketLink:
         self._has_unsent = trio.Event()
 
     def send(self, data: bytes) -> None:
-        for frame in map(memoryview, Frames.framed(data)):
-            if left := frame if self._unsent else frame[self._sent(frame) :]:
+        for frame in Frames.framed(data):
+            left = memoryview(frame)
+            if not self._unsent:
+                left = left[self._sent(left) :]
+            if left:
                 self._unsent.append(left)
                 self._has_unsent.set()
 
