@@ -13,5 +13,5 @@ time. The modules, each of which says what it is:
 * texts and settings: `settings`, `settings_keywords`, `open_options`, `options`, `validation`, `argument_aliases`,
   `logits_processors`, `stop_strings`
 * reporting: `statistics`, `scores`, `trace`, `errors`, `wording`, `reprs`
-* between processes: `drafter_wire`, `rank_messages`, `wire`, `tensor`, `text_ledger`
+* between processes: `wire`, `drafter_wire`, `rank_messages`, `tensor`, `text_ledger`
 """

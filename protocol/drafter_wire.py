@@ -9,18 +9,16 @@ The messages of `protocol.messages` travel as they are, and beside them those of
                    <──  DraftNews, likewise
     CorpusCopy     ──>  before a message that begins a round, if the corpus of copies continues its text
 
-A session's settings travel without user code: the drafter drafts without it, which changes no text, because either rule
-is exact for any draft. Clocks differ, so moments travel as seconds that have passed since. Anything else that arrives
-is a `ProtocolError`, after which the link is not used.
+Settings travel without user code: the drafter drafts without it, which changes no text, as every rule is exact for any
+draft. Clocks differ, so moments travel as seconds that have passed since. Anything else is a `ProtocolError`, after
+which the link is not used.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from collections.abc import Iterator, Sequence
+from typing import Any, NewType, cast, get_args
 
 import attrs
 import mlx.core as mx
@@ -33,10 +31,11 @@ from protocol.session_state import Commit
 from protocol.settings import Settings
 from protocol.tensor import Tensor
 from protocol.trace import Event
-from protocol.wire import MALFORMED, pack, unpack, whole
+from protocol.wire import Codec, Form, whole
 
 # Both ends must speak the same version.
-VERSION = 5
+Version = NewType("Version", int)
+VERSION = Version(5)
 # Tokens that a drafted one is drawn from under the rejection rule. The target needs all of the distribution, since the
 # recovered token comes from what it leaves of the target's.
 MAX_DRAWN_FROM = 1024
@@ -61,7 +60,7 @@ class LoadDrafter:
         traces: whether decisions are wanted for a trace.
     """
 
-    version: int
+    version: Version
     target: dict[str, Any] | None
     draft: dict[str, Any] | None
     vocab_size: int
@@ -147,29 +146,6 @@ COUNTED = ("draft_failures", "lookahead_hits", "lookahead_misses", "draft_replay
 LinkMessage = Message | LoadDrafter | DrafterLoaded | DrafterNotLoaded | TargetNews | CorpusCopy | DraftNews
 
 
-@attrs.frozen
-class _Form:
-    """How a value travels: `write` makes it something that `protocol.wire` can pack, and `read` checks it, too."""
-
-    read: Callable[[Any], Any]
-    write: Callable[[Any], Any] = lambda value: value
-
-
-def _exactly(kind: type) -> _Form:
-    def read(value: Any) -> Any:
-        if type(value) is not kind:
-            raise ValueError(f"{kind.__name__} was expected, got {value!r:.80}")
-        return value
-
-    return _Form(read)
-
-
-def _read_number(value: Any) -> float:
-    if type(value) not in (int, float) or not 0.0 <= value < math.inf:
-        raise ValueError(f"a number of at least 0 was expected, got {value!r:.80}")
-    return float(value)
-
-
 def _read_settings(values: Any) -> Settings:
     bias = {whole(token): value for token, value in values["logit_bias"]}
     return Settings(**values | {"logit_bias": bias})
@@ -226,73 +202,27 @@ def _read_distribution(value: Any) -> Distribution:
     return Sparse(size, mx.array(cast(Any, memoryview(ids))), mx.array(cast(Any, memoryview(given))))
 
 
-def _form(hint: Any) -> _Form:
-    """The form of a type, as fields are annotated with it."""
-    origin, inner = get_origin(hint) or hint, get_args(hint)
-    if origin in _SIMPLE:
-        return _SIMPLE[origin]
-    if mx.array in inner:
-        return _optional(_Form(_read_distribution, _write_distribution))
-    if origin in (Union, UnionType):
-        kinds = [kind for kind in inner if kind is not NoneType]
-        return _optional(_form(kinds[0]) if len(kinds) == 1 else _one_of(kinds))
-    if origin is Literal:
-        return _Form(lambda value: inner[inner.index(value)])
-    if origin in (tuple, frozenset):
-        return _many(_form(inner[0]), origin)
-    assert attrs.has(hint), hint
-    return _record(hint)
+def _read_version(version: Any) -> Version:
+    if version != VERSION:
+        raise ProtocolError(
+            f"the other end of a drafter's link speaks version {version!r:.20} of its protocol, and this one version "
+            f"{VERSION}; install the same release of Outrider on both"
+        )
+    return VERSION
 
 
-def _optional(form: _Form) -> _Form:
-    return _Form(
-        lambda value: None if value is None else form.read(value),
-        lambda value: None if value is None else form.write(value),
-    )
-
-
-def _one_of(kinds: list[Any]) -> _Form:
-    """An object of one of some classes, which its name tells."""
-    forms = {kind.__name__: _form(kind) for kind in kinds}
-
-    def read(value: Any) -> Any:
-        name, fields = value
-        return forms[name].read(fields)
-
-    return _Form(read, lambda value: [type(value).__name__, forms[type(value).__name__].write(value)])
-
-
-def _many(form: _Form, kind: Callable[[Iterable[Any]], Any]) -> _Form:
-    def read(values: Any) -> Any:
-        if type(values) is not list:
-            raise ValueError(f"a list was expected, got {values!r:.80}")
-        return kind(map(form.read, values))
-
-    return _Form(read, lambda values: list(map(form.write, values)))
-
-
-def _record(kind: type[Any]) -> _Form:
-    """An object by its attributes, but for those that do not travel."""
-    hints = get_type_hints(kind, localns={"Commit": Commit})
-    forms = {field.name: _form(hints[field.name]) for field in attrs.fields(kind) if field.name not in _NOT_SENT}
-
-    def read(values: Any) -> Any:
-        return kind(**{name: form.read(value) for (name, form), value in zip(forms.items(), values, strict=True)})
-
-    return _Form(read, lambda value: [form.write(getattr(value, name)) for name, form in forms.items()])
-
-
-_SIMPLE: dict[Any, _Form] = {
-    bool: _exactly(bool),
-    str: _exactly(str),
-    dict: _exactly(dict),
-    int: _Form(lambda value: whole(value, 0, 2**64 - 1)),
-    float: _Form(_read_number),
-    Settings: _Form(_read_settings, _write_settings),
-    Features: _Form(_read_features, lambda features: [features.start, Tensor.of(features.values)]),
-}
-_FORMS: dict[type[Any], _Form] = {kind: _record(kind) for kind in get_args(LinkMessage)}
-_KINDS = {kind.__name__: kind for kind in _FORMS}
+_CODEC: Codec[LinkMessage] = Codec(
+    get_args(LinkMessage),
+    "of a drafter's link",
+    {
+        Version: Form(_read_version),
+        Settings: Form(_read_settings, _write_settings),
+        Features: Form(_read_features, lambda features: [features.start, Tensor.of(features.values)]),
+        Distribution: Form(_read_distribution, _write_distribution),
+    },
+    _NOT_SENT,
+    {"Commit": Commit},
+)
 
 
 def encode(message: LinkMessage) -> bytes:
@@ -300,27 +230,10 @@ def encode(message: LinkMessage) -> bytes:
 
     Raises: SettingsError: it has a value that JSON has not.
     """
-    fields = _FORMS[type(message)].write(message)
     try:
-        return pack(type(message).__name__, fields)
+        return _CODEC.encode(message)
     except TypeError as error:
         raise SettingsError(f"a drafter in another process cannot be given this: {error}") from error
 
 
-def decode(data: bytes) -> LinkMessage:
-    """A message from its bytes.
-
-    Raises: ProtocolError: these are not the bytes of a message, or the other end speaks another version.
-    """
-    try:
-        name, fields = unpack(data)
-        kind = _KINDS[name]
-        if kind is LoadDrafter and fields[0] != VERSION:
-            raise ProtocolError(
-                f"the other end of a drafter's link speaks version {fields[0]!r:.20} of its protocol, and this one "
-                f"version {VERSION}; install the same release of Outrider on both"
-            )
-        message: LinkMessage = _FORMS[kind].read(fields)
-    except MALFORMED as error:
-        raise ProtocolError(f"{data[:80]!r} is no message of a drafter's link: {error}") from error
-    return message
+decode = _CODEC.decode

@@ -33,6 +33,15 @@ class _Text:
         return len(self.checksums) - 1 + len(self.pending)
 
 
+@attrs.frozen
+class TextEntry:
+    """How many tokens one rank has fed to a sequence, and their checksum."""
+
+    sequence: int
+    length: int
+    checksum: int
+
+
 class TextLedger:
     """The texts of one rank, by the number of their sequence."""
 
@@ -69,8 +78,8 @@ class TextLedger:
             text.settle()
             del text.checksums[length + 1 :]
 
-    def entry(self, sequence: int) -> tuple[int, int, int]:
-        """(sequence, number of tokens, checksum of the tokens)."""
+    def entry(self, sequence: int) -> TextEntry:
+        """The text of a sequence."""
         text = self._texts[sequence]
         text.settle()
-        return sequence, text.length, text.checksums[-1]
+        return TextEntry(sequence, text.length, text.checksums[-1])

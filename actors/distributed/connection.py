@@ -1,4 +1,4 @@
-"""A control connection between two ranks: messages over TCP, each with its length in front."""
+"""A control connection between two ranks: messages over TCP."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import select
 import socket
 import threading
 import time
+from contextlib import nullcontext
 
-from actors.remote.link import Frames
-from protocol.errors import ProtocolError
-from protocol.rank_messages import MAX_MESSAGE_BYTES, RankMessage, decode, encode
+from protocol.rank_messages import RankMessage, decode, encode
+from protocol.wire import Frames
 
 # Longest first message of a rank, before it is known to be one.
 MAX_FIRST_BYTES = 64 * 1024
@@ -23,7 +23,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.settimeout(timeout_s)
         self._socket = sock
-        self._sends = threading.Lock()
+        self._sends, self._sends_long = threading.Lock(), threading.Lock()
         self._frames = Frames()
 
     def fileno(self) -> int:
@@ -31,14 +31,16 @@ class Connection:
         return self._socket.fileno()
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the longest time that a message may take to be sent, or its rest to be received."""
+        """Set the longest time that a frame may take to be sent, or the rest of a message to be received."""
         self._socket.settimeout(timeout_s)
 
     def send(self, message: RankMessage) -> None:
         """Raises: OSError: the connection is lost, or the other end takes nothing."""
-        data = Frames.framed(encode(message))
-        with self._sends:
-            self._socket.sendall(data)
+        frames = list(Frames.framed(encode(message)))
+        with self._sends_long if len(frames) > 1 else nullcontext():
+            for frame in frames:
+                with self._sends:  # short messages of other threads may come between
+                    self._socket.sendall(frame)
 
     def send_unless_busy(self, message: RankMessage) -> bool:
         """Send a short message without waiting. Returns: whether it was sent: not while another one is on its way, or
@@ -49,7 +51,7 @@ class Connection:
         try:
             _, writable, _ = select.select((), [self._socket], (), 0)
             if writable:
-                self._socket.sendall(Frames.framed(encode(message)))
+                self._socket.sendall(b"".join(Frames.framed(encode(message))))
             return bool(writable)
         finally:
             self._sends.release()
@@ -61,41 +63,31 @@ class Connection:
             OSError: the connection is lost, or nothing came in time.
             ProtocolError: what came is no message.
         """
-        while (message := self._take()) is None:
+        while (data := self._frames.take()) is None:
             self._read()
-        return message
+        return decode(data)
 
     def receive_first(self, deadline: float) -> RankMessage:
         """Wait for the first message of somebody who may be a stranger, all of which must be there by a deadline, by
         `time.monotonic`. Changes the timeout of the socket. Raises: as `receive`.
         """
-        while (message := self._take(MAX_FIRST_BYTES)) is None:
+        while (data := self._frames.take(MAX_FIRST_BYTES)) is None:
             if (left_s := deadline - time.monotonic()) <= 0.0:
                 raise TimeoutError("the first message was not there in time")
             self._socket.settimeout(left_s)
             self._read()
-        return message
+        return decode(data)
 
     def receive_available(self) -> list[RankMessage]:
         """The messages that one read gives, which may be none, once the socket is readable. Raises: as `receive`."""
         self._read()
-        messages = []
-        while (message := self._take()) is not None:
-            messages.append(message)
-        return messages
+        return [decode(data) for data in iter(self._frames.take, None)]
 
     def _read(self) -> None:
         data = self._socket.recv(1 << 16)
         if not data:
             raise ConnectionResetError("the connection was closed by the other end")
         self._frames.add(data)
-
-    def _take(self, max_bytes: int = MAX_MESSAGE_BYTES) -> RankMessage | None:
-        try:
-            data = self._frames.take(max_bytes)
-        except ProtocolError as error:
-            raise ProtocolError(f"another rank {error}") from error
-        return None if data is None else decode(data)
 
     def close(self) -> None:
         """Close the connection; harmless if it is closed."""

@@ -18,10 +18,7 @@ import trio
 from actors.distributed.connection import Connection
 from actors.remote.link import LinkLostError
 from protocol.errors import RankError
-from protocol.rank_messages import CloseTarget, DrafterFrame, RankMessage
-
-# Bytes in one message: a heartbeat waits no longer than for one.
-MAX_FRAME_BYTES = 4 * 1024**2
+from protocol.rank_messages import CloseTarget, ForDrafter, RankMessage
 
 
 class DraftRankLink:
@@ -30,14 +27,13 @@ class DraftRankLink:
     Attributes:
         rank: at the other end.
         name: of the rank.
+        error: why the drafter is lost; None while it is not.
         is_over: set once that rank is lost, or has closed the target.
         has_closed_target: whether that rank has closed the target. What it sends from then on is about the next one.
     """
 
     def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
-        """Use a connection of the group's, in trio's thread. `drop` is called, in any thread, once part of a message
-        was sent, and the connection must not be used any more.
-        """
+        """Use a connection of the group's, in trio's thread. `drop` is called, in any thread, once it is broken."""
         self.rank = rank
         self.name = f"rank {rank}"
         self.is_over = trio.Event()
@@ -47,15 +43,9 @@ class DraftRankLink:
         self._trio_token = trio.lowlevel.current_trio_token()
         self._sending, self._unsent = trio.open_memory_channel[bytes](math.inf)
         self._putting, self._arrived = trio.open_memory_channel[bytes](math.inf)
-        self._parts: list[bytes] = []
         self._lock = threading.Lock()
-        self._error: RankError | None = None
+        self.error: RankError | None = None
         self._is_closed = False
-
-    @property
-    def error(self) -> RankError | None:
-        """Why the drafter is lost; None while it is not."""
-        return self._error
 
     def send(self, data: bytes) -> None:
         self._sending.send_nowait(data)
@@ -66,15 +56,13 @@ class DraftRankLink:
 
     async def run(self) -> None:
         async for data in self._unsent:
-            if self._error is None:
+            if self.error is None:
                 # The rank may take nothing for a while.
                 await trio.to_thread.run_sync(self._send, data)
 
     def _send(self, data: bytes) -> None:
         try:
-            for begin in range(0, max(1, len(data)), MAX_FRAME_BYTES):
-                end = begin + MAX_FRAME_BYTES
-                self._connection.send(DrafterFrame(data[begin:end], end >= len(data)))
+            self._connection.send(ForDrafter(data))
         except OSError as error:
             self._drop()
             self.lose(f"{self.name} has ended, or cannot be reached any more ({error})")
@@ -83,18 +71,15 @@ class DraftRankLink:
         try:
             message = await self._arrived.receive()
         except trio.EndOfChannel:
-            raise LinkLostError(str(self._error or f"{self.name} has closed the target")) from None
+            raise LinkLostError(str(self.error or f"{self.name} has closed the target")) from None
         if not message:
             raise LinkLostError(f"{self.name} has closed the link")
         return message
 
     def put(self, message: RankMessage) -> None:
         """Take a message that has come, in any thread. Others than those about a drafter are ignored."""
-        if isinstance(message, DrafterFrame):
-            self._parts.append(message.data)
-            if message.is_last:
-                self._in_trio(partial(self._deliver, b"".join(self._parts)))
-                self._parts.clear()
+        if isinstance(message, ForDrafter):
+            self._in_trio(partial(self._deliver, message.data))
         elif isinstance(message, CloseTarget):
             self.has_closed_target = True
             self._in_trio(self._end)
@@ -102,8 +87,8 @@ class DraftRankLink:
     def lose(self, reason: str) -> RankError:
         """Give the drafter up, in any thread. Returns: the error, which gives the reason of the first call."""
         with self._lock:
-            is_first, error = self._error is None, self._error or RankError(reason)
-            self._error = error
+            is_first, error = self.error is None, self.error or RankError(reason)
+            self.error = error
         if is_first:
             self._in_trio(self._end)
         return RankError(*error.args)

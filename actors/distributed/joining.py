@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 from actors.distributed.connection import Connection
 from actors.distributed.rank_address import RankAddress, rank_address
-from actors.distributed.rank_group import SILENCE_S, RankGroup
+from actors.distributed.rank_group import RankGroup
+from actors.remote.link import SILENCE_S
 from protocol.errors import ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Broken, Hello, Welcome
 
@@ -23,9 +25,8 @@ _PACKAGES = ("outrider", "mlx", "mlx-lm")
 def join_ranks(timeout_s: float = JOIN_TIMEOUT_S) -> RankGroup:
     """Join the other ranks of a target that is sharded over several processes. Each rank calls this, once.
 
-    The processes are started by `mlx.launch`, whose environment variables say which rank this is and where the others
-    are. This blocks: call it before trio runs. Rank 0 goes on with `runtime.open(..., group=group)`, the others with
-    `runtime.follow(..., group)`.
+    `mlx.launch` starts the processes, and says in environment variables which rank this is and where the others are.
+    This blocks: call it before trio runs. Rank 0 goes on with `open(..., group=group)`, others with `follow`.
 
     Args:
         timeout_s: longest time to wait for all ranks to start, > 0.
@@ -130,12 +131,9 @@ def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, 
 
 
 def _turn_away(connection: Connection, reason: str) -> None:
-    try:
+    with suppress(OSError):  # it has gone, too
         connection.send(Broken(reason))
-    except OSError:
-        pass  # it has gone, too
-    finally:
-        connection.close()
+    connection.close()
 
 
 # --- the others -----------------------------------------------------------------------------------

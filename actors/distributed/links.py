@@ -138,12 +138,12 @@ def _time_control(group: RankGroup) -> dict[int, list[float]]:
 
 
 def _lead_sums(group: RankGroup, num_bytes: int, repeats: int) -> list[float]:
-    group.send(Measure("sum", [num_bytes, repeats]))
+    group.send(Measure("sum", (num_bytes, repeats)))
     return _time_sums(group, num_bytes, repeats)
 
 
 def _lead_link(group: RankGroup, sender: int, receiver: int, num_bytes: int, repeats: int) -> Sequence[float]:
-    group.send(Measure("link", [sender, receiver, num_bytes, repeats]))
+    group.send(Measure("link", (sender, receiver, num_bytes, repeats)))
     own = _time_link(group, sender, receiver, num_bytes, repeats)
     return own if sender == group.rank else _answer(group)[1].seconds
 
@@ -170,7 +170,7 @@ def take_part(group: RankGroup, description: dict[str, str]) -> None:
             case "link", [sender, receiver, num_bytes, repeats]:
                 seconds = _time_link(group, sender, receiver, num_bytes, repeats)
                 if group.rank == sender:
-                    group.send(Measured(seconds))
+                    group.send(Measured(tuple(seconds)))
             case "end", []:
                 return
             case _:

@@ -63,8 +63,7 @@ def is_ring(environment: Mapping[str, str] = os.environ) -> bool:
 def left_out(rank: int | None) -> Iterator[None]:
     """While in force, the environment describes a ring without one of its ranks; with all of them if that is None.
 
-    A ring's group cannot be split (`mx.distributed.Group.split`), so the ranks of the target form one without the rank
-    that drafts. MLX reads the environment when it makes the group.
+    MLX reads it as it makes a group. A ring's group cannot be split, so that of the target has no rank that drafts.
     """
     if rank is None:
         yield

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import outcome
@@ -18,6 +18,7 @@ import outcome
 from actors.distributed.connection import Connection
 from actors.distributed.draft_rank_link import DraftRankLink
 from actors.distributed.rank_address import left_out
+from actors.remote.link import BEAT_S, SILENCE_S
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
@@ -25,11 +26,13 @@ from protocol.wording import Message
 
 logger = logging.getLogger("outrider")
 
-# Every rank sends a heartbeat so often, and counts another one as hanging after so many seconds without any.
-BEAT_S = 0.5
-SILENCE_S = 3.5
 # Longest time that MLX may take to connect ranks that are all there, in seconds.
 CONNECT_TIMEOUT_S = 60.0
+# How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
+GRACE_S = 1.0
+LATE = "has not ended in time: the ranks wait for each other"
+
+T = TypeVar("T")
 
 # In errors of MLX's that may leave the ranks out of step, wherever they come up: those of its distributed engine, and
 # that of a device which has dropped computations that were submitted, with the collectives among them.
@@ -39,9 +42,9 @@ _OUT_OF_STEP = ("[ring]", "[jaccl]", "[mpi]", "NCCL", "failed with errno", "Comm
 class RankGroup:
     """The ranks, seen from one of them; made by `join_ranks`.
 
-    Rank 0 is connected to each other rank, and those to rank 0 alone. A thread of its own receives what they send and
-    watches their heartbeats. Once a rank has ended, hangs or reports an error, the group is broken for good, on all.
-    The one exception is a rank that drafts: it is lost by itself, and the others go on.
+    Rank 0 is connected to each other rank, and those to rank 0 alone. A thread receives what they send, and heartbeats.
+    Once a rank has ended, hangs or reports an error, the group is broken for good, on all. Only a rank that drafts
+    is lost by itself, and the others go on.
 
     Attributes:
         rank: of this process, in [0, size).
@@ -107,26 +110,16 @@ class RankGroup:
         """
         if self.mlx is not None:
             return
-        connected: queue.SimpleQueue[outcome.Outcome[mx.distributed.Group] | None] = queue.SimpleQueue()
 
-        def connect() -> None:
+        def connect() -> mx.distributed.Group:
             with left_out(draft_rank):
-                connected.put(outcome.capture(_group_of_all))
+                return _group_of_all()
 
-        with self.on_error(lambda _: connected.put(None)):
+        try:
             # A thread, since MLX waits for the other ranks without end, and without a look at Ctrl-C.
-            thread = run_on_thread("outrider-connects", connect, lambda _: None)
-            try:
-                result = connected.get(timeout=timeout_s)
-            except queue.Empty:
-                result = None
-            if result is None:
-                thread.abandon()
-                self.check()
-                raise self.fail(f"rank {self.rank} has not got MLX's group within {timeout_s:g} s")
-        if isinstance(result, outcome.Error):
-            raise self.fail(f"rank {self.rank} cannot make MLX's group: {result.error}") from result.error
-        group = result.unwrap()
+            group = self.run("outrider-connects", connect, timeout_s, f"has not got MLX's group within {timeout_s:g} s")
+        except (RuntimeError, ValueError) as error:
+            raise self.fail(f"rank {self.rank} cannot make MLX's group: {error}") from error
         ranks = self.target_ranks(draft_rank)
         if (group.rank(), group.size()) != (ranks.index(self.rank), len(ranks)):
             raise self.fail(
@@ -134,6 +127,29 @@ class RankGroup:
                 "ranks by mlx.launch"
             )
         self.mlx, self._mlx_without = group, draft_rank
+
+    def run(self, name: str, work: Callable[[], T], timeout_s: float | None = None, late: str = LATE) -> T:
+        """Do a piece of work on a thread, and wait for its result until it ends or the group is broken.
+
+        Raises: what the work raises, and RankError: the group is broken, or the time is up, which breaks it for the
+            reason `late`. A thread may be stuck in a collective.
+        """
+        results: list[T] = []
+        ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
+        thread = run_on_thread(name, lambda: results.append(work()), ended.put)
+        with self.on_error(lambda _: ended.put(None)):
+            try:
+                result = ended.get(timeout=timeout_s) or ended.get(timeout=GRACE_S)
+            except queue.Empty:
+                thread.abandon()
+                raise self.fail(f"rank {self.rank} {late}") from None
+            except KeyboardInterrupt:
+                thread.abandon()
+                self.fail(f"rank {self.rank} was interrupted")
+                raise
+        if result is not None:
+            result.unwrap()
+        return results[0]
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -172,9 +188,8 @@ class RankGroup:
 
     @contextmanager
     def drafted_by(self, rank: int | None) -> Iterator[None]:
-        """While in force, a rank drafts for rank 0; None for none. Each calls this with the other, in trio's thread.
-
-        If one of them is lost to the other, it is missing afterwards, so the group is broken then.
+        """While in force, a rank drafts for rank 0; None for none. Each calls this with the other, in trio's thread. If
+        one is lost to the other, the group is broken afterwards.
         """
         if rank is not None:
             self.drafter = DraftRankLink(rank, self._connections[rank], drop=partial(self._drop, rank))
@@ -198,9 +213,7 @@ class RankGroup:
             raise _again(self._error)
 
     def fail(self, reason: str) -> RankError:
-        """Break the group on all ranks, for a reason that names the rank whose doing it is. Returns: the error; another
-        one if the group was broken before.
-        """
+        """Break the group on all ranks, for a reason that names one. Returns: the error, or that of an earlier call."""
         with self._lock:
             if self._failure is not None:
                 return _again(self._failure)
@@ -224,10 +237,9 @@ class RankGroup:
     def explain(self, error: BaseException, *, is_out_of_step: bool = False) -> BaseException:
         """The reason behind an error of the target's on this rank, which may well be another rank.
 
-        MLX says that a connection was lost, but not whose. So this waits until the heartbeats tell, and if they are
-        all right, this rank's own error is the reason: it has not finished its part of a pass, and the others wait.
-        An error that leaves the ranks in step, such as too little memory for sampling, is given back as it is, unless
-        it has ended an operation that the other ranks repeat (`is_out_of_step`).
+        MLX says that a connection was lost, but not whose. So this waits until the heartbeats tell; if they do not, the
+        error here is the reason, and the others wait for this rank's part of a pass. An error that leaves the ranks in
+        step is given back as it is, unless it has ended an operation that the others repeat (`is_out_of_step`).
         """
         if not isinstance(error, RuntimeError) or isinstance(error, OutriderError):
             return error

@@ -128,9 +128,8 @@ def _check_heads(named: str, config: dict[str, Any], size: int) -> None:
 def _in_order(model: Module) -> Module:
     """Have each pass of the model submit its collectives when it is called.
 
-    MLX evaluates a graph in an order of its own, and only what somebody asks for. All ranks must run the same
-    collectives in the same order, so what a rank reads of a pass, and when, must not matter. What leaves the last
-    layer depends on all of them.
+    All ranks must run the same collectives in the same order, but MLX evaluates a graph in an order of its own, and of
+    it only what somebody reads. What leaves the last layer depends on all collectives.
     """
     modules = (module for _, module in model.named_modules() if module is not model)
     if (inner := next((module for module in modules if isinstance(module.get("layers"), list)), None)) is None:

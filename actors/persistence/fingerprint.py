@@ -23,9 +23,8 @@ class Fingerprint:
     """Identifies a model. If the fingerprints of two models are equal, one may use the other's caches.
 
     They differ with the architecture, the configuration, the names, shapes, number formats or quantisation of weights,
-    and an adapter; and if weights were trained further, merged or converted again, which changes them nearly
-    everywhere, so that a sample of each tensor is enough. A change to single elements outside the sample, changed code
-    of an architecture, and a forgery do not show.
+    an adapter, and weights that were trained further, merged or converted again, which changes nearly all of them. A
+    change to single elements outside the sample, changed code of an architecture, and a forgery do not show.
 
     Attributes:
         num_parameters: elements of the weights; quantised weights count as they are packed.
@@ -86,8 +85,7 @@ def _configuration(model: Module) -> Any:
     config: Any = getattr(model, "config", None)
     if attrs.has(type(config)):  # of a trained drafter
         values = attrs.asdict(config)
-    # How strong an adapter is, and whether activations are quantised, too. Left out where there is none, so that
-    # fingerprints of plain models stay what they were.
+    # How strong an adapter is, and whether activations are quantised. Fingerprints of plain models stay as they were.
     applied = [
         [name, type(module).__name__, getattr(module, "scale", None)]
         for name, module in model.named_modules()

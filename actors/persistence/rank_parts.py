@@ -2,56 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
 from typing import Any
 
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.sequence_state import Recorder, SequenceRecord
 from protocol.errors import RankError
-from protocol.rank_messages import Answer, Recorded, TensorChunk
-from protocol.tensor import DTYPES, Tensor
-
-# Bytes of a tensor in one message, which must get through within the timeout of a connection.
-CHUNK_BYTES = 1 << 20
+from protocol.rank_messages import Answer, Recorded
 
 # How long rank 0 waits for the next message about a saved text, in seconds. A layer may have to be copied before.
 WAIT_S = 60.0
 
 
-class CollectedPart:
-    """One rank's part of a saved text, as far as it has come."""
+# A part of which nothing has come. One without a description is not complete.
+NO_PART = SequenceRecord(None, {})
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._description: Any = None
-        self._tensors: dict[str, tuple[str, tuple[int, ...], bytearray]] = {}  # type, shape, and what has come of each
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all has come."""
-        return self._description is not None
-
-    def add(self, message: Any) -> bool:
-        """Add a message. Returns: whether it is the last one for now. Raises: RankError: it has no part of a text."""
-        match message:
-            case TensorChunk(name, dtype, shape, data):
-                self._tensors.setdefault(name, (dtype, shape, bytearray()))[2].extend(data)
-                return False
-            case Recorded(description):
-                self._description = description
-                return True
-        raise RankError(f"rank {self._rank} has sent {type(message).__name__} and not its part of a saved text")
-
-    def record(self) -> SequenceRecord:
-        """All that has come. Raises: RankError: bytes are missing, or too many."""
-        for dtype, shape, data in self._tensors.values():
-            if len(data) != math.prod(shape) * DTYPES.get(dtype, 0):
-                raise RankError(
-                    f"rank {self._rank} has sent {len(data)} bytes of a saved text for a {dtype} of {shape}"
-                )
-        tensors = {name: Tensor(dtype, shape, memoryview(data)) for name, (dtype, shape, data) in self._tensors.items()}
-        return SequenceRecord(self._description, tensors)
+def added(part: SequenceRecord, message: Any, rank: int) -> SequenceRecord:
+    """A rank's part with what its next message adds. Raises: RankError: the message has no part of a text."""
+    if not isinstance(message, Recorded):
+        raise RankError(f"rank {rank} has sent {type(message).__name__} and not its part of a saved text")
+    return SequenceRecord(message.description, {**part.tensors, **message.tensors})
 
 
 def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
@@ -82,16 +52,17 @@ def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
 
 def send_record(record: SequenceRecord, group: RankGroup, *, to: int) -> None:
     """Send a rank its part, from rank 0. Raises: RankError: the group is broken."""
-    _send_tensors(record.tensors.items(), group, to)
-    group.send(Recorded(record.description), to=to)
+    for name, tensor in record.tensors.items():
+        group.send(Recorded({name: tensor}), to=to)
+    group.send(Recorded({}, record.description), to=to)
 
 
 def receive_record(group: RankGroup) -> SequenceRecord:
     """Wait for this rank's part, from rank 0. Raises: RankError: the group is broken, or this is no such part."""
-    part = CollectedPart(0)
-    while not part.add(group.receive()[1]):
-        pass
-    return part.record()
+    part = NO_PART
+    while part.description is None:
+        part = added(part, group.receive()[1], 0)
+    return part
 
 
 def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:
@@ -101,13 +72,6 @@ def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any])
     Returns: whether that was all. Raises: RankError: the group is broken.
     """
     record = recorder.step()
-    _send_tensors(recorder.pop_tensors().items(), group, to=0)
-    group.send(Recorded(None if record is None else {**record.description, "fingerprint": fingerprint}))
+    description = None if record is None else {**record.description, "fingerprint": fingerprint}
+    group.send(Recorded(recorder.pop_tensors(), description))
     return record is not None
-
-
-def _send_tensors(tensors: Iterable[tuple[str, Tensor]], group: RankGroup, to: int) -> None:
-    for name, tensor in tensors:
-        for begin in range(0, max(1, len(tensor.data)), CHUNK_BYTES):
-            data = bytes(tensor.data[begin : begin + CHUNK_BYTES])
-            group.send(TensorChunk(name, tensor.dtype, tensor.shape, data), to=to)

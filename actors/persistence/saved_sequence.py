@@ -72,8 +72,7 @@ async def _make_snapshot(actor: ModelActor[Any], session: ActorSession, sequence
     snapshots: list[_Snapshot] = []
 
     def on_step(_job: Job[Any], taken: tuple[SequenceState | None, int], _goes_on: bool) -> None:
-        # In trio's thread. A session counts the tokens of a draft step as soon as the step is done; those of any other
-        # job, only when the actor's loop runs.
+        # In trio's thread. A session counts tokens at once if they are a draft step's, otherwise in the actor's loop.
         counts = isinstance(session, DraftSession) and session.part is not None
         tokens = session.cached_tokens.tokens if counts else None
         snapshots.append(_Snapshot(*taken, tokens, actor.worker.busy_seconds))
@@ -98,8 +97,7 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
             return None
         tokens = snapshot.tokens
         if tokens is None:
-            # Let the actor's loop count the tokens of the job before this one. If another job ended meanwhile, its
-            # count is of no use.
+            # Let the actor's loop count the tokens of the job before this one, and of no job that ended meanwhile.
             await trio.lowlevel.checkpoint()
             tokens = session.cached_tokens.tokens if actor.worker.busy_seconds == snapshot.busy_seconds else ()
         if len(tokens) == snapshot.num_fed:
@@ -114,8 +112,7 @@ async def let_pass(actor: ModelActor[Any]) -> None:
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceState | None = None) -> SavedModelState:
-    """An actor's model, and what it has cached of a text, and of no other: `taken` of its running session, or from the
-    prefix cache.
+    """An actor's model, and what it has cached of just this text: `taken` of its session, or from the prefix cache.
 
     Cancellation: waits for the running job.
     Raises: RewindError: a cache holds another number of tokens than it should.

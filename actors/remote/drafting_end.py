@@ -80,8 +80,7 @@ class DraftingEnd:
     def send_nowait(self, message: Message, /) -> None:
         """See `Mailbox`."""
         if isinstance(message, Proposal):
-            # Of the passes at the target only those are known in which this drafter's sessions take part. They are
-            # taken to share one, which begins as a proposal is sent.
+            # Passes without this drafter's sessions are not known. Its sessions are taken to share one, from now on.
             self._queue.enter(message.session, 1 + len(message.tokens))
             self._proposed[message.session] = None
             self._queue.begin(self._proposed, self._clock())

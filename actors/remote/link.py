@@ -4,59 +4,24 @@ from __future__ import annotations
 
 import math
 import socket
-import struct
 from collections import deque
 from typing import Protocol, TypeVar
 
 import attrs
 import trio
 
-from protocol.errors import OutriderError, ProtocolError
+from protocol.errors import OutriderError
 from protocol.prices import Measurement
 from protocol.trace import Event, Instant, Span
+from protocol.wire import Frames
 
-# Heartbeat interval, and the silence after which the other end counts as hanging: while it works, and before it has
-# loaded its model, when it may import packages for long without a pause. In seconds.
+# Heartbeat interval, and the silence after which the other end counts as hanging: at work, and before it has loaded its
+# model, when it may import packages for long without a pause. In seconds.
 BEAT_S, SILENCE_S, LOADING_SILENCE_S = 0.5, 3.5, 60.0
-# A longer message is nonsense. Hidden states of a long prompt are large.
-MAX_MESSAGE_BYTES = 2**30
 
-_LENGTH = struct.Struct("!I")
 _MOMENTS: dict[type, tuple[str, ...]] = {Measurement: ("ended_s",), Span: ("began", "ended"), Instant: ("at",)}
 
 T = TypeVar("T", bound=Measurement | Event)
-
-
-class Frames:
-    """Messages on a stream of bytes, each with its length in front."""
-
-    def __init__(self) -> None:
-        self._received = bytearray()
-
-    @staticmethod
-    def framed(message: bytes) -> bytes:
-        """A message as it is sent."""
-        return _LENGTH.pack(len(message)) + message
-
-    def add(self, data: bytes) -> None:
-        """Take bytes that were received."""
-        self._received += data
-
-    def take(self, max_bytes: int) -> bytes | None:
-        """The first message that was received, if any. Raises: ProtocolError: a longer one than `max_bytes` is
-        announced.
-        """
-        if len(self._received) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._received)
-        if length > max_bytes:
-            raise ProtocolError(f"announced a message of {length} bytes, at most {max_bytes}")
-        end = _LENGTH.size + length
-        if len(self._received) < end:
-            return None
-        message = bytes(self._received[_LENGTH.size : end])
-        del self._received[:end]
-        return message
 
 
 def aged(told: T, now_s: float) -> T:
@@ -81,7 +46,10 @@ class Link(Protocol):
         """Whether the other end has yet to take some of what was sent."""
 
     async def receive(self) -> bytes:
-        """Wait for the next message. Cancellation: loses none. Raises: LinkLostError: there are no more."""
+        """Wait for the next message. Cancellation: loses none.
+
+        Raises: LinkLostError: there are no more. ProtocolError: what came is none.
+        """
 
     async def run(self) -> None:
         """Do what sending leaves to be done; must run while the link is used, until it is cancelled."""
@@ -112,12 +80,13 @@ class SocketLink:
         self._has_unsent = trio.Event()
 
     def send(self, data: bytes) -> None:
-        left = memoryview(Frames.framed(data))
-        if not self._unsent:
-            left = left[self._sent(left) :]
-        if left:
-            self._unsent.append(left)
-            self._has_unsent.set()
+        for frame in Frames.framed(data):
+            left = memoryview(frame)
+            if not self._unsent:
+                left = left[self._sent(left) :]
+            if left:
+                self._unsent.append(left)
+                self._has_unsent.set()
 
     def _sent(self, data: memoryview) -> int:
         """Send what is taken at once. Returns: the number of bytes; all of them if the link is lost."""
@@ -145,7 +114,7 @@ class SocketLink:
             self._has_unsent = trio.Event()
 
     async def receive(self) -> bytes:
-        while (message := self._take()) is None:
+        while (message := self._frames.take()) is None:
             # Heartbeats come more often. Time in which this process itself stood still counts for no more than this.
             with trio.move_on_after(2 * BEAT_S) as scope:
                 await trio.lowlevel.wait_readable(self._socket)
@@ -166,12 +135,6 @@ class SocketLink:
                 raise LinkLostError(f"{self.name} has ended")
             self._frames.add(data)
         return message
-
-    def _take(self) -> bytes | None:
-        try:
-            return self._frames.take(MAX_MESSAGE_BYTES)
-        except ProtocolError as error:
-            raise LinkLostError(f"{self.name} {error}") from error
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:

@@ -52,9 +52,8 @@ class _Relayed:
 class RemoteDrafter:
     """A drafter in another process: passes the messages of the sessions on.
 
-    A drafter whose link breaks, falls silent or brings nonsense is gone: every session goes on without it at once. That
-    does not depend on what it has drawn, and what has arrived is proposed. The other end handles errors of single
-    sessions.
+    Once its link breaks, falls silent or brings nonsense, every session goes on without it at once, whatever it has
+    drawn; what has arrived is proposed. The other end handles errors of single sessions.
 
     Attributes:
         busy_seconds: see `Actor.busy_seconds`.
@@ -161,8 +160,7 @@ class RemoteDrafter:
     def withdraw_from_all(self) -> None:
         """Leave every session to the target, at a moment that a user has chosen. Never waits.
 
-        Where it is the drafter's turn, it is asked for what it has drawn, which is proposed first: a chain that ends
-        the text would have been proposed earlier than others.
+        Where it is the drafter's turn, what it has drawn is proposed first: a chain that ends the text is ready sooner.
         """
         for session in list(self._sessions.values()):
             if session.state.phase is SessionPhase.PROPOSING and session.is_ready:

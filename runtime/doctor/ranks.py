@@ -27,7 +27,7 @@ from actors.distributed.rank_group import RankGroup
 from runtime.doctor.conclusion import USUAL_ACCEPTANCE
 from runtime.doctor.report import Diagnosis
 from runtime.loading.device import processor_name
-from runtime.ranks.following import breaking, run_in_group
+from runtime.ranks.following import breaking
 from runtime.simulation.sharding import links_of
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def _connected(group: RankGroup, call: Callable[[], T], limit_s: float | None = 
             group.connect_mlx()
             return call()
 
-    return run_in_group("outrider-links", connect_and_call, group, limit_s)
+    return group.run("outrider-links", connect_and_call, limit_s)
 
 
 def _description() -> dict[str, str]:

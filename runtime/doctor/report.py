@@ -12,8 +12,8 @@ import attrs
 import mlx.core as mx
 
 from actors.distributed.exchange import Exchange
-from actors.distributed.leading_model import LeadingModel
 from actors.distributed.rank_group import RankGroup
+from actors.distributed.sharded_model import ShardedModel
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import Anatomy, MLXModel, dtypes_of
 from actors.model import RewindMode
@@ -239,7 +239,7 @@ async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions
 async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:
     def examine_here() -> ExaminedModel:
         examined = ExaminedModel(model.anatomy(), time_passes(model))
-        if not isinstance(model, LeadingModel):
+        if not isinstance(model, ShardedModel):
             return examined
         exchange = {width: model.time_exchange(width, REPEATS) for width in WIDTHS}
         return attrs.evolve(examined, exchange=exchange, num_ranks=model.num_ranks)

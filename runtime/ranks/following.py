@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import logging
-import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
 
 import mlx.core as mx
-import outcome
 import trio
 
-from actors.distributed.following_model import FollowingModel
 from actors.distributed.rank_group import RankGroup
+from actors.distributed.sharded_model import FollowingModel, ShardedModel
 from actors.distributed.sharding import Shard
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
-from actors.mlx.model import MLXModel
-from actors.workers.thread_pool import run_on_thread
 from protocol.errors import RankError, SettingsError
 from protocol.rank_messages import CloseTarget, ConnectRanks, Loaded, OpenTarget, Operations, Present
 from runtime.loading import mlx_environment
@@ -29,19 +24,14 @@ from runtime.remote.drafting import draft_for
 
 logger = logging.getLogger("outrider")
 
-# How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
-GRACE_S = 1.0
-
-T = TypeVar("T")
-
 
 def follow(target: Source, group: RankGroup, draft: Source | None = None) -> None:
     """Follow rank 0: load this rank's part of the target, and repeat each of its operations until rank 0 closes it.
 
     If rank 0 has named this rank as its `draft_rank`, it loads the drafter instead, and drafts.
 
-    This blocks, for as long as the runtime at rank 0 lives; a process may follow several runtimes, one after another.
-    All options are rank 0's.
+    This blocks for as long as the runtime at rank 0 lives; a process may follow several, one after another. All options
+    are rank 0's.
 
     Args:
         target: the model that rank 0 opens, as for `open`; paths may differ between machines. The rank that drafts
@@ -63,7 +53,7 @@ def follow(target: Source, group: RankGroup, draft: Source | None = None) -> Non
     mlx_environment.tune()
     read, drafting = read_shard(source, group), drafting_at(source, draft, group)
     with wired_memory():
-        run_in_group("outrider-target", lambda: _follow(read, drafting, group), group)
+        group.run("outrider-target", partial(_follow, read, drafting, group))
 
 
 def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: RankGroup) -> None:
@@ -93,7 +83,7 @@ def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: Rank
             for operation in message.operations:
                 name = operation.name
                 if name == BEGIN:
-                    following = FollowingModel(MLXModel(shard.model, options, "the target"), group)
+                    following = FollowingModel(ShardedModel(shard.model, options, group, "the target"), group)
                 else:
                     assert following is not None
                     following.run(operation)
@@ -115,31 +105,6 @@ def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Calla
             group.check()
 
     return partial(trio.run, draft_until_closed)
-
-
-def run_in_group(name: str, work: Callable[[], T], group: RankGroup, timeout_s: float | None = None) -> T:
-    """Do a piece of work on a thread, and wait for its result until it ends or the group is broken. Work that fails
-    breaks the group; see `breaking`.
-
-    Raises: what the work raises, and RankError: the group is broken, or the time is up, which breaks it. A thread may
-        be stuck in a collective.
-    """
-    results: list[T] = []
-    ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
-    thread = run_on_thread(name, lambda: results.append(work()), ended.put)
-    with group.on_error(lambda _: ended.put(None)):
-        try:
-            result = ended.get(timeout=timeout_s) or ended.get(timeout=GRACE_S)
-        except queue.Empty:
-            thread.abandon()
-            raise group.fail(f"rank {group.rank} has not ended in time: the ranks wait for each other") from None
-        except KeyboardInterrupt:
-            thread.abandon()
-            group.fail(f"rank {group.rank} was interrupted")
-            raise
-    if result is not None:
-        result.unwrap()
-    return results[0]
 
 
 @contextmanager

@@ -20,8 +20,8 @@ from protocol.validation import check_integer
 from runtime.loading.model_sources import Source
 from runtime.ranks.sharded_target import check_drafter, check_sharded
 
-# Ranks that are out of step in spite of all checks wait for each other without end, and all send heartbeats. So a job
-# of the target counts as hanging after so many seconds, beside four times what it should take.
+# Ranks that are out of step in spite of all checks wait for each other, and all send heartbeats. So a job of the target
+# counts as hanging after so many seconds, beside four times what it should take.
 PASS_TIMEOUT_S = 60.0
 
 
@@ -88,9 +88,7 @@ def _check_free(group: RankGroup) -> None:
 
 
 def worker_for(on_event: Callable[[Event], None], group: RankGroup | None, draft_rank: int | None) -> ThreadWorker:
-    """The target's worker. That of a sharded target has a thread that can be abandoned, and its errors name the rank
-    that caused them.
-    """
+    """The target's worker; that of a sharded one has a thread that can be abandoned, and errors that name the rank."""
     if group is None or not is_sharded(group, draft_rank):
         return ThreadWorker("target", on_event)
     return ThreadWorker("target", on_event, may_be_given_up=True, hang_timeout_s=PASS_TIMEOUT_S, explain=group.explain)

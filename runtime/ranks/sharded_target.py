@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import attrs
 import mlx.core as mx
 
-from actors.distributed.leading_model import LeadingModel
 from actors.distributed.rank_group import RankGroup
+from actors.distributed.sharded_model import ShardedModel
 from actors.distributed.sharding import Shard, difference, is_sharded_in_place, load_shard, shard_in_place
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import Job, JobError, Worker
@@ -93,7 +93,7 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
     read, evaluation = read_shard(source, group), layer_evaluation_by_environment()
     named = f"target {name_of(source)!r}"
 
-    def load() -> tuple[LeadingModel, Shard]:
+    def load() -> tuple[ShardedModel, Shard]:
         if group.mlx is None:
             for _ in _from_each(group, Present, "follow"):
                 continue
@@ -102,7 +102,7 @@ async def load_target_onto(worker: Worker, source: Source, options: CacheOptions
         shard = read()
         _compare(shard, group)
         group.send(Operations((Operation(BEGIN),)), to_target=True)
-        return LeadingModel(shard.model, options, group, named, evaluation), shard
+        return ShardedModel(shard.model, options, group, named, evaluation), shard
 
     with load_errors("target", source):
         try:

@@ -1,8 +1,7 @@
 """A drafter in a process of its own on this machine: started with the runtime, and ended with it.
 
-MLX has one default device a process, and Python one lock; so a drafter on another device than the target's, or beside a
-fast target, is better off in another process. This module is also that process's program:
-`python -m runtime.remote.draft_process SOCKET DEVICE`.
+MLX has one default device a process, and Python one lock; so a drafter on another device, or beside a fast target, is
+better off there. This module is also its program: `python -m runtime.remote.draft_process SOCKET DEVICE`.
 """
 
 from __future__ import annotations
@@ -63,10 +62,9 @@ def described(source: Source) -> dict[str, Any] | None:
     """A model source as the process can find it; None for one that was given as a model."""
     if isinstance(source, tuple):
         return None
-    if isinstance(source, ModelSpec):
-        adapter = None if source.adapter_path is None else os.fspath(source.adapter_path)
-        return {**attrs.asdict(source, recurse=False), "path": os.fspath(source.path), "adapter_path": adapter}
-    return {"path": os.fspath(source)}
+    spec = source if isinstance(source, ModelSpec) else ModelSpec(source)
+    adapter = None if spec.adapter_path is None else os.fspath(spec.adapter_path)
+    return {**attrs.asdict(spec, recurse=False), "path": os.fspath(spec.path), "adapter_path": adapter}
 
 
 def environment() -> dict[str, str]:
@@ -114,10 +112,7 @@ async def draft_process(device: str | None) -> AsyncIterator[SocketLink]:
 
 
 def _source(role: str, said: dict[str, Any] | None) -> Source | None:
-    if said is None:
-        return None
-    path, options = said["path"], {name: value for name, value in said.items() if name != "path"}
-    return check_source(role, ModelSpec(path, **options) if options else path)
+    return None if said is None else check_source(role, ModelSpec(**said))
 
 
 def _end_with_the_runtime() -> None:

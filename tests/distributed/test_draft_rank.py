@@ -19,7 +19,7 @@ from runtime.ranks.leading import check_group
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "size"), [("model", 3), pytest.param("eagle3", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kind", "size"), [("model", 3), ("eagle3", 2)])
 def test_texts_are_those_of_one_process(kind: str, size: int) -> None:
     """With three ranks, the first two share the target."""
     with ranks(rank_programs.equal_texts_drafted_elsewhere, size, kind) as started:
@@ -30,7 +30,7 @@ def test_texts_are_those_of_one_process(kind: str, size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_drafter_that_is_lost_in_mid_stream_costs_no_token(end: signal.Signals) -> None:
     with ranks(rank_programs.lose_the_drafter, 2) as (first, second):
         assert second.result() == "joined"

@@ -33,9 +33,7 @@ NUM_TOKENS = 200
 TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.0.1:1"}
 
 
-@pytest.mark.parametrize(
-    "draft", [pytest.param(["ngram"], marks=pytest.mark.slow), ["model", "--draft-rank", "1"]], ids=["", "draft-rank"]
-)
+@pytest.mark.parametrize("draft", [["ngram"], ["model", "--draft-rank", "1"]], ids=["", "draft-rank"])
 def test_generate_gives_the_text_of_one_process(tmp_path: Path, draft: list[str]):
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
     ports = free_ports(2)
@@ -147,11 +145,7 @@ def drains_or_has_ended(url: str) -> bool:
 
 @pytest.mark.parametrize(
     ("number", "told"),
-    [
-        (signal.SIGTERM, (0, 1)),
-        pytest.param(signal.SIGTERM, (0,), marks=pytest.mark.slow),
-        pytest.param(signal.SIGINT, (0, 1), marks=pytest.mark.slow),
-    ],
+    [(signal.SIGTERM, (0, 1)), (signal.SIGTERM, (0,)), (signal.SIGINT, (0, 1))],
     ids=["SIGTERM to all", "SIGTERM to rank 0", "Ctrl-C in the terminal of all"],
 )
 def test_a_server_gives_the_answer_that_it_has_begun_and_ends_on_all_ranks(

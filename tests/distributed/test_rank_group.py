@@ -26,7 +26,7 @@ from actors.distributed.rank_address import RankAddress
 from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard
 from protocol.errors import ProtocolError, RankError, SettingsError
-from protocol.rank_messages import Beat, Broken, CloseTarget, Hello, Loaded, OpenTarget, decode
+from protocol.rank_messages import Beat, Broken, CloseTarget, Hello, Loaded, OpenTarget
 from runtime.cli import generate_command, ranks
 from runtime.ranks import following, leading, sharded_target
 
@@ -184,12 +184,6 @@ def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
 # --- joining --------------------------------------------------------------------------------------
 
 
-@sweep("data", [b'["Hello","x",2,{}]', b'["Hello",1,2,5]', b'["Hello",1,2,{"mlx":3}]', b"[" * 100_000])
-def test_what_is_no_message_is_a_protocol_error(data):
-    with pytest.raises(ProtocolError, match="which is no message of Outrider's"):
-        decode(data)
-
-
 @sweep("data", [b'["Hello","x",2,{}]', b'["Hello",1,2,5]', b"[" * 50_000])
 def test_strangers_at_the_control_port_are_ignored(data):
     own, other = connected()
@@ -205,7 +199,7 @@ def test_a_first_message_is_bounded():
     own, other = connected()
     with own, other:
         other.sendall(struct.pack("!I", MAX_FIRST_BYTES + 1))
-        with pytest.raises(ProtocolError, match="announced a message of 65537 bytes, at most 65536"):
+        with pytest.raises(ProtocolError, match="a message of 65537 bytes was announced"):
             Connection(own, 5.0).receive_first(time.monotonic() + 5.0)
 
 

@@ -12,25 +12,16 @@ import pytest
 import rank_programs
 from ranks import ranks
 
-from actors.distributed.leading_model import Announcer, TakenParts
+from actors.distributed.sharded_model import Announcer, TakenParts
 from actors.mlx.cache_kinds import LayerState
 from actors.mlx.sequence_state import Recorder, SequenceState, recall
 from actors.persistence import rank_parts
-from actors.persistence.rank_parts import CollectedPart
 from protocol.errors import RankError
-from protocol.rank_messages import Answer, RankMessage, Recorded, TensorChunk, decode, encode
+from protocol.rank_messages import Answer, RankMessage, decode, encode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("llama", 2),
-        pytest.param("qwen3_5", 2, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", 2, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 3, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "size"), [("llama", 2), ("qwen3_5", 2), ("qwen3_next", 2), ("gpt_oss", 3)])
 def test_a_text_goes_on_as_it_would_have_and_a_file_that_does_not_fit_changes_nothing(
     name: str, size: int, tmp_path: Path
 ):
@@ -61,7 +52,7 @@ def test_a_text_goes_on_as_it_would_have_and_a_file_that_does_not_fit_changes_no
 class Wire:
     """As much of a group as a part of a saved text takes: messages go through bytes, and come out at the other end."""
 
-    size = 2
+    rank, size = 0, 2
 
     def __init__(self) -> None:
         self.sent: deque[RankMessage] = deque()
@@ -88,18 +79,12 @@ def a_part() -> SequenceState:
     return SequenceState((7, 8, 9), (LayerState("KVCache", (keys, -keys, 3)), LayerState("ArraysCache", (nothing,))))
 
 
-def test_a_part_arrives_in_pieces_as_it_was(monkeypatch):
-    monkeypatch.setattr(rank_parts, "CHUNK_BYTES", 7)
+def test_a_part_arrives_layer_by_layer_as_it_was():
     wire: Any = Wire()
-    recorder, part, steps = Recorder(a_part(), "target", rank=1), CollectedPart(1), 0
-    while not part.is_complete:
-        rank_parts.send_step(recorder, wire, {"family": "llama"})
-        assert all(len(message.data) <= 7 for message in wire.sent if isinstance(message, TensorChunk))
-        while not part.add(wire.receive()[1]):
-            pass
-        steps += 1
-    assert steps == 3  # two layers, and the description
-    record = part.record()
+    recorder = Recorder(a_part(), "target", rank=1)
+    sent = [rank_parts.send_step(recorder, wire, {"family": "llama"}) for _ in range(3)]
+    assert sent == [False, False, True]  # two layers, and the description
+    record = rank_parts.receive_record(wire)
     assert json.loads(json.dumps(record.description))["fingerprint"] == {"family": "llama"}
     assert all(".rank-1." in name for name in record.tensors)
     arrived = recall(record, (7, 8, 9))
@@ -108,14 +93,9 @@ def test_a_part_arrives_in_pieces_as_it_was(monkeypatch):
         assert all(mx.array_equal(*pair) for pair in zip(one.state[:2], other.state[:2], strict=True))
 
 
-def test_a_part_that_is_cut_short_is_an_error():
-    part = CollectedPart(1)
-    part.add(TensorChunk("t", "F32", (2, 2), b"1234"))
-    part.add(Recorded({}))
-    with pytest.raises(RankError, match=r"rank 1 has sent 4 bytes of a saved text for a F32 of \(2, 2\)"):
-        part.record()
+def test_another_message_than_a_part_is_an_error():
     with pytest.raises(RankError, match="rank 1 has sent Answer and not its part of a saved text"):
-        part.add(Answer(None))
+        rank_parts.added(rank_parts.NO_PART, Answer(None), 1)
 
 
 def test_a_rank_that_sends_nothing_of_a_saved_text_is_named():

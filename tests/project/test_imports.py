@@ -256,7 +256,6 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/distributed/connection.py",
         "actors/distributed/draft_rank_link.py",
         "actors/distributed/rank_group.py",
-        "runtime/ranks/following.py",
         "actors/mlx/layer_evaluation.py",
         "actors/mlx/memory.py",
         "actors/sampling/user_code.py",

@@ -16,6 +16,7 @@ import pytest
 import trio
 from models import greedy
 from polling import until_in_trio
+from sweeps import sweep
 
 import runtime
 from runtime.remote import draft_process
@@ -118,29 +119,20 @@ def test_the_process_does_not_outlive_a_runtime_that_is_killed() -> None:
     trio.run(until_in_trio, has_ended)
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "options", "expected"),
+GIVEN = "draft_process loads the draft model in a process of its own, and it was given as a model; give its path"
+
+
+@sweep(
+    ("draft", "options", "expected"),
     [
-        (
-            "owner/target",
-            (models.llama(), None),
-            {"draft_process": True},
-            "draft_process loads the draft model in a process of its own, and it was given as a model; give its path",
-        ),
-        ("owner/target", (models.llama(), None), {"draft_device": "gpu"}, "draft_process loads the draft model"),
-        ("owner/target", "owner/draft", {"draft_device": "tpu"}, 'draft_device must be "cpu", "gpu" or None, got'),
-        ("owner/target", "owner/draft", {"draft_process": 1}, "draft_process must be "),
-        (
-            "owner/target",
-            "owner/draft",
-            {"draft_process": True, "draft_rank": 1},
-            "draft_process and draft_rank exclude each other",
-        ),
+        ((models.llama(), None), {"draft_process": True}, GIVEN),
+        ((models.llama(), None), {"draft_device": "gpu"}, GIVEN),
+        ("owner/draft", {"draft_device": "tpu"}, 'draft_device must be "cpu", "gpu" or None, got'),
+        ("owner/draft", {"draft_process": 1}, "draft_process must be "),
+        ("owner/draft", {"draft_process": True, "draft_rank": 1}, "draft_process and draft_rank exclude each other"),
     ],
 )
-async def test_what_cannot_be_given_to_a_process_is_refused(
-    target: Any, draft: Any, options: dict[str, Any], expected: str
-) -> None:
+async def test_what_cannot_be_given_to_a_process_is_refused(draft: Any, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(runtime.SettingsError, match=expected):
-        async with runtime.open(target, draft, **options):
+        async with runtime.open("owner/target", draft, **options):
             raise AssertionError("should not be reached")

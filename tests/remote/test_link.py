@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import trio
 
-from actors.remote.link import MAX_MESSAGE_BYTES, LinkLostError, SocketLink
+from actors.remote.link import LinkLostError, SocketLink
+from protocol.errors import ProtocolError
+from protocol.wire import MAX_FRAME_BYTES
 
 
 @pytest.fixture
@@ -59,6 +61,6 @@ async def test_an_end_that_has_closed_the_link_is_told_from_silence(pair: Any, a
 
 async def test_a_message_without_bound_is_refused(pair: Any) -> None:
     near, far = pair
-    near._socket.send(struct.pack("!I", MAX_MESSAGE_BYTES + 1))
-    with pytest.raises(LinkLostError, match=f"announced a message of {MAX_MESSAGE_BYTES + 1} bytes"):
+    near._socket.send(struct.pack("!I", MAX_FRAME_BYTES + 1))
+    with pytest.raises(ProtocolError, match=f"a message of {MAX_FRAME_BYTES + 1} bytes was announced"):
         await far.receive()

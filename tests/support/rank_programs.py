@@ -22,9 +22,9 @@ import trained_drafters
 import trio
 from polling import until_in_trio
 
-import actors.distributed.following_model
 import actors.distributed.joining
 import actors.distributed.links
+import actors.distributed.sharded_model
 import actors.target.drafter_link
 import runtime
 import runtime.doctor.ranks
@@ -436,7 +436,7 @@ def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
         if how == "ends":
             actors.distributed.links._time_sums = lambda *_: os._exit(0)
         elif how == "fails":
-            actors.distributed.following_model.time_exchange = _fail
+            actors.distributed.sharded_model.time_exchange = _fail
         elif how == "decodes":
             MLXSequence.feed_lazy = _fail
     os.environ["COLUMNS"] = "1000"  # so that nothing is folded

@@ -1,4 +1,4 @@
-"""The target at rank 0: a model and its sequences, which announce each operation to the other ranks and then run it."""
+"""A sharded target: a model and its sequences, whose operations rank 0 announces, and the other ranks repeat."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import count
 from typing import Any
 
@@ -21,16 +22,17 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
-from actors.mlx.sequence_state import SequenceRecord, SequenceState
+from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
 from actors.model import Feed, RewindMode
-from actors.persistence.rank_parts import CollectedPart, errors_of, received, send_record
+from actors.persistence.fingerprint import fingerprint
+from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
-from protocol.rank_messages import Operation, Operations
+from protocol.rank_messages import Answer, Operation, Operations
 from protocol.text_ledger import TextLedger
 
 
 class Announcer:
-    """Sends the operations of one target to the other ranks. To be used on the model's thread.
+    """Sends the operations of one target from rank 0 to the others; at these, it only keeps the ledger, as rank 0 does.
 
     Attributes:
         unused_states: numbers of states that the other ranks need not keep any more; any thread may add some.
@@ -77,14 +79,13 @@ class Announcer:
             yield False
             return
         self.group.check()
-        while self.unused_states:
-            self._held_back.append(Operation("drop_state", None, (self.unused_states.popleft(),)))
-        self._held_back.append(
-            Operation(name, sequence, arguments, tuple(self.ledger.entry(sequence) for sequence in reads))
-        )
-        if not holds_back:
-            held_back, self._held_back = self._held_back, []
-            self.group.send(Operations(tuple(held_back)), to_target=True)
+        if self.group.rank == 0:
+            while self.unused_states:
+                self._held_back.append(Operation("drop_state", None, (self.unused_states.popleft(),)))
+            self._held_back.append(Operation(name, sequence, arguments, tuple(map(self.ledger.entry, reads))))
+            if not holds_back:
+                held_back, self._held_back = self._held_back, []
+                self.group.send(Operations(tuple(held_back)), to_target=True)
         self._is_inside = True
         try:
             yield True
@@ -94,7 +95,7 @@ class Announcer:
         except Exception as error:
             explained = self.group.explain(error, is_out_of_step=True)
             if not isinstance(explained, RankError):
-                explained = self.group.fail(f"rank 0 failed in {name}: {type(error).__name__}: {error}")
+                explained = self.group.fail(f"rank {self.group.rank} failed in {name}: {type(error).__name__}: {error}")
             raise explained from error
         finally:
             self._is_inside = False
@@ -111,29 +112,28 @@ class TakenParts:
         weakref.finalize(self, announcer.unused_states.append, number).atexit = False
 
     def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
-        parts = {rank: CollectedPart(rank) for rank in self._announcer.followers}
+        parts = dict.fromkeys(self._announcer.followers, NO_PART)
         for step in count():
-            waiting = {rank for rank, part in parts.items() if not part.is_complete}
-            if not waiting:
+            if not (waiting := {rank for rank, part in parts.items() if part.description is None}):
                 break
             with self._announcer.announced("record", None, self.number, step):
                 while waiting:
                     rank, message = received(self._announcer.group, waiting)
-                    if parts[rank].add(message):
-                        waiting.discard(rank)
+                    parts[rank] = added(parts[rank], message, rank)
+                    waiting.discard(rank)
             yield None
-        yield tuple(part.record() for part in parts.values())
+        yield tuple(parts.values())
 
 
-class LeadingSequence(MLXSequence):
-    """A sequence of a `LeadingModel`; see `CachedSequence`. Made by `LeadingModel.open_sequence`."""
+class ShardedSequence(MLXSequence):
+    """One rank's part of a sequence; see `CachedSequence`. Made by `ShardedModel.open_sequence`."""
 
     _announcer: Announcer
     number: int
 
-    def lead(self, announcer: Announcer) -> None:
+    def enter(self, announcer: Announcer, number: int) -> None:
         """Announce the sequence, and from now on what is done with it."""
-        self._announcer, self.number = announcer, announcer.next_number()
+        self._announcer, self.number = announcer, number
         with announcer.announced("open", self.number):
             announcer.ledger.open(self.number)
 
@@ -225,8 +225,8 @@ class LeadingSequence(MLXSequence):
             raise MisfitError(errors[0])
 
 
-class LeadingModel(MLXModel):
-    """A target whose passes the other ranks of a group repeat on their parts."""
+class ShardedModel(MLXModel):
+    """One rank's part of a target."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class LeadingModel(MLXModel):
         named: str = "the model",
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
-        """As `MLXModel`, which feeds rank 0's part some tokens: the other ranks must make theirs at the same time."""
+        """As `MLXModel`, which feeds the part some tokens: all ranks must make theirs at the same time."""
         super().__init__(model, options, named, layer_evaluation)
         self._announcer = Announcer(group)
 
@@ -244,10 +244,15 @@ class LeadingModel(MLXModel):
     def num_ranks(self) -> int:
         return 1 + len(self._announcer.followers)
 
-    def open_sequence(self, *, beside_another: bool) -> LeadingSequence:
-        sequence = super().open_sequence_of(LeadingSequence, beside_another=beside_another)
-        sequence.lead(self._announcer)
+    def open_sequence(self, *, beside_another: bool, number: int | None = None) -> ShardedSequence:
+        """As `MLXModel`'s; `number` is that at rank 0, if this is another rank."""
+        sequence = super().open_sequence_of(ShardedSequence, beside_another=beside_another)
+        sequence.enter(self._announcer, self._announcer.next_number() if number is None else number)
         return sequence
+
+    @property
+    def ledger(self) -> TextLedger:
+        return self._announcer.ledger
 
     def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
         """Raises: SessionFileError: always, since the other ranks have sequences of one class."""
@@ -282,11 +287,20 @@ class LeadingModel(MLXModel):
         """The tokens travel through a collective: they may not be computed yet."""
         numbers = [_number(sequence) for sequence in sequences]
         with self._announcer.announced("feed_ahead", None, numbers, reads=numbers):
-            shared = shared_tokens(tokens, self._announcer.group)
+            shared = self._shared(tokens)
             logits = super().feed_ahead(sequences, shared)
             for i, number in enumerate(numbers):
                 self._announcer.ledger.feed_later(number, shared[i : i + 1])
             return logits
+
+    def _shared(self, tokens: mx.array) -> mx.array:
+        """Rank 0's tokens, (n,) ids, on every rank, which gives some of the same shape; lazy."""
+        group = self._announcer.group
+        given = tokens.astype(mx.int32) if group.rank == 0 else mx.zeros(tokens.shape, mx.int32)
+        shared = mx.distributed.all_sum(given, group=group.mlx)
+        # Now, on every rank: only the first stage of a pipeline reads the tokens.
+        mx.async_eval(shared)
+        return shared
 
     def abandon_shared(self) -> None:
         with self._announcer.announced("abandon_shared"):
@@ -310,16 +324,133 @@ class LeadingModel(MLXModel):
             return time_exchange(super().open_sequence_of(MLXSequence, beside_another=False), width, repeats)
 
 
-def shared_tokens(tokens: mx.array, group: RankGroup) -> mx.array:
-    """Rank 0's tokens, (n,) ids, on every rank, which gives some of the same shape; lazy."""
-    assert group.mlx is not None
-    given = tokens.astype(mx.int32) if group.rank == 0 else mx.zeros(tokens.shape, mx.int32)
-    shared = mx.distributed.all_sum(given, group=group.mlx)
-    # Now, on every rank: only the first stage of a pipeline reads the tokens.
-    mx.async_eval(shared)
-    return shared
-
-
 def _number(sequence: Any) -> int:
-    assert isinstance(sequence, LeadingSequence)
+    assert isinstance(sequence, ShardedSequence)
     return sequence.number
+
+
+class FollowingModel:
+    """The target at a rank other than 0, and its sequences by their numbers: repeats what rank 0 announces.
+
+    To be used on the model's thread.
+    """
+
+    def __init__(self, model: ShardedModel, group: RankGroup) -> None:
+        self._model = model
+        self._group = group
+        self._sequences: dict[int, ShardedSequence] = {}
+        # This rank's parts of states that rank 0 has taken, and those that are being copied for a file.
+        self._states: dict[int, SequenceState] = {}
+        self._recorders: dict[int, Recorder] = {}
+
+    def run(self, operation: Operation) -> None:
+        """Repeat an operation. Logits are not computed: only rank 0 chooses tokens.
+
+        Raises:
+            RankError: this rank is out of step with rank 0.
+            Whatever the model raises.
+        """
+        for text in operation.texts:
+            own, length = self._model.ledger.entry(text.sequence), self._sequences[text.sequence].length
+            if own != text or length != text.length:
+                raise RankError(
+                    f"rank {self._group.rank} is out of step before {operation.name}: its sequence {text.sequence} "
+                    f"holds {length} tokens (checksum {own.checksum:08x}), rank 0's {text.length} (checksum "
+                    f"{text.checksum:08x})"
+                )
+        self._group.note(operation.name)
+        if operation.sequence is None:
+            self._run_model(operation.name, operation.arguments)
+        else:
+            self._run_sequence(operation.name, operation.sequence, operation.arguments)
+        self._group.note(None)
+
+    def _run_model(self, name: str, arguments: tuple[Any, ...]) -> None:
+        match name, arguments:
+            case "feed_together", (fed,):
+                self._model.feed_together(
+                    [Feed(self._sequences[number], tuple(tokens), *options) for number, tokens, *options in fed]
+                )
+            case "read_together", (numbers, tokens):
+                self._model.read_together([self._sequences[n] for n in numbers], [tuple(read) for read in tokens])
+            case "feed_ahead", (numbers,):
+                given = mx.zeros((len(numbers),), mx.int32)
+                mx.async_eval(self._model.feed_ahead([self._sequences[n] for n in numbers], given))
+            case "abandon_shared" | "sharing_obstacle" | "anatomy" | "time_exchange", _:
+                getattr(self._model, name)(*arguments)
+            case "record", (state, step):
+                self._record(state, is_first=step == 0)
+            case "drop_state", (state,):
+                del self._states[state]
+                self._recorders.pop(state, None)
+            case "agree_on_sharing", (obstacle,):
+                if (own := self._model.sharing_obstacle()) != obstacle:
+                    raise RankError(
+                        f"rank {self._group.rank} finds about texts sharing a pass: {own or 'they can'}; rank 0 finds: "
+                        f"{obstacle or 'they can'}"
+                    )
+            case _:
+                raise RankError(f"rank {self._group.rank} does not know the operation {name}{arguments}")
+
+    def _run_sequence(self, name: str, number: int, arguments: tuple[Any, ...]) -> None:
+        if name == "open":
+            self._sequences[number] = sequence = self._model.open_sequence(beside_another=False, number=number)
+            sequence.features.want(False)
+            return
+        sequence = self._sequences[number]
+        match name, arguments:
+            case "feed", (tokens, num_logits):
+                sequence.feed(tuple(tokens), num_logits)
+            case "prepare" | "leave_batch" | "add_prefix_checkpoint" | "rewind" | "forget" | "reuse", _:
+                getattr(sequence, name)(*arguments)
+            case "close", ():
+                sequence.close()
+                del self._sequences[number]
+            case "take_state", (state, length):
+                # Which tokens they are, rank 0 knows. It may find out only afterwards.
+                if (taken := MLXSequence.take_state(sequence, (0,) * length)) is None:
+                    raise RankError(f"rank {self._group.rank} has caches that cannot be saved, and rank 0's can")
+                self._states[state] = taken
+            case "put_state", (tokens, *kept):
+                self._group.send(Answer(self._put_state(sequence, tuple(tokens), *kept)))
+            case _:
+                raise RankError(f"rank {self._group.rank} does not know the operation {name}{arguments}")
+
+    # --- saved texts ------------------------------------------------------------------------------
+
+    def _record(self, state: int, is_first: bool) -> None:
+        """Copy the next layer of a state, and send it to rank 0, unless all were sent: other ranks may have more."""
+        if is_first:
+            assert self._group.mlx is not None
+            self._recorders[state] = Recorder(self._states[state], "target", rank=self._group.mlx.rank())
+        if (recorder := self._recorders.get(state)) is not None and send_step(recorder, self._group, self._identity):
+            del self._recorders[state]
+
+    def _put_state(self, sequence: ShardedSequence, tokens: tuple[int, ...], kept: int | None = None) -> str | None:
+        """Put this rank's part of a state, which it has kept under a number or rank 0 sends, into a sequence.
+
+        Returns: why it is no part of this model's; None if it is.
+        """
+        try:
+            state = self._received_state(tokens) if kept is None else attrs.evolve(self._states[kept], tokens=tokens)
+            with never_computed():
+                MLXSequence.put_state(sequence, state)
+        except (MisfitError, RewindError) as error:
+            return str(error)
+        self._model.ledger.feed(sequence.number, tokens)
+        return None
+
+    def _received_state(self, tokens: tuple[int, ...]) -> SequenceState:
+        """The part of a saved text that rank 0 sends to this rank.
+
+        Raises: MisfitError: it is not a part of this model.
+        """
+        record = receive_record(self._group)
+        saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
+        if saved != self._identity:
+            raise MisfitError("its part is that of another rank, or of another model")
+        return recall(record, tokens)
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        return attrs.asdict(fingerprint(self._model.module))
