@@ -253,7 +253,7 @@ WHO = ["target", "draft", "both"]
         for n, (agreement, window) in enumerate([(0.3, 2), (1.0, 9), (0.3, 16)])
     ],
 )
-async def test_a_cache_that_can_rewind_until_it_is_full_gives_the_same_text_across_the_boundary(
+async def test_a_cache_that_rewinds_until_full_gives_the_same_text_beyond(
     agreement: float, window: int, lookahead: Any, who: str, autojump_clock: Any
 ) -> None:
     target = ScriptedModel(truthful, undo=within(window) if who != "draft" else always)
@@ -288,9 +288,7 @@ async def test_a_drafter_that_can_rewind_until_it_is_full_looks_ahead_until_then
 
 @sweep("agreement", AGREEMENTS)
 @sweep("lookahead", [*LOOKAHEADS, 64])
-async def test_the_text_is_the_targets_whatever_is_drafted_and_the_counts_add_up_to_what_happened(
-    lookahead: Any, agreement: float, autojump_clock: Any
-) -> None:
+async def test_the_text_is_the_targets_and_counts_add_up(lookahead: Any, agreement: float, autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
         completion = await simulation.runtime.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
         statistics = completion.statistics

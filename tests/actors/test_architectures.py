@@ -176,7 +176,7 @@ def _assert_rewound(architecture: Architecture, rewind: str, statistics: runtime
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_ALL_CACHES)
-async def test_a_drafter_guesses_what_it_would_guess_from_the_start_however_often_it_was_rewound(name: str) -> None:
+async def test_a_rewound_drafter_guesses_as_a_fresh_one(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model = build(name)
     text = guessed(model)

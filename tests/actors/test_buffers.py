@@ -33,7 +33,7 @@ def overlap(a: range, b: range) -> bool:
 
 
 @pytest.mark.parametrize("num_guesses", [1, 2, 5])
-def test_the_choice_that_the_next_step_reads_is_not_a_view_of_what_is_read_back(num_guesses: int) -> None:
+def test_the_next_steps_choice_is_no_view_of_what_is_read_back(num_guesses: int) -> None:
     logits = mx.random.normal((1, 64), key=mx.random.key(3))
     lazy = guesses(logits, LogitCheck.of(logits, logits), OPENED, 5, 0, 64, num_guesses)
     mx.eval(*lazy.arrays())

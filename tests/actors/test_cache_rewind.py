@@ -410,7 +410,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "outrider"]
 
 
-async def test_a_model_with_caches_of_an_unknown_class_is_fed_one_token_at_a_time(
+async def test_unknown_cache_classes_are_fed_one_token_at_a_time(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model, prompt = Unknown(CleverKVCache), prompt_of(5)

@@ -80,9 +80,7 @@ async def test_a_proposal_is_one_job_and_what_is_drafted_beside_a_verify_another
 
 
 @pytest.mark.parametrize("draft_price", [0.25, 1.0])
-async def test_by_itself_a_drafter_that_is_always_right_needs_at_most_one_job_a_round(
-    draft_price: float, autojump_clock: Any
-) -> None:
+async def test_a_right_drafter_needs_at_most_one_job_a_round_alone(draft_price: float, autojump_clock: Any) -> None:
     price = priced(draft=draft_price, verify=32.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
         # Until the prices are known, it asks after each step.
@@ -401,7 +399,7 @@ def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(na
         assert [guess.raw for guess in again[0].guesses] == pytest.approx(shares[0].tolist(), abs=10 * ATOL)
 
 
-def test_under_the_rejection_rule_no_step_is_launched_before_the_one_before_it_is_read() -> None:
+def test_under_rejection_no_step_is_launched_before_the_last_is_read() -> None:
     thread = OnThread("KVCache", chains=True, num_prefilled=3, settled=5, temperature=1.0, acceptance="rejection")
     for max_steps in range(1, 5):
         found = thread.draft((), 5, max_steps)

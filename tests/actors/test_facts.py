@@ -42,7 +42,7 @@ def entries(length: int, first: float = 0.0) -> tuple[mx.array, mx.array]:
 # --- threads: why a model has one of its own, and what may cross (actors.workers.worker) ------------------
 
 
-def test_streams_and_lazy_arrays_work_on_the_thread_that_made_them_and_on_no_other() -> None:
+def test_streams_and_lazy_arrays_work_on_their_own_thread_only() -> None:
     stream, x = mx.new_stream(mx.cpu), mx.arange(4) * 2
     assert mx.sum(mx.ones(3), stream=stream).item() == 3
     for call in (lambda: mx.sum(mx.ones(3), stream=stream).item(), lambda: (x + 1).tolist()):
@@ -91,7 +91,7 @@ def test_a_cache_forgets_what_is_trimmed_but_one_that_concatenates_keeps_it(kind
     assert keys.flatten().tolist() == seen
 
 
-def test_a_rotating_cache_that_fills_in_mid_round_takes_the_trim_and_has_lost_what_it_overwrote() -> None:
+def test_a_rotating_cache_that_fills_in_mid_round_loses_what_it_overwrites() -> None:
     cache = RotatingKVCache(max_size=4)
     for i in range(3):
         cache.update_and_fetch(*entries(1, first=i))

@@ -365,7 +365,7 @@ async def call_after(seconds: float, call: Callable[[], Awaitable[None]]) -> Non
 
 
 @pytest.mark.parametrize("is_elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_token_that_ends_the_text_is_as_frequent_as_it_should_be_where_the_drafter_is_detached(
+def test_ends_of_text_are_as_frequent_where_the_drafter_is_detached(
     is_elsewhere: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # After one token is drawn. If it ends the text, it is proposed before the drafter is detached.

@@ -154,7 +154,7 @@ FAILING_TARGETS = [
 
 
 @sweep("price, lookahead, num_streams, with_drafter", FAILING_TARGETS)
-def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error_after_what_was_committed(
+def test_a_failing_target_ends_every_stream_after_what_was_committed(
     price: str, lookahead: Any, num_streams: int, with_drafter: bool
 ) -> None:
     settings = {**SETTINGS, "lookahead": lookahead, "max_tokens": 12 if num_streams == 1 else 60}
@@ -194,7 +194,7 @@ def test_a_target_that_fails_from_some_feed_on_ends_every_stream_with_its_error_
         run(fail_at, n)
 
 
-async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_when_the_target_fails(
+async def test_a_slow_consumer_gets_every_committed_token_when_the_target_fails(
     autojump_clock: Any,
 ) -> None:
     # Another session's feed fails while this one's buffer is full and a round waits to enter it.
@@ -211,7 +211,7 @@ async def test_a_consumer_that_is_far_behind_still_gets_every_committed_token_wh
 
 
 @pytest.mark.parametrize("lookahead", [0, 2, pytest.param("auto", marks=pytest.mark.slow)])
-def test_a_feed_that_fails_once_ends_at_most_its_stream_with_the_error_and_no_other(lookahead: Any) -> None:
+def test_a_failing_feed_ends_at_most_its_own_stream(lookahead: Any) -> None:
     async def fail_at(n: int) -> None:
         target = ScriptedModel(truthful, fails={"feed": {n}})
         async with simulated(target, drafter(), schedule=n) as simulation:
@@ -438,9 +438,7 @@ FORGED: Sequence[Message] = [
     "to, forged",
     [*(("draft", each) for each in FORGED[:3]), *(("target", each) for each in FORGED[1:])],
 )
-async def test_a_message_that_has_no_place_ends_its_session_or_its_drafting_and_no_other(
-    to: str, forged: Message, autojump_clock: Any
-) -> None:
+async def test_a_misplaced_message_ends_at_most_its_own_session(to: str, forged: Message, autojump_clock: Any) -> None:
     with trio.fail_after(10_000):
         async with simulated(ScriptedModel(truthful), drafter()) as simulation:
             target, draft = simulation.runtime._target, simulation.runtime._draft

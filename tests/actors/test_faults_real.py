@@ -108,7 +108,7 @@ async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name:
         *((False, *moment) for moment in (("feed", 2), ("feed", 7), ("check", 3))),
     ],
 )
-async def test_a_targets_job_that_raises_once_ends_its_stream_with_the_error_and_no_other(
+async def test_a_failing_target_job_ends_its_own_stream_only(
     monkeypatch: Any, name: str, at: int, with_drafter: bool
 ) -> None:
     target, draft = pair()
@@ -221,7 +221,7 @@ async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_ru
 
 
 @pytest.mark.usefixtures("impatience")
-async def test_a_stream_that_shares_a_draft_step_which_hangs_can_be_closed_before_the_others(caplog: Any) -> None:
+async def test_a_stream_in_a_hanging_shared_step_can_be_closed_alone(caplog: Any) -> None:
     async with beside_a_hanging_drafter() as (rt, _, hanging):
         first, second = (rt.stream(prompt, max_tokens=None, lookahead=2) for prompt in (PROMPT, [5, 6, 7]))
         for stream in (first, second):

@@ -119,7 +119,7 @@ async def test_a_target_without_a_drafter_gives_its_own_text() -> None:
     assert completion.statistics.proposed == 0
 
 
-async def test_a_model_with_scaled_rotary_embeddings_works_on_threads_other_than_the_one_that_built_it() -> None:
+async def test_scaled_rotary_embeddings_work_on_other_threads() -> None:
     factors = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling = {"rope_type": "llama3", **factors, "original_max_position_embeddings": 64}
     target, draft = llama(rope_scaling=scaling), llama(seed=5, rope_scaling=scaling)

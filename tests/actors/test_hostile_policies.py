@@ -285,7 +285,7 @@ DROPS: dict[str, Callable[[Node], bool] | None] = {"chance": None, "its confiden
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", DROPS)
-def test_a_trained_drafter_may_draft_anew_by_all_that_is_known_before_a_token_is_drawn(what: str) -> None:
+def test_a_trained_drafter_may_redraft_by_what_precedes_a_draw(what: str) -> None:
     policy = Hostile(drops=DROPS[what])
     assert likelihood(sampled(policy, NUM_TOKENS, is_trained=True)) > SIGNIFICANCE
     assert policy.num_dropped > 25
@@ -311,7 +311,7 @@ class Spying(Hostile):
         return min(self._open(view), key=lambda n: (view.tree.depth(n), -n.guess.rank if n.guess else 0), default=None)
 
 
-def test_what_was_drawn_after_another_text_says_nothing_of_what_is_drawn_after_this_one() -> None:
+def test_draws_after_another_text_say_nothing_of_this_one() -> None:
     # The same row in every context: draws from the same noise would then be the same token.
     row = (0.4, 0.3, 0.2, 0.1)
     policy = Spying(rests=False)
@@ -373,7 +373,7 @@ def test_under_match_a_seeds_text_hangs_on_no_policy() -> None:
 
 
 @pytest.mark.slow
-def test_neighbours_that_go_by_their_own_draws_leave_the_texts_that_share_their_passes_alone() -> None:
+def test_neighbours_with_their_own_draws_leave_shared_texts_alone() -> None:
     """What a neighbour drew decides when passes begin, how wide they are, and what is left out of a proposal."""
     num_tokens = NUM_TOKENS // 2
     neighbours = [Hostile(admits=goes_by_the_token, dice=random.Random(n)) for n in range(2)]

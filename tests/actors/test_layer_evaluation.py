@@ -59,7 +59,7 @@ def run_layers(evaluation: LayerEvaluation) -> None:
 
 
 @sweep("tasks_a_layer", [0, 1, 2])
-def test_a_pass_leaves_room_below_the_throttle_and_one_that_is_pipelined_keeps_the_device_busy(
+def test_passes_stay_below_the_throttle_and_pipelined_ones_keep_busy(
     tasks_a_layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for how, most_active, waits in (

@@ -109,7 +109,7 @@ async def test_penalties_may_look_back_to_the_beginning() -> None:
             assert ids(completion.tokens)[: len(reference)] == reference, lookahead
 
 
-async def test_a_drafter_that_knows_the_penalties_is_right_and_one_with_other_rows_does_no_harm() -> None:
+async def test_a_drafter_with_the_penalties_is_right_and_without_them_harmless() -> None:
     penalties = {"repetition_penalty": 2.5, "presence_penalty": 1.5, "logit_bias": {VOCAB_SIZE - 1: 2.0}}
     reference = plain(TARGET, **penalties)
     for draft in (TARGET, Padded(TARGET, 16)):

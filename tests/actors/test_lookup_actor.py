@@ -457,9 +457,7 @@ async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_
 
 
 @pytest.mark.parametrize("is_predicted", [False, True])
-async def test_a_long_prompt_or_prediction_is_indexed_in_pieces_between_which_others_have_their_turn(
-    is_predicted: bool, autojump_clock: Any
-) -> None:
+async def test_a_long_prompt_is_indexed_in_pieces_between_others_turns(is_predicted: bool, autojump_clock: Any) -> None:
     target_queue = 0
 
     async def take_turns() -> None:

@@ -140,7 +140,7 @@ async def test_so_it_is_without_a_draft_model(mode: str, draft: Any, position: i
     await ends_with_an_error(position, KINDS[position % 4], MODES[mode], draft=draft, reuse=True)
 
 
-async def test_what_a_target_says_of_a_text_that_does_not_come_is_of_no_account(autojump_clock: Any) -> None:
+async def test_logits_after_text_that_does_not_come_do_not_matter(autojump_clock: Any) -> None:
     def off_the_text(history: Sequence[int]) -> Sequence[float]:
         generated = list(history[len(PROMPT) :])
         return sure(history) if generated == continuation(PROMPT, len(generated)) else [math.nan] * VOCAB_SIZE

@@ -103,9 +103,7 @@ async def test_sessions_share_draft_steps_and_their_texts_are_right(
 
 
 @sweep("seed", range(20))
-async def test_passes_in_a_row_give_each_text_what_it_has_alone_however_late_they_are_heard_of(
-    seed: int, autojump_clock: Any
-) -> None:
+async def test_passes_in_a_row_give_each_text_what_it_has_alone(seed: int, autojump_clock: Any) -> None:
     dice = random.Random(seed)
     async with simulated(ScriptedModel(truthful), report_delay=lambda: dice.random() * 2.0) as simulation:
 
@@ -234,7 +232,7 @@ def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(ma
 
 
 @sweep("lookahead, max_slots", [(0, 3), (4, 1), ("auto", 3)])
-async def test_passes_that_there_is_too_little_memory_for_are_made_smaller_and_are_rarely_tried_again(
+async def test_passes_beyond_memory_are_made_smaller_and_rarely_retried(
     max_slots: int, lookahead: Any, autojump_clock: Any
 ) -> None:
     num_tokens = 100
@@ -247,9 +245,7 @@ async def test_passes_that_there_is_too_little_memory_for_are_made_smaller_and_a
 
 
 @sweep("most", [1, 3])
-async def test_steps_that_there_is_too_little_memory_for_are_shared_by_fewer_and_rarely_tried_again(
-    most: int, autojump_clock: Any
-) -> None:
+async def test_steps_beyond_memory_are_shared_by_fewer_and_rarely_retried(most: int, autojump_clock: Any) -> None:
     draft = TooMuch(agreeing(0.7), most=most)
     async with simulated(ScriptedModel(truthful), draft) as simulation:
         completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=60, lookahead=3)
@@ -299,7 +295,7 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
     "at, lookahead",
     zip([0.0, 1.0, 5.0, 9.0, 9.0, 9.5, 13.25, 13.25, 33.0], itertools.cycle(["auto", 3])),
 )
-async def test_a_session_that_is_cancelled_at_any_moment_leaves_the_others_their_texts_and_their_drafter(
+async def test_a_cancelled_session_leaves_others_their_texts_and_drafter(
     at: float, lookahead: Any, autojump_clock: Any
 ) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.7))) as simulation:

@@ -75,7 +75,7 @@ async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(
                 text += [*continuation(text, num_tokens), 1, 2, 3]
 
 
-async def test_the_drafter_has_its_own_from_the_turn_before_however_quickly_the_next_one_comes(
+async def test_the_drafter_keeps_its_cache_however_quick_the_next_turn(
     autojump_clock: Any,
 ) -> None:
     for draft_seconds in (0.125, 3.0, 17.0):  # the drafter is in the middle of a draft when the target is done
@@ -111,7 +111,7 @@ async def test_all_of_a_prompt_but_its_last_token_may_be_cached(autojump_clock: 
         assert num_read(simulation, "target", 1) == 0
 
 
-async def test_a_prefix_of_one_token_counts_and_a_prompt_of_one_has_nothing_to_begin_with(autojump_clock: Any) -> None:
+async def test_one_token_is_a_prefix_and_a_one_token_prompt_has_none(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         await turn(simulation, PROMPT, 2)
         assert (await turn(simulation, [PROMPT[0], 60, 61], 2)).cached_tokens == 1
@@ -196,7 +196,7 @@ async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) ->
         assert sorted(stream.statistics().cached_tokens for stream in streams) == [0, len(PROMPT)]
 
 
-async def test_a_stream_that_is_slow_to_be_read_does_not_keep_the_next_from_beginning(autojump_clock: Any) -> None:
+async def test_a_stream_read_slowly_does_not_delay_the_next(autojump_clock: Any) -> None:
     async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=0, reuse_prefix=True)
         await trio.sleep(2000)
@@ -247,7 +247,7 @@ async def test_what_the_drafter_guessed_is_dropped_before_a_sequence_is_kept(aut
             assert len(cached_tokens) > len(PROMPT)
 
 
-async def test_a_trained_drafter_whose_text_ends_before_it_has_read_tokens_again_keeps_the_rest(
+async def test_a_trained_drafter_keeps_what_it_has_when_the_text_ends(
     caplog: pytest.LogCaptureFixture, autojump_clock: Any
 ) -> None:
     prompt = list(range(1, 41))

@@ -51,7 +51,7 @@ async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Monk
     assert sum(each.num_tokens for each in passes) == sum(len(prompt) - 1 for prompt in prompts)
 
 
-def test_a_text_that_was_read_with_others_goes_on_alone_or_with_those_of_another_batch() -> None:
+def test_a_text_read_with_others_goes_on_alone_or_in_another_batch() -> None:
     model = build("llama")
     wrapped, prompts = MLXModel(model, CacheOptions()), prompts_of(4, 9)
     sequences = [wrapped.open_sequence(beside_another=False) for _ in prompts]
@@ -140,7 +140,7 @@ async def test_tokens_that_were_read_together_are_counted_for_their_own_text(aut
         assert simulation.runtime.statistics().prefilled_tokens == sum(found)
 
 
-async def test_the_last_of_many_short_prompts_has_its_first_token_nearly_as_soon_as_in_one_batch(
+async def test_the_last_of_many_prompts_is_nearly_as_quick_as_in_a_batch(
     autojump_clock: Any,
 ) -> None:
     num_prompts, length, token_s, decode_s = 16, 60, 0.00017, 0.012

@@ -27,7 +27,7 @@ PRICE = priced(draft=2.0371, verify=8.0, prefill=0.25)
 NUM_TOKENS = 300
 
 
-async def test_many_rounds_are_one_message_and_the_drafter_has_the_whole_text_in_the_end(autojump_clock: Any) -> None:
+async def test_many_resting_rounds_are_one_message_of_the_whole_text(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), price=PRICE) as simulation:
         text = await text_of(simulation, PROMPT, max_tokens=NUM_TOKENS)
         assert simulation.draft_worker is not None

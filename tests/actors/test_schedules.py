@@ -220,7 +220,7 @@ async def play(scenario: Any) -> int:
 @pytest.mark.slow
 @given(SCENARIOS)
 @settings(max_examples=80, deadline=None, derandomize=True)
-def test_the_text_is_the_same_whatever_takes_how_long_and_whatever_comes_twice_or_late(scenario: Any) -> None:
+def test_the_text_does_not_depend_on_timing_or_repeated_messages(scenario: Any) -> None:
     event(f"stale messages: {min(run(play, scenario), 10)}")
 
 
@@ -287,7 +287,7 @@ def repeating(history: Sequence[int]) -> Sequence[float]:
     )
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_the_text_is_the_same_whatever_comes_twice_or_late_to_one_who_looks_up(scenario: Any) -> None:
+def test_lookup_gives_the_same_text_whatever_comes_twice_or_late(scenario: Any) -> None:
     prompt = [0, 1, 2, 3, 4] * 2
 
     async def main() -> Statistics:
@@ -365,9 +365,7 @@ async def test_in_turns_no_session_gets_two_verifies_while_another_waits_for_one
 
 
 @pytest.mark.parametrize("num_sessions", [1, 2, 4])
-async def test_in_turns_sessions_that_are_alike_share_the_target_evenly_and_leave_it_no_pause(
-    num_sessions: int, autojump_clock: Any
-) -> None:
+async def test_like_sessions_in_turns_share_the_target_without_pauses(num_sessions: int, autojump_clock: Any) -> None:
     ended: list[float] = []
     price = priced(prefill=0.0, draft=0.125, verify=8.0)
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, max_batch=1) as simulation:

@@ -107,7 +107,7 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
 
 
 @sweep("name", ["llama", "gemma3_text", "lfm2", "qwen3_next"])
-def test_the_last_text_of_a_batch_goes_on_alone_and_undoes_what_it_was_prepared_for(name: str) -> None:
+def test_the_last_text_of_a_batch_goes_on_alone(name: str) -> None:
     model = build(name)
     wrapped = MLXModel(model, CacheOptions())
     texts, draws = texts_of(name, model, wrapped), random.Random(3)

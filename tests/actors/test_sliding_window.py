@@ -282,7 +282,7 @@ def test_rounds_far_beyond_a_full_window_are_trimmed_and_leave_nothing_behind(na
     assert sequence._checkpoints == []
 
 
-def test_a_prefix_is_reused_by_trimming_as_far_as_a_window_keeps_and_from_a_checkpoint_beyond() -> None:
+def test_prefixes_are_trimmed_within_a_window_and_restored_beyond_it() -> None:
     of = subject("SlidingWindowCache")
     sequence = of.open_sequence("auto")
     sequence.feed(tuple(LONG[:100]), 0)
@@ -303,7 +303,7 @@ def test_a_prefix_is_reused_by_trimming_as_far_as_a_window_keeps_and_from_a_chec
         assert mx.allclose(logits[0], logits_of(of.model, [*LONG[:length], 5]), rtol=0, atol=ATOL)
 
 
-def test_a_text_from_a_file_is_reused_as_far_as_a_drafter_may_have_been_ahead() -> None:
+def test_a_text_from_a_file_is_reused_up_to_what_a_drafter_might_change() -> None:
     of = subject("SlidingWindowCache")
     sequence, other = of.open_sequence("auto"), of.open_sequence("auto")
     sequence.feed(tuple(LONG[:100]), 0)

@@ -80,7 +80,7 @@ def test_a_thread_whose_work_raises_releases_its_streams_and_ends(streams: FakeS
     assert thread not in thread_pool._idle
 
 
-def test_the_end_of_the_process_waits_for_a_thread_that_says_that_its_work_raised(streams: FakeStreams) -> None:
+def test_the_process_waits_for_a_thread_that_reports_an_error(streams: FakeStreams) -> None:
     waited_for = queue.SimpleQueue[list[PooledThread]]()
     thread = run_on_thread(NAME, raises, lambda _: waited_for.put(list(thread_pool._abandoned)))
     assert thread in waited_for.get(timeout=30)

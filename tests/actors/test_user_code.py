@@ -130,7 +130,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("draft", [None, (NEAR, None)])
-async def test_while_a_processor_is_in_a_call_others_that_use_it_begin_and_are_cancelled(draft: Any) -> None:
+async def test_others_may_begin_and_be_cancelled_beside_a_busy_processor(draft: Any) -> None:
     gate = Gate()
     settings: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": 2, "logits_processors": [gate]}
     async with runtime.open((TARGET, None), draft) as rt:
@@ -147,7 +147,7 @@ async def test_while_a_processor_is_in_a_call_others_that_use_it_begin_and_are_c
     assert gate.was_let_through
 
 
-async def test_a_processor_that_is_in_a_call_is_asked_for_its_state_on_the_models_thread() -> None:
+async def test_a_busy_processors_state_is_taken_on_the_models_thread() -> None:
     gate = Gate()
     settings: dict[str, Any] = {"max_tokens": NUM_TOKENS, "logits_processors": [gate]}
     async with runtime.open((TARGET, None)) as rt:
@@ -231,7 +231,7 @@ async def test_an_unmarked_sampler_is_called_once_for_each_token_of_the_text(cap
 
 
 @pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
-async def test_a_processor_that_fails_at_a_text_that_only_the_drafter_says_costs_no_token(
+async def test_a_processor_that_fails_on_drafted_text_costs_no_token(
     acceptance: str,
 ) -> None:
     good = set(PROMPT + PLAIN)
@@ -287,9 +287,7 @@ async def test_what_goes_wrong_in_a_sampler_ends_its_stream_alone() -> None:
 
 @sweep("kind", [SystemExit, KeyboardInterrupt])
 @sweep("where", ["processor", "sampler", "model"])
-async def test_code_on_the_models_thread_that_wants_to_end_the_process_ends_its_stream_with_the_cause(
-    kind: type[BaseException], where: str
-) -> None:
+async def test_code_that_would_end_the_process_ends_its_stream_only(kind: type[BaseException], where: str) -> None:
     def leave(*arguments: mx.array, cache: Any = None) -> mx.array:
         raise kind("enough")
 

@@ -51,7 +51,7 @@ def job(call: Callable[[], Any], **more: Any) -> Job[Any]:
 # --- doing jobs -----------------------------------------------------------------------------------
 
 
-async def test_jobs_are_done_in_the_order_in_which_they_were_handed_in_and_each_caller_gets_its_result() -> None:
+async def test_jobs_run_in_order_and_each_caller_gets_its_result() -> None:
     done: list[int] = []
     results: dict[int, int] = {}
 
@@ -290,7 +290,7 @@ async def test_an_error_in_a_step_comes_back_after_what_came_before_it() -> None
     assert heard == [(3, True), (6, True)]
 
 
-async def test_an_error_of_the_one_who_hears_of_a_step_ends_them_and_comes_back_as_it_is() -> None:
+async def test_an_error_in_the_callback_of_a_step_ends_the_steps() -> None:
     error, gate, heard = KeyError("unheard of"), Gate(), list[int]()
 
     def hear(job: Job[Any], result: int, goes_on: bool) -> None:
@@ -323,7 +323,7 @@ async def test_an_error_in_the_body_passes_and_the_thread_is_gone(error: BaseExc
 
 
 @sweep("are_steps", [False, True])
-async def test_leaving_under_cancellation_waits_for_the_job_or_step_that_runs_and_for_no_other(are_steps: bool) -> None:
+async def test_leaving_under_cancellation_waits_for_the_running_job_only(are_steps: bool) -> None:
     gate, left, done = Gate(), trio.Event(), list[int]()
     async with trio.open_nursery() as nursery:
         scope = trio.CancelScope()
@@ -423,7 +423,7 @@ async def test_a_cancelled_job_that_hangs_is_given_up_where_the_worker_may_be(ca
 
 
 @pytest.mark.usefixtures("impatience")
-async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_thread_too(caplog: Any) -> None:
+async def test_a_worker_left_with_a_hanging_job_is_given_up(caplog: Any) -> None:
     gate = Gate()
     hung: list[threading.Thread] = []
     with trio.CancelScope() as scope:
@@ -440,7 +440,7 @@ async def test_a_worker_that_is_left_while_a_job_hangs_is_given_up_and_its_threa
 
 
 @pytest.mark.usefixtures("impatience")
-async def test_a_cancelled_job_of_a_worker_that_may_not_be_given_up_is_waited_for() -> None:
+async def test_a_cancelled_job_is_awaited_unless_its_worker_may_be_given_up() -> None:
     gate, heard = Gate("result"), list[Any]()
     async with ThreadWorker("target") as worker:
         await cancelled(lambda: worker.run(job(gate)), gate, heard)
@@ -471,7 +471,7 @@ async def test_a_job_that_hangs_is_given_up_where_another_waits_behind_it(caplog
     assert behind == []
 
 
-async def test_loading_never_hangs_and_a_long_pass_may_take_as_long_as_its_tokens_should() -> None:
+async def test_neither_loading_nor_a_long_pass_counts_as_hanging() -> None:
     async with ThreadWorker("draft", may_be_given_up=True) as worker:
         worker._longest_job_s = worker._longest_token_s = 0.01
         worker._running = job(lambda: None, num_tokens=2048)
@@ -514,7 +514,7 @@ class DeadWorker(ThreadWorker):
         raise RuntimeError("no such device")
 
 
-async def test_a_thread_that_dies_before_it_takes_a_job_is_an_error_and_not_a_wait() -> None:
+async def test_a_thread_that_dies_early_fails_its_job() -> None:
     async with DeadWorker("target") as worker:
         for _ in range(2):
             with pytest.raises(JobError, match="target's thread has died of") as raised:
@@ -526,7 +526,7 @@ async def test_a_thread_that_dies_before_it_takes_a_job_is_an_error_and_not_a_wa
     assert outrider_threads() == []
 
 
-async def test_a_thread_that_dies_at_work_is_an_error_for_who_waits_and_for_who_comes() -> None:
+async def test_a_thread_that_dies_at_work_fails_waiting_and_later_jobs() -> None:
     gate, errors = Gate(), list[JobError]()
 
     async def fail(call: Callable[[], Any]) -> None:

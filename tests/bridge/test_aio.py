@@ -827,7 +827,7 @@ async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_runni
 
 
 @in_asyncio
-async def test_a_save_under_way_when_the_runtime_is_left_is_told_that_it_is_closed(tmp_path: Path) -> None:
+async def test_a_save_in_progress_is_told_that_the_runtime_closed(tmp_path: Path) -> None:
     for number in (0, 1, 3):
         async with talking() as rt:
             conversation = rt.conversation(max_tokens=3)

@@ -130,7 +130,7 @@ def test_on_asyncio_a_cancelled_call_leaves_the_conversation_as_it_was() -> None
     asyncio.run(opened())
 
 
-def test_in_plain_threads_a_ctrl_c_in_a_function_leaves_the_conversation_as_it_was() -> None:
+def test_a_ctrl_c_in_a_function_leaves_a_sync_conversation_unchanged() -> None:
     pressed = [True]
 
     def interrupted() -> str:
@@ -149,7 +149,7 @@ def test_in_plain_threads_a_ctrl_c_in_a_function_leaves_the_conversation_as_it_w
         assert results_in(conversation) == ["done"]
 
 
-def test_in_plain_threads_a_function_that_uses_its_own_conversation_is_told_that_it_is_busy() -> None:
+def test_a_function_that_uses_its_own_sync_conversation_finds_it_busy() -> None:
     with runtime.open_sync(*calling_pair()) as rt:
 
         def again() -> str:

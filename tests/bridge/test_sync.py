@@ -275,7 +275,7 @@ def test_ctrl_c_ends_the_stream_that_waits_at_once_and_the_runtime_works_on() ->
             the_next_text_is_right(rt)
 
 
-def test_ctrl_c_leaves_the_block_once_the_forward_pass_has_ended_however_often_it_comes() -> None:
+def test_ctrl_c_leaves_the_block_after_the_pass_however_often() -> None:
     held = BlockingModel(target())
     others: list[threading.Thread] = []
 
@@ -352,7 +352,7 @@ def test_a_notebooks_loop_waits_as_its_user_does(monkeypatch: pytest.MonkeyPatch
     asyncio.run(cell())
 
 
-def test_a_trace_function_that_asks_for_a_text_is_told_instead_of_waiting_for_itself() -> None:
+def test_a_trace_function_that_asks_for_a_text_is_refused() -> None:
     said: list[runtime.WrongEventLoopError] = []
     rts: list[runtime.sync.Runtime] = []
 

@@ -67,7 +67,7 @@ def moments(*at: float) -> list[TimedToken]:
     return [TimedToken(i, False, moment) for i, moment in enumerate(at)]
 
 
-def test_a_group_ends_with_the_last_token_of_all_and_its_longest_wait_is_within_one_stream():
+def test_a_group_is_timed_to_its_last_token_and_waits_within_streams():
     texts = [moments(11.0, 12.0, 15.0), moments(14.0, 14.5)]
     group = run_of(texts, 10.0, window_of(texts, 10.0, with_prompts=True))
     assert (group.num_tokens, group.seconds, group.first_tokens, group.longest_wait) == (5, 5.0, (1.0, 4.0), 3.0)
@@ -122,7 +122,7 @@ def test_the_rest_is_counted_over_all_groups():
     assert (batched.target_busy, batched.proposal, batched.acceptance, batched.hit_rate) == (None,) * 4
 
 
-def test_texts_that_differ_from_what_a_prompt_gives_alone_are_counted_and_not_above_temperature_0():
+def test_texts_that_differ_from_those_alone_are_counted_if_greedy():
     assert [(row.same_texts, row.num_texts) for row in scripted().result().rows] == [(4, 4)] * 3 + [(2, 4)]
     assert {row.same_texts for row in scripted(temperature=0.5).result().rows} == {None}
 
@@ -178,7 +178,7 @@ async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
     assert most["at once"] == most["in turns"] == 3
 
 
-async def test_a_target_whose_caches_mlx_lm_cannot_batch_is_noted_and_the_others_go_on(pair, monkeypatch):
+async def test_caches_that_mlx_lm_cannot_batch_are_noted_only(pair, monkeypatch):
     target, draft = pair
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -60,7 +60,7 @@ def test_a_target_that_does_not_fit_has_fewer_layers_and_says_so():
 
 
 @pytest.mark.slow
-def test_every_way_to_decode_a_shape_writes_the_same_text_with_the_acceptance_that_was_asked_for(capsys):
+def test_every_contender_writes_a_shapes_text_with_the_given_acceptance(capsys):
     asked = ["--shape", "tiny", "--acceptance", "0.8", "--quantize", "4", "--repeats", "1", "--max-tokens", "48"]
     result = json_of(capsys, "bench", *asked, "--num-draft-tokens", "1", "--lookahead", "1,auto", "--json")
     assert result["target"] == "tiny (4 bits, random weights)"

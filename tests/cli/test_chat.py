@@ -189,7 +189,7 @@ async def test_a_person_is_prompted_answered_and_left_with_a_whole_line(endless:
 
 
 @pytest.mark.slow
-async def test_lines_can_be_edited_and_had_again_and_several_are_one_turn_pasted_or_typed(endless: str) -> None:
+async def test_lines_can_be_edited_recalled_and_joined_into_one_turn(endless: str) -> None:
     # A terminal puts a pasted text between two marks.
     pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
     said = await answers(endless, pasted, typed)
@@ -259,7 +259,7 @@ async def test_ctrl_c_stops_an_answer_and_what_was_said_stays(endless: str) -> N
 
 
 @pytest.mark.slow
-async def test_ctrl_c_at_the_prompt_drops_all_lines_of_a_text_and_a_second_one_leaves(endless: str) -> None:
+async def test_ctrl_c_drops_the_typed_text_and_then_leaves(endless: str) -> None:
     async with at_a_terminal("--target", endless, *MAX, status=130) as person:
         await person.types('"""w1\r')
         await person.sees(". ")

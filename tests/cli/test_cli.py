@@ -400,9 +400,7 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
         ("--logprobs", "129", "logprobs", 129),
     ],
 )
-def test_a_bad_setting_gets_the_library_s_own_message_before_any_model_is_looked_for(
-    option, text, setting, value, capfd
-):
+def test_a_bad_setting_is_refused_before_any_model_is_looked_for(option, text, setting, value, capfd):
     with pytest.raises(runtime.SettingsError) as refused:
         runtime.Settings(**{setting: value})
     said = str(refused.value)

@@ -334,7 +334,7 @@ def test_a_second_signal_waits_for_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_whose_target_fails_ends_with_a_status_of_its_own_when_its_answers_have_their_error() -> None:
+def test_a_server_whose_target_fails_ends_with_its_own_status() -> None:
     failing = """
 import sys
 from actors.mlx.sequence import MLXSequence
@@ -365,7 +365,7 @@ sys.exit(cli.main(sys.argv[1:]))
     assert "stopping" not in server.said  # nothing more can end well
 
 
-def test_a_known_drafter_is_named_at_the_start_and_a_signal_ends_an_idle_server(monkeypatch: Any, capfd: Any) -> None:
+def test_a_known_drafter_is_named_and_a_signal_ends_an_idle_server(monkeypatch: Any, capfd: Any) -> None:
     def print_and_stop(message: str) -> None:
         print_message(message)
         if " is served at" in message:

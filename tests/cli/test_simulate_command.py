@@ -417,7 +417,7 @@ def test_the_same_arguments_give_the_same_plot(capfd, tmp_path, suffix):
 
 
 @pytest.mark.slow
-def test_every_label_stands_at_the_speed_that_it_names_also_where_the_best_lookahead_is_not_the_last():
+def test_every_label_stands_at_the_speed_that_it_names():
     comparison = compare(Scenario(0.8, 0.1), 200, [4, 64])
     assert comparison.best.lookahead == 4
     labels = chart_of(comparison).labels

@@ -40,7 +40,7 @@ def test_a_pass_costs_what_all_its_rows_do():
 
 
 @pytest.mark.parametrize("num_streams", [2, 16])
-def test_where_rows_are_free_streams_that_decode_plainly_are_about_as_many_times_as_fast(num_streams):
+def test_with_free_rows_plain_streams_speed_up_by_their_number(num_streams):
     streams = simulate_streams(FLAT, num_streams, num_tokens=100, lookahead=0)
     assert MIN_COMPANY * num_streams <= streams.speed <= num_streams
     assert streams.speed == pytest.approx(streams.texts_per_pass, rel=0.02)
@@ -88,7 +88,7 @@ def test_until_the_first_stream_ends_all_are_at_work():
     assert streams.steady_speed > streams.speed
 
 
-def test_streams_come_out_the_same_whatever_dice_the_scheduler_rolls_and_leave_the_dice_alone():
+def test_streams_do_not_depend_on_random_scheduling_or_touch_it():
     results = set()
     for dice in range(3):
         trio._core._run._r.seed(dice)

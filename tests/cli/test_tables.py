@@ -143,7 +143,7 @@ def test_each_part_says_in_front_whose_its_numbers_are(name, width):
         assert sum(f"{label} " in f"{line} " for line in lines) >= len(parts) * alike
 
 
-def test_a_table_that_fits_is_in_one_piece_and_one_that_is_split_goes_on_below():
+def test_a_table_that_does_not_fit_goes_on_below():
     sheet = TextTable(("", "one", "two", "three"), (TableRow(("a", "11", "22", "33")), TableRow(("bb", "failed"))))
     lines = [line.rstrip() for line in printed(16, sheet) if "─" not in line]
     assert lines == [
@@ -159,7 +159,7 @@ def test_a_table_that_fits_is_in_one_piece_and_one_that_is_split_goes_on_below()
     assert len(printed(UNBOUNDED, sheet)) == 4
 
 
-def test_a_table_of_which_no_column_fits_beside_its_labels_is_given_row_by_row():
+def test_a_table_too_wide_for_any_column_is_given_by_rows():
     sheet = TextTable(("", "a\nround", "limit"), (TableRow(("outrider lookahead auto", "2.50", "1.07")),))
     assert [line.rstrip() for line in printed(26, sheet)] == [
         "outrider lookahead auto",

@@ -104,7 +104,7 @@ def test_the_system_s_own_stays_and_nothing_is_looked_for(wanted):
 
 
 @sweep("machine", ["x86_64", "aarch64"])
-def test_each_place_that_a_distribution_has_is_looked_at_in_order_and_the_linker_asked_last(machine):
+def test_a_distributions_places_are_searched_in_order_the_linker_last(machine):
     places, libraries = candidates(machine), {"openblas": "libopenblas.so.0"}
     assert len(set(places)) == len(places)
     assert f"/usr/lib/{machine}-linux-gnu/openblas-pthread/libopenblas.so.0" == places[0]
@@ -321,7 +321,7 @@ def test_what_cannot_take_its_place_is_one_line(tmp_path):
 
 
 @linux
-def test_a_flag_that_comes_after_mlx_or_would_take_back_what_the_environment_did_is_refused(copy, capfd):
+def test_a_flag_too_late_or_against_the_environment_is_refused(copy, capfd):
     assert cli.main(["doctor", "--blas", copy]) == 2
     assert "comes too late: mlx is imported already; set OUTRIDER_BLAS" in capfd.readouterr().err
     done = outrider("doctor", "--blas", "system", **{VARIABLE: copy})

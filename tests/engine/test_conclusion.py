@@ -38,7 +38,7 @@ def test_prices_are_read_from_the_passes() -> None:
     assert found.draft_cost == pytest.approx(0.25)
 
 
-def test_a_good_pair_is_told_its_speed_up_at_two_acceptances_and_where_it_ends() -> None:
+def test_a_good_pair_is_told_its_speed_up_and_break_even() -> None:
     found = findings()
     assert 1.3 < found.speedup(0.7) < found.speedup(0.9) < 5
     assert conclude(found) == [

@@ -275,7 +275,7 @@ def test_the_drafter_can_be_changed_at_any_event_and_the_texts_are_the_same(
         run(change_at_event, lookahead, draft(), n)
 
 
-def test_so_can_a_drafter_that_is_about_to_be_given_the_features_of_a_prompt() -> None:
+def test_a_drafter_about_to_get_a_prompts_features_can_be_detached() -> None:
     script = agreeing(0.6)
     for n in range(1, 20):
         draft = TrainedDraft(lambda history, staleness: script(history))

@@ -390,7 +390,7 @@ async def test_the_users_models_are_as_they_were_after_leaving() -> None:
     assert ours(mx.array([[1, 2, 3]])).shape == (1, 3, 80)
 
 
-async def test_a_model_that_is_target_and_drafter_in_one_is_as_it_was_after_leaving() -> None:
+async def test_a_model_used_as_both_is_unchanged_afterwards() -> None:
     model = llama(seed=1)
     before = layer_classes(model)
     for _ in range(5):

@@ -423,7 +423,7 @@ def latest_end(simulation: Simulation, at: float) -> float:
 
 
 @sweep("lookahead", [None, 2])
-def test_leaving_the_runtime_ends_its_streams_and_takes_as_long_as_the_jobs_that_are_running(lookahead: Any) -> None:
+def test_leaving_the_runtime_ends_its_streams_after_the_running_jobs(lookahead: Any) -> None:
     async def leave_after(delay: float) -> None:
         left_at = None
 

@@ -68,7 +68,7 @@ BAD = [
 
 
 @sweep(("messages", "says"), BAD)
-def test_a_message_that_cannot_be_is_refused_by_its_place_with_what_would_be_right(messages, says):
+def test_an_invalid_message_is_refused_with_its_place_and_the_remedy(messages, says):
     with pytest.raises(runtime.PromptError, match=re.escape(says)) as caught:
         encode_prompt(messages, words(), len(WORDS))
     assert len(str(caught.value)) < 400
@@ -144,7 +144,7 @@ def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
         assert len(begun[0]) == 24
 
 
-def test_a_message_that_the_template_leaves_out_cannot_be_continued_and_is_not_quoted_at_length() -> None:
+def test_a_message_left_out_by_the_template_cannot_be_continued() -> None:
     begun = {"role": "assistant", "content": "hello " * 1000, "prefix": True}
     template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(runtime.PromptError, match="the final message does not appear in the chat") as refused:

@@ -52,7 +52,7 @@ SETTINGS: dict[str, Any] = {"max_tokens": 9, "logits_processors": (speaks,), "lo
 
 
 @sweep("of", [target, recurrent])
-async def test_a_turn_answers_all_that_was_said_since_the_last_reset_and_reads_only_what_is_new(of: Any) -> None:
+async def test_a_turn_reads_only_what_is_new_since_the_reset(of: Any) -> None:
     async with runtime.open(*pair(of())) as rt:
         conversation = rt.conversation("You are brief.", **SETTINGS)
         assert repr(conversation) == "<outrider Conversation: 1 messages>"

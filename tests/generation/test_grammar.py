@@ -104,7 +104,7 @@ def test_a_token_is_allowed_where_the_text_with_it_can_still_be_completed(text):
             assert (token in left) == (len(longer) <= 4 and set(longer) <= set("ab"))
 
 
-def test_the_end_is_allowed_where_the_text_may_end_and_is_all_there_is_where_it_must():
+def test_the_end_is_allowed_where_possible_and_forced_where_necessary():
     grammar = Grammar.from_regex("a+b?", TOKENIZER)
     assert END not in after(grammar, "")
     assert {END} < after(Grammar.from_regex("a+b?", TOKENIZER), "aa")
@@ -144,7 +144,7 @@ def test_what_is_allowed_keeps_its_logits(dtype):
         assert masked[0, token].item() == (logits[0, token].item() if is_allowed else -mx.inf)
 
 
-def test_a_text_that_is_not_allowed_is_left_as_it_is_and_so_is_what_comes_after_it():
+def test_disallowed_text_and_what_follows_are_left_as_they_are():
     grammar = Grammar.from_regex("[ab]+", TOKENIZER)
     after(grammar, "a")
     saved = grammar.save()
@@ -188,7 +188,7 @@ def test_a_context_free_grammar_is_followed(make, grammar):
     assert END in after(make(grammar, TOKENIZER), "12 + 3.")
 
 
-def test_text_that_is_forced_comes_in_the_tokens_that_the_tokenizer_would_make_of_it():
+def test_forced_text_comes_in_the_tokenizers_tokens():
     assert texts(after(Grammar.from_regex("(def|class)", TOKENIZER), "")) == {"d", "de", "def", "c", "cl", "class"}
     assert texts(after(Grammar.from_regex("def", TOKENIZER), "")) == {"def"}
 
@@ -350,7 +350,7 @@ def test_without_states_a_text_that_does_not_go_on_from_the_last_begins_anew():
     assert allowed(grammar, [1, 2]) == first
 
 
-def test_a_call_on_one_thread_does_not_come_between_a_restore_and_a_call_on_another():
+def test_calls_on_two_threads_do_not_mix_their_states():
     grammar = Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER)
     alone = after(Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER), "a")
     allowed(grammar, PROMPT)
@@ -478,7 +478,7 @@ def test_numbers_that_llguidance_would_divide_by_for_hours_are_refused(schema, r
         {"const": {"multipleOf": 99_999_989}},
     ],
 )
-def test_round_numbers_may_be_divided_by_and_what_only_looks_like_that_is_let_be(schema):
+def test_multiple_of_takes_round_numbers_and_leaves_lookalikes(schema):
     check_json_schema(schema)
 
 
@@ -530,7 +530,7 @@ def characters(text: str, **options: Any) -> PreTrainedTokenizerFast:
     return hugging_face(BPE(vocab={c: i for i, c in enumerate(["<eos>", *text])}, merges=[]), **options)
 
 
-def test_what_the_model_has_no_tokens_for_is_refused_as_soon_as_it_is_asked_for():
+def test_text_without_tokens_is_refused_at_once():
     tokenizer = characters("abc", eos_token="<eos>")
     with pytest.raises(runtime.SettingsError, match="the regular expression z asks for text that no token stands for"):
         Grammar.from_regex("z", tokenizer)
@@ -659,7 +659,7 @@ async def test_one_object_will_do_for_stream_after_stream_also_after_one_that_wa
 
 
 @pytest.mark.slow
-async def test_streams_at_once_may_share_a_grammar_and_each_gets_the_text_that_it_would_get_alone(float32_pair):
+async def test_streams_that_share_a_grammar_have_their_texts_alone(float32_pair):
     prompts = [REQUEST, "names = [", "import os\n"]
     target, draft = float32_pair
     async with runtime.open(target, draft) as rt:

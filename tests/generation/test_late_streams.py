@@ -102,7 +102,7 @@ async def cancel_and_begin(
         for draft, running in zip(["model", "ngram", "none"], ([(0, None), (3, None), (3, 1)] * 2)[i:], strict=False)
     ],
 )
-def test_what_is_begun_around_a_cancellation_of_the_runtime_is_told_that_it_is_closed(
+def test_what_begins_as_the_runtime_is_cancelled_finds_it_closed(
     begin: Begin, draft: Drafter, num_before: int, max_streams: int | None
 ) -> None:
     # In the middle of a long job; and at a moment at which jobs begin and end.
@@ -114,7 +114,7 @@ def test_what_is_begun_around_a_cancellation_of_the_runtime_is_told_that_it_is_c
         )
 
 
-def test_a_stream_that_is_begun_while_the_last_job_runs_out_is_told_that_the_runtime_is_closed() -> None:
+def test_a_stream_begun_during_the_last_job_hears_of_the_close() -> None:
     async def begin_after(seconds: float) -> None:
         async with trio.open_nursery() as nursery:
             simulations: list[Simulation] = []

@@ -79,7 +79,7 @@ async def test_one_by_one_they_come_as_they_finish(autojump_clock: Any) -> None:
 
 
 @sweep("max_concurrent", [1, 2, 5, 100])
-def test_at_most_so_many_are_under_way_and_the_list_is_in_the_order_of_the_prompts(max_concurrent: int) -> None:
+def test_concurrency_is_bounded_and_results_come_in_order(max_concurrent: int) -> None:
     async def main(schedule: int) -> None:
         max_running = 0
 

@@ -406,7 +406,7 @@ def assert_interrupted(ended: Ended, *said: str) -> None:
         ("sync_stream_interrupted", "target", "IN_DECODE", ["interrupted"], []),
     ],
 )
-def test_a_process_that_is_interrupted_in_a_forward_pass_finishes_it_and_dies_of_the_interrupt(
+def test_an_interrupted_process_finishes_its_pass_and_dies_of_it(
     way: str, who: str, nth: str, told: list[str], said: list[str], tmp_path: Path
 ) -> None:
     with child(way, tmp_path, who, nth) as process:

@@ -278,7 +278,7 @@ async def test_texts_that_cannot_be_scored() -> None:
             await rt.score("x", " y", logprobs=129)
 
 
-async def test_a_text_that_just_fits_is_scored_and_a_runtime_that_is_closed_scores_nothing() -> None:
+async def test_a_text_that_just_fits_is_scored_until_the_runtime_closes() -> None:
     async with runtime.open((target(), None)) as rt:
         assert len((await rt.score([1] * 500, [2] * 12)).tokens) == 12
     with pytest.raises(runtime.RuntimeClosedError, match="this runtime was closed"):

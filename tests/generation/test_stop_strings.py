@@ -297,7 +297,7 @@ def test_what_was_given_and_the_tail_are_the_text_of_the_tokens(tokens: list[int
 
 
 @sweep("way", ["break", "aclose", "cancel", "failure"])
-async def test_a_stream_that_is_broken_off_has_the_rest_of_its_text_in_its_tail(way: str) -> None:
+async def test_a_broken_off_stream_has_the_rest_in_its_tail(way: str) -> None:
     tails = set()
     async with runtime.open(*tiny_pair()) as rt:
         whole = await rt.generate(PROMPT, max_tokens=24)

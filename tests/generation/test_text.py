@@ -101,7 +101,7 @@ def test_a_character_spread_over_tokens_comes_with_the_last_of_them(kind: str) -
 
 
 @sweep("kind", TOKENIZERS)
-def test_each_word_comes_with_its_token_and_not_later_and_a_space_in_front_is_kept(kind: str) -> None:
+def test_each_word_comes_with_its_token_and_keeps_its_space(kind: str) -> None:
     ids = demo().encode(" return self.items", add_special_tokens=False)
     assert pieces(TOKENIZERS[kind](), ids) == [demo().decode([token]) for token in ids] + [""]
     assert demo().decode(ids[:1]).startswith(" ")
@@ -201,7 +201,7 @@ def with_begin_of_text() -> TokenizerWrapper:
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"))
 
 
-def test_a_prompt_gets_one_begin_of_text_token_whether_it_spells_it_out_or_not() -> None:
+def test_a_prompt_gets_exactly_one_begin_of_text_token() -> None:
     tokenizer = with_begin_of_text()
     assert encode_prompt("hello", tokenizer, 4) == (0, 2)
     assert encode_prompt("<s>hello", tokenizer, 4) == (0, 2)

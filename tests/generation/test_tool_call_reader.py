@@ -147,7 +147,7 @@ def test_a_call_that_is_cut_off_is_text(format: str, body: str, calls: Any):
             assert (answer.content, answer.calls) == (text[:end], [])
 
 
-def test_a_block_that_lacks_only_its_end_counts_where_the_model_has_ended_the_text():
+def test_an_unclosed_block_counts_where_the_model_ended_the_text():
     text = '<tool_call>{"name": "multiply", "arguments": {"a": 1}}'
     assert [call.name for call in answer_of(events_of([text], "json_tools")).calls] == ["multiply"]
     assert answer_of(events_of([text], "json_tools", is_complete=False)).content == text

@@ -249,7 +249,7 @@ async def test_a_cancelled_call_leaves_the_conversation_as_it_was_and_can_be_mad
         assert conversation.messages[-1]["content"] == "done"
 
 
-async def test_a_loaded_conversation_makes_the_calls_that_were_pending_with_the_functions_that_it_is_given() -> None:
+async def test_a_loaded_conversation_makes_the_pending_calls() -> None:
     async with runtime.open(*calling_pair()) as rt:
         conversation = rt.conversation(tools=[weather], **speaks(OSLO, "wet"))
         assert [token async for token in conversation.stream("weather?")]

@@ -274,7 +274,7 @@ def killed_at(step: int, work: Callable[[], None]) -> bool:
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_killed_at_any_step_leaves_the_old_files_and_nothing_wrong(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_the_old_files(tmp_path: Path) -> None:
     whole, step = expected(1, 2), 0
     while True:
         folder = tmp_path / str(step)
@@ -293,7 +293,7 @@ def test_a_writer_that_is_killed_at_any_step_leaves_the_old_files_and_nothing_wr
     assert step > 15
 
 
-def test_a_process_that_is_killed_while_it_deletes_leaves_nothing_that_is_found_in_part(tmp_path: Path) -> None:
+def test_a_process_killed_while_deleting_leaves_nothing_partial(tmp_path: Path) -> None:
     step, was_killed = 0, True
     while was_killed:
         folder = tmp_path / str(step)

@@ -646,9 +646,7 @@ async def test_what_is_no_path_is_no_place_for_a_session(where: Any) -> None:
             await rt.conversation(**GREEDY).save(where)
 
 
-async def test_a_target_that_fails_at_a_save_is_not_the_end_of_the_old_file(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_failing_save_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = path.read_bytes()
     async with LLAMA.open() as rt:
         conversation = await rt.load(path)

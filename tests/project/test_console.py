@@ -252,7 +252,7 @@ def test_enter_hands_in_the_line_and_begins_another():
     assert editor.line.text == "  "
 
 
-def test_up_and_down_go_through_what_was_typed_and_back_to_what_is_being_typed():
+def test_up_and_down_go_through_the_history_and_back():
     editor = Editor()
     for text in ("one", "two", "two", "three\nlines\nlong"):
         editor.press(Typed(text))

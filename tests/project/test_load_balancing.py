@@ -27,7 +27,7 @@ def setting(pattern: str, text: str = HAPROXY) -> str:
 
 
 @on_server(looping, hosts=_LOCAL_HOSTS)
-async def test_the_check_of_a_server_passes_until_it_drains_and_its_refusal_is_sent_elsewhere(server: Served) -> None:
+async def test_the_health_check_passes_until_the_server_drains(server: Served) -> None:
     method, path, host = re.findall(r"http-check send meth (\S+) uri (\S+) ver HTTP/1.1 hdr Host (\S+)", HAPROXY)[0]
     expected = int(setting(r"http-check expect status (\d+)"))
     retried = setting(r"retry-on (.*)").split()

@@ -200,7 +200,7 @@ def test_what_follows_a_rejection_is_not_counted(accepts, expected):
     assert count_accepted(target_probs, mx.array([1.0] * len(accepts)), halves).item() == expected
 
 
-def test_a_token_the_target_never_takes_stays_rejected_and_one_as_likely_to_both_always_stands():
+def test_an_impossible_token_is_rejected_an_equally_likely_one_accepted():
     assert count_accepted(mx.array([0.0]), mx.array([0.5]), mx.array([0.0])).item() == 0
     largest = float(np.nextafter(np.float32(1), np.float32(0)))
     assert count_accepted(mx.array([0.3]), mx.array([0.3]), mx.array([largest])).item() == 1
@@ -373,7 +373,7 @@ def test_texts_made_over_several_rounds_have_the_targets_joint_distribution(rule
     assert_drawn_from(*several_rounds(rule, 2500))
 
 
-def test_the_verdicts_token_is_missing_only_after_a_full_acceptance_without_a_row_for_it():
+def test_a_verdict_lacks_its_token_only_without_a_row_for_it():
     sure = logits_of([[0.0, 1.0, 0.0]])
     accept = judge_by_rejection(sure, (1,), (mx.array([0.0, 1.0, 0.0]),), temperature=1.0, seed=1, start=1)
     assert accept == Judgement(1, None)
@@ -535,7 +535,7 @@ def test_proposals_are_judged_jointly_as_by_hand():
 
 
 @sweep("num_sound", [1, 2, 3])
-def test_of_a_proposal_with_rows_that_are_no_numbers_only_the_tokens_before_are_judged(num_sound):
+def test_only_tokens_before_a_row_of_nan_are_judged(num_sound):
     logits, draft_probs = logits_of(TARGET_ROWS), tuple(map(mx.array, DRAFT_ROWS))
     sound = mx.arange(4) < num_sound
     spoilt = mx.where(sound[:, None], logits, mx.nan)
@@ -552,9 +552,7 @@ def test_of_a_proposal_with_rows_that_are_no_numbers_only_the_tokens_before_are_
 
 @sweep("nothing", [math.nan, 0.0])
 @sweep("rule", ["rejection", "block"])
-def test_a_token_of_a_drafter_that_had_nothing_to_draw_from_is_rejected_and_those_before_are_judged_alone(
-    rule, nothing
-):
+def test_a_token_drawn_from_nothing_is_rejected_those_before_are_judged(rule, nothing):
     logits, draft_probs = logits_of(TARGET_ROWS[:3]), tuple(map(mx.array, DRAFT_ROWS[:2]))
     spoilt = (draft_probs[0], mx.full((5,), nothing))
     for start, drafted in enumerate(draws(DRAFT_ROWS[:2], seed=51, starts=range(60))):
@@ -614,7 +612,7 @@ def test_a_bias_of_a_twentieth_is_seen(sampler):
 
 @sweep("num_rows", [3, 4])
 @sweep("certain", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
-def test_a_token_that_was_no_draw_is_judged_as_drawn_from_a_distribution_of_its_own(num_rows, certain):
+def test_an_undrawn_token_is_judged_as_drawn_from_itself_alone(num_rows, certain):
     logits = mx.stack([logits_of(row) for row in TARGET_ROWS[:num_rows]])
     # The draft has fewer ids than the target; a looked-up token may be any of the target's.
     drawn_from = [mx.array(normalised(np.array(row[:4]))) for row in DRAFT_ROWS]

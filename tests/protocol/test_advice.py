@@ -105,7 +105,7 @@ def test_nothing_is_said_of_prices_that_cannot_be(plain_seconds):
 # --- of streams, in simulated time ----------------------------------------------------------------
 
 
-async def test_a_stream_whose_lookahead_does_not_pay_says_so_and_one_by_auto_does_not(autojump_clock: Any) -> None:
+async def test_a_fixed_lookahead_that_does_not_pay_says_so(autojump_clock: Any) -> None:
     models = ScriptedModel(truthful), ScriptedModel(agreeing(0.3))
     async with simulated(*models, price=priced()) as simulation:
         rt = simulation.runtime

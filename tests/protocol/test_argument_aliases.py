@@ -25,7 +25,7 @@ from runtime.server.openai.requests import CompletionRequest
 SETTINGS = {field.name for field in attrs.fields(Settings)}
 
 
-def test_the_table_leads_to_names_that_there_are_and_from_names_that_there_are_not() -> None:
+def test_the_table_leads_from_removed_names_to_existing_ones() -> None:
     assert set(ALIASES.values()) <= SETTINGS | set(options_of(OpenOptions))
     assert not set(ALIASES) & (SETTINGS | set(options_of(OpenOptions)))
     assert set(NOTES) <= set(ALIASES)

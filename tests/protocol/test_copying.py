@@ -158,7 +158,7 @@ def test_occurrences_that_agree_make_it_surer_and_those_that_do_not_less_sure(le
     assert len({Copied(5, length, *of).kind for of in ((1, 1), (3, 3), (1, 3))}) == 3
 
 
-def test_each_token_is_as_sure_as_the_match_would_be_were_those_before_it_right():
+def test_each_copied_token_is_as_sure_as_the_match_up_to_it():
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     found = list(index_of(text).lookup(4))
     for place, copied in enumerate(found):
@@ -193,7 +193,7 @@ class CountingHashes:
 
 
 @sweep("kind", texts(0))
-def test_a_token_takes_as_much_work_in_a_long_text_as_in_a_short_one(kind):
+def test_the_work_of_a_token_does_not_grow_with_the_text(kind):
     hashing = CountingHashes()
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(copying, "hash", hashing, raising=False)

@@ -104,7 +104,7 @@ async def test_a_drafter_that_hung_catches_up_and_drafts_again(lookahead: Any, a
         assert simulation.runtime.health().ok
 
 
-async def test_the_first_token_does_not_wait_for_a_drafter_that_reads_the_prompt_for_long(
+async def test_the_first_token_does_not_wait_long_for_the_drafter(
     autojump_clock: Any,
 ) -> None:
     price = hanging("prefill", 1, seconds=300.0)
@@ -198,7 +198,7 @@ def test_a_proposal_is_waited_for_longer_where_more_steps_are_to_be_made() -> No
     assert proposal_wait_s(prices, 8, 3) == pytest.approx(3 * proposal_wait_s(prices, 8, 1))
 
 
-def test_a_quick_drafter_is_given_a_moment_and_before_anything_is_measured_the_waits_are_bounded() -> None:
+def test_waits_for_a_drafter_are_short_and_bounded_before_measurements() -> None:
     assert proposal_wait_s(known(), 4, 1) == MIN_PROPOSAL_WAIT_S
     assert prompt_wait_s(known()) == prompt_wait_s(Prices()) == MIN_PROMPT_WAIT_S
     assert proposal_wait_s(Prices(), 64, 8) == UNPRICED_PROPOSAL_WAIT_S

@@ -33,7 +33,7 @@ def speed(scenario: Scenario, *, copies: bool = True) -> float:
 
 @pytest.mark.slow
 @each_device
-def test_auto_is_not_much_slower_than_the_better_of_plain_and_best_sequential_or_than_without_copies(
+def test_auto_is_near_the_best_of_plain_sequential_and_without_copies(
     path: Path,
 ) -> None:
     for number, scenario in enumerate(list(scenarios(path))[::2]):

@@ -89,7 +89,7 @@ def test_reach_falls_along_it_until_it_is_too_little():
     assert after(draft_budget, 0.8) is not None
 
 
-def test_each_step_has_the_least_reach_of_its_own_and_the_last_one_holds_on():
+def test_each_step_has_its_own_least_reach():
     draft_budget = believed(min_reaches=(0.1, 0.5, 0.2))
     draft_budget = after(after(draft_budget, 0.9), 0.9)
     assert after(draft_budget, 0.2) is None

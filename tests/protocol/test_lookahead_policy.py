@@ -46,7 +46,7 @@ def test_a_proposal_that_may_not_be_longer_is_not_lengthened(changes):
     assert view_of(tree_of(*FORKED), **changes).growable() is None
 
 
-def test_a_node_is_open_while_nothing_is_after_it_and_it_is_not_too_deep():
+def test_a_node_is_open_until_expanded_or_too_deep():
     tree = tree_of(*FORKED)
     view = view_of(tree, max_depth=2)
     assert view.is_open(at(tree, 5)) is False
@@ -203,7 +203,7 @@ situations = st.builds(
 
 @given(tree=trees, prices=situations, limit=st.integers(0, 8), mean=st.floats(0, 1))
 @deterministic
-def test_no_other_part_of_the_chain_is_worth_more_and_nothing_is_waited_for_that_is_not(tree, prices, limit, mean):
+def test_the_proposed_part_of_the_chain_is_worth_most(tree, prices, limit, mean):
     policy = auto(prices)
     policy.calibration.mean_acceptance = mean
     view = view_of(tree, max_proposal=limit)
@@ -286,7 +286,7 @@ def test_of_a_copy_no_more_is_asked_for_than_may_be_proposed(raws, prices):
 
 @given(tree=trees, prices=situations, left=st.floats(-0.5, 1.5))
 @deterministic
-def test_what_is_drafted_ahead_is_worth_its_time_and_where_it_is_the_likeliest_is(tree, prices, left):
+def test_work_ahead_pays_and_takes_the_likeliest_node(tree, prices, left):
     view = view_of(tree, now_s=10.0, verdict_due_s=10.0 + left)
     step, saved = prices.draft_s(1, beside_target=True), prices.draft_s(1, beside_target=False)
     overrun = min(step, max(0.0, step - left))

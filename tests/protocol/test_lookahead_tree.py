@@ -87,7 +87,7 @@ def copied(token: int, confidence: float, worth: float) -> Guess:
 @pytest.mark.parametrize("worth", [0.5, 3.0])
 @pytest.mark.parametrize("token", [1, 2])
 @pytest.mark.parametrize("copy_first", [True, False])
-def test_whether_a_copy_or_a_draft_is_proposed_does_not_depend_on_which_token_was_drafted(token, worth, copy_first):
+def test_the_choice_of_copy_or_draft_ignores_the_drafted_token(token, worth, copy_first):
     tree, drafted = LookaheadTree(ROOT, POSITION), Guess(token, 0.7, worth=2.0)
     if copy_first:
         tree.copy([copied(1, 0.9, worth)])

@@ -113,7 +113,7 @@ def argmax_text(target: nn.Module, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-async def test_greedy_text_takes_the_best_logit_and_mlx_lm_the_first_of_the_best_when_rounded(seed: int) -> None:
+async def test_greedy_text_takes_the_best_logit_not_the_rounded_one(seed: int) -> None:
     target = Flat(pair("qwen3", seed).target)
     prompt = prompt_for(seed)
     async with runtime.open((target, None)) as rt:

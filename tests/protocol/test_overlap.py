@@ -98,9 +98,7 @@ async def test_drafts_run_inside_verifies(lookahead: Any, autojump_clock: Any) -
 
 
 @pytest.mark.parametrize("draft_price", [0.25, 1.0, 4.0])
-async def test_by_itself_a_drafter_that_is_always_right_and_keeps_pace_never_lets_the_target_wait(
-    draft_price: float, autojump_clock: Any
-) -> None:
+async def test_a_right_and_quick_drafter_never_lets_a_lone_target_wait(draft_price: float, autojump_clock: Any) -> None:
     price = priced(prefill=PREFILL, draft=draft_price, verify=VERIFY)
     # Draft steps end at the same moments as verifies; in this schedule they are reported first.
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price, schedule=0) as simulation:
@@ -155,7 +153,7 @@ async def test_with_drafting_dearer_than_verifying_the_target_waits_for_drafts_a
         assert trio.current_time() == PREFILL + 19 * 8.0 + 1.0
 
 
-async def test_a_draft_that_is_running_when_the_verdict_comes_is_of_use_where_the_text_goes_its_way(
+async def test_a_running_draft_is_of_use_if_the_verdict_agrees(
     autojump_clock: Any,
 ) -> None:
     # Drafts end at 3, 6, 9. The first is proposed at 3, and its verdict comes at 7: it commits the token that the

@@ -124,7 +124,7 @@ def test_a_row_that_is_computed_in_any_case_takes_part_in_it() -> None:
 # --- waiting for rounds that come -----------------------------------------------------------------
 
 
-def test_a_pass_waits_for_what_would_otherwise_be_a_pass_of_its_own_if_that_is_not_long() -> None:
+def test_a_pass_waits_briefly_to_spare_another_pass() -> None:
     soon, late = ReadyRound(1, due_s=0.2), ReadyRound(1, due_s=0.9)
     # Where width is free, two texts in 1.2 s are better than one in 1 s.
     assert plan_pass([ReadyRound(1), soon], line(0.0), 8, max_wait_s=1.0) == PassPlan({0: 0, 1: 0}, 1, 0.2)
@@ -135,7 +135,7 @@ def test_a_pass_waits_for_what_would_otherwise_be_a_pass_of_its_own_if_that_is_n
     assert plan_pass([ReadyRound(1)] * 3 + [late] * 5, line(0.0), 8, max_wait_s=1.0).wait_s == 0.9
 
 
-def test_a_round_that_can_hurry_comes_without_its_drafts_where_they_are_not_worth_the_wait() -> None:
+def test_a_round_is_hurried_where_drafts_are_not_worth_the_wait() -> None:
     unsure = ReadyRound(1, (0.1,), due_s=0.5, can_hurry=True)
     assert plan_pass([ReadyRound(1), unsure], line(0.0), 8, max_wait_s=1.0) == PassPlan({0: 0, 1: 0}, 1)
     sure = ReadyRound(1, (1.0, 1.0, 1.0), due_s=0.5, can_hurry=True)
@@ -150,7 +150,7 @@ def test_a_round_that_can_hurry_comes_without_its_drafts_where_they_are_not_wort
     st.sampled_from([0.0, 0.1, 1.0]),
     st.floats(0, 2),
 )
-def test_no_plan_waits_longer_than_it_may_or_promises_less_than_to_begin_at_once(
+def test_no_plan_waits_too_long_or_gains_less_than_beginning_at_once(
     rounds: list[ReadyRound], coming: list[tuple[float, bool, list[float]]], slope: float, max_wait_s: float
 ) -> None:
     all_rounds = rounds + [
@@ -235,7 +235,7 @@ def test_every_pass_is_over_texts_that_can_share_it_and_none_is_empty(size: int,
 
 
 @sweep("size", [0, 1, 2])
-def test_a_wait_is_bounded_where_a_text_is_ready_and_there_is_none_where_a_prompt_is(size: int) -> None:
+def test_a_wait_is_bounded_beside_a_ready_text_and_none_beside_a_prompt(size: int) -> None:
     num_waits = 0
     for view in every_view(size, most_shared=4):
         job = next_pass(view)

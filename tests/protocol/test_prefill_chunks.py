@@ -37,7 +37,7 @@ def sizes(seconds_of: Callable[[int], float], num_passes: int) -> list[int]:
     return passes
 
 
-def test_sizes_double_while_that_is_cheap_and_fits_but_for_the_first_step_which_is_wider() -> None:
+def test_sizes_double_while_cheap_after_a_wider_first_step() -> None:
     # Half a millisecond per token at every size: 256 of them fit into a fifth of a second.
     assert sizes(lambda n: 0.0005 * n, 5) == [16, 128, 256, 256, 256]
     # Above 64 tokens, a token costs more.

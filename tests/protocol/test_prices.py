@@ -43,7 +43,7 @@ def test_an_affine_price_is_found(base, slope, delay, seed):
 
 @sweep("width", [1, 4])
 @sweep("overlap", [0.0, 0.5])
-def test_what_was_always_seen_is_known_and_what_never_changed_stays_as_it_was_believed(width, overlap):
+def test_a_constant_price_is_learnt_and_a_prior_without_evidence_stays(width, overlap):
     first, price = PassPrice(), PassPrice()
     first.observe(width, overlap, 2.0)
     for _ in range(100):
@@ -145,7 +145,7 @@ def test_the_time_that_a_drafter_worked_beside_a_pass_is_what_counts():
     assert prices.verify.target_slowdown == pytest.approx(0.4, abs=0.05)
 
 
-def test_where_models_share_cores_a_pass_has_its_share_until_the_drafter_has_rested_for_a_while():
+def test_on_shared_cores_a_pass_has_its_share_until_the_drafter_rests():
     alone, beside, hold = Prices(), Prices(), Prices(core_hold_s=3.0)
     for prices in (alone, beside, hold):
         at = 0.0
@@ -171,7 +171,7 @@ spans = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_si
 
 @given(drafts=st.lists(spans, min_size=3, max_size=12), seed=st.integers(0, 100))
 @deterministic
-def test_it_makes_no_difference_whether_a_pass_is_heard_of_before_or_after_the_drafts_beside_it(drafts, seed):
+def test_passes_and_drafts_beside_them_are_priced_in_any_order(drafts, seed):
     """A draft step that ended before the pass is usually reported before it, but its task may run later."""
     dice = random.Random(seed)
     sorted_out, as_it_comes = Prices(), Prices()
@@ -239,7 +239,7 @@ def test_a_drafter_that_is_right_more_often_is_modelled_to_bring_no_less(prices,
     assert 0 < prices.modelled_rate(less) <= prices.modelled_rate(more)
 
 
-def test_a_drafter_that_is_always_right_and_free_is_worth_many_tokens_and_one_that_never_is_none():
+def test_a_free_and_right_drafter_is_worth_many_tokens_a_wrong_one_none():
     prices = known(slope=0.0, step=0.001)
     assert prices.modelled_rate(1.0) > 8 * prices.plain_rate
     assert prices.modelled_rate(0.0) < 1.02 * prices.plain_rate
@@ -345,9 +345,7 @@ def test_a_step_alone_is_never_believed_to_take_longer_than_one_beside_the_targe
 
 
 @pytest.mark.parametrize(("delay", "draft", "is_one"), [(0.9, 0.4, True), (0.0, 0.6, False), (0.0, 0.02, True)])
-def test_texts_of_a_fixed_lookahead_are_one_group_where_drafting_beside_a_pass_gains_nothing(
-    delay: float, draft: float, is_one: bool
-) -> None:
+def test_a_fixed_lookahead_is_one_group_where_overlap_gains_nothing(delay: float, draft: float, is_one: bool) -> None:
     """It gains nothing where it delays the pass by as long as it takes, or takes no time worth speaking of."""
     prices = Prices()
     prices.drafts_together = True
@@ -358,7 +356,7 @@ def test_texts_of_a_fixed_lookahead_are_one_group_where_drafting_beside_a_pass_g
     assert prices.one_group_pays(4, 2) == is_one
 
 
-def test_what_few_texts_copy_bears_all_of_the_width_and_what_plain_passes_would_have_saved() -> None:
+def test_copies_of_few_texts_bear_the_width_and_the_lost_plain_pass() -> None:
     prices = Prices(num_texts=8)
     for rows in (1, 8, 16, 32) * 8:
         prices.verify.observe(rows, 0.0, 1.0 + 0.1 * (rows - 1))
@@ -390,7 +388,7 @@ def test_a_plain_round_in_which_the_machine_did_something_else_counts_for_a_few(
     assert prices.plain_round_s == pytest.approx(1.0, rel=0.05)
 
 
-def test_plain_rounds_of_other_numbers_of_texts_are_priced_like_the_nearest_that_was_seen() -> None:
+def test_plain_rounds_of_an_unseen_number_are_priced_like_the_nearest() -> None:
     prices = Prices()
     for rows in (1, 4, 16) * 8:
         prices.verify.observe(rows, 0.0, 1.0 + 0.1 * (rows - 1))

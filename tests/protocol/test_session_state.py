@@ -272,7 +272,7 @@ def resting(*, num_rounds: int, **changes) -> SessionState:
 
 
 @pytest.mark.parametrize("num_rounds", [1, 2, 5])
-def test_a_rest_leaves_so_many_rounds_to_the_target_and_then_it_is_the_drafters_turn(num_rounds):
+def test_a_rest_lasts_as_many_rounds_as_it_says(num_rounds):
     of = resting(num_rounds=num_rounds)
     for i in range(num_rounds):
         assert of.phase is SessionPhase.RESTING
@@ -302,7 +302,7 @@ def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
     assert snapshot(of) == before
 
 
-def test_a_proposal_that_the_target_did_not_wait_for_is_judged_by_no_later_verdict():
+def test_an_overdue_proposal_is_judged_by_no_later_verdict():
     of = new_state()
     of.propose(proposal(of, 4, 5))
     assert of.rest(Overdue(SESSION, 2))
@@ -431,7 +431,7 @@ def test_a_preview_is_what_is_committed_then_and_changes_nothing():
 
 
 @sweep(("token", "named", "stop_reason"), [(9, (9,), 9), (9, (8, 9), 9), (9, (), None), (7, (), None), (7, (7,), 7)])
-def test_a_stop_token_that_the_user_named_is_the_reason_and_the_tokenizers_own_is_none(token, named, stop_reason):
+def test_only_a_stop_token_of_the_user_is_a_reason(token, named, stop_reason):
     of = SessionState(attrs.evolve(opened(stop_tokens={7, *named}), settings=Settings(stop_tokens=named)))
     of.withdraw(Withdraw(SESSION))
     commit = of.apply(verdict(of, 0, token))

@@ -107,7 +107,7 @@ def test_a_temperature_is_any_finite_number_from_zero(value):
         Settings(temperature=value)
 
 
-def test_the_drafter_has_the_temperature_unless_it_has_its_own_or_both_models_are_greedy():
+def test_the_drafter_takes_the_temperature_unless_given_its_own():
     assert Settings(temperature=0.7).drafting_temperature == 0.7
     assert Settings(temperature=0.7, draft_temperature=0).drafting_temperature == 0
     assert Settings(temperature=0.7, draft_temperature=1.5).drafting_temperature == 1.5

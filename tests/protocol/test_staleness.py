@@ -57,7 +57,7 @@ def test_neighbouring_stalenesses_are_learnt_together():
     assert calibration(0, 0.6, 1000) == calibration(0, 0.6, 8)
 
 
-def test_of_a_staleness_that_was_not_seen_as_much_is_expected_as_of_the_next_fresher_one():
+def test_an_unseen_staleness_is_expected_to_be_like_the_next_fresher():
     calibration = taught({0: 0.9, 2: 0.3})
     assert calibration.expected(1) == calibration.expected(0)
     assert calibration.expected(100) == calibration.expected(2)
@@ -216,7 +216,7 @@ def test_stale_drafts_that_are_as_good_as_fresh_ones_are_used(step: float, confi
     assert not drops(deciding(0.7, 0.7, priced_at(step, 0.05, 2.0)), confidence)
 
 
-def test_a_refresh_that_costs_nothing_is_waited_for_and_one_that_costs_more_than_it_brings_is_not():
+def test_a_refresh_is_awaited_only_if_it_pays():
     assert drops(deciding(0.9, 0.4, priced_at(0.001, 0.05, 2.0)), 0.4)
     assert not drops(deciding(0.9, 0.4, priced_at(1.0, 0.05, 2.0)), 0.4)
 
@@ -244,7 +244,7 @@ tails = st.lists(st.floats(0.01, 0.99), max_size=6)
     limit=st.integers(0, MAX_LOOKAHEAD),
 )
 @settings(deadline=None, derandomize=True, max_examples=60)
-def test_whether_stale_drafts_are_dropped_depends_neither_on_the_token_nor_on_what_was_drafted_after_it(
+def test_dropping_stale_drafts_ignores_tokens_and_what_follows(
     confidence, one, other, tokens, acceptances, step, limit
 ):
     """What was drafted after a token depends on which token it is: the rejection rule would not be exact."""

@@ -88,7 +88,7 @@ def test_plain_decoding_counts_no_proposals():
     assert given_all(commit(4), commit(5)) == Counts(generated_tokens=2, rounds=2)
 
 
-def test_single_steps_and_rounds_that_were_left_to_the_target_are_counted_among_the_rounds_too():
+def test_single_steps_and_rested_rounds_count_as_rounds():
     counts = given_all(commit(4, num_from_draft=1, single_step=True), commit(9, num_rejected=1, single_step=True))
     assert (counts.rounds, counts.n1_rounds) == (2, 2)
     assert (snapshot(counts).accepted_by_position, snapshot(counts).proposed_by_position) == ((1,), (2,))

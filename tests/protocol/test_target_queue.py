@@ -22,7 +22,7 @@ def passes(max_batch: int = 1) -> TargetQueue:
     return TargetQueue(float, max_batch)
 
 
-def test_what_is_left_is_the_rest_of_the_pass_that_runs_and_all_of_those_behind_it():
+def test_remaining_time_is_the_running_pass_and_those_behind():
     target_queue = passes()
     assert (target_queue.is_busy, target_queue.remaining_s(5.0)) == (False, 0.0)
     for session, num_tokens in ((1, 4), (2, 2), (3, 1)):
@@ -64,7 +64,7 @@ def test_the_passes_of_others_are_those_behind_and_the_one_that_runs_before():
     assert [shared.others_s(session) for session in (1, 3)] == [2 * 3, 2 * 4]
 
 
-def test_the_target_was_busy_since_a_moment_if_it_is_or_a_pass_ended_after_it():
+def test_the_target_was_busy_if_it_is_or_a_pass_ended_since():
     target_queue = passes()
     assert not target_queue.was_busy_since(0.0)
     target_queue.enter(1, 4)
@@ -104,11 +104,11 @@ def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():
     assert auto().proposal(after(1, queue_slack_s=0.05)) is not None
 
 
-def test_a_token_that_costs_the_target_more_than_it_brings_is_not_worth_any_slack():
+def test_a_token_dearer_than_its_worth_deserves_no_slack():
     assert auto().proposal(after(6, queue_slack_s=100.0)) is not None
 
 
-def test_nothing_is_drafted_ahead_that_can_be_drafted_behind_others_passes_or_that_others_wait_for():
+def test_nothing_is_drafted_ahead_that_others_passes_hide_or_wait_for():
     for queue_slack_s, expected in ((0.0, True), (0.5, True), (10.0, False), (float("inf"), False)):
         view = after(2, confidence=0.9, queue_slack_s=queue_slack_s, due=5.0)
         assert (auto().expansion(view) is not None) is expected
@@ -160,7 +160,7 @@ def test_a_target_whose_streams_take_turns_nearly_always_has_a_proposal_of_one()
 
 
 @pytest.mark.slow
-def test_nor_are_they_on_a_device_that_one_model_saturates_and_that_has_no_time_to_fill():
+def test_shared_passes_are_not_much_slower_on_a_saturated_device():
     # A single text says little when the two are even.
     ratios = []
     for seed in range(3):

@@ -164,7 +164,7 @@ def test_a_map_that_cannot_be_is_refused(shared: Any, readings: Any, beginnings:
 # --- tokens that only the draft model has ---------------------------------------------------------
 
 
-def test_a_longer_token_of_the_draft_models_stands_for_the_one_that_the_target_begins_it_with() -> None:
+def test_a_longer_draft_token_stands_for_the_targets_first_token_of_it() -> None:
     target = vocabulary(b" quant", b"ization", b" quan", b"t", b"x")
     draft = vocabulary(b"t", b" quant", b" quantization", b" quan", b"y", b"xy")
 

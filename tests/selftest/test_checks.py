@@ -141,7 +141,7 @@ def test_what_python_takes_of_a_pass_is_measured_by_layers(monkeypatch: Patch) -
     assert set(figures["microseconds_a_token"]) >= {"1 streams, outrider plain", "3 streams, mlx-lm BatchGenerator"}
 
 
-def test_a_report_s_price_tables_are_read_as_those_of_a_device_and_auto_is_simulated_with_them(tmp_path: Path) -> None:
+def test_auto_is_simulated_with_a_reports_price_tables(tmp_path: Path) -> None:
     finding = speed.prices(attrs.evolve(TINY, is_quick=True))
     assert finding.status == "passed"
     (check,) = (each for each in checks.CHECKS if each.name == "prices")

@@ -124,7 +124,7 @@ WEATHER = TOLD[0]
 
 
 @every_case
-def test_log_probabilities_of_a_response_are_those_of_its_text_and_not_of_its_calls(case: str) -> None:
+def test_a_responses_log_probabilities_are_those_of_its_text(case: str) -> None:
     says, is_complete, text, _ = CASES[case]
     tokens = tokens_of(says, 3, is_complete=is_complete)
     asked = {"input": "a", "store": False, "include": ["message.output_text.logprobs"]}

@@ -66,7 +66,7 @@ async def asked(server: Served, path: str, body: dict[str, Any]) -> Any:
 @STREAMED
 @sweep(("path", "body"), [(COMPLETIONS, {"prompt": "def f"}), (CHAT, HELLO)])
 @on_server()
-async def test_a_seeded_request_has_the_same_answers_each_time_and_the_first_is_that_of_one(
+async def test_a_seeded_request_repeats_its_answers_the_first_as_if_alone(
     server: Served, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     ask = {**body, **SAMPLED}
@@ -427,7 +427,7 @@ async def test_the_log_likelihoods_that_lm_eval_reads(server: Served) -> None:
 
 
 @on_server(always({"\n": 9.0}))
-async def test_an_answer_that_ends_at_once_is_counted_among_the_log_probabilities_of_an_echo(server: Served) -> None:
+async def test_an_empty_answer_counts_in_the_log_probabilities_of_an_echo(server: Served) -> None:
     # What ends the text has no text. Clients count tokens from the end.
     body = {"prompt": "abc", "max_tokens": 1, "logprobs": 1, "echo": True}
     (choice,) = (await asked(server, COMPLETIONS, body))["choices"]

@@ -119,7 +119,7 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-def test_answers_keep_to_what_they_must_be_in_every_api_and_what_cannot_be_kept_to_is_named() -> None:
+def test_answers_keep_to_their_format_in_every_api() -> None:
     async def main() -> None:
         async with real_server(*calling_pair(thinks=False)) as (app, _):
             for path, fields, holds in ASKED:

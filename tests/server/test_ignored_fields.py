@@ -113,7 +113,7 @@ async def test_a_strict_server_refuses_an_unknown_field(server: Served, path: st
 
 
 @on_server(is_strict=True, limits=Limits(max_tokens=3))
-async def test_a_strict_server_takes_what_has_no_effect_and_says_in_its_description_what_it_refuses(
+async def test_a_strict_server_describes_what_it_refuses(
     server: Served,
 ) -> None:
     described = (await server.ask("/openapi.json")).json

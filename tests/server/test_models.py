@@ -51,7 +51,7 @@ async def test_a_model_is_loaded_for_its_first_request_and_stays(server: ServedM
 
 
 @with_models(A, B)
-async def test_a_request_without_a_model_is_for_the_first_one_and_an_unknown_model_is_an_error(
+async def test_the_first_model_is_the_default_and_unknown_ones_an_error(
     server: ServedModels,
 ) -> None:
     assert (await server.complete(None)).json["model"] == "a"
@@ -85,7 +85,7 @@ async def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_m
 
 
 @with_models(A, B, C)
-async def test_models_are_loaded_one_after_the_other_in_the_order_in_which_they_were_asked_for(
+async def test_models_are_loaded_one_by_one_in_order_of_request(
     server: ServedModels,
 ) -> None:
     most = 0
@@ -175,7 +175,7 @@ async def test_a_server_that_ends_in_the_middle_of_a_load_leaves_nothing(autojum
 
 
 @with_models(spec("a", idle_s=30.0), B)
-async def test_a_model_is_unloaded_once_it_was_idle_for_its_time_and_never_while_it_works(server: ServedModels) -> None:
+async def test_a_model_is_unloaded_after_its_idle_time_never_at_work(server: ServedModels) -> None:
     await server.complete("a", 200)  # takes longer than its time
     assert server.loads.history == [("load", "a")]
     for _ in range(3):
@@ -203,7 +203,7 @@ async def test_for_a_load_the_idle_model_that_was_used_least_recently_is_unloade
 
 
 @with_models(A, B, memory_limit=15)
-async def test_a_model_at_work_is_not_unloaded_for_another_which_waits_until_one_is_idle(server: ServedModels) -> None:
+async def test_a_model_waits_for_an_idle_one_to_be_unloaded(server: ServedModels) -> None:
     await server.complete("a")
     async with trio.open_nursery() as nursery:
         answers: dict[str, Any] = {}
@@ -274,7 +274,7 @@ async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhil
 
 
 @with_models(A, spec("large", num_bytes=30), memory_limit=25)
-async def test_a_model_that_is_larger_than_the_limit_is_refused_and_nothing_is_unloaded_for_it(
+async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(
     server: ServedModels,
 ) -> None:
     await server.complete("a")
@@ -285,7 +285,7 @@ async def test_a_model_that_is_larger_than_the_limit_is_refused_and_nothing_is_u
 
 
 @with_models(A, B, C, memory_limit=35)
-async def test_idle_models_are_unloaded_where_caches_have_grown_beyond_the_limit_but_not_the_last_one(
+async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_limit(
     server: ServedModels,
 ) -> None:
     for name in ("a", "b", "c"):
@@ -303,7 +303,7 @@ async def test_idle_models_are_unloaded_where_caches_have_grown_beyond_the_limit
 
 
 @with_models(A, B)
-async def test_a_model_that_cannot_be_loaded_is_an_error_for_those_who_asked_and_for_nobody_else(
+async def test_a_model_that_fails_to_load_concerns_only_its_clients(
     server: ServedModels,
 ) -> None:
     await server.complete("b")
@@ -356,7 +356,7 @@ async def test_the_models_are_listed_loaded_or_not(server: ServedModels) -> None
 
 
 @with_models(A, B, memory_limit=15)
-async def test_counters_have_the_name_of_their_model_and_do_not_fall_when_it_is_unloaded(server: ServedModels) -> None:
+async def test_counters_are_by_model_and_survive_its_unloading(server: ServedModels) -> None:
     seen = []
     for name in ("a", "a", "b", "a"):
         await server.complete(name)

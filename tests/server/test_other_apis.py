@@ -247,7 +247,7 @@ def test_log_probabilities_are_those_of_the_text_and_not_of_the_reasoning() -> N
     simulated_server(test, answering("<t> hm so </t> yes", tokenizer), tokenizer=tokenizer)
 
 
-def test_log_probabilities_are_there_where_the_answer_begins_in_reasoning_that_the_template_has_opened() -> None:
+def test_log_probabilities_come_beside_reasoning_opened_by_the_template() -> None:
     # With a constraint, the whole text is the answer.
     letters: Any = Letters(thinks=True)
     parsed = parse_response_request(json.dumps({**RESPONSE, **LOGPROBS}).encode(), ResponseStore(1, 1))

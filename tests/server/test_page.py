@@ -445,7 +445,7 @@ def test_an_answer_that_failed_says_so_when_the_page_is_loaded_again(tab: Tab, s
     tab.expect_text("Once upon")
 
 
-def test_an_answer_too_long_to_be_kept_is_not_and_nor_is_the_one_before(tab: Tab, server: ScriptedServer) -> None:
+def test_an_answer_too_long_to_keep_is_dropped_with_the_one_before(tab: Tab, server: ScriptedServer) -> None:
     written(tab, server)
     kept = "sessionStorage.getItem('outrider.answer')"
     assert tab.page.evaluate(kept)
@@ -531,9 +531,7 @@ def test_a_refused_prompt_stays_in_the_box_and_its_refusal_until_it_is_changed(
     expect(tab["problem"]).to_be_hidden()
 
 
-def test_retry_asks_the_refused_prompt_as_it_was_changed_but_not_another_that_is_being_written(
-    tab: Tab, server: ScriptedServer
-) -> None:
+def test_retry_sends_the_refused_prompt_as_edited_not_the_next(tab: Tab, server: ScriptedServer) -> None:
     tab.ask("Once")
     exchange = server.next()
     tab.type("Twice")
@@ -822,9 +820,7 @@ def test_a_browser_that_keeps_nothing_will_do(opened: Open, server: ScriptedServ
 # --- the prompt -----------------------------------------------------------------------------------
 
 
-def test_a_prompt_may_have_lines_but_is_not_sent_empty_or_while_it_is_composed(
-    tab: Tab, server: ScriptedServer
-) -> None:
+def test_a_prompt_is_not_sent_empty_or_while_composed(tab: Tab, server: ScriptedServer) -> None:
     for prompt in ("", "  ", "\n"):
         tab.ask(prompt)
         tab["send"].click()

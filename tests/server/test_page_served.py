@@ -123,7 +123,7 @@ def test_an_answer_is_the_servers_text(server: Served, opened: Open) -> None:
     assert tab.sideways == 0
 
 
-def test_the_page_comes_with_its_policy_and_a_part_that_has_not_changed_is_not_sent_again(server: Served) -> None:
+def test_the_page_comes_with_its_policy_and_is_cached(server: Served) -> None:
     for path in ("", "page/index.html", "page/app.js", "page/style.css"):
         part = server.get(path)
         assert part.headers.get_list("Content-Security-Policy") == [POLICY]

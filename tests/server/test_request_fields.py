@@ -137,7 +137,7 @@ def test_variables_of_the_chat_template_reach_it_but_no_template() -> None:
     simulated_server(test, tokenizer=tokenizer)
 
 
-def test_special_tokens_are_left_out_where_that_is_asked_for_but_not_marks_of_reasoning() -> None:
+def test_special_tokens_but_reasoning_marks_are_left_out_on_request() -> None:
     tokenizer = calling_tokenizer()
     ids = tokenizer.encode("<think>a</think>b<|user|>", add_special_tokens=False)
     tokens = [Token(id, tokenizer.decode([id]), i, drafted_by=None) for i, id in enumerate(ids)]
@@ -207,7 +207,7 @@ OTHER_NAMES = [("max_tokens", "n_predict", 5), ("seed", "random_seed", 4), ("thi
 
 
 @sweep(("name", "other", "value"), OTHER_NAMES)
-def test_null_is_as_if_a_field_was_not_sent_and_its_other_name_is_read(name: str, other: str, value: Any) -> None:
+def test_null_is_as_if_a_field_was_not_sent(name: str, other: str, value: Any) -> None:
     def parsed(**fields: Any) -> ChatRequest:
         return parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode())
 
@@ -301,9 +301,7 @@ async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server: Serve
 
 @BOTH
 @on_server(hashed("ends", 4.0))
-async def test_the_end_of_a_stream_has_a_chunk_with_content_only_where_there_is_some(
-    server: Served, path: str, body: Any
-) -> None:
+async def test_the_last_chunk_has_content_only_if_there_is_some(server: Served, path: str, body: Any) -> None:
     seen = watched_streams(server)
     for more in ({}, {"max_tokens": 5}, {"max_tokens": 5, "logprobs": True if path == CHAT else 2}):
         answer = await server.ask(path, {**body, "max_tokens": 400, "stream": True, **more})

@@ -357,7 +357,7 @@ async def test_a_full_house_is_not_sent_a_body(server: Served) -> None:
         first.leave()
 
 
-def test_when_to_come_again_follows_from_how_long_answers_take_and_not_from_invalid_requests() -> None:
+def test_retry_after_follows_the_time_of_valid_answers() -> None:
     now = 0.0
     admission = RequestAdmission(lambda: 2, 1, lambda: now)
     assert admission.retry_after_s == 1
@@ -598,7 +598,7 @@ async def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_a
 
 
 @on_server(ScriptedModel(looping, fails=FAILS))
-async def test_who_waits_for_the_runtime_to_break_hears_of_it_when_all_streams_have_their_error(server: Served) -> None:
+async def test_waiting_for_a_break_ends_after_all_streams_have_their_error(server: Served) -> None:
     rt, broken = server.simulation.runtime, []
 
     async def wait() -> None:
@@ -811,7 +811,7 @@ async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_ea
     assert found["outrider_longest_pass_wait_seconds_count", MODEL] == 3
 
 
-def test_the_figures_of_two_servers_add_up_to_those_of_one_that_had_all_their_requests(
+def test_figures_of_two_servers_add_up_to_those_of_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Otherwise prices decide, which one server knows better than two.
@@ -927,7 +927,7 @@ async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> No
 
 
 @sweep("template", [BEGUN_TEMPLATE, THINKING_TEMPLATE])
-async def test_json_is_what_is_said_also_where_a_template_opens_a_thought_or_has_to_be_told_not_to(
+async def test_the_answer_is_json_beside_a_template_that_opens_a_thought(
     template: str,
 ) -> None:
     of = tokenizer(template, thinks=True)

@@ -98,7 +98,7 @@ def description_with_key() -> dict[str, Any]:
     return found[0]
 
 
-def test_each_operation_has_a_summary_of_its_own_and_the_page_shows_texts_as_they_are() -> None:
+def test_operations_have_summaries_and_the_page_shows_texts_verbatim() -> None:
     description = description_with_key()
     operations = [each for methods in description["paths"].values() for each in methods.values()]
     summaries = [each["summary"] for each in operations]

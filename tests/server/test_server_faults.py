@@ -438,7 +438,7 @@ async def test_a_client_that_only_listens_has_what_needs_no_models_and_else_has_
 
 
 @sweep("size", [1, 1000, 2**16])
-async def test_too_long_a_body_is_answered_while_it_is_being_sent_and_the_client_can_read_that(size: int) -> None:
+async def test_too_long_a_body_is_answered_while_it_is_sent(size: int) -> None:
     async with client_of(limits=Limits(max_body_bytes=5000)) as (client, _):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.send, request("POST", "/v1/completions", b" " * 2**20, chunks=size))
@@ -476,9 +476,7 @@ async def test_an_answer_before_the_body_has_come_says_that_it_is_the_last(path:
 
 
 @EARLY
-async def test_a_body_that_came_at_once_does_not_cost_the_connection_though_nobody_reads_it(
-    path: str, status: int
-) -> None:
+async def test_a_whole_body_that_nobody_reads_keeps_the_connection(path: str, status: int) -> None:
     async with client_of() as (client, _):
         for _ in range(3):
             answer = await told(client, request("POST", path, b"x" * 100, headers=UNREAD))
@@ -516,7 +514,7 @@ async def nobody_is_let_in(port: int) -> None:
 
 
 @pytest.mark.slow
-async def test_whoever_does_not_read_stops_the_models_and_then_is_dropped_and_nobody_else_notices(
+async def test_a_client_that_does_not_read_is_dropped_unnoticed_by_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sending, "_MAX_BUFFERED", 100)
@@ -637,7 +635,7 @@ async def test_a_connection_that_becomes_idle_makes_room_for_a_client_that_waits
             assert (await first.hear_all()).endswith(b"0\r\n\r\n")
 
 
-async def test_a_system_without_files_is_named_once_in_the_log_and_idle_connections_are_closed(
+async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = [OSError(errno.EMFILE, "Too many open files")] * 3

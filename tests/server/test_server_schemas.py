@@ -82,7 +82,7 @@ def at_work(clients: str, slots: ClientSlots) -> list[tuple[str, float]]:
     return result
 
 
-def test_one_client_has_only_some_of_the_slots_and_another_need_not_wait_for_it() -> None:
+def test_one_client_takes_only_some_of_the_slots() -> None:
     assert at_work("aaaaab", ClientSlots(4, 2)) == [("a", 1), ("a", 1), ("a", 2), ("a", 2), ("a", 3), ("b", 1)]
 
 
@@ -164,7 +164,7 @@ async def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembere
     await made.grammar(json_of(PLAIN), "a")
 
 
-async def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_any_json_object(
+async def test_a_flooding_client_delays_neither_others_nor_any_json_object(
     autojump_clock: Any,
 ) -> None:
     check = ScriptedCheck(9.0)
@@ -187,7 +187,7 @@ async def test_a_client_that_floods_keeps_no_other_waiting_nor_those_that_want_a
         assert trio.current_time() == began + 0.5
 
 
-async def test_requests_for_any_object_share_one_grammar_that_of_the_start_if_there_was_one(
+async def test_requests_for_any_json_object_share_one_grammar(
     autojump_clock: Any,
 ) -> None:
     grammars = []
@@ -301,7 +301,7 @@ async def test_who_leaves_has_the_child_killed_and_the_end_of_the_block_the_proc
 
 @pytest.mark.slow
 @linux
-async def test_a_process_that_dies_fails_what_is_asked_of_it_and_another_takes_its_place() -> None:
+async def test_a_process_that_dies_is_replaced() -> None:
     async with checking(cpu_s=600) as check:
         await check(grammar_of_schema(PLAIN))
         process = await the_child(os.getpid())
@@ -318,7 +318,7 @@ async def test_a_process_that_dies_fails_what_is_asked_of_it_and_another_takes_i
         assert await check(grammar_of_schema(PLAIN)) == "done"
 
 
-async def test_a_process_that_cannot_be_started_fails_what_was_asked_of_it_and_nothing_else(monkeypatch: Any) -> None:
+async def test_a_process_that_does_not_start_fails_only_its_own_requests(monkeypatch: Any) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     async with checking() as check:
         with pytest.raises(CheckerGoneError, match=r"cannot be started: .*No such file"):

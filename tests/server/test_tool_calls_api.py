@@ -184,7 +184,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made() -> None
 
 
 @on_calling_server(OSLO)
-async def test_a_model_without_calls_is_told_of_tools_and_cannot_be_made_to_call_them(server: Served) -> None:
+async def test_a_model_without_calls_cannot_be_made_to_call_tools(server: Served) -> None:
     server.tokenizer.has_tool_calling = False
     choice = (await server.ask(CHAT, ASKED)).json["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")

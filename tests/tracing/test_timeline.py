@@ -174,7 +174,7 @@ def test_a_recovered_token_is_the_last_of_a_round_in_which_something_was_rejecte
             assert (round["rejected"] > 0) == (last == "recovered")
 
 
-def test_a_round_has_its_proposal_its_verify_and_its_answer_in_the_order_of_time():
+def test_a_round_lists_its_events_in_order():
     events, _ = simulate(generated([5, 6, 7], max_tokens=60, lookahead=4))
     (session,) = data_for(events)["sessions"]
     assert [round["round"] for round in session["rounds"]] == list(range(len(session["rounds"])))
@@ -200,7 +200,7 @@ def test_pieces_add_up_to_the_text_also_where_a_character_is_spread_over_tokens(
 
 
 @pytest.mark.parametrize(("stop_reason", "last"), [("the end", " w4"), (4, ""), (None, "")])
-def test_the_last_token_of_a_stop_string_is_text_and_a_stop_token_is_none(stop_reason, last):
+def test_a_stop_strings_last_token_is_text_a_stop_token_none(stop_reason, last):
     commit = Commit(0, 0, 1, (3, 4), 1, finish_reason="stop", stop_reason=stop_reason)
     events = [Instant("target", "open", 0, 0.0, tokens=(1,)), Instant("target", "verdict", 0, 1.0, 0, commit=commit)]
     (session,) = data_for(events, Words())["sessions"]
@@ -653,7 +653,7 @@ def test_a_browser_needs_no_pointer(several, visit):
 
 
 @in_a_browser
-def test_a_browser_says_why_the_drafter_is_away_and_how_far_the_prompt_was_read(visit):
+def test_a_browser_shows_why_nothing_is_drafted_and_how_much_was_read(visit):
     said = visit(
         page_for(eventful(), Words()),
         """const out = { legend: $("legend").textContent };
@@ -714,7 +714,7 @@ def test_a_browser_tells_verify_and_decode_apart_by_more_than_their_colour(visit
 
 
 @in_a_browser
-def test_a_browser_shows_the_rows_of_a_shared_pass_and_lets_each_of_them_be_chosen(shared, visit):
+def test_a_browser_shows_the_rows_of_a_shared_pass_for_choosing(shared, visit):
     script = """
       const pass = data.spans.find((s) => s[0] === 0 && s[7]?.length > 1 && s[7].every(([id, round]) => round > 0));
       const [own, other] = pass[7], middle = (pass[3] + pass[4]) / 2, told = [];

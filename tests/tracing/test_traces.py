@@ -502,7 +502,7 @@ async def test_a_disk_that_hangs_holds_nobody_up(tmp_path, monkeypatch):
     whole(tmp_path / "trace.json")
 
 
-async def test_what_a_disk_that_hangs_leaves_waiting_is_bounded_and_what_is_lost_is_said(tmp_path, monkeypatch, caplog):
+async def test_a_hanging_disk_bounds_what_waits_and_says_what_is_lost(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
     monkeypatch.setattr(ChromeFile, "max_events", 20)
     async with Held(tmp_path / "trace.json") as recorder:
@@ -660,7 +660,7 @@ def test_the_command_line_writes_both_files(endless, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("option", ["--trace", "--timeline"])
-def test_a_file_that_cannot_be_written_gets_one_line_before_any_model_is_looked_for(option, capfd):
+def test_an_unwritable_file_is_refused_before_any_model_is_looked_for(option, capfd):
     arguments = ["generate", "a", "--target", "/no/such/model", option, "/no/such/directory/file"]
     assert ran(capfd, *arguments, status=2) == (
         "",

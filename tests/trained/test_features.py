@@ -29,7 +29,7 @@ WITHOUT_PARTS = {"longcat_flash_ngram", "nanochat", "phixtral", "talkie"}
 
 
 @sweep("name", ARCHITECTURES)
-def test_features_of_every_family_lead_to_its_logits_or_something_is_said_to_be_missing(name: str) -> None:
+def test_every_familys_features_lead_to_its_logits_or_an_error(name: str) -> None:
     model = build(name)
     tokens = TOKENS[:1]
     expected = model(tokens, cache=make_prompt_cache(model))
