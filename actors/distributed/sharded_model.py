@@ -252,6 +252,7 @@ class ShardedModel(MLXModel):
 
     @property
     def ledger(self) -> TextLedger:
+        """What each of this rank's sequences was fed."""
         return self._announcer.ledger
 
     def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:

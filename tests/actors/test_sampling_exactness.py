@@ -130,8 +130,8 @@ SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lookahead 1": ({}, {}, {"lookahead": 1}),
     "lookahead 2": ({}, {}, {"lookahead": 2}),
     "lookahead 4": ({}, {}, {"lookahead": 4}),
-    # If a draft step took as long as a pass, the drafter would rest.
-    "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.1}),
+    # Otherwise the drafter would rest, and a rest is longer than these texts.
+    "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.02}),
     "a target that cannot rewind": ({"undo": never}, {}, {"lookahead": 2}),
     "a drafter that cannot rewind": ({}, {"undo": never}, {"lookahead": 2}),
     "caches that fill": ({"undo": within(5)}, {"undo": within(6)}, {"lookahead": 2}),

@@ -66,7 +66,8 @@ def num_sessions() -> int:
 
 async def settled(rt: runtime.Runtime, num_idle_tasks: int) -> None:
     """Wait until the target and the drafter have ended their parts of all streams."""
-    await until_in_trio(lambda: not rt._sessions and num_tasks() <= num_idle_tasks)
+    sessions = rt._sessions
+    await until_in_trio(lambda: not sessions and not sessions._num_admitted and num_tasks() <= num_idle_tasks)
     collect_garbage()
     mx.clear_cache()
 

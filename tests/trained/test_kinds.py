@@ -28,6 +28,7 @@ from trained_drafters import BLOCK_SIZE, KINDS, make, write_eagle3, write_medusa
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
+from actors.target.drafter_link import DrafterLink
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.features import FeatureRecorder
 
@@ -195,7 +196,10 @@ async def test_nothing_is_recorded_of_texts_that_are_not_drafted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(kind: str, tmp_path: Path) -> None:
+def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: float("inf"))
     # Fewer tokens, and rows of one pass would be refused.
     num_sessions, num_tokens, temperature, vocab_size = 400, 3, 4.0, 16
     target = make(kind, tmp_path, vocab_size=vocab_size)
