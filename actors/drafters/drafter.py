@@ -185,10 +185,10 @@ class DrafterSession(ActorSession):
             self.tree.copy(self._copied)
 
     def count_copying(self, is_copying: bool) -> None:
-        """Count the text, or no more, among those that have something to copy."""
-        assert isinstance(self.policy, AutoPolicy)
-        self.policy.prices.num_copying += is_copying - self._is_copying
-        self._is_copying = is_copying
+        """Count the text, or no more, among those that have something to copy; a fixed lookahead never counts."""
+        if isinstance(self.policy, AutoPolicy):
+            self.policy.prices.num_copying += is_copying - self._is_copying
+            self._is_copying = is_copying
 
     def _guesses(self, num_tokens: int) -> Iterator[Guess]:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and a model is
@@ -263,8 +263,7 @@ class Drafter(Actor[S]):
 
     def _forget(self, session: S) -> None:
         super()._forget(session)
-        if isinstance(session.policy, AutoPolicy):
-            session.count_copying(False)
+        session.count_copying(False)
 
     def _look_at(self, session: S) -> None:
         super()._look_at(session)
@@ -419,8 +418,7 @@ class Drafter(Actor[S]):
         rest = Rest(session.id, session.state.round + num_rounds)
         if session.state.rest(rest):
             session.num_rested = num_rounds
-            if isinstance(session.policy, AutoPolicy):
-                session.count_copying(False)
+            session.count_copying(False)
             self._target.send_nowait(rest)
             if not was_resting:
                 self._note(session, "rest", num_tokens=num_rounds)

@@ -27,8 +27,8 @@ from runtime.cli.main import main
 
 pytestmark = pytest.mark.slow
 
-# Takes so long that the server is mostly seen draining meanwhile.
-NUM_TOKENS = 200
+# Takes so long that the server is seen draining meanwhile, also on a busy machine.
+NUM_TOKENS = 1000
 
 TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.0.1:1"}
 
@@ -136,13 +136,6 @@ def test_a_rank_that_fails_is_named(tmp_path: Path, arguments: tuple[str, ...], 
         assert [first.join(), second.join()] == [0, 0]
 
 
-def drains_or_has_ended(url: str) -> bool:
-    try:
-        return bool(httpx.get(f"{url}health", timeout=HANGS_S).json()["status"] == "draining")
-    except httpx.TransportError:  # the answer was whole before the server was asked
-        return True
-
-
 @pytest.mark.parametrize(
     ("number", "told"),
     [(signal.SIGTERM, (0, 1)), (signal.SIGTERM, (0,)), (signal.SIGINT, (0, 1))],
@@ -163,7 +156,7 @@ def test_a_server_gives_the_answer_that_it_has_begun_and_ends_on_all_ranks(
             said = [next(lines)]
             for rank in told:
                 os.kill(started[rank].process.pid, number)
-            until(lambda: drains_or_has_ended(url))
+            until(lambda: httpx.get(f"{url}health", timeout=HANGS_S).json()["status"] == "draining")
             said += lines
         events = [line.removeprefix("data: ") for line in said if line]
         assert events[-1] == "[DONE]"
