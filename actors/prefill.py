@@ -44,7 +44,8 @@ async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: Prefi
     assert sequence is not None
     prefix_checkpoints = _prefix_checkpoints(sequence, opened)
     pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
-    size, is_aligned = chunk_size() if pass_tokens == "auto" else pass_tokens, pass_tokens != "auto"
+    size = chunk_size.of(opened.num_read - len(cached_tokens)) if pass_tokens == "auto" else pass_tokens
+    is_aligned = pass_tokens != "auto"
     end = _end_of_pass(len(cached_tokens), opened.num_read, size, prefix_checkpoints, is_aligned=is_aligned)
     plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
     call = partial(_feed, sequence, plan.feed, adds_checkpoint=end in prefix_checkpoints)
@@ -61,7 +62,7 @@ async def prefill_committed(
     sequence, cached_tokens = session.sequence, session.cached_tokens
     assert sequence is not None
     plan, setting = cached_tokens.plan(committed, num_logits=0), session.shared.opened.settings.prefill_step_size
-    size = chunk_size() if setting == "auto" else setting
+    size = chunk_size.of(len(plan.feed)) if setting == "auto" else setting
     plan = FeedPlan(plan.keep, plan.feed[:size])
     job = Job("prefill", partial(_rewind_and_feed, sequence, plan), session.id, len(plan.feed))
     length = await worker.run(job)

@@ -60,9 +60,13 @@ class PrefillChunkSize:
         """Tokens for the next pass."""
         return self._next()[0]
 
+    def of(self, num_tokens: int) -> int:
+        """Tokens for the next pass over a text of which so many are left to read: no pass is made for a small rest."""
+        return num_tokens if num_tokens <= self.most_tokens else self()
+
     @property
-    def most_together(self) -> int:
-        """Most tokens of a pass over several prompts: as many as count for the size, if they fit into the time."""
+    def most_tokens(self) -> int:
+        """Most tokens of a pass that saves another one: as many as count for the size, if they fit into the time."""
         size, price = self._next()
         return max(size, int(min(math.sqrt(2) * size, MAX_PASS_S / price if price > 0.0 else 0.0)))
 

@@ -104,7 +104,7 @@ class Reading:
             return [first]
         fitting = [first, *filter(_can_share, others)]
         indices = read_together(
-            [each.num_to_read for each in fitting], self._chunk_size.most_together, self._model.widest_row
+            [each.num_to_read for each in fitting], self._chunk_size.most_tokens, self._model.widest_row
         )
         return [fitting[index] for index in indices[: self._num_shared()]]
 

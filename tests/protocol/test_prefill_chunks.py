@@ -54,12 +54,22 @@ def test_the_first_size_follows_the_expected_price_of_a_pass() -> None:
 def test_sizes_grow_also_where_prompts_that_are_read_together_do_not_come_to_them(length: int) -> None:
     chunk_size = PrefillChunkSize()
     for _ in range(8):
-        most = chunk_size.most_together
+        most = chunk_size.most_tokens
         assert chunk_size() <= most
         num_tokens = max(1, most // length) * length
         chunk_size.observe(num_tokens, 0.0002 * num_tokens)
     assert chunk_size() == 512
-    assert 512 <= chunk_size.most_together <= MAX_PASS_S / 0.0002 * 1.01
+    assert 512 <= chunk_size.most_tokens <= MAX_PASS_S / 0.0002 * 1.01
+
+
+def test_no_pass_is_made_for_a_small_rest() -> None:
+    chunk_size = PrefillChunkSize()
+    for num_tokens in (16, 16, 32):  # 32 do not fit into the time
+        chunk_size.observe(num_tokens, num_tokens * 0.008)
+    assert [chunk_size.of(num_tokens) for num_tokens in (5, 16, 22, 23, 100)] == [5, 16, 22, 16, 16]
+    # 22 would take too long.
+    chunk_size.observe(16, 16 * 0.02)
+    assert chunk_size.of(22) == 16
 
 
 @sweep(
@@ -116,7 +126,8 @@ async def test_a_prompt_is_read_in_passes_that_fit_into_the_time(autojump_clock:
     async with simulated(ScriptedModel(truthful), price=price) as simulation:
         assert await text_of(simulation, prompt, max_tokens=4) == continuation(prompt, 4)
         passes = simulation.spans("target", "prefill")
-    assert max(span.num_tokens for span in passes) == 128
+    # The last one takes in the rest.
+    assert max(span.num_tokens for span in passes[:-1]) == 128 < passes[-1].num_tokens
     assert max(span.ended - span.began for span in passes) <= MAX_PASS_S
     assert sum(span.num_tokens for span in passes) == 999
 
