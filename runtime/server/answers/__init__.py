@@ -1,9 +1,9 @@
-"""What the server's APIs share: a request of any of them becomes one or more generations, and their tokens an answer.
+"""The part that all APIs of the server share: from a request to one or more generations, and from tokens to an answer.
 
-The way of a request: `endpoint` reads its body (`body`), which is, or is translated to, a `request`, mostly a `chat`.
-`preparation` makes prompts and settings of it, with the tokenizer; the runtime generates; `splitting` tells text,
-reasoning and calls apart; a serializer of the API (`api`) makes bodies or events of them, and `sending` sends these.
+The way of a request: `endpoint` reads its `body`, which is a `request` (mostly a `chat`) or is translated to one.
+`preparation` turns it into prompts and settings, with the tokenizer; the runtime generates; `splitting` tells text,
+reasoning and calls apart; a serializer of the API (`api`) makes a body or events from these, and `sending` sends them.
 
-An API is a package beside this one: types of requests with their translation, a `Serializer`, the types of what it
-sends, and its operations, which `runtime.server.app` lists. Nothing here knows any of them.
+An API is a package beside this one: its types of requests and their translation, a `Serializer`, the types that it
+sends, and its operations, which `runtime.server.app` lists. Nothing here depends on a particular API.
 """

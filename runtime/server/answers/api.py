@@ -1,4 +1,4 @@
-"""The interface of an API: from the tokens of generations that have begun to a response."""
+"""The interface that an API implements to turn the tokens of generations into a response."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from runtime.server.timelines import Timeline
 
 
-# The longest time between two events. Clients and proxies give up connections on which nothing comes for a minute.
+# The longest time between two events. Clients and proxies give up a connection that is silent for a minute.
 _KEEP_ALIVE_S = 15.0
 
 
@@ -36,7 +36,7 @@ class Event:
     """A server-sent event.
 
     Attributes:
-        data: for JSON; or a text as it is.
+        data: an object to send as JSON, or a text to send as it is.
         name: its type, for APIs that name it outside of the data.
     """
 
@@ -56,7 +56,7 @@ class Serializer(ABC):
     arrive, and at the end `last_events` or `error_events`.
 
     Attributes:
-        keep_alive: what is sent where there is no event for `interval_s`.
+        keep_alive: what is sent after `interval_s` without tokens if there are no `idle_events`.
         id: the response's id; random, so that other clients cannot guess it.
         interval_s: seconds without tokens after which `idle_events` are sent.
     """
@@ -82,14 +82,14 @@ class Serializer(ABC):
 
     @abstractmethod
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """The events before any token: that the request was accepted, in APIs that say so."""
+        """The events before any token, by which some APIs say that the request was accepted."""
 
     @abstractmethod
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
-        """The events of the next tokens; not empty."""
+        """The events of the next tokens, of which there is at least one."""
 
     def idle_events(self, statistics: Statistics) -> Sequence[Event]:
-        """The events where no token has come for `interval_s`; none for `keep_alive`."""
+        """The events to send when no token has come for `interval_s`; if there are none, `keep_alive` is sent."""
         return ()
 
     @abstractmethod
@@ -101,12 +101,12 @@ class Serializer(ABC):
         """The events that end a response whose generation has failed."""
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
-        """The whole response, as `whole`, with all of its choices; called for the first. By default there is one."""
+        """The response as one body, with all choices; the first one's serializer is called. By default there is one."""
         (choice,) = choices
         return self.whole(choice.tokens, choice.statistics())
 
     def last_events_of(self, choices: Sequence[Choice]) -> Sequence[Event]:
-        """The events after the last token of all choices, likewise."""
+        """The events after the last token of all choices; called likewise."""
         (choice,) = choices
         return self.last_events(choice.statistics())
 
@@ -116,8 +116,8 @@ class Choice:
     """One generation of a request, which has begun.
 
     Attributes:
-        stream: gives its tokens; None where nothing is to be generated.
-        tokens: all of them, for a response as one body.
+        stream: gives its tokens; None if nothing is to be generated.
+        tokens: all of its tokens, for a response as one body.
     """
 
     serializer: Serializer
@@ -139,11 +139,11 @@ Begin = Callable[[Sequence[Choice]], Choice]
 class Choices:
     """The choices of one response, which begin in order and a few at a time; a context manager that ends all of them.
 
-    The models take up generations in the order in which they were begun. So a request for many texts does not keep the
-    requests of others waiting for all of them.
+    The models take up generations in the order in which they began. If a request for many texts began them all at
+    once, the requests of others would wait for all of them.
 
     Attributes:
-        begins: begin one each, at least one.
+        begins: functions that begin one choice each; at least one.
         max_at_once: how many may be at work or wait for the models, >= 1; None for all.
     """
 
@@ -153,17 +153,17 @@ class Choices:
     _is_closed: bool = attrs.field(default=False, init=False)
 
     async def begin_first(self) -> None:
-        """Begin as many as may be at work at once; at least one. Raises: OutriderError: one cannot begin."""
+        """Begin the first `max_at_once` choices. Raises: OutriderError: one cannot begin."""
         most = math.inf if self._max_at_once is None else self._max_at_once
         while len(self.begun) < most and await self.begin_next() is not None:
             pass
 
     async def begin_next(self) -> int | None:
-        """Begin the next one, once another has ended. Returns its index; None if there is none.
+        """Begin the next choice, once another has ended. Returns its index; None if none is left.
 
         Raises: OutriderError: it cannot begin. Cancellation: nothing has begun.
         """
-        # To begin one takes a while where the prompt is long.
+        # With a long prompt, beginning takes a while.
         await trio.lowlevel.checkpoint()
         begin = None if self._is_closed else next(self._begins, None)
         if begin is None:
@@ -190,10 +190,10 @@ class Answer:
     """A generation that has begun, as its serializer sees it.
 
     Attributes:
-        splitter: splits the tokens into parts; new.
-        watch: keeps the models' activity under the response's id from now on, and returns it.
+        splitter: splits the tokens into parts; it has had none yet.
+        watch: records the models' activity under the response's id from now on, and returns the record.
         index: of this choice in the response.
-        counts_prompt: whether the usage has the prompt's tokens; they are counted once for all choices of a prompt.
+        counts_prompt: whether its usage includes the prompt's tokens, which count once for all choices of a prompt.
         echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
         is_empty: whether nothing is generated.
         first: the serializer of the response's first choice; None if this is the first.

@@ -17,7 +17,7 @@ from runtime.server.middleware import with_headers
 class _WithoutEffect: ...
 
 
-# A field that clients send and on which no answer could depend; of any type.
+# A field that clients send but that cannot affect any answer; of any type.
 NoEffect = Annotated[Any, _WithoutEffect(), Field(description="accepted without effect")]
 
 # A field of responses, which clients send back as part of a conversation; of any type.
@@ -30,7 +30,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     def take_other_names(self) -> None:
-        """Take fields that were given as null under their first name from another name of theirs.
+        """Where a field is null under its first name, take the value that was given under one of its other names.
 
         Raises: pydantic.ValidationError: the value is invalid.
         """
@@ -45,9 +45,9 @@ class Body(BaseModel):
                     break
 
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
-        """Names of given fields that are ignored, dotted for those of objects within it, and whether they are known.
+        """Names of the given fields that are ignored, dotted within nested objects, and whether each is known.
 
-        Without unknown ones that are null or [], which ask for nothing. A name may come more than once.
+        Unknown fields that are null or [] are left out: they ask for nothing. A name may come more than once.
         """
         for name, value in (self.model_extra or {}).items():
             if value is not None and value != []:
@@ -56,7 +56,7 @@ class Body(BaseModel):
             value = getattr(self, name)
             if value is not None and any(isinstance(mark, _WithoutEffect) for mark in field.metadata):
                 yield name, True
-            # An object that is kept as it came, such as a JSON schema, has no names.
+            # An object that is kept as it came, such as a JSON schema, has no fields to ignore.
             for body in value if isinstance(value, list) else [value]:
                 if isinstance(body, Body):
                     yield from ((f"{name}.{inner}", is_known) for inner, is_known in body.ignored_names())
@@ -64,7 +64,7 @@ class Body(BaseModel):
 
 IGNORED_HEADER = "X-Outrider-Ignored"
 
-# Names of unknown fields are the client's. These can stand in a header.
+# The client chooses the names of unknown fields. Only these can stand in a header.
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _MAX_HEADER_NAMES = 32
 
@@ -74,9 +74,9 @@ class IgnoredFields:
     """The names of a request's fields that are ignored.
 
     Attributes:
-        unknown: that a body does not have, dotted within other objects.
-        without_effect: that it has, and on which no answer depends.
-        known: of all fields of the body.
+        unknown: names that the body's type does not have, dotted within nested objects.
+        without_effect: names that it has, but on which no answer depends.
+        known: names of all fields of the body's type.
     """
 
     unknown: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class IgnoredFields:
         return ", ".join([*fit, *others]) or None
 
     def named_by(self, send: Send) -> Send:
-        """`send` of ASGI, with the header in the response if there are any."""
+        """`send` of ASGI that adds the header to the response, if any field is ignored."""
         value = self.header
         return send if value is None else with_headers(send, [(IGNORED_HEADER.lower().encode(), value.encode())])
 
@@ -124,7 +124,7 @@ class RequestBody(Body):
 
 
 def ignored_fields(body: Body, taken: Set[str] = frozenset()) -> IgnoredFields:
-    """The fields of a body that are ignored; `taken` are names that it does not have, and that have an effect."""
+    """The fields of a body that are ignored; `taken` are names that its type does not have, but that have an effect."""
     names = dict.fromkeys(body.ignored_names())
     return IgnoredFields(
         tuple(name for name, is_known in names if not is_known and name not in taken),

@@ -1,4 +1,4 @@
-"""A chat to continue, in no API's form but that of chat templates; requests of the APIs are translated to it."""
+"""A chat to continue, in the form of chat templates and not of any API; the APIs translate their requests to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Content = str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)
 
 
 def joined(content: str | list[Any]) -> str:
-    """The text of a content in any of the APIs."""
+    """The text of a message's content, in any of the APIs."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -60,7 +60,7 @@ class ChatMessage(Body):
 
     @property
     def may_go_on(self) -> bool:
-        """Whether an answer continues the message, if it is the last one and the request says nothing else."""
+        """Whether an answer continues the message if it is the last one, unless the request says otherwise."""
         return self.role == "assistant" and not self.has_calls
 
     def plain(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Prediction(Body):
     content: Content
 
 
-# What `apply_chat_template` takes beside variables of the template. A template is a program, and is the model's own.
+# Parameters of `apply_chat_template` that are no variables. A template is a program: only the model's own may run.
 _NO_VARIABLES = frozenset(
     (
         *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -107,7 +107,7 @@ class Chat(Request):
 
     prompt_field = "messages"
     is_chat = True
-    # The bounds of lists of objects are for the time of reading them.
+    # Lists of objects are bounded for the time that it takes to read them.
     messages: list[ChatMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -240,7 +240,7 @@ def checked_tools(
 
 # --- translation ----------------------------------------------------------------------------------
 
-# Fields that each API says in its own way.
+# Fields that each API has in a form of its own.
 _OF_ITS_OWN = frozenset(
     (
         *("model", "stream", "max_tokens", "n_predict", "messages", "response_format", "thinking"),

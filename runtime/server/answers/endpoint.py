@@ -1,4 +1,4 @@
-"""The way of a request: from its body to a stream of tokens, and the response to it."""
+"""The way of a request: from its body to a stream of tokens, and from there to the response."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ R = TypeVar("R", bound=RequestBody)
 async def read_request(
     context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive, client: str
 ) -> B:
-    """The body of a request, parsed; in another thread where that takes long.
+    """The body of a request, parsed; in another thread if it is long.
 
     Raises:
         ErrorResponse: the request is rejected.
@@ -48,7 +48,7 @@ async def read_request(
     limits = context.limits
     with context.body_memory.claim() as claim:
         body = await read_body(scope, receive, limits.max_body_bytes, limits.body_s, claim)
-        # A long one is not read on trio's thread, which serves everybody.
+        # A long one is not parsed on trio's thread, which serves everybody.
         if len(body) <= SHORT:
             return parse(body)
         return await context.preparation.run(partial(parse, body), len(body), client)
@@ -80,7 +80,7 @@ class TokenizerEndpoint(Generic[R]):
     _field_and_length: Callable[[R], tuple[str, int]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected; nothing was sent. Cancellation: as of `FairThreads.run`."""
+        """Raises: ErrorResponse: the request is rejected; nothing was sent. Cancellation: as for `FairThreads.run`."""
         context, client = self._context, client_address(scope)
         with suppress(ClientGone):
             body = await read_request(context, self._parse, scope, receive, client)
@@ -106,7 +106,7 @@ class Endpoint(Generic[B]):
     """An ASGI application that generates for one type of request; `B` is the type of its parsed body.
 
     Attributes:
-        parse: parses and validates a body, in another thread where that is long; may raise ErrorResponse.
+        parse: parses and validates a body, in another thread if it is long; may raise ErrorResponse.
         serializer: returns the serializer of the response, or of one of its choices.
         request: returns the `Request` that a body stands for; by default, it is one.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
-# The tokens before the prefix, before the suffix, and before the middle; without the last, the prefix comes last.
+# The tokens before prefix, suffix and middle, by family. A family without the last one puts the prefix last.
 _FAMILIES = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen-Coder, CodeGemma, Granite 4
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite Code, Seed-Coder
@@ -23,13 +23,13 @@ _FAMILIES = (
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
     ("[PREFIX]", "[SUFFIX]"),  # Codestral
 )
-# Tokens with which some of these models end what they write in the middle, beside their end of text.
+# Tokens with which some of these models end the middle, besides their end of text.
 _ENDS = (
     *("▁<EOT>", "<|endoftext|>", "<|file_separator|>", "<|file_sep|>", "<file_sep>", "<|repo_name|>", "<reponame>"),
     *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "[MIDDLE]"),
 )
 
-# What is put in front of a suffix, and its tokens left out: a character that is part of no longer token.
+# Put in front of a suffix that is tokenised, and removed from the tokens: a character that is part of no longer token.
 _FRONT = "☺"
 
 
@@ -38,7 +38,7 @@ class FillInMiddle:
     """The fill-in-the-middle tokens of one tokenizer.
 
     Attributes:
-        prefix, suffix, middle: ids of the tokens in front of each; the middle's is None where the prefix comes last.
+        prefix, suffix, middle: ids of the tokens in front of each; the middle's is None if the prefix comes last.
         stop_tokens: ids of the tokens with which the text in the middle ends.
     """
 
@@ -57,7 +57,7 @@ class FillInMiddle:
         begin = [id for id in first if id == tokenizer.bos_token_id]
         before, after = encoded(prefix), encoded(suffix)
         if suffix and _adds_space(tokenizer, encoded("x")):
-            # A suffix goes on where the middle ends. With a text in front of it, no space is added to it.
+            # A suffix continues the middle, so it must get no space. Behind another text, the tokenizer adds none.
             joined, front = encoded(_FRONT + suffix), encoded(_FRONT)
             after = joined[len(front) :] if joined[: len(front)] == front else after
         if self.middle is None:
@@ -72,7 +72,7 @@ def _adds_space(tokenizer: TokenizerWrapper, tokens: Sequence[int]) -> bool:
 
 
 def fill_in_middle(tokenizer: TokenizerWrapper) -> FillInMiddle | None:
-    """The fill-in-the-middle tokens of a tokenizer, or None; its whole vocabulary is listed, which takes a while."""
+    """The fill-in-the-middle tokens of a tokenizer, or None. Takes a while, as it lists the whole vocabulary."""
     vocabulary: Mapping[str, int] = tokenizer.get_vocab()
     for names in _FAMILIES:
         if all(name in vocabulary for name in names):

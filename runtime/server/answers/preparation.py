@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from runtime.generation.grammar import Grammar
     from runtime.generation.token_stream import TokenStream
 
-# Tokens and likely other tokens of all answers to a request. Each takes some 60 bytes of JSON, and several times that
-# in memory.
+# Most tokens that a response may name: those of all answers, and the likely others beside them. Each takes some 60
+# bytes of JSON, and several times that in memory.
 MAX_NAMED_TOKENS = 2**20
 
-# Tokens of a prediction, which is indexed as a prompt is, and costs as much memory.
+# Most tokens of a prediction. It is indexed like a prompt, and takes as much memory.
 _MAX_PREDICTED_TOKENS = 2**15
 
-# Characters of a prompt in whose time a key of `logit_bias` is tokenised: each is a call of its own.
+# To tokenise one key of `logit_bias` takes as long as these characters of a prompt: each key is a call of its own.
 _CHARACTERS_OF_KEY = 128
 
 
@@ -50,7 +50,7 @@ class PreparedPrompt:
     """One prompt of a request.
 
     Attributes:
-        settings: of its generations; `max_tokens` may be 0, and then there is none.
+        settings: of its generations; with a `max_tokens` of 0, nothing is generated.
         echo, score: see `Answer`.
     """
 
@@ -76,7 +76,7 @@ class _Encoded:
 
     Attributes:
         prompts: at least one; a chat is one.
-        ends: tokens that end the answers beside the end of text, where a model fills in the middle.
+        ends: tokens that end the answers besides the end of text, if the model fills in the middle.
     """
 
     prompts: Sequence[tuple[int, ...]]
@@ -89,7 +89,7 @@ class Preparation:
 
     Attributes:
         client: the client's address; clients take turns at long prompts and at schemas.
-        tools: that the model may call; None for none.
+        tools: those that the model may call; None for none.
     """
 
     def __init__(self, context: ServerContext, model: LoadedModel, request: Request, client: str) -> None:
@@ -106,7 +106,7 @@ class Preparation:
 
         Raises:
             OutriderError: a setting or a prompt is invalid, or the target has failed.
-            ErrorResponse: a prompt or what may be answered is too long, or the JSON schema cannot be compiled.
+            ErrorResponse: a prompt or the possible response is too long, or the JSON schema cannot be compiled.
         """
         max_tokens = self._max_tokens()
         encoded, grammar = await self._encoded_and_grammar()
@@ -142,14 +142,14 @@ class Preparation:
         constraint, schemas, tools = self.request.constraint, self.model.schemas, self.tools
         format = None if tools is None else check_callable(tools, self.tokenizer)
         if tools is None or format is None:
-            # First, as it may turn out invalid.
+            # The grammar first, as it may turn out to be invalid.
             grammar = None if constraint is None else await schemas.grammar(constraint, self._client)
             return await self._encoded(), grammar
         if constraint is not None and constraint.kind != "json":
             message = f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out"
             raise ErrorResponse(400, message, param=constraint.field)
         encoded = await self._encoded()
-        (prompt,) = encoded.prompts  # of a chat
+        (prompt,) = encoded.prompts  # a chat has one
         if constraint is None and not tools.needs_grammar:
             return encoded, None
         write = partial(self._call_grammar, tools, format, prompt)
@@ -216,7 +216,7 @@ class Preparation:
             settings["prediction"] = await self._context.preparation.run(encode_ahead, len(predicted), self._client)
         if grammar is not None:
             settings["logits_processors"] = [grammar]
-        # Before any model work. What the request does not say, the server may have a default for.
+        # Before any model work. This adds the server's defaults for what the request leaves out.
         whole = runtime.check_settings({**settings, "max_tokens": max_tokens or None})
         settings["seed"] = whole.seed
         if whole.ignore_eos:
@@ -241,7 +241,7 @@ class Preparation:
         return limit if requested is None else min(requested, limit)
 
     def _check_size(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> None:
-        """Check the size that the response may have, with what it names; a single plain answer may be of any."""
+        """Check how many tokens the response may name. For a single answer without log-probabilities, any number."""
         request = self.request
         # No answer is longer than the context.
         bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
@@ -309,7 +309,7 @@ def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = Non
 
 def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     """The token ids of a prediction, cut to the first 32,768."""
-    # Of text that is no code, a token has some five characters.
+    # Cut generously before: in text that is not code, a token has some five characters.
     tokens: list[int] = tokenizer.encode(text[: 16 * _MAX_PREDICTED_TOKENS], add_special_tokens=False)
     return tokens[:_MAX_PREDICTED_TOKENS]
 
@@ -334,14 +334,14 @@ def _is_id(key: str) -> bool:
 
 
 def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
-    """A logits processor that forbids tokens which end a text, until the text has a length.
+    """A logits processor that forbids the tokens that end a text until the text has `length` tokens.
 
-    Drafter and target apply it to the same texts, so what is proposed is judged by the same rule. Where nothing else is
-    allowed, as after JSON that is complete, the text may end.
+    Drafter and target apply it to the same texts, so proposals are drawn and judged by the same rule. Where no other
+    token is allowed, as after complete JSON, the text may end.
 
     Args:
         length: in tokens, prompt included.
-        ends: ids of the tokens; those beyond the model's vocabulary do not matter.
+        ends: ids of the tokens that end a text; those beyond the model's vocabulary do not matter.
     """
     ids = sorted(ends)
 
@@ -355,7 +355,7 @@ def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
     return stateless(forbid)
 
 
-# Tokens before an answer that decide where its first spaces go, and complete its first character.
+# Last tokens of a prompt, decoded with its answer: they decide on its first space, and may begin its first character.
 _NUM_LAST = 16
 
 
@@ -366,7 +366,7 @@ class Echo:
     Attributes:
         tokens: the text of each token, decoded alone.
         offsets: where in `text` each token begins.
-        last_ids: its last tokens, with which what follows is decoded.
+        last_ids: its last tokens, with which the text that follows is decoded.
     """
 
     text: str

@@ -18,7 +18,7 @@ from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Kind
 # Clients send "" for none.
 Stop = Annotated[str, Field(max_length=1000)]
 MinusOne = Annotated[int, Field(ge=-1, le=-1)]
-# -1 for as many as there may be.
+# -1 for as many as fit into the context.
 MaxTokens = Annotated[int, Field(ge=1)] | MinusOne
 # A token id, or a text.
 BiasKey = Annotated[str, Field(min_length=1, max_length=100)]
@@ -32,7 +32,7 @@ def _biases(biases: Any) -> Any:
     # llama.cpp's form: pairs of an id or a text and a bias, which is false for a token that is forbidden.
     if isinstance(biases, list) and len(biases) <= _MAX_BIASES and all(map(_is_pair, biases)):
         biases = {str(key): -MAX_NUMBER if bias is False else bias for key, bias in biases}
-    # The field's own bound is checked last, after the problems of all entries were gathered.
+    # Checked here, as pydantic checks the field's own bound last, after it has gathered the problems of all entries.
     if isinstance(biases, (dict, list)) and len(biases) > _MAX_BIASES:
         context = {"field_type": "Dictionary", "max_length": _MAX_BIASES, "actual_length": len(biases)}
         raise PydanticKnownError("too_long", context)
@@ -149,9 +149,9 @@ class ConstrainedRequest(GenerationBody):
 
 
 class Request(ConstrainedRequest):
-    """A request for one or more generations. What needs more than a copy of a setting's declaration stands here.
+    """A request for one or more generations. Its own fields are those that are not simply copies of a setting.
 
-    A field that is missing or null has the runtime's default. Only for a context size null is a value, the whole text.
+    A missing or null field takes the runtime's default. Only a context size has null as a value: the whole text.
 
     Attributes:
         prompt_field: the name of the field that has the prompt.
@@ -189,7 +189,7 @@ class Request(ConstrainedRequest):
 
     @property
     def suffix_text(self) -> str | None:
-        """The text behind the answers, which stand between their prompt and it; None where they continue the prompt."""
+        """The text that follows the answers, for fill-in-the-middle; None if the answers only continue the prompt."""
         return None
 
     @property
@@ -224,7 +224,7 @@ class Request(ConstrainedRequest):
 
     @property
     def num_scored(self) -> int | None:
-        """The most that either of both needs for the prompt; None not to score it."""
+        """As `num_prompt_logprobs`, also for an echo of the prompt; None if its log-probabilities are not needed."""
         asked = (self.num_prompt_logprobs, self.num_logprobs if self.echoes else None)
         return max((number for number in asked if number is not None), default=None)
 
@@ -296,5 +296,5 @@ class Request(ConstrainedRequest):
             # For the runtime, 0 would turn off the log-probability of the token itself, too.
             settings["logprobs"] = max(1, self.num_logprobs)
         elif self.num_candidates > self.num_choices:
-            settings["logprobs"] = 1  # by which the best are told
+            settings["logprobs"] = 1  # to choose the best
         return settings

@@ -18,9 +18,9 @@ from runtime.server.answers.api import Choice, Choices, Event
 from runtime.server.errors import error_response_of
 from runtime.server.fair_threads import FairThreads
 
-# Tokens of a response that is made at once on trio's thread: with log-probabilities, in a few milliseconds.
+# Most tokens of a response that is made on trio's thread: with log-probabilities, it takes a few milliseconds.
 SHORT_RESPONSE = 512
-# Values that are encoded in one call, which holds the GIL, and with it every other thread: below a millisecond.
+# Most values encoded in one call, which holds the GIL and so stops every other thread: below a millisecond.
 _MAX_AT_ONCE = 1000
 
 _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
@@ -31,7 +31,7 @@ async def encoded_aside(
 ) -> bytes:
     """The JSON of a response, made by `make`: in another thread if it names more than `SHORT_RESPONSE` tokens.
 
-    Cancellation: as of `FairThreads.run`.
+    Cancellation: as for `FairThreads.run`.
     """
 
     def encoded() -> bytes:
@@ -57,7 +57,7 @@ def json_pieces(value: Any) -> Iterator[str]:
 
 
 def _num_values(value: Any, most: int) -> int:
-    """How many values a value consists of, itself included; where that is more than `most`, any number above it."""
+    """The number of values in a value, itself included; if there are more than `most`, any number above `most`."""
     num, waiting = 0, [value]
     while waiting and num <= most:
         num += len(waiting)
@@ -71,8 +71,8 @@ def _num_values(value: Any, most: int) -> int:
     return num
 
 
-# Tokens of a response, with the likely others that they name, that wait for a client which reads more slowly than the
-# models write; some 5 MB. Up to here, a stream ends and makes room for the next one whether or not its client reads.
+# Most tokens of a response, with the likely others that they name, that wait for a client slower than the models; some
+# 5 MB. An answer within this bound ends and makes room for the next stream whether or not its client reads.
 _MAX_BUFFERED = 2**14
 
 _EVENT_HEADERS = [

@@ -53,7 +53,7 @@ _HINTS = {
     for name, hint in get_type_hints(Settings, localns={"mx": mx}).items()
     if options_of(Settings)[name].in_requests and name not in _IN_OTHER_FORMS
 }
-# Settings for which null asks for something else than the default.
+# Settings for which null asks for something other than the default.
 NULL_IS_A_VALUE = {
     name for name, hint in _HINTS.items() if NoneType in get_args(hint) and attrs.fields_dict(Settings)[name].default
 }

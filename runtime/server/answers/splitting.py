@@ -31,7 +31,7 @@ class AnswerSplitter:
     has_calls: bool = attrs.field(init=False, default=False)
 
     def add(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
-        """The parts that the next tokens add: text may be withheld that can be the beginning of a tag or a call."""
+        """The parts that the next tokens add. Text that may be the beginning of a tag or a call is withheld."""
         if self.has_reasoning:
             self.num_reasoning_tokens += sum(token.is_thinking for token in tokens)
         parts = self._reader.add("".join(token.text for token in tokens))
@@ -49,7 +49,7 @@ class ShownTokens:
     """Changes the texts of an answer's tokens to what a request wants to see."""
 
     def __init__(self, request: Request, tokenizer: Any) -> None:
-        # Calls, where there may be some, are told apart by special tokens.
+        # Where there may be calls, special tokens stay: calls are recognised by them.
         has_tools = request.has_tools
         self._tokenizer = tokenizer
         self._shows_stop = bool(request.include_stop_str_in_output)

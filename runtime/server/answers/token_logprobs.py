@@ -71,10 +71,10 @@ def finite(logprob: float | None) -> float:
 
 
 def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int] | None:
-    """The bytes of a token, whose text is that of the token decoded alone.
+    """The bytes of a token; `text` is the token decoded alone.
 
-    Returns: None where they are unknown: the token is part of a character, of a tokenizer that has neither byte-level
-        tokens nor byte fallback.
+    Returns: None if they are unknown: the token is part of a character, and the tokenizer has neither byte-level tokens
+        nor byte fallback.
     """
     if "\ufffd" not in text:
         return list(text.encode())
