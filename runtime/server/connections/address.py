@@ -13,7 +13,7 @@ from protocol.reprs import shown
 from protocol.validation import check_integer
 from runtime.server.limits import DEFAULT_CONNECTIONS
 
-# A variable for the API key: other users of a machine can read its command lines.
+# An environment variable for the API key: other users of a machine can read its command lines.
 KEY_VARIABLE = "OUTRIDER_API_KEY"
 
 # An origin exactly as browsers send it; anything else would never match.

@@ -25,7 +25,7 @@ Claim = Callable[[int], Awaitable[None]]
 class BodyMemory:
     """A bound on the bytes of all bodies together. Bodies wait for room in the order in which they ask for it.
 
-    A body claims all that it may need at once: of two that had half of it each, neither could be completed.
+    A body claims all that it may need at once: two bodies that each held half of the memory could never be completed.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -35,7 +35,7 @@ class BodyMemory:
 
     @contextmanager
     def claim(self) -> Iterator[Claim]:
-        """The claim of a body, which is given up at the end of the block."""
+        """A claim for one body. Its bytes are given back at the end of the block."""
         claimed = 0
 
         async def claim(num_bytes: int) -> None:
@@ -65,7 +65,7 @@ def client_address(scope: Scope) -> str:
 
 
 def corpus_owner(scope: Scope) -> bytes:
-    """Whose texts a client may copy from: those of its address and API key. A digest, which tells neither."""
+    """The owner of the texts that a client's drafts may copy from: a digest of its address and API key."""
     headers = dict(scope["headers"])
     keys = (headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
     return hashlib.sha256(repr((client_address(scope), *keys)).encode()).digest()
@@ -75,18 +75,18 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     """The body of a request, if all of it arrives within `within_s` seconds, the wait for memory included.
 
     Raises:
-        ErrorResponse: the body is too long, arrives too slowly, or its content type is not JSON; or other bodies have
-            taken the memory all the time.
+        ErrorResponse: the body is too long, arrives too slowly, or its content type is not JSON; or other bodies took
+            up the memory for all of that time.
         ClientGone: the client has left.
 
     Cancellation: part of the body may have been received.
     """
     headers = dict(scope["headers"])
-    # For any other content type, a browser would send the request of a page of another host without asking first.
+    # With other content types, a browser would send a request for a page of another host without asking first.
     if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
         raise ErrorResponse(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
     too_long = ErrorResponse(413, f"the body is longer than {max_bytes} bytes; shorten it")
-    # Such a body is not read. Python refuses to convert very many digits.
+    # A body that says that it is too long is not read. Python refuses to convert very many digits.
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and (len(announced) > 18 or int(announced) > max_bytes):
         raise too_long
@@ -102,7 +102,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
             if not message.get("more_body", False):
                 return bytes(body)
             if len(body) > FREE_BYTES and not has_room:
-                # The rest is not read before: its sender has to wait.
+                # The rest is not read until there is room, so its sender has to wait.
                 await claim(int(announced) if announced.isdigit() else max_bytes)
                 has_room = True
     if len(body) > FREE_BYTES and not has_room:

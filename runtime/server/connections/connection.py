@@ -45,10 +45,10 @@ async def send_in_pieces(send: Callable[[bytes, bool], Awaitable[None]], data: b
 logger = logging.getLogger("outrider")
 
 _MAX_HEAD_BYTES = 2**14
-_MAX_REQUESTS = 1000  # of one connection; the next client that waits for a connection has its turn
+_MAX_REQUESTS = 1000  # of one connection; then another client that waits for one has its turn
 
-# Bytes of further requests that are kept until the current one is answered. With more, the connection is not read, and
-# so a client that leaves is not noticed until then.
+# Most bytes of further requests that are kept until the current one is answered. Once they are reached, the connection
+# is not read until then, so the server does not notice if the client leaves.
 _MAX_PIPELINED_BYTES = 2**16
 
 # A connection that is closed while unread data waits is reset, and an answer such as "too long" would not arrive. So
@@ -56,7 +56,7 @@ _MAX_PIPELINED_BYTES = 2**16
 _LINGER_S = 2.0
 _MAX_LINGER_BYTES = 16 * 2**20
 
-# What a client is told whose request does not reach the application.
+# What a client is told if its request does not reach the application.
 _ERRORS = {
     400: "this is not a request of HTTP/1.1",
     431: f"the head of the request is longer than {_MAX_HEAD_BYTES} bytes; shorten it",
@@ -95,13 +95,13 @@ class Connection:
     _must_close: bool = attrs.field(init=False, default=False)  # after this request
     _num_requests: int = attrs.field(init=False, default=0)
     _sending: trio.Lock = attrs.field(init=False, factory=trio.Lock)
-    # Around whatever reads from the stream now.
+    # Around the code that is reading from the stream.
     _listening: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
-    _has_left: bool = attrs.field(init=False, default=False)  # the client, or it sent what is not HTTP
+    _has_left: bool = attrs.field(init=False, default=False)  # the client; true also if it sent what is not HTTP
     _is_broken: bool = attrs.field(init=False, default=False)  # nothing more can be sent
 
     async def run(self) -> None:
-        """Answer the client's requests until it leaves, or may ask no more; then close the connection.
+        """Answer the client's requests until it leaves or may send no more; then close the connection.
 
         Cancellation: cancels the application.
         """
@@ -157,7 +157,7 @@ class Connection:
         return None
 
     def _receive(self, data: bytes) -> None:
-        """Take received bytes; empty lines before a request are skipped, which some clients send after a body."""
+        """Take received bytes, but skip empty lines before a request, which some clients send after a body."""
         if not self._has_begun:
             data = data.lstrip(b"\r\n")
         if data:
@@ -170,7 +170,7 @@ class Connection:
         put, take = trio.open_memory_channel[Message](1)
         self._listening = trio.CancelScope()
         self._is_head_request = request.method == b"HEAD"
-        # Such a request may be one for a proxy and two for the next server.
+        # With both headers, a proxy may have taken for one request what others take for two (request smuggling).
         names = {name for name, _ in request.headers}
         self._must_close = {b"content-length", b"transfer-encoding"} <= names
         if self._http.they_are_waiting_for_100_continue:
@@ -196,9 +196,9 @@ class Connection:
             self._has_left = True
 
     async def _hand_on(self, put: trio.MemorySendChannel[Message]) -> bool:
-        """Hand to the application what has been received of the body.
+        """Hand the received part of the body to the application.
 
-        Returns: False if that is not HTTP, which the client has been told; then the application is told that it left.
+        Returns: False if it is not HTTP. Then the client is sent an error, and the application is told that it left.
         """
         body, is_last = bytearray(), False
         try:
@@ -311,14 +311,14 @@ def _http() -> h11.Connection:
 def _scope(request: h11.Request, addresses: dict[str, Any]) -> Scope:
     target, headers = request.target, list(request.headers)
     if _ABSOLUTE.match(target):
-        # As a proxy is asked. The address in it takes the place of the header Host.
+        # A URL, as in requests to a proxy. Its host takes the place of the header Host.
         _, _, rest = target.partition(b"://")
         host = re.split(rb"[/?]", rest)[0]
         target = rest[len(host) :]
         target = target if target.startswith(b"/") else b"/" + target
         headers = [(b"host", host), *((name, value) for name, value in headers if name != b"host")]
     if any(name == b"transfer-encoding" for name, _ in headers):
-        headers = [(name, value) for name, value in headers if name != b"content-length"]  # it does not count
+        headers = [(name, value) for name, value in headers if name != b"content-length"]  # it does not count then
     path, _, query = target.partition(b"?")
     return {
         "type": "http",

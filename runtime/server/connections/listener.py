@@ -17,7 +17,7 @@ from runtime.server.limits import DEFAULT_CONNECTIONS, Limits
 class ConnectionSlots:
     """A limited number of connections; while a client waits for a place, the longest idle one is closed.
 
-    Otherwise whoever opens connections and asks nothing would keep everybody else out.
+    Otherwise a client that opens connections and sends no requests would keep everybody else out.
     """
 
     def __init__(self, number: int) -> None:
@@ -44,7 +44,7 @@ class ConnectionSlots:
                 return
 
     def add(self, connection: Connection) -> None:
-        """Add a connection, which has a place."""
+        """Add a connection that has taken a place."""
         self._connections[connection] = None
 
     def remove(self, connection: Connection) -> None:
@@ -70,7 +70,7 @@ class ConnectionSlots:
 
 logger = logging.getLogger("outrider")
 
-# Errors of `accept` that say that the system lacks something, which may come back.
+# Errors of `accept` for a shortage of something in the system, which may pass.
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _RETRY_S = 0.1
 _WARNING_INTERVAL_S = 60.0
@@ -132,10 +132,10 @@ class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
         self.socket = listener.socket
         self._listener = listener
         self._slots = slots
-        self._next_warning_s = 0.0  # of trio's clock
+        self._next_warning_s = 0.0  # on trio's clock
 
     async def accept(self) -> trio.SocketStream:
-        # Accepted first: before, nobody knows whether a client waits for a place.
+        # Accepted before it has a place: only then is it known that a client waits for one.
         stream = await self._accept()
         try:
             await self._slots.take()

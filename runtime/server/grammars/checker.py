@@ -28,12 +28,12 @@ class CheckerGoneError(OutriderError):
 
 
 class GrammarCheck(Protocol):
-    """Finds whether a grammar is cheap."""
+    """Finds out whether a grammar is cheap to compile."""
 
     async def __call__(self, grammar: str, /) -> Outcome:
         """How compiling `grammar`, which is in llguidance's own format, has ended.
 
-        Raises: OutriderError: that cannot be found. Cancellation: ends the compilation at once.
+        Raises: OutriderError: that cannot be found out. Cancellation: ends the compilation at once.
         """
 
 
@@ -67,7 +67,7 @@ class GrammarChecker:
         if self._outbox is None:
             self._outbox, inbox = trio.open_memory_channel[dict[str, Any]](float("inf"))
             self._nursery.start_soon(self._run, inbox)
-        # Of the process that gets this job. By the end of the job, another process may have taken its place.
+        # The outbox of the process that gets this job: by the end of the job, another process may have replaced it.
         id, job, outbox = next(self._ids), _Job(), self._outbox
         self._jobs[id] = job
         # Another task sends it: a cancellation of this task could leave half of a message in the pipe.

@@ -47,7 +47,7 @@ class Constraint:
 
     @property
     def schema(self) -> Mapping[str, Any] | bool:
-        """The JSON schema, of the kind "json". Raises: ConstraintError: it is not JSON, or no schema."""
+        """The JSON schema, for the kind "json". Raises: ConstraintError: it is not JSON, or no schema."""
         value: Any = self.value
         try:
             schema: Mapping[str, Any] | bool = json.loads(value) if isinstance(value, str) else value

@@ -22,11 +22,11 @@ from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Constrain
 if TYPE_CHECKING:
     from runtime.generation.grammar import Grammar
 
-# Schemas that are compiled at once: of all clients, and of one. The cost of each is limited by `grammar_checker`.
+# Most schemas that are compiled at once: of all clients, and of one. `grammar_checker` limits the cost of each.
 _MAX_COMPILING = 4
 _MAX_COMPILING_PER_CLIENT = 2
 
-# Checked schemas whose outcome is kept.
+# How many checked schemas have their outcome kept.
 _MAX_OUTCOMES = 1024
 
 _PROBLEMS: dict[Outcome, str] = {
@@ -80,7 +80,7 @@ class Schemas:
     _outcomes: OrderedDict[bytes, Outcome] = attrs.field(factory=OrderedDict)
 
     async def grammar(self, constraint: Constraint, client: str) -> Grammar:
-        """The logits processor for a constraint, of a client at an address; clients take turns.
+        """The logits processor for a constraint; clients, told apart by their addresses, take turns.
 
         Raises: ErrorResponse: the constraint is invalid or unsupported, is too expensive, or had to wait too long.
 
@@ -96,7 +96,7 @@ class Schemas:
 
         Args:
             write: writes the grammar, in llguidance's own format; with True it leaves the schemas of the tools out.
-            is_strict: whether the schemas must be followed; otherwise those that cannot be are left out.
+            is_strict: whether the schemas must be followed; otherwise they are left out if they cannot be.
 
         Raises, Cancellation: as `grammar`.
         """

@@ -38,7 +38,7 @@ from runtime.server.models.served_model import ConfigFileError, ServedModel
 
 _OF_FILE = ("idle_seconds", "models")
 _OF_SERVER = ("target", "draft", "idle_seconds", "settings")
-# Options of `open` that are not a model's: the server has its own traces, and `settings` are its defaults.
+# Options of `open` that a model cannot have here, and what to use instead.
 _NOT_HERE = {"trace": "the server keeps timelines itself", "defaults": "use the table `settings`"}
 _NOT_HERE["tune_mlx"] = "set OUTRIDER_TUNE_MLX=0 for the whole server"
 _OPTIONS = tuple(name for name in OPTIONS if name not in _NOT_HERE)
@@ -47,10 +47,10 @@ _MAX_NAME_LENGTH = 200
 
 
 def read_models(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> list[ServedModel]:
-    """The models that a file describes, in its order. Relative paths in it that exist beside it are taken from there.
+    """The models that a file describes, in its order. A relative path that exists in the file's folder is taken there.
 
     Args:
-        options, settings: of models that have no others, by name; see `ServedModel`.
+        options, settings: by name, for models that have no others; see `ServedModel`.
 
     Raises: ConfigFileError: the file cannot be read, or something in it is wrong.
     """
@@ -108,7 +108,7 @@ def _model(file: _Place, name: str, table: Any, shared: ServedModel) -> ServedMo
         check_open(target, draft, {})
     own = {name: value for name, value in table.items() if name in _OPTIONS}
     for number, key in enumerate(own):
-        # In the company of those that stand before it, since some exclude each other.
+        # Together with those before it, since some exclude each other.
         with place.reporting(key):
             check_open(target, None, {**shared.options, **dict(list(own.items())[: number + 1])})
     settings = table.get("settings", {})

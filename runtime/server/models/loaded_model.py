@@ -55,7 +55,7 @@ class LoadedModel:
 
     @cached_property
     def fill_in_middle(self) -> FillInMiddle | None:
-        """How its tokenizer marks prefix and suffix, or None. The first access takes long: not on trio's thread."""
+        """How its tokenizer marks prefix and suffix, or None. The first access takes too long for trio's thread."""
         return fill_in_middle(tokenizer_of(self.runtime))
 
 
@@ -67,7 +67,7 @@ ModelState = Literal["loaded", "loading", "unloaded"]
 
 @asynccontextmanager
 async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[LoadedModel]:
-    """Load a model; it is unloaded, and its process that checks grammars killed, when the block is left.
+    """Load a model. When the block is left, it is unloaded, and the process that checks its grammars is killed.
 
     Raises, Cancellation: as `runtime.open`, before the block is entered.
     """
@@ -76,7 +76,7 @@ async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[Loa
         open_runtime(spec.target, spec.draft, trace=timelines, defaults=spec.settings, **spec.options) as runtime,
         grammar_checker(lambda: tokenizer_json(runtime.tokenizer)) as check,
     ):
-        # Now, so that no request for JSON waits for it. What prevents it, the first such request is told.
+        # Now, so that no request for JSON waits for it. If it fails, the first such request gets the error.
         any_object = None
         with suppress(SettingsError):
             any_object = await trio.to_thread.run_sync(compile_any_object, runtime.tokenizer)
@@ -84,19 +84,19 @@ async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[Loa
         yield LoadedModel(spec, runtime, timelines, schemas)
 
 
-# Before each look for the memory of a model that was unloaded. The next load waits for their sum at most.
+# Pauses before each attempt to free the memory of an unloaded model. The next load waits for their sum at most.
 _PAUSES_S = (0.0, 0.01, 0.04, 0.2, 0.75)
 
 
 async def free_memory(model: Callable[[], object]) -> None:
-    """Free the memory of a model that was unloaded, for others and for other processes.
+    """Free the memory of an unloaded model, for other models and other processes.
 
-    A runtime is full of references in circles, which only the garbage collector finds. In a thread, since MLX may wait
-    for a pass of another model before it gives buffers back. Again where the model is still there: `gc.collect` returns
-    at once while another thread collects, and the last request's task may not have ended yet.
+    A runtime is full of reference cycles, which only the garbage collector finds. It runs in a thread, since MLX may
+    wait for a pass of another model before it gives buffers back. It runs again if the model is still there:
+    `gc.collect` returns at once while another thread collects, and the last request's task may not have ended yet.
 
     Args:
-        model: returns it as long as something refers to it; a weak reference.
+        model: a weak reference to the model.
     """
     for pause_s in _PAUSES_S:
         await trio.sleep(pause_s)

@@ -1,7 +1,7 @@
 """The pool of a server's models: loads them for the first request, and unloads those that are not in use.
 
-Loads are one after the other: MLX compiles kernels when a model first runs, which two threads must not do at once on
-CUDA, and the memory that one takes must be known before the next is admitted.
+Models are loaded one after the other: MLX compiles kernels when a model first runs, which two threads must not do at
+once on CUDA, and the memory that one model takes must be known before the next is admitted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class ModelSlot:
 
     Attributes:
         instance: takes the model's requests; None while it is not loaded.
-        load: its load, from the request that asks for it to its end.
-        has_chat_template, context_length: of its tokenizer, and the most tokens of a text; None before it was loaded.
+        load: its load, from the request that asks for it until it is over; None otherwise.
+        has_chat_template, context_length: whether its tokenizer has a chat template, and the most tokens of a text;
+            None before its first load.
     """
 
     spec: ServedModel
@@ -75,7 +76,7 @@ class _Instance:
 
     Attributes:
         num_users: requests that use it. It is not unloaded before they have ended.
-        used_at: number of its last use, among those of all models.
+        used_at: the number of its last use, counted over the uses of all models.
         is_leaving: whether it takes no further requests, and is unloaded after the last one.
         is_over: whether it is being unloaded.
         changed: set when one of the above changes.
@@ -94,11 +95,11 @@ class _Instance:
 class ModelPool:
     """The models of a server; made by `model_pool`.
 
-    A model is in memory from the first request that asks for it until it was idle for its `idle_s`, until its target
-    fails, or until another model needs the memory. A request that has begun is never ended for another model.
+    A model is in memory from the first request that asks for it until it has been idle for its `idle_s`, its target
+    fails, or another model needs the memory. A request that has begun is never ended for another model.
 
-    Where a load needs memory and all models are at work, the one that was used least recently takes no new requests
-    until it was unloaded; these wait for its next load. So of two models of which only one fits, each has its turn.
+    If a load needs memory while all models are at work, the least recently used one takes no new requests, and is
+    unloaded after its current ones; new ones wait for its next load. So two models of which only one fits take turns.
     """
 
     _slots: dict[str, ModelSlot]
@@ -110,7 +111,7 @@ class ModelPool:
     _announce: Callable[[str], None]
     _queue: deque[_Load] = attrs.field(factory=deque)
     _instances: list[_Instance] = attrs.field(factory=list)  # also those that are leaving
-    _num_freeing: int = 0  # models that are unloaded, and whose memory is not free yet
+    _num_freeing: int = 0  # unloaded models whose memory is not free yet
     _uses: Iterator[int] = attrs.field(factory=count)
     _changed: trio.Event = attrs.field(factory=trio.Event)
     _is_broken: trio.Event = attrs.field(factory=trio.Event)
@@ -138,7 +139,7 @@ class ModelPool:
 
     @property
     def max_streams(self) -> float:
-        """Streams that a model works on at once, the most of those in memory; infinite without a bound."""
+        """Streams that a model works on at once: the largest bound of those in memory; infinite if one has none."""
         each = [model.runtime.max_streams for model in self.in_memory()]
         return max((math.inf if most is None else most for most in each), default=AUTO_TURNS)
 
@@ -210,7 +211,7 @@ class ModelPool:
         self._changed.set()
 
     async def _manage(self) -> None:
-        """Begin the loads that wait, one after the other, and keep to the limit of memory; never returns."""
+        """Begin the waiting loads, one after the other, and enforce the memory limit; never returns."""
         while True:
             self._changed = trio.Event()
             load = self._queue[0] if self._queue else None
@@ -218,16 +219,16 @@ class ModelPool:
                 self._queue.popleft()
                 load.has_begun = True
                 await self._nursery.start(self._keep, load)
-                del load  # and with it the model
+                del load  # it would keep the model in memory
             else:
                 await self._changed.wait()
 
     def _has_room(self, num_bytes: int, *, for_load: bool) -> bool:
         """Whether `num_bytes` more are within the memory limit. If not, the next model that can be spared is dismissed.
 
-        For a load, any model can be spared; after a request has ended, only one that is idle, and not the last one that
-        was used. If nothing is left to be unloaded, there is room: the limit counts models, and not what else the
-        process has. A load that is too large for the limit needs none: it will be refused.
+        For a load, any model that is not pinned can be spared, idle ones first; without a load, only an idle one that
+        is not the last one used. If no model can be spared, there is room: the limit is for models, not for other
+        memory of the process. A load that exceeds the limit by itself needs no room: it will be refused.
         """
         limit = self._memory_limit
         if limit is None or num_bytes > limit or self._used_bytes() + num_bytes <= limit:
@@ -249,7 +250,7 @@ class ModelPool:
         instance.changed.set()
 
     async def _keep(self, load: _Load, *, task_status: trio.TaskStatus[None]) -> None:
-        """Load a model, keep it, and free its memory in the end; starts once the load is over, failed or not."""
+        """Load a model, keep it, and free its memory in the end; has "started" once the load is over, failed or not."""
         name = load.slot.spec.name
         self._announce(f"loading model {name}")
         unloaded = await self._keep_loaded(load, task_status)
@@ -280,7 +281,7 @@ class ModelPool:
                 instance.is_over = True
                 for call in self._when_unloaded:
                     call(model)
-        except Exception as error:  # of any kind: what is wrong with one model must not reach the others
+        except Exception as error:  # of any kind: the failure of one model must not affect the others
             if instance is not None:
                 raise
             slot.num_failed_loads += 1
@@ -340,15 +341,14 @@ async def model_pool(
 
     Args:
         specs: the models, at least one, of different names.
-        memory_limit: bytes that models may take, caches included. Before a load, models are unloaded to make room for
-            the new one's files; after a request, idle ones are unloaded if caches have grown beyond it. None for no
-                limit.
+        memory_limit: bytes that models may take, caches included; None for no limit. Before a load, models are unloaded
+            to make room for the new one's files; after a request, idle ones are unloaded if caches have outgrown it.
         used_bytes: returns the bytes that models take now.
-        free_memory: called after a model was unloaded, with what returns it as long as something refers to it;
-            `used_bytes` does not count it afterwards.
+        free_memory: called after a model was unloaded, with a weak reference to it; once this returns, `used_bytes`
+            does not count the model.
         announce: called with a line for each load and its outcome.
 
-    Cancellation: as leaving the block: waits for the load that is running, and for the models' forward passes.
+    Cancellation: like leaving the block: waits for the load that is running, and for the models' forward passes.
     """
     async with BackgroundNursery() as nursery:
         slots = {spec.name: ModelSlot(spec) for spec in specs}

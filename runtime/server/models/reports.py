@@ -102,7 +102,7 @@ class Props(TypedDict):
 
 @functools.cache
 def fingerprint() -> str:
-    """The server's version, on which the text of a seed may depend beside the model."""
+    """The server's version. The text of a seed may depend on it, as on the model."""
     return f"outrider-{importlib.metadata.version('outrider')}"
 
 
@@ -129,7 +129,7 @@ def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
 
 
 def properties(models: ModelPool) -> Props:
-    """The properties of a server and its first model, which is not loaded for them."""
+    """The properties of a server and its first model; they do not load it."""
     name = models.specs[0].name
     runtime = next((loaded.runtime for loaded in models.in_memory(name)), None)
     template = None if runtime is None else getattr(runtime.tokenizer, "chat_template", None)
@@ -145,7 +145,7 @@ def properties(models: ModelPool) -> Props:
 
 
 def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
-    """The health of all models together, and of each. A model that is not in memory is well."""
+    """The health of all models together, and of each. A model that is not in memory counts as healthy."""
     states = [loaded.runtime.health() for loaded in models.in_memory()]
     statuses = [service_status(state) for state in states]
     status = _worst(statuses)

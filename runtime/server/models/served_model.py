@@ -18,13 +18,13 @@ class ServedModel:
 
     Attributes:
         name: what requests call it.
-        target: as for `runtime.open`; not a model that is built.
+        target: as for `runtime.open`, but not a model that is already built.
         draft: likewise; None for plain decoding.
         draft_name: the drafter's name in reports, or None.
         options: options of `runtime.open`, without `trace` and `defaults`.
         settings: settings of each request that has no others, by name.
         idle_s: seconds after its last request at which it is unloaded, >= 0; None for never.
-        num_bytes: of its weights, by the sizes of its files; 0 if that is not known.
+        num_bytes: of its weights, by the sizes of its files; 0 if unknown.
         is_pinned: whether it stays loaded for good: also when its target has failed, which ends the server.
     """
 
