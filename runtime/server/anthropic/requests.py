@@ -100,7 +100,7 @@ class InputMessage(Body):
 
     @property
     def ends_in_space(self) -> bool:
-        """Whether the message ends with text, and that with white space."""
+        """Whether the message ends with text that ends with white space."""
         if isinstance(self.content, str):
             return self.content[-1:].isspace()
         return any(block.text[-1:].isspace() for block in self.content[-1:] if isinstance(block, TextBlock))
@@ -224,7 +224,7 @@ def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> Chat:
 
 
 def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
-    """The messages of a chat that a message stands for: results of tools are messages of their own there."""
+    """The messages of a chat that a message stands for: in a chat, results of tools are messages of their own."""
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
@@ -254,7 +254,7 @@ def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
 
 def _result(block: ToolResultBlock) -> str:
     text = joined(block.content or "")
-    # Chats have no field for it.
+    # Chats have no field for errors.
     return f"Error: {text}" if block.is_error else text
 
 

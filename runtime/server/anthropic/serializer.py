@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class MessageSerializer(Serializer):
-    """Serializer for `/v1/messages`. What yields events has changed the content, and says so by them."""
+    """Serializer for `/v1/messages`. Each method that yields events changes the content, and the events say how."""
 
     def __init__(self, request: Chat, answer: Answer) -> None:
         super().__init__(request, answer)
@@ -83,7 +83,7 @@ class MessageSerializer(Serializer):
     def _end(self) -> MessageEnd:
         assert self._last_token is not None, "the last token of a stream has a finish reason"
         stop = self._last_token.stop_reason
-        # A stop token is no text, and clients look for the text of the sequence.
+        # Only for a stop string: clients look for the text of the sequence, and a stop token has none.
         if self._last_token.finish_reason != "length" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         if self._last_token.finish_reason == "length":
@@ -101,7 +101,7 @@ class MessageSerializer(Serializer):
                     self._block["input"] = call.values
                     yield from self._stopped()
                 case CallBroken(given=given):
-                    # Events cannot be taken back, a block can.
+                    # Events cannot be taken back, but the block can.
                     yield from self._stopped()
                     self._content.pop()
                     yield from self._text(given)
@@ -134,7 +134,7 @@ class MessageSerializer(Serializer):
             return
         self._is_open = False
         if self._block["type"] == "thinking":
-            # Clients wait for it before they keep the block.
+            # Clients wait for the signature before they keep the block.
             yield self._delta({"type": "signature_delta", "signature": ""})
         yield {"type": "content_block_stop", "index": self._index}
 

@@ -1,8 +1,8 @@
-"""The bodies of requests for chats, completions and texts in the middle, in OpenAI's format.
+"""The bodies of requests for chats, completions and fill-in-the-middle, in OpenAI's format.
 
-A field that means something here is taken, also under the names that other servers have for it. One that means nothing
-is ignored and named in a header of the response, or refused by a strict server. A value of the wrong type, or out of
-its bounds, is an error, and so is one that asks for something unsupported.
+A supported field is also accepted under the names that other servers have for it. Any other field is ignored and named
+in a header of the response; a strict server refuses unknown ones. A value that has the wrong type, is out of bounds, or
+asks for something unsupported is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.server.errors import ErrorResponse
 # Most answers of one request, to all of its prompts.
 MAX_ANSWERS = 128
 
-# Of answers to one prompt.
+# Number of answers to one prompt.
 Number = Annotated[int, Field(ge=1, le=16)]
 _ListOfTexts = Annotated[list[str], Field(max_length=128, fail_fast=True)]
 _ListOfIds = Annotated[list[Ids], Field(max_length=128, fail_fast=True)]
@@ -52,7 +52,7 @@ class StreamOptions(Body):
 
 
 class OpenAIRequest(Request):
-    """The fields that requests for chats and for completions share, beside those of every request."""
+    """The fields that requests for chats and for completions share, besides those of every request."""
 
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
@@ -92,7 +92,7 @@ class OpenAIRequest(Request):
 
     @property
     def is_for_one_text(self) -> bool:
-        """Whether one text is generated."""
+        """Whether only one text is generated."""
         return self.num_prompts * self.num_candidates == 1
 
     @property
@@ -107,7 +107,7 @@ class OpenAIRequest(Request):
 
 # --- chats ----------------------------------------------------------------------------------------
 
-# The one call of a message in the older form needs an id in the newer.
+# The id of the one call of a message in the older form, which has no ids; the newer form needs one.
 _OLD_CALL_ID = "call_0"
 
 
@@ -162,7 +162,7 @@ class ChatRequest(OpenAIRequest, Chat):
 
     @property
     def has_functions(self) -> bool:  # type: ignore[override]
-        """Whether the request has the older form of tools, in which the answer is sent then."""
+        """Whether the request has tools in the older form; then the answer has its calls in that form, too."""
         return self.functions is not None
 
     @property
@@ -262,7 +262,7 @@ class FimRequest(CompletionRequest):
 
     @property
     def suffix_text(self) -> str:
-        """As of a completion; may be "", where the text is to end there."""
+        """As for a completion, but never None: "" if the text ends with the answer."""
         return self.suffix or ""
 
 

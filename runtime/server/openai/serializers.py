@@ -55,16 +55,16 @@ def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timel
 
 
 def _fields(kind: type, source: object) -> Any:
-    """An object of a type of bodies, whose fields have the names of the attributes that they are taken from."""
+    """An object of a type of bodies, with each field from the attribute of the same name."""
     return {name: getattr(source, name) for name in kind.__annotations__}
 
 
 def timings(statistics: Statistics) -> Timings:
     """The counts and times of an answer so far, by llama.cpp's names.
 
-    A prompt's time is that of its prefill: without waiting for the models, and without the last token, which the first
-    round reads. The answer's is from its first token on. Its rate leaves out what came with that one, as
-    `Statistics.generation_tps` does, and is 0 before a second round.
+    The prompt's time is that of its prefill: without waiting for the models, and without the last token, which the
+    first round reads. The answer's time begins with its first token. Its rate leaves out the tokens that came with that
+    one, as `Statistics.generation_tps` does, and is 0 before a second round.
     """
     s = statistics
     num_prompt, num_predicted = s.prompt_tokens - s.cached_tokens, s.generated_tokens
@@ -90,7 +90,7 @@ def prompt_logprobs(score: Score | None, num_top: int, decoded: Callable[[int], 
     """The log-probabilities of a prompt.
 
     Args:
-        score: of all tokens but the first; None where there are no others.
+        score: of all tokens but the first; None if there are no others.
         num_top: how many of the most probable tokens to name beside each.
         decoded: returns the text of a token alone.
     """
@@ -107,7 +107,7 @@ def _at(token: ScoredToken, num_top: int, decoded: Callable[[int], str]) -> dict
 
 
 class ChunkSerializer(Serializer):
-    """Serializer of OpenAI's bodies and chunks: what those of chats and completions share."""
+    """Serializer of OpenAI's bodies and chunks: the part that chats and completions share."""
 
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -126,7 +126,7 @@ class ChunkSerializer(Serializer):
             self.interval_s = INTERVAL_S
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`: none before the first token, except for who watches."""
+        """See `Serializer`: none before the first token, except with `include_speculation`."""
         return self.idle_events(statistics)
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
@@ -141,12 +141,12 @@ class ChunkSerializer(Serializer):
             if is_last or self._request.timings_per_token:
                 chunk |= self._timings(given)
             if self._timeline is not None:
-                # The tokens came with the first; a chunk that only ends the text has none.
+                # The tokens belong to the first chunk; one that only ends the text has none.
                 chunk["speculation"] = speculation([] if i else tokens, statistics, self._timeline)
         return [Event(chunk) for chunk in chunks]
 
     def idle_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `Serializer`: who watches hears what the models do."""
+        """See `Serializer`: with `include_speculation`, what the models do."""
         return () if self._timeline is None else self.events([], statistics)
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
@@ -161,7 +161,7 @@ class ChunkSerializer(Serializer):
         return [Event(error.body())]  # alone, without [DONE]
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
-        """See `Serializer`; the tokens of choices that are not given are counted."""
+        """See `Serializer`; the usage includes choices that are left out because of `best_of`."""
         bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
         given = [entry for i in _best(self._request, choices) for entry in bodies[i]["choices"]]
         return {
@@ -180,10 +180,10 @@ class ChunkSerializer(Serializer):
         return events
 
     def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-        """The chunks with the tokens since the last one, possibly none.
+        """The chunks with the tokens since the last one; there may be no tokens.
 
-        At the end of the text the finish reason comes in a chunk of its own, after the content if any: some clients do
-        not look for text where they find a finish reason.
+        At the end of the text, the finish reason comes in a chunk of its own, after any content: some clients do not
+        look for text where they find a finish reason.
         """
         choice, empty = self._choice(tokens)
         if choice["finish_reason"] is None:
@@ -195,11 +195,11 @@ class ChunkSerializer(Serializer):
 
     @abstractmethod
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The choice of a chunk with some tokens, and its fields as they are where it only ends the text."""
+        """The choice of a chunk with some tokens, and the fields to replace in it if the chunk only ends the text."""
 
     @abstractmethod
     def _has_content(self, choice: Mapping[str, Any]) -> bool:
-        """Whether the choice of a chunk has anything beside a finish reason."""
+        """Whether the choice of a chunk has anything besides a finish reason."""
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], kind: str | None = None) -> dict[str, Any]:
         return {
@@ -231,7 +231,7 @@ class ChunkSerializer(Serializer):
         }
 
     def _timings(self, statistics: Statistics) -> dict[str, Timings]:
-        """The field `timings`; none where several texts are generated, whose rates do not add up."""
+        """The field `timings`; left out if several texts are generated, as their rates do not add up."""
         return {"timings": timings(statistics)} if self._request.is_for_one_text else {}
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
@@ -352,15 +352,15 @@ class CompletionSerializer(ChunkSerializer):
 
     def __init__(self, request: CompletionRequest, answer: Answer) -> None:
         super().__init__(request, answer)
-        self._echo = answer.echo  # until it was given
-        # Of the text so far. What may become a stop string is withheld, but counts.
+        self._echo = answer.echo  # None once it was given
+        # Length of the text so far, including text that is withheld because it may become a stop string.
         self._num_characters = 0 if answer.echo is None else len(answer.echo.text)
         self._detokenizer = Detokenizer(answer.tokenizer)
         for id in () if answer.echo is None else answer.echo.last_ids:
             self._detokenizer.add(id)
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `ChunkSerializer`; everything, where nothing is to be generated."""
+        """See `ChunkSerializer`; if nothing is to be generated, the whole choice."""
         return self.events([], statistics) if self._answer.is_empty else super().first_events(statistics)
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
@@ -399,7 +399,7 @@ class CompletionSerializer(ChunkSerializer):
         return logprobs
 
     def _echoed_logprobs(self, echo: Echo) -> CompletionLogprobs:
-        """The log-probabilities of a prompt; nothing precedes its first token."""
+        """The log-probabilities of a prompt; its first token has none, as nothing precedes it."""
         scored = () if self._answer.score is None else self._answer.score.tokens
         own = [finite(token.logprob) for token in scored]
         tops = (token.top_logprobs for token in scored)
@@ -420,7 +420,7 @@ class CompletionSerializer(ChunkSerializer):
 
 
 def _best(request: OpenAIRequest, choices: Sequence[Choice]) -> list[int]:
-    """The indices of the choices that are given: of each prompt's, those with the highest mean log-probability."""
+    """The indices of the choices to give: for each prompt, those with the highest mean log-probability."""
     size, num_given = request.num_candidates, request.num_choices
     if size == num_given:
         return list(range(len(choices)))
@@ -433,7 +433,7 @@ def _best(request: OpenAIRequest, choices: Sequence[Choice]) -> list[int]:
 
 def _mean_logprob(choice: Choice) -> float:
     logprobs = [token.logprob for token in choice.tokens if token.logprob is not None]
-    return math.fsum(logprobs) / max(1, len(logprobs))  # none, where only the prompt is wanted
+    return math.fsum(logprobs) / max(1, len(logprobs))  # empty if only the prompt is wanted
 
 
 def _added(counts: Sequence[Any]) -> Any:

@@ -111,7 +111,7 @@ def _piece(tokenizer: Any, token: int) -> Piece:
 
 
 def _detokenized(body: DetokenizeRequest, runtime: Runtime) -> Detokenized:
-    # Checks that the vocabulary has them. There may be more of them than the context holds.
+    # Checks only that the vocabulary has the ids: there may be more of them than the context holds.
     ids = encode_prompt(body.tokens, None, runtime.vocab_size) if body.tokens else ()
     text = tokenizer_of(runtime).decode(list(ids)) if ids else ""
     return {"prompt": text, "content": text}

@@ -31,7 +31,7 @@ def _endpoint(context: ServerContext) -> Endpoint[Any]:
 
 
 async def _stored(context: ServerContext, request: HttpRequest) -> Response:
-    """A stored response, which is given, or dropped for DELETE.
+    """Return a stored response, or drop it if the method is DELETE.
 
     Raises: ErrorResponse: it is not stored.
     """

@@ -1,4 +1,4 @@
-"""Responses and events of `/v1/responses`; see `runtime.server.openai.bodies` for why these types."""
+"""Responses and events of `/v1/responses`."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class ItemReference(Body):
 
 
 def _type(item: Any) -> str | None:
-    """The type of an item; clients leave that of a message out."""
+    """The type of an item; for a message, clients may leave it out."""
     if isinstance(item, dict):
         type = item.get("type", "message")
         return type if isinstance(type, str) else None
@@ -125,15 +125,15 @@ TAGS = frozenset(
 
 
 def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
-    """The messages of a chat that items stand for, without references.
+    """The messages of a chat that items stand for; there are no references among the items.
 
-    Reasoning, text and calls of one answer are items of their own, and one message of a chat.
+    Reasoning, text and calls of one answer are several items, but one message of a chat.
     """
     messages: list[dict[str, Any]] = []
-    answer: dict[str, Any] | None = None  # the answer that goes on, if the last item belongs to one
+    answer: dict[str, Any] | None = None  # the answer that the last item belongs to, if any
 
     def answer_without(*fields: str) -> dict[str, Any]:
-        """The answer that goes on, or a new one where it already has one of some fields."""
+        """The current answer, or a new one if there is none or it already has one of the fields."""
         nonlocal answer
         if answer is None or any(answer.get(field) for field in fields):
             answer = {"role": "assistant", "content": ""}
@@ -159,7 +159,7 @@ def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-# In `include`.
+# The only value of `include` that has an effect.
 LOGPROBS = "message.output_text.logprobs"
 # Fields that the response repeats as they came.
 GIVEN_BACK = ("metadata", "reasoning", "text", "tools", "tool_choice")
@@ -248,7 +248,7 @@ class ResponsesRequest(TranslatedBody, GenerationBody):
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
-        """See `Body`; also `include`, where it asks for something else."""
+        """See `Body`; also `include`, if it asks for anything but log-probabilities."""
         yield from super().ignored_names()
         if any(included != LOGPROBS for included in self.include or ()):
             yield "include", False
@@ -270,8 +270,8 @@ class ParsedRequest:
 
     Attributes:
         chat: what to generate.
-        messages: the messages of the chat before the answer, without the instructions, as JSON; b"" where the response
-            is not stored.
+        messages: the messages of the chat before the answer, without the instructions, as JSON; b"" if the response is
+            not stored.
         begun: the message that the answer continues; None if it is a new one.
     """
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class ResponseSerializer(Serializer):
     """Serializer for `/v1/responses`, which also keeps the response for later ones.
 
-    What yields events has changed the output, and says so by them.
+    Each method that yields events changes the output, and the events say how.
     """
 
     def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
@@ -79,10 +79,10 @@ class ResponseSerializer(Serializer):
     # --- the output -------------------------------------------------------------------------------
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[Event]:
-        # For log-probabilities one after the other, to know which of them a text is made of.
+        # For log-probabilities, one token at a time, to know which tokens make up a text.
         for some in [tokens] if self._num_logprobs is None else [[token] for token in tokens]:
             if self._num_logprobs is not None:
-                # What belongs to the reasoning, its tags included, is never in the text.
+                # Tokens of the reasoning, its tags included, are never part of the text.
                 has_reasoning = self._answer.splitter.has_reasoning
                 self._withheld += [token for token in some if not (has_reasoning and token.is_thinking)]
             for part in self._parts(some):
@@ -107,7 +107,7 @@ class ResponseSerializer(Serializer):
                 self._withheld.clear()
                 yield from self._done("completed")
             case CallBroken(given=given):
-                # Events cannot be taken back, but without the last of its events a call is not one to answer.
+                # Events cannot be taken back, but a client does not answer a call whose last event is missing.
                 self._is_open = False
                 self._output.pop()
                 self._withheld = self._of_call + self._withheld
@@ -118,7 +118,7 @@ class ResponseSerializer(Serializer):
         assert self._last_token is not None, "the last token of a stream has a finish reason"
         is_cut = self._last_token.finish_reason == "length"
         if not self._output or (self._item["type"] == "reasoning" and not is_cut):
-            # Clients look for a message in every answer, be it empty.
+            # Clients look for a message in every answer, even if it is empty.
             yield from self._begin_text("message")
         yield from self._done("incomplete" if is_cut else "completed")
         response = self._response
@@ -201,7 +201,7 @@ class ResponseSerializer(Serializer):
     def _event(self, type: str, **fields: Any) -> Event:
         event = {"type": type, "sequence_number": self._num_events, **fields}
         self._num_events += 1
-        # Encoded now: items and the response go on growing.
+        # Encoded now, because items and the response keep growing.
         return Event(json.dumps(event, separators=(",", ":")), type)
 
     def _whole_event(self, type: str) -> Event:
@@ -221,7 +221,7 @@ class ResponseSerializer(Serializer):
         answer = messages_of(ITEM.validate_json(item) for item in items.values())
         if (begun := self._parsed.begun) is not None:
             answer[0] = {**begun, **answer[0], "content": begun["content"] + answer[0]["content"]}
-        # The messages before are a list already, to which the answer is added without reading it.
+        # The earlier messages are a JSON list already; the answer is appended without parsing it.
         before = [self._parsed.messages[1:-1]] if self._parsed.messages != b"[]" else []
         added = [json.dumps(message, ensure_ascii=False).encode() for message in answer]
         messages = b"[" + b", ".join(before + added) + b"]"
@@ -258,7 +258,7 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
         "truncation": "disabled",
         "background": False,
     }
-    # The clients' schemas have no null for it.
+    # Clients' schemas do not allow null for it.
     return begun if request.user is None else {**begun, "user": request.user}
 
 

@@ -39,7 +39,7 @@ class ResponseStore:
     _responses: OrderedDict[str, StoredResponse] = attrs.field(init=False, factory=OrderedDict)
     _owners: dict[str, str] = attrs.field(init=False, factory=dict)  # ids of responses by ids of their items
     _num_bytes: int = attrs.field(init=False, default=0)
-    # What `get` and `item` do are single operations on dictionaries.
+    # Not for `get` and `item`: they use single operations on dictionaries.
     _changing: threading.RLock = attrs.field(init=False, factory=threading.RLock)
 
     def put(self, id: str, response: StoredResponse) -> None:
@@ -67,7 +67,7 @@ class ResponseStore:
         return None if response is None else response.items.get(id)
 
     def delete(self, id: str) -> bool:
-        """Drop a response; whether it was kept."""
+        """Drop a response. Returns whether it was kept."""
         with self._changing:
             response = self._responses.pop(id, None)
             if response is None:
