@@ -1,4 +1,4 @@
-"""Admission of requests: how many there may be at once, how long one that is rejected should wait, and draining."""
+"""Admission of requests: how many there may be at once, when a rejected one should try again, and draining."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import trio
 
 from runtime.server.errors import ErrorResponse
 
-# The latest requests, whose durations tell when others are likely to end.
+# How many of the latest durations are kept, to estimate when other requests will end.
 _NUM_DURATIONS = 32
 _MAX_RETRY_AFTER_S = 60
 
@@ -22,10 +22,10 @@ _DRAINING_RETRY_AFTER_S = 1
 
 @attrs.define(eq=False)
 class RequestAdmission:
-    """Counts the admitted requests, and rejects requests beyond the limit, and all of them once the server drains.
+    """Counts the admitted requests; rejects those beyond the limit, and all further ones once the server drains.
 
     Attributes:
-        max_streams: returns how many requests the models are taken to work on at once, >= 1.
+        max_streams: returns how many requests the models are assumed to work on at once, >= 1.
         max_waiting: further requests that may wait, >= 0.
         clock: returns seconds.
         num_admitted: requests that run or wait for the models.
@@ -39,7 +39,7 @@ class RequestAdmission:
     _is_empty: trio.Event = attrs.field(init=False, factory=trio.Event)
     _durations_s: deque[float] = attrs.field(init=False, factory=lambda: deque(maxlen=_NUM_DURATIONS))
     _start_times_s: list[float] = attrs.field(init=False, factory=list)  # of the admitted requests
-    # When the client that was rejected last is expected again.
+    # When the client that was rejected last is expected to return.
     _last_return_s: float = attrs.field(init=False, default=-math.inf)
 
     def check(self) -> None:
@@ -99,8 +99,8 @@ class RequestAdmission:
     def retry_after_s(self) -> int:
         """Whole seconds, at least 1, after which a rejected request is likely to find room.
 
-        A request ends each time that the mean duration over the number of streams has passed. Each rejected client is
-        told the time of another end, so that they do not all come back for the same one.
+        On average, a request ends every (mean duration / number of streams) seconds. Each rejected client is told a
+        different one of these times, so that they do not all come back for the same place.
         """
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self._next_return_s() - self._clock())))
 
@@ -110,7 +110,7 @@ class RequestAdmission:
 
     def _interval_s(self) -> float:
         past = sum(self._durations_s) / len(self._durations_s) if self._durations_s else 1.0
-        # The admitted requests will take at least as long as they have taken by now.
+        # The admitted requests will take at least as long as they have taken so far.
         ages = [self._clock() - start_s for start_s in self._start_times_s]
         mean = max(past, sum(ages) / len(ages)) if ages else past
         return mean / self._max_streams()

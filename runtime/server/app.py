@@ -57,7 +57,7 @@ _TIMELINE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
 
-# Paths of other servers, beside those that are answered: what they stand for is asked for at another path.
+# Paths of other servers that this one does not answer, and where it offers the same.
 _SAME_ELSEWHERE = {
     "/completion": "use /v1/completions, in OpenAI's form",
     "/infill": "use /v1/fim/completions, in Mistral's form",
@@ -69,10 +69,10 @@ class Service:
     """Settings of a server: how much it serves, and to whom.
 
     Attributes:
-        api_key: the key that requests must send, except for the pages and for figures; None for no key.
+        api_key: the key that requests must send, except for web pages and monitoring (`needs_key`); None for no key.
         hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
-        origins: origins of web pages of other hosts that may use the server (CORS).
-        is_strict: whether what means nothing here is refused instead of ignored; see `ServerContext`.
+        origins: origins whose web pages may use the server although another host serves them (CORS).
+        is_strict: whether unsupported parts of a request are refused instead of ignored; see `ServerContext`.
     """
 
     limits: Limits = attrs.field(factory=Limits)
@@ -88,7 +88,7 @@ class Application:
 
     Attributes:
         app: answers the requests.
-        admission: of its requests. A server that is about to stop drains it, which `/health` reports.
+        admission: limits its requests. A server that is about to stop drains it, and `/health` says so.
     """
 
     app: ASGIApp
@@ -102,7 +102,7 @@ def application(models: ModelPool, service: Service, *, background: Background =
     """The ASGI application, for a server on trio.
 
     Args:
-        background: runs the tokenizer, and makes long responses.
+        background: runs long work, such as tokenising prompts and encoding responses, in threads.
     """
     admission = RequestAdmission(lambda: models.max_streams, service.limits.max_waiting, trio.current_time)
     context = ServerContext(models, service.limits, admission, background, service.is_strict)
@@ -115,7 +115,7 @@ def application(models: ModelPool, service: Service, *, background: Background =
         by_path.setdefault(each.path, []).append(each)
 
     async def openapi(request: Request) -> Response:
-        # In a thread, and not when the server starts: the schemas take pydantic a while the first time.
+        # In a thread, and only when asked for: pydantic takes a while to make the schemas the first time.
         return JSONResponse(await context.encoding.run(described, SHORT + 1, ""))
 
     app = Starlette(
@@ -179,7 +179,7 @@ def _error_response(error: ErrorResponse, path: str) -> Response:
     return JSONResponse(body, status_code=error.status, headers=error.headers)
 
 
-# The handlers of exceptions are async functions, because Starlette runs others in threads.
+# Exception handlers are async functions, because Starlette runs others in threads.
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -194,7 +194,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if path.removeprefix("/v1").startswith("/api/"):
         there = "Ollama's API is not served; use OpenAI's, with a base URL that ends in /v1"
     elif path.startswith("/v1/v1/"):
-        # Of a client that adds /v1 by itself, as Anthropic's do.
+        # From a client that adds /v1 by itself, as Anthropic's do.
         there = "leave /v1 out of the client's base URL"
     allowed = (error.headers or {}).get("Allow", "another method")
     messages = {
@@ -286,5 +286,5 @@ OPERATIONS: tuple[Operation, ...] = (
     _get("/metrics", _metrics, "metrics", "Metrics for Prometheus", "text/plain"),
     _get("/timelines/{id}", _timeline, "timeline", "When each model worked on an answer", statuses=("404",)),
 )
-# First parts of the paths below `/v1`, which clients of other servers leave out.
+# First parts of the paths below `/v1`, a prefix that clients of other servers leave out.
 _BELOW_V1 = {each.path.split("/")[2] for each in OPERATIONS if each.path.startswith("/v1/")} | {"embeddings"}

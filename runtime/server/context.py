@@ -24,11 +24,11 @@ class ServerContext:
     """State that all requests of a server share.
 
     Attributes:
-        background: runs what is neither preparation nor encoding.
-        is_strict: whether what means nothing here is refused instead of ignored: unknown fields, a `max_tokens` beyond
-            the limit, and the name of another model where there is one.
-        preparation, encoding: parse bodies and tokenise prompts, and make bodies of responses; all may take long.
-        body_memory: of the bodies that are being read.
+        background: runs long work that is neither preparation nor encoding.
+        is_strict: whether unknown fields, a `max_tokens` beyond the limit and, where only one model is served, the name
+            of another one are refused instead of ignored.
+        preparation, encoding: threads that parse bodies and tokenise prompts, and threads that make response bodies.
+        body_memory: bounds the memory of bodies that are being read.
         started_at: when the server began, in seconds of Unix time.
     """
 
@@ -54,7 +54,7 @@ class ServerContext:
         return kept
 
     def requested_model(self, name: str | None) -> str:
-        """The name of the model that a body asks for: the only one whatever the name, as clients have their own.
+        """The name of the model that a body asks for. A server of one model takes any name, as clients have their own.
 
         Raises: ErrorResponse: there are several models or the server is strict, and none has this name.
         """
@@ -62,7 +62,7 @@ class ServerContext:
         return self.find_model(None if is_any else name, param="model")
 
     def find_model(self, name: str | None, *, param: str | None = None) -> str:
-        """The name of a model; the first one's for None. Raises: ErrorResponse: there is none, as `param` asks for."""
+        """The name of a model; None asks for the first. Raises: ErrorResponse: it is unknown; the field is `param`."""
         names = [spec.name for spec in self.models.specs]
         if name is None:
             return names[0]

@@ -72,12 +72,12 @@ class ErrorResponse(Exception):
             self.headers["Retry-After"] = str(retry_after_s)
 
     def body(self) -> ErrorBody:
-        """The body, for JSON, in the form of all paths but those of an API with another."""
+        """The body, for JSON, in the form of all paths whose API has no form of its own."""
         return {"error": self.detail}
 
 
 def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> ErrorResponse:
-    """The error response for an error of the runtime; `prompt_field` has the prompt in the request."""
+    """The error response for an error of the runtime; `prompt_field` is the request's field with the prompt."""
     message = str(error)
     match error:
         case PromptTooLongError():
@@ -87,7 +87,7 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
         case SettingsError():
             return ErrorResponse(400, message)
         case ProcessorError() if isinstance(error.__cause__, SettingsError):
-            # The only logits processor of a request that can fail is the grammar of what the answer must be.
+            # The only logits processor of a request that can fail is the grammar of its answer.
             param = error.__cause__.field if isinstance(error.__cause__, ConstraintError) else None
             return ErrorResponse(400, str(error.__cause__), param=param)
         case ModelLoadError():
@@ -100,7 +100,7 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
 
 # --- invalid request bodies -----------------------------------------------------------------------
 
-# Remedies for fields of OpenAI's that mean nothing here, or not with every value.
+# Remedies for fields of OpenAI's that are not supported here, or not with every value.
 _REMEDIES = {
     "n": "send several requests, they are worked on side by side",
     "audio": "answers are text; leave it out",
@@ -110,7 +110,7 @@ _REMEDIES = {
     "verbosity": "the model has no such setting; leave it out",
 }
 
-# Problems of one body that are looked at. 100,000 take a second.
+# Most problems of one body that are examined: 100,000 take a second.
 _MAX_PROBLEMS = 1000
 
 # pydantic's names of the members of a union, which it adds to the location of an error.
@@ -133,7 +133,7 @@ _EXPECTED_TYPES = {
 }
 
 
-# Likewise for values of the right type, with what pydantic tells of their bounds.
+# Likewise for values of the right type that are out of bounds; the placeholders are names of pydantic's.
 _EXPECTED_BOUNDS = {
     "greater_than_equal": "at least {ge:g}",
     "less_than_equal": "at most {le}",
@@ -189,7 +189,7 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
             )
         case _:
             message = f"{param or 'the body'} must be {_expected(problems)}, got {short_json(first['input'])}"
-            # No remedy for n is one for n = 0.
+            # The remedy for n does not help with n = 0.
             is_too_small = first["type"] == "greater_than_equal"
             if names and names[-1] in _REMEDIES and not is_too_small:
                 message += f"; {_REMEDIES[names[-1]]}"
@@ -199,17 +199,17 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
 
 
 def unknown_field(name: str, known: Sequence[str]) -> ErrorResponse:
-    """The error response of a strict server for a field that a body does not have; `known` are those that it has."""
+    """The error response of a strict server for an unknown field of a body; `known` are the names of its fields."""
     path, _, last = name.rpartition(".")
     message = f"there is no field {short_json(last)} here; {_hint(last, () if path else known)}"
     return ErrorResponse(400, message, param=name[:100])
 
 
 def _location(loc: tuple[int | str, ...], tags: Set[str]) -> tuple[int | str, ...]:
-    """The location of a problem in the body: pydantic's without the members of unions."""
+    """The location of a problem in the body: pydantic's, without its names of members of unions."""
     location = []
     for i, part in enumerate(loc):
-        # The name of a field in first place is the client's, and may look like a member.
+        # The first part is the name of a field, which the client may have made up to look like a member.
         is_member = i > 0 and isinstance(part, str) and _UNION_MEMBER.fullmatch(part) is not None
         is_format_type = i > 0 and isinstance(part, str) and loc[i - 1] == "response_format"
         is_tag = i > 0 and isinstance(loc[i - 1], int) and part in tags

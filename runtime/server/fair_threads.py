@@ -1,4 +1,4 @@
-"""Long work on requests and responses, in two threads at which clients take turns; it would block trio's."""
+"""Threads for work on requests and responses that would block trio's thread; clients take turns at long work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Background(Protocol):
         """The result of `do`; see `trio.to_thread.run_sync`."""
 
 
-# mypy does not see that its positional arguments may be none.
+# mypy does not see that `run_sync` needs no further positional arguments.
 in_thread: Background = trio.to_thread.run_sync  # type: ignore[assignment]
 
 
@@ -86,7 +86,7 @@ SHORT = 2**14
 class FairThreads:
     """A thread for short work on requests or responses, and one for long work, at which clients take turns.
 
-    So a short one waits for short ones only, and a client with a long one for at most one of each other client.
+    So short work waits for short work only, and a client's long work for at most one job of each other client.
     """
 
     def __init__(self, background: Background) -> None:
@@ -96,12 +96,12 @@ class FairThreads:
         self._turns = ClientSlots(1, 1)
 
     async def run(self, do: Callable[[], T], length: int, client: str) -> T:
-        """The result of a function, which uses no model: it is abandoned when the client leaves.
+        """The result of a function. It must use no model, as it is abandoned when the client leaves.
 
         Args:
             length: bytes, characters or tokens that it works on.
 
-        Cancellation: the function runs to its end in its thread, for which others of its length wait.
+        Cancellation: the function still runs to its end in its thread; other work for that thread waits.
         """
         if length <= SHORT:
             return await self._background(do, abandon_on_cancel=True, limiter=self._short)

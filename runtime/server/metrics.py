@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
     from runtime.generation.token_stream import TokenStream
 
-# Upper bounds of the histograms' buckets, in seconds: roughly the differences that a person notices.
+# Upper bounds of the histograms' buckets, in seconds, about as far apart as a person notices.
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # A round waits for the passes of others, which take milliseconds.
 _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, *_BUCKETS_S)
@@ -28,7 +28,7 @@ _WAIT_BUCKETS_S = (0.001, 0.0025, 0.005, *_BUCKETS_S)
 _Counts = dict[tuple[str, ...], float]
 """Counts by metric and labels."""
 
-# Counters of a runtime: name, help, and the field of its statistics. One for each place in a proposal has vLLM's name.
+# Counters of a runtime: name, help, and the field of its statistics. Those by place in a proposal have vLLM's names.
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens", "prompt_tokens"),
     ("cached_prompt_tokens", "Prompt tokens that were still cached", "cached_tokens"),
@@ -64,7 +64,7 @@ _COUNTERS_BY_POSITION = (
         "proposed_by_position",
     ),
 )
-# The counters, with the labels that they have beside the model.
+# The counters, with the labels that they have besides the model.
 _LABELLED = (
     *((metric, text, ()) for metric, text, _ in _COUNTERS),
     *((metric, text, ("position",)) for metric, text, _ in _COUNTERS_BY_POSITION),
@@ -82,9 +82,9 @@ class RequestOutcome:
     """How a request has ended, for the metrics and the access log.
 
     Attributes:
-        model: the name of its model; None if it named none that there is.
+        model: the name of its model; None if it asked for none that is served, or was rejected before.
         streams: its generations that have begun.
-        num_texts, num_prompt_tokens: generations that it asks for, and tokens of its prompts, once they are known.
+        num_texts, num_prompt_tokens: generations that it asks for, and tokens of its prompts; 0 until they are known.
         is_sent: whether the whole response was sent.
         failure: the error of the generation or of the server.
         status: the HTTP status of an error response.
@@ -112,11 +112,11 @@ class RequestOutcome:
 class Metrics:
     """The metrics of a server: those of its requests, and the statistics of its models.
 
-    All of them may be added up over several servers: ratios are left to whoever divides the sums.
+    All of them can be added up over several servers: there are no ratios, which readers compute from the sums.
     """
 
     def __init__(self, models: ModelPool, *, is_draining: Callable[[], bool] = lambda: False) -> None:
-        """All at zero; the statistics of the models are read when the metrics are requested."""
+        """All start at zero; the statistics of the models are read when the metrics are requested."""
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(_ModelCollector(models))

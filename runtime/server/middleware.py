@@ -91,8 +91,8 @@ def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
 
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 
-# First parts of the paths that need no API key, beside `/`: the pages, which ask for it, and what tells nothing of any
-# text. The ids of timelines cannot be guessed.
+# First parts of the paths that need no API key, besides `/`: the web pages, which ask for the key, and paths that show
+# no text. Timelines do, but their ids cannot be guessed.
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
 
 
@@ -124,14 +124,14 @@ class CommonHeaders:
 
 @attrs.frozen
 class UnversionedPaths:
-    """Takes paths of the API without `/v1`, as clients of other servers send them, for the paths with it."""
+    """Treats API paths without `/v1`, as clients of other servers send them, as the paths with it."""
 
     _app: ASGIApp
     _names: Set[str]  # the first parts of the paths below `/v1`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and _first_part(scope["path"]) in self._names:
-            # In place: what is noted in the scope later is read outside of here.
+            # In place: outer middleware reads what is noted in this scope later.
             scope["path"] = f"/v1{scope['path']}"
         await self._app(scope, receive, send)
 
@@ -165,10 +165,10 @@ class HostNames:
 
 @attrs.frozen
 class ForwardedClients:
-    """Takes the address of a client from X-Forwarded-For, where a trusted proxy has sent the request.
+    """Takes the address of a client from X-Forwarded-For, if a trusted proxy has sent the request.
 
-    Each proxy adds the address that it was asked from at the end. So the client is the last one that is no trusted
-    proxy: whatever comes before could have been made up.
+    Each proxy appends the address from which the request reached it. So the client is the last address that is not a
+    trusted proxy: any address before it could have been made up.
     """
 
     _app: ASGIApp
@@ -178,7 +178,7 @@ class ForwardedClients:
         if scope["type"] == "http" and scope.get("client") is not None:
             address = self._client(scope["client"][0], scope["headers"])
             if address != scope["client"][0]:
-                scope = {**scope, "client": (address, 0)}  # nobody says its port
+                scope = {**scope, "client": (address, 0)}  # the header has no port
         await self._app(scope, receive, send)
 
     def _client(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
@@ -194,14 +194,14 @@ class ForwardedClients:
 
     def _is_trusted(self, address: str) -> bool:
         found = ip_address(address.partition("%")[0])
-        # As a socket for both versions of IP has IPv4's.
+        # A socket for both versions of IP shows IPv4 addresses as mapped ones.
         found = getattr(found, "ipv4_mapped", None) or found
         return any(found in proxy for proxy in self._proxies)
 
 
 @attrs.frozen
 class ApiKey:
-    """Rejects requests without the API key, if the server has one, except for the pages and for figures."""
+    """Rejects requests without the API key, if the server has one, except for web pages and monitoring."""
 
     _app: ASGIApp
     _key: str | None = attrs.field(repr=False)  # in ASCII; None for no key

@@ -26,7 +26,7 @@ class ErrorForm:
     body: Callable[[ErrorResponse], Mapping[str, Any]]
 
 
-# Of everything but APIs with a form of their own.
+# The form of all paths whose API has none of its own.
 COMMON_ERRORS = ErrorForm(ErrorBody, ErrorResponse.body)
 
 _MEANINGS = {
@@ -49,8 +49,8 @@ class Events:
     """The server-sent events of a response.
 
     Attributes:
-        types: of their data.
-        are_named: whether each has its type as its name; otherwise the last one is [DONE], after which nothing comes.
+        types: the types of their data.
+        are_named: whether each event is named after its type; otherwise the last one is [DONE].
     """
 
     types: Sequence[type]
@@ -72,13 +72,13 @@ class Operation:
     """One method at one path.
 
     Attributes:
-        endpoint: makes who answers: an ASGI application, or an endpoint of Starlette's.
+        endpoint: makes the ASGI application, or the endpoint of Starlette's, that answers.
         id: its name; "" for a page, which the description leaves out.
-        response: the type of the body of a response, of JSON; or its content type.
+        response: the type of the body, for a response of JSON; or the content type of any other.
         request: the type of the body of a request; None for none.
-        events: those with `stream: true`; None where nothing is streamed.
+        events: the response's events with `stream: true`; None if it is never streamed.
         errors: the form of the bodies of errors, also at further paths below this one.
-        statuses: of errors, beside those of every body.
+        statuses: of errors, besides those of every operation with a request body.
         responses: descriptions by status, instead of `summary` and `statuses`.
     """
 
@@ -163,7 +163,7 @@ def description(
     schemas: dict[str, Any] = json.loads(_schemas(tuple(sent), tuple(received)))
     if is_strict:
         for schema in schemas.values():
-            # An object that is kept as it came, such as a schema, is a property without a definition of its own.
+            # This spares objects that are kept as they came, such as JSON schemas: they have no definition here.
             if schema.get("additionalProperties") is True:
                 schema["additionalProperties"] = False
     components: dict[str, Any] = {"schemas": schemas}

@@ -19,7 +19,7 @@ from runtime.tracing.timeline import render, texts_of
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-# The latest timelines are kept. Events of one are limited to those of some 3,000 tokens.
+# How many of the latest timelines are kept, and how many events of each: those of some 3,000 tokens.
 MAX_TIMELINES = 32
 MAX_EVENTS = 30_000
 
@@ -54,7 +54,7 @@ class ModelActivity(TypedDict):
 
 
 class Timeline:
-    """The events of one stream, passes that it shared with others included.
+    """The events of one stream, including passes that it shared with others.
 
     Attributes:
         events: the first `MAX_EVENTS` events.
@@ -62,7 +62,7 @@ class Timeline:
     """
 
     def __init__(self, session: int, opened: list[Instant], began: float) -> None:
-        """A timeline of a stream that began just now, on the clock of events; `opened` are its events so far."""
+        """A timeline of a stream that began at `began`, on the clock of events; `opened` are its events so far."""
         self.events: list[Event] = list(opened)
         self.num_lost = 0
         self._session = session
@@ -130,7 +130,7 @@ class Timelines:
 
         Args:
             id: of the response; `page` finds the timeline by it.
-            session: that was opened just now; no other event of it may have happened.
+            session: it was opened just now, and has had no other event yet.
             began: when its stream began, in seconds on the clock of events.
         """
         opened = [instant for instant in self._opened if instant.session == session]
