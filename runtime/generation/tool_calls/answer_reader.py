@@ -20,12 +20,12 @@ from runtime.generation.tool_calls.events import (
 )
 
 _CLOSES = {"}": "{", "]": "["}
-# Of literals, numbers and whitespace; whether they are in the right order is the parser's to say.
+# Characters of literals, numbers and whitespace. Only the parser checks whether they are in the right order.
 _OUTSIDE = frozenset(" \t\r\n:,+.-" + string.ascii_letters + string.digits)
 
 
 class JsonObject:
-    """Finds the end of a JSON object, by its brackets and strings alone; it is broken by what cannot be part of it."""
+    """Finds the end of a JSON object by its brackets and strings alone. A character that cannot follow breaks it."""
 
     def __init__(self) -> None:
         self.is_broken = self.is_over = False
@@ -62,19 +62,19 @@ class JsonObject:
         return bool(self._open) and (self._is_in_string or character in _OUTSIDE)
 
 
-# Within which a call's head must end for its arguments to be given as they come.
+# Characters within which the head of a call must end, or its arguments are not given as they come.
 _MAX_HEAD_CHARS = 2048
 
 
 class AnswerReader:
     """Splits an answer that arrives in pieces into content, reasoning and calls.
 
-    How the text is cut changes nothing but where texts are cut. Text that may become a marker is withheld. Tags of the
-    reasoning are left out, with the whitespace around the reasoning.
+    However an answer is cut into pieces, its events are the same, except for where their texts are cut. Text that may
+    become a marker is withheld. The tags of the reasoning are left out, with the whitespace around the reasoning.
 
-    Calls come in blocks between markers: as they are written where the format allows it, whole at the end of their
-    block otherwise. A malformed block is content. As for mlx-lm, a block also ends the reasoning. Whitespace before a
-    call, between calls and after the last one is not content.
+    Calls come in blocks between markers. They are given as they are written if the format allows it, otherwise whole at
+    the end of their block. A malformed block is content. As in mlx-lm, a block also ends the reasoning. Whitespace
+    before a call, between calls and after the last one is not content.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class AnswerReader:
         """Read one answer.
 
         Args:
-            tags: of the reasoning, not empty; None where it is not told apart.
+            tags: of the reasoning, not empty; None if it is not told apart.
             is_thinking: whether the answer begins within the reasoning.
-            format: of calls; None where they are not told apart.
+            format: of calls; None if they are not told apart.
             new_id: returns the id of a call to which the model gives none; random ones without it.
         """
         self._tags = tags or ("", "")
@@ -102,8 +102,8 @@ class AnswerReader:
         self._new_id = new_id or (format.new_id if format is not None else str)
         self._num_calls = 0
         self._events: list[AnswerEvent] = []
-        self._unread = ""  # consumed by no event
-        self._num_searched = 0  # characters of it in which the end of a block or call does not begin
+        self._unread = ""  # text that is part of no event yet
+        self._num_searched = 0  # its first characters, in which the end of a block or call does not begin
         # Between blocks.
         self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
         self._space = ""  # whitespace at the end of the text so far, which may be left out
@@ -111,11 +111,11 @@ class AnswerReader:
         self._keeps_space = not is_thinking
         self._follows_call = False  # whether only whitespace has come since a call
         # In a block.
-        self._begin = ""  # its text before `_unread`, which no event has
+        self._begin = ""  # its text before `_unread` that is part of no event yet
         self._has_calls = False
         # In a call whose arguments are given while they are written.
         self._call = CallBegan(0, "", "", "")
-        self._head = self._arguments = self._given = ""  # its text before the arguments, them, and that of its events
+        self._head = self._arguments = self._given = ""  # text before its arguments, its arguments, text of its events
         self._object = JsonObject()
         self._enter(self._read_reasoning if is_thinking else self._read_content)
 
@@ -259,7 +259,7 @@ class AnswerReader:
         self._matcher = StopMatcher(markers) if markers else None
 
     def _pass_to_marker(self, give: Callable[[str], None]) -> str | None:
-        """Give the text before the next marker; the marker, once it has come."""
+        """Give the text before the next marker. Returns the marker, once it has come."""
         text, self._unread = self._unread, ""
         if self._matcher is None:
             give(text)
@@ -345,7 +345,7 @@ class AnswerReader:
         self._enter(self._read_malformed if self._end else self._read_content)
 
     def _end_block(self, body: str, end: str, *, is_readable: bool) -> None:
-        """End a block whose `body` was not given: as whole calls, or as content if it is malformed."""
+        """End a block whose `body` was not given yet, as whole calls, or as content if it is malformed."""
         assert self._format is not None
         source = self._begin + body + end
         calls = self._format.parse(body, self._tools) if is_readable and body.strip() else None

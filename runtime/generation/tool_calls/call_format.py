@@ -18,7 +18,7 @@ from runtime.generation.tool_calls.parser_process import ParserProcess
 
 @attrs.frozen
 class ParsedCall:
-    """A call that a parser has read; the id is None where the model writes none."""
+    """A call that a parser has read; the id is None if the model writes none."""
 
     name: str
     arguments: str
@@ -31,17 +31,17 @@ class JsonLayout:
 
     Attributes:
         head: the beginning of a call, up to the brace of its arguments, with the groups "name" and perhaps "id".
-        end: the text that ends one call of several in a block; "" where the arguments' last brace ends it; None where
-            a block has one call.
+        end: the text that ends one call of several in a block; "" if the arguments' last brace ends it; None if a block
+            has one call.
     """
 
     head: re.Pattern[str]
     end: str | None = None
 
 
-# Characters up to which any block is parsed here.
+# Characters up to which any block is parsed in this process.
 SHORT = 1024
-# mlx-lm's parsers that search for calls, of whose names a user's own has none.
+# Names of mlx-lm's parsers that search for calls. A parser of the user's own has none of these names.
 _SEARCHING = {each.name for each in iter_modules(tool_parsers.__path__)} - {"json_tools"}
 _LONG_BLOCKS = ParserProcess()
 
@@ -73,8 +73,8 @@ class CallFormat:
 
     Attributes:
         name: of mlx-lm's parser: a module of `mlx_lm.tool_parsers`.
-        start, end: the markers around a block of calls; `end` is "" where the answer's end ends it.
-        layout: None where arguments can be given only with the whole call.
+        start, end: the markers around a block of calls; `end` is "" if the block ends with the answer.
+        layout: None if arguments can be given only with the whole call.
     """
 
     name: str
@@ -88,9 +88,9 @@ class CallFormat:
 
         Args:
             text: of the block, without the markers.
-            tools: of the request; some formats have the types of arguments only there.
+            tools: of the request; for some formats, only they have the types of arguments.
 
-        Returns: at least one call; None where the text is malformed, or reading it takes too long (`ParserProcess`).
+        Returns: at least one call; None if the text is malformed, or reading it takes too long (`ParserProcess`).
         """
         # Third-party code, on whatever a model wrote.
         try:
@@ -117,7 +117,7 @@ class CallFormat:
 
 
 def call_format(tokenizer: TokenizerWrapper | None) -> CallFormat | None:
-    """The format of a model's calls; None where mlx-lm knows none for its tokenizer."""
+    """The format of a model's calls; None if mlx-lm knows none for its tokenizer."""
     if tokenizer is None or not getattr(tokenizer, "has_tool_calling", False):
         return None
     parser: Any = tokenizer.tool_parser

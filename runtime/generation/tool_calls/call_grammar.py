@@ -1,6 +1,6 @@
 """Grammars that hold a model to its tools: to their schemas, in the layout of the model's own format of calls.
 
-Fixed text is a special token where the tokenizer has one for it, and each JSON schema has a grammar of its own. Of a
+Fixed text is a special token if the tokenizer has one for it, and each JSON schema has a grammar of its own. For a
 string that is written without quotation marks only `enum` and `const` are enforced: it ends where its marker begins.
 """
 
@@ -28,15 +28,15 @@ class CallLayout:
     """The layout of one call.
 
     In these texts, "{name}" is the function's name, "{key}" an argument's, "{type}" its type, "{number}" a whole
-    number; a NUL character may be a newline, or nothing, as in the several versions of a format.
+    number; a NUL character is an optional newline, in which versions of a format differ.
 
     Attributes:
         head, tail: around the arguments.
-        key: before each argument; None where the arguments are one JSON object.
-        values: how an argument is written: "json"; "text", where a string is text as it is, up to `value_end`, and
-            everything else JSON; or a quotation mark for strings, everything else being JSON.
+        key: before each argument; None if the arguments are one JSON object.
+        values: how an argument is written: "json"; "text": a string as plain text up to `value_end`, anything else as
+            JSON; or a quotation mark: a string between two of these, anything else as JSON.
         block: around the calls of a block.
-        between_calls: None where a block has one call, and further calls their own.
+        between_calls: None if each call has a block of its own.
     """
 
     head: str
@@ -89,16 +89,16 @@ _LAYOUTS = {
 
 
 def call_layout(name: str, template: Any) -> CallLayout | None:
-    """The layout of a format; None where it has none here, such as a parser of the user's own.
+    """The layout of a format; None if it has none here, such as a parser of the user's own.
 
-    Two versions of Mistral's format differ in the tokenizer's chat template.
+    The chat template `template` tells the two versions of Mistral's format apart.
     """
     if name == "mistral":
         return _MISTRAL if isinstance(template, str) and "[ARGS]" in template else _MISTRAL_LIST
     return _LAYOUTS.get(name)
 
 
-# Calls of an answer that must be calls. Small models repeat theirs until they are cut off.
+# Most calls of an answer that must be calls. Small models repeat theirs until they are cut off.
 _MAX_CALLS = 16
 
 _PLACEHOLDERS = re.compile("({number}|" + _OPTIONAL_NEWLINE + ")")
@@ -118,10 +118,10 @@ def call_grammar(
     """The grammar of an answer, in llguidance's own format, as `Grammar` takes it.
 
     Args:
-        tools: what may be called. Where a call must be, there is no text beside it but reasoning, and up to 16 calls.
-        tags: of the reasoning, which stays free; None for a model without.
+        tools: the functions. If one must be called, the answer has up to 16 calls, and no other text but reasoning.
+        tags: of the reasoning, which is not constrained; None for a model without reasoning.
         is_thinking: whether the answer begins within the reasoning.
-        content: the JSON schema of an answer that calls nothing; None for any text. Not with a call that must be.
+        content: the JSON schema of an answer that calls nothing; None for any text, and if a call is required.
         is_loose: whether arguments may be any JSON where the format has JSON, whatever the schema says.
 
     Raises: SettingsError: the format has no layout, a schema cannot be followed, or llguidance is not installed.
@@ -204,7 +204,7 @@ def _argument(writer: _Writer, layout: CallLayout, key: str, schema: Mapping[str
 
 def _in_order(writer: _Writer, arguments: Sequence[tuple[str, bool]], between: str) -> str:
     """Arguments in their order, of which some are required, with text between any two."""
-    # The rest of the arguments: where one came before, and where none did.
+    # Rules for the remaining arguments: if one came before, and if none did.
     after, first = "", ""
     for rule, is_required in reversed(arguments):
         begun = f"{rule} {after}"
@@ -216,7 +216,7 @@ def _in_order(writer: _Writer, arguments: Sequence[tuple[str, bool]], between: s
 
 
 def _types(schema: Any) -> set[str]:
-    """The types that a schema names, itself or in alternatives; empty where it names none."""
+    """The types that a schema names, itself or in alternatives; empty if it names none."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type", [])

@@ -1,6 +1,6 @@
 """The events of an answer that is read while it is generated: content, reasoning, and tool calls.
 
-The sources of all events, one after the other, are the text that was generated.
+The `source` texts of all events add up to the text that was generated.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class CallEnded:
 class CallBroken:
     """A call that has begun and turns out malformed, or is cut off.
 
-    Whoever can take it back shows `given`, the text of its events so far, as text; the rest of it comes as content.
+    A consumer that can take it back shows `given`, the text of its events so far, as content; the rest follows as such.
     """
 
     index: int

@@ -23,7 +23,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
 
     Each parameter needs a type that JSON can have, and a line in the docstring's section "Args:".
 
-    Raises: SettingsError: the function is not like that.
+    Raises: SettingsError: the function does not meet this.
     """
     name = getattr(function, "__name__", None)
     if not isinstance(name, str):
@@ -46,7 +46,7 @@ class Functions:
     def __init__(self, functions: Sequence[Callable[..., Any]], *, may_be_async: bool = True) -> None:
         """Check the functions of a conversation.
 
-        Raises: SettingsError: as `schema_of`; also where one is no function, two have one name, or one is async and the
+        Raises: SettingsError: as `schema_of`; also if one is no function, two have one name, or one is async and the
             caller cannot await it.
         """
         if isinstance(functions, (str, bytes, Mapping)) or not isinstance(functions, Sequence):
@@ -73,7 +73,7 @@ class Functions:
         return bool(self._functions)
 
     async def call(self, call: ToolCall, call_function: CallFunction) -> str:
-        """The text for the model of a call's result: a text as it is, all else as JSON, and errors as well."""
+        """Call a function. Returns the result for the model: text as it is, anything else as JSON, or the error."""
         if (function := self._functions.get(call.name)) is None:
             return f"Error: there is no function {call.name!r}"
         # The user's code, with arguments that a model wrote.
@@ -87,7 +87,7 @@ class Functions:
             return f"Error: {type(error).__name__}: {error}"
 
 
-# Rounds of calls in one turn, after which `generate` leaves an answer as it is, with its calls.
+# Most rounds of calls in one turn, after which `generate` leaves an answer as it is, with its calls.
 MAX_TOOL_ROUNDS = 8
 
 

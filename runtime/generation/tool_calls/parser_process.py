@@ -1,8 +1,8 @@
 """mlx-lm's parsers of calls, run in a process that can be ended: for long blocks.
 
-On a text of many openings that are never closed, the time of their patterns grows with the square of its length:
-minutes for 100,000 characters, in which no other stream would get a token, and nothing stops a search in a thread. So
-long blocks go to a process, which a timer of its own CPU time ends; the next long block starts another.
+On a text of many openings that are never closed, the time of their patterns grows with the square of its length: it
+takes minutes for 100,000 characters. In a thread, nothing could stop the search, and no other stream would get a token.
+So long blocks go to a process, which ends by a timer of its own CPU time; the next long block starts another.
 
 This file is also the program of that process, which imports neither mlx nor the runtime. It reads blocks as lines of
 JSON (name of the parser, text, tools), writes what the parser has returned, and ends with its stdin.
@@ -26,10 +26,10 @@ from select import POLLIN, poll
 from types import ModuleType
 from typing import Any
 
-# CPU time for one block, for which its thread waits: well-formed calls of 100,000 characters take a twentieth of it.
+# CPU time for one block, while a thread waits: well-formed calls of 100,000 characters take a twentieth of it.
 _CPU_S = 0.25
 _MEMORY_BYTES = 2**30
-# Seconds for one block, and the start of the process, on a machine that gives it no CPU time.
+# Wall time for one block and the start of the process, for when a busy machine gives it no CPU time.
 _WALL_S = 10.0
 
 
@@ -43,7 +43,7 @@ class ParserProcess:
     def parse(self, name: str, text: str, tools: Sequence[Mapping[str, Any]]) -> Any:
         """What the parser `mlx_lm.tool_parsers.NAME` returns for a block without its markers.
 
-        None where it fails, or exceeds the limits of time and memory.
+        None if it fails, or exceeds the limits of time and memory.
         """
         block = json.dumps([name, text, tools], default=_plain).encode()
         with self._lock:
@@ -54,7 +54,7 @@ class ParserProcess:
                 assert process.stdout is not None
                 process.stdin.write(block + b"\n")
                 process.stdin.flush()
-                answers = poll()  # not `select`, which takes no file of a high number
+                answers = poll()  # not `select`, which does not take high file numbers
                 answers.register(process.stdout, POLLIN)
                 if answers.poll(1000 * _WALL_S):
                     answer = process.stdout.readline()

@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 # Longer lists fill any context.
 MAX_TOOLS = 1024
-# Those of a grammar: a second of compilation, and llguidance has an end at some thousand arguments.
+# Most tools of a grammar: they take a second to compile, and llguidance gives up at some thousand arguments.
 _MAX_HELD_TOOLS = 256
 
 
@@ -49,7 +49,7 @@ class Tools:
 
     @property
     def callable(self) -> list[Mapping[str, Any]]:
-        """The functions that the choice leaves."""
+        """The functions that `choice` allows."""
         if self.choice in ("auto", "required"):
             return list(self.listed)
         return [tool for tool in self.listed if tool["function"]["name"] == self.choice]
@@ -78,8 +78,8 @@ class StreamArguments(SettingsArguments, total=False):
             docstring; or in OpenAI's form. The stream calls none of them.
         tool_choice: "auto", the default: the model decides; "required": it must call one; the name of one that it must
             call; "none": as without tools.
-        parallel_tool_calls: whether there may be several calls in one answer; by default only with "auto". Where a call
-            is required, 16 at most.
+        parallel_tool_calls: whether there may be several calls in one answer; by default only with "auto". If a call is
+            required, 16 at most.
     """
 
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
@@ -101,7 +101,7 @@ def taken_tools(arguments: dict[str, Any]) -> Tools | None:
 
 
 def split_tools(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keyword arguments of a stream, as those about tools, checked, and the settings.
+    """Split the keyword arguments of a stream into those about tools, which are checked, and the settings.
 
     Raises: SettingsError: as `taken_tools`.
     """
@@ -112,12 +112,12 @@ def split_tools(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 def tools_of(
     listed: Sequence[Mapping[str, Any]] | None, choice: str = "auto", *, is_parallel: bool | None = None
 ) -> Tools | None:
-    """The tools of a request, checked; None where the model may call nothing.
+    """The tools of a request, checked; None if the model may call nothing.
 
     Args:
         listed: in OpenAI's form, or without the "type" around the function.
         choice: "none", "auto", "required" or a function's name.
-        is_parallel: None for only with "auto": a model that must call, and may go on, often repeats its call.
+        is_parallel: None: only with "auto", since a model that must call and may go on often repeats its call.
 
     Raises: SettingsError: a tool is not of that form, two have one name, the choice names none, or they are too many.
     """
@@ -149,7 +149,7 @@ def tools_of(
 
 
 def check_callable(tools: Tools, tokenizer: TokenizerWrapper | None) -> CallFormat | None:
-    """The format of the model's calls; None where it has none: all of its text is content then, as for mlx-lm.
+    """The format of the model's calls. None if it has none: all of its text is content then, as in mlx-lm.
 
     Raises: PromptError: it has none, and the choice asks for a call.
     """
