@@ -1,4 +1,4 @@
-"""Conversations: the prompt of a turn has all turns before it, and only what is new is prefilled."""
+"""Conversations: the prompt of a turn contains all earlier turns, and only its new part is prefilled."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _State:
 
 @attrs.frozen
 class _Turn:
-    """The user's message, if the model does not go on after the results of its calls, and its answer so far."""
+    """The user's message (none if the model goes on after the results of its calls), and the model's answer so far."""
 
     said: list[Message]
     answer: ReasoningTracker
@@ -64,10 +64,10 @@ class Conversation:
     The chat template makes the prompts. Without a template (a base model) the conversation is a running text: each
     user text is appended as it is, and continued.
 
-    A turn becomes part of the conversation with the first token that is given of its answer. From then on, the
-    conversation has as much of the answer as was given, whether the answer ends, is cancelled or fails; once the stream
-    is closed, this includes its `tail`. A turn that ends before its first token leaves the conversation as it was, so
-    it can be repeated.
+    A turn becomes part of the conversation once the first token of its answer is given. From then on, the conversation
+    contains as much of the answer as was given, whether the answer ends, is cancelled or fails; once the stream is
+    closed, this includes its `tail`. A turn that ends before its first token leaves the conversation as it was, so it
+    can be repeated.
 
     With tools, an answer may be calls of functions. `generate` calls them, and has the model go on with the results.
     For an answer that is streamed, `call_tools` calls them, and `stream` without a text goes on:
@@ -138,11 +138,11 @@ class Conversation:
 
     @property
     def pending_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of the last answer, of which the model was not told any results yet; empty during an answer."""
+        """The calls of the last answer whose results the model was not told yet; empty during an answer."""
         return () if self._is_answering else calls_without_results(self._so_far())
 
     async def call_tools(self) -> bool:
-        """Call the functions that the last answer calls, one after the other; the model is told the results next.
+        """Call the functions that the last answer calls, one after the other; the next prompt has their results.
 
         An async function is awaited here, any other is called in a thread. The model gets what it returns, as JSON
         unless it is a text, or the error that it raises.
@@ -202,7 +202,7 @@ class Conversation:
         """Begin a turn, and wait for the whole answer.
 
         Functions that it calls are called, and the model goes on with their results, for at most `MAX_TOOL_ROUNDS`
-        rounds; the last answer has calls only where these are used up, and they are `pending_calls` then.
+        rounds. The last answer has calls only if these rounds are used up; they are the `pending_calls` then.
 
         Args, Raises: as `stream`, and as `TokenStream.__anext__`.
 
@@ -220,15 +220,15 @@ class Conversation:
 
         The file has the messages, the settings, what the target and the draft model have cached of the text, so that it
         need not be prefilled again, and the fingerprints of both models and of the tokenizer's vocabulary.
-        `logits_processors` and a `sampler` are functions, which the file does not have: they must be given again.
+        `logits_processors` and a `sampler` are functions, which are not saved: they must be given again.
 
-        The path always has the complete old or the complete new file. It is in safetensors format, with the messages as
-        plain text; only its owner can read a new file.
+        At the path, there is always the complete old or the complete new file. It is in safetensors format, with the
+        messages as plain text; only its owner can read a new file.
 
         Args:
             path: of the file; its directory must exist. An existing file is replaced. Or a binary file object, such as
-                `io.BytesIO`, which is written from its position on, in another thread; after an error it has a part of
-                the data.
+                `io.BytesIO`, which is written from its position on, in another thread; after an error it contains a
+                part of the data.
 
         Returns: the file's size in bytes.
 
@@ -283,7 +283,7 @@ class Conversation:
         return [*turn.said, reply]
 
     def _snapshot(self) -> Account:
-        # A template ends the prompt where an answer begins, so the next turn needs a user's message, too.
+        # Templates end a prompt where an answer begins, so the prompt of the next turn needs some user's message.
         next_message = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
         prompt = self._prompt([*self._so_far(), *next_message])
         return Account(self.messages, prompt, self._thinking, settings_from(self._settings))

@@ -23,14 +23,14 @@ from runtime.generation.json_schema import grammar_of_schema, schema_name, short
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# Characters of a GBNF grammar. Its conversion may take time that grows with the square of its length: 0.6 s for these.
+# Most characters of a GBNF grammar. The time of its conversion may grow with the square of its length: 0.6 s for these.
 _MAX_GBNF_LENGTH = 2**15
 
-# Tokens after its matcher that a state may have; a longer text gets a new matcher.
+# Most tokens of a state that its matcher has not seen; with more, the state gets a new matcher.
 _MAX_PENDING_TOKENS = 16
 
-# Bound of llguidance while a text is written. A state of its lexer takes some 400 bytes, and a grammar keeps the states
-# of all its texts; with fewer, patterns that count to hundreds would not get far.
+# llguidance's bound while a text is written. A state of its lexer takes some 400 bytes, and a grammar keeps the states
+# of all its texts; with a lower bound, patterns that count to hundreds would not get far.
 _MAX_LEXER_STATES = 100_000
 
 
@@ -45,7 +45,7 @@ class _State:
     """
 
     size: int  # of the text, in tokens, prompt included
-    matcher: LLMatcher | None  # None where the grammar does not allow the text
+    matcher: LLMatcher | None  # None if the grammar does not allow the text
     pending: tuple[int, ...] = ()
 
 
@@ -175,7 +175,7 @@ class Grammar:
         return logits
 
     def save(self) -> _State | None:
-        """The state after the last call; None, which begins a new text, where no call came after the last `save`."""
+        """The state after the last call. None, which begins a new text, if there was no call since the last `save`."""
         # Each `save` of a stream but the first follows a call, so each stream begins anew.
         here = self._thread_state
         state = None if here.is_saved else here.state
@@ -230,7 +230,7 @@ def _after(state: _State, token: int) -> tuple[LLMatcher | None, _State]:
 def grammar_of_regex(pattern: str) -> str:
     """A regular expression in llguidance's own format, as `Grammar` takes it.
 
-    Args, Raises: see `Grammar.from_regex`; errors of compiling it are not raised here. Likewise for those below.
+    Args, Raises: see `Grammar.from_regex`; errors of compiling it are not raised here. So it is with those below.
     """
     text = _text(pattern, f"the regular expression {shortened(pattern)}")
     grammar: str = library().LLMatcher.grammar_from_regex(text)
@@ -248,7 +248,7 @@ def grammar_of_gbnf(grammar: str) -> str:
     """A grammar of llama.cpp in llguidance's own format; see `Grammar.from_gbnf`."""
     what = f"the grammar {shortened(grammar)}"
     text = _text(grammar, what)
-    # Line by line: llguidance's own search for these takes hours with blank lines by the thousand.
+    # Line by line: llguidance's own search for these takes hours if there are thousands of blank lines.
     if any(_LARK.match(line) for line in text.splitlines()):
         return _grammar_of_lark(text)
     if len(text) > _MAX_GBNF_LENGTH:

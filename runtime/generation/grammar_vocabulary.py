@@ -1,4 +1,4 @@
-"""Vocabularies of grammars: llguidance, and its indices of tokenizers."""
+"""Vocabularies for grammars: llguidance, and its indices of tokenizers' vocabularies."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokenizer_json(tokenizer: Any) -> tuple[str, list[int]]:
 
     Raises: SettingsError: as `indexed`.
     """
-    indexed(tokenizer)  # needed anyway, and raises what is wrong
+    indexed(tokenizer)  # needed anyway, and raises if something is wrong
     inner, ends = _inner_tokenizer(tokenizer)
     backend = copy(inner.backend_tokenizer)
     backend.no_padding()
@@ -66,7 +66,7 @@ def _inner_tokenizer(tokenizer: Any) -> tuple[Any, list[int]]:
             f"a grammar needs the target's tokenizer, as Runtime.tokenizer has it, got {shown(tokenizer)}"
         )
     library()
-    # Not wrapped where it is not: that would take longer than all the rest.
+    # Another tokenizer is not wrapped first: that would take longer than all the rest.
     if isinstance(tokenizer, TokenizerWrapper):
         inner, ends = tokenizer._tokenizer, sorted(tokenizer.eos_token_ids)
     else:
@@ -77,11 +77,11 @@ def _inner_tokenizer(tokenizer: Any) -> tuple[Any, list[int]]:
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The ids of a tokenizer's special tokens, by their text: those that a grammar cannot have as text.
+    """The ids of a tokenizer's special tokens, by their text: those that do not match as text in a grammar.
 
     Raises: SettingsError: as `indexed`.
     """
-    indexed(tokenizer)  # raises what is wrong
+    indexed(tokenizer)  # raises if something is wrong
     inner, _ = _inner_tokenizer(tokenizer)
     added = inner.backend_tokenizer.get_added_tokens_decoder()
     # As llguidance decides it (toktrie_hf_tokenizers/src/lib.rs).

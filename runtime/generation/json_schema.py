@@ -15,25 +15,25 @@ from runtime.generation.grammar_vocabulary import library
 # whitespace that the standard allows, a weak model writes newlines until it is cut off.
 _WHITESPACE = r"[ ]|\n[ \t]{0,32}"
 
-# Length of a schema, a pattern or a grammar in messages.
+# Most characters of a schema, a pattern or a grammar in messages.
 _MAX_SHOWN_CHARS = 80
 
-# Remainders of division that llguidance may have to tell apart, a state of its lexer for each: 0.2 s, 20 MB. Its time
-# grows with their square; it cannot be interrupted, and its own limits do not bound it.
+# Most remainders of division that llguidance may have to tell apart, with a state of its lexer for each: 0.2 s, 20 MB.
+# Its time grows with their square; it cannot be interrupted, and its own limits do not bound it.
 _MAX_REMAINDERS = 100_000
 # Keywords whose schemas are about the same value.
 _SAME_VALUE = ("allOf", "anyOf", "oneOf", "not", "if", "then", "else")
 
-# Optional properties of one object: a second. llguidance's time grows with their square.
+# Most optional properties of one object: these take a second. llguidance's time grows with their square.
 _MAX_OPTIONAL = 2000
 
-# The values of `format` that llguidance enforces; it refuses others. JSON Schema has a format say what a text is, and
-# leaves it open whether that is checked, so others are left out, such as pydantic's for paths, secrets and patterns.
+# The values of `format` that llguidance enforces; it refuses others. In JSON Schema a format says what a text is, and
+# need not be checked, so others are left out of the schema, such as pydantic's for paths, secrets and patterns.
 # `uniqueItems`, which pydantic writes for sets, is left out too: no grammar can remember all items.
 _ENFORCED_FORMATS = frozenset(
     ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
-# Keywords with schemas for values. Not `not` and the like, where what is left out would be forbidden.
+# Keywords with schemas for values. Not `not` and the like: there, a schema that is less strict would forbid more.
 _MAPS_OF_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _LISTS_OF_SCHEMAS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
 _SCHEMAS = frozenset(("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "contains"))
@@ -43,7 +43,7 @@ _MIN_NUMBER = -(2**53)
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 _BOUNDS = {"minimum": -1, "exclusiveMinimum": -1, "maximum": 1, "exclusiveMaximum": 1}  # and their direction
 # Bounds further out than this one fail in llguidance, which reads numbers in double precision: the next one is 2**63.
-# A maximum of integers may be any.
+# A maximum of integers may have any value.
 _MAX_BOUND = 2**63 - 1024
 
 
@@ -53,7 +53,7 @@ def schema_name(schema: Any) -> str:
 
 
 def check_is_schema(value: Any, what: str) -> None:
-    """Raises: SettingsError: the value, which messages call `what`, is of no type that a schema has."""
+    """Raises: SettingsError: the value, called `what` in the message, has a type that no schema has."""
     if not isinstance(value, (Mapping, bool)):
         raise SettingsError(f"{what} must be an object, True or False")
 
@@ -128,11 +128,11 @@ def _followable(schema: Any) -> Any:
 
 
 def _bound(schema: Mapping[str, Any], name: str, bound: float) -> float | None:
-    """A bound that llguidance can follow; None for none. Numbers between the two bounds cannot be written."""
+    """The bound, or one that llguidance can follow; None for none. No number between the two can be written."""
     sign, is_integer = _BOUNDS[name], schema.get("type") == "integer"
     if sign * bound <= _MAX_BOUND or (is_integer and sign > 0):
         return bound
-    # Beyond 64 bits there are only numbers that have exponents, which no bounded number has in llguidance.
+    # Beyond 64 bits, numbers have exponents, and in llguidance no bounded number has one.
     return sign * _MAX_BOUND if is_integer or sign * bound <= 2**63 else None
 
 
@@ -172,7 +172,7 @@ def _entries(schema: Any) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _num_remainders(schema: Any) -> int:
-    """A lower bound of the remainders of division (`multipleOf`) that llguidance has to tell apart.
+    """A lower bound of the number of remainders of division (`multipleOf`) that llguidance has to tell apart.
 
     The last digits show divisibility by 2 and 5, so these factors do not count. Numbers for one value multiply, as far
     as they are coprime; numbers for different values add up. References are not followed.

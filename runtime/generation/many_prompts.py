@@ -89,13 +89,13 @@ class AwaitableCompletions(ABC):
         """Let the event loop run other tasks, and take a cancellation."""
 
     def __await__(self) -> Generator[Any, None, list[Completion]]:
-        """All completions, in the order of the prompts; awaited again, the same ones.
+        """All completions, in the order of the prompts. Awaiting again gives the same ones.
 
         Raises:
             StreamBusyError: they are being awaited, or given one by one, already.
             RuntimeClosedError: the runtime or this was closed before all were finished.
             RuntimeBrokenError, RewindError: the error of a stream, with a note that names the prompt.
-            PromptError, SettingsError: for asyncio, of a prompt; the message says at which index.
+            PromptError, SettingsError: on asyncio, a prompt or its settings are invalid; the message has its index.
         """
         return self._gather().__await__()
 
@@ -124,7 +124,7 @@ class Completions(Merged[Completion], AwaitableCompletions):
     `await` gives the list of them, in the order of the prompts. `async for` gives pairs (index of the prompt,
     completion), each as soon as it is finished. Use one or the other, in one task.
 
-    The generations run from the moment that this exists. Where nobody takes the finished completions, up to
+    The generations start as soon as this object exists. If nobody takes the finished completions, up to
     `max_concurrent` of them are kept, and then no further generation begins.
 
     Failure: the first generation that fails cancels the others. Its error is raised once the completions that were
@@ -166,7 +166,7 @@ class TokenStreams(Merged[Token]):
     `async for` gives pairs (index of the prompt, token). The tokens of one prompt come in order, and its last token has
     a `finish_reason`; tokens of different prompts come in the order in which the models commit them.
 
-    Beginnings, failure and cancellation are as in `Completions`. Where nobody takes the tokens, the models wait.
+    Start, failure and cancellation are as for `Completions`. If nobody takes the tokens, the models wait.
     """
 
     @staticmethod

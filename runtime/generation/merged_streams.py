@@ -36,8 +36,8 @@ Produce = Callable[[TokenStream, Give[T]], Awaitable[None]]
 class Merged(SingleConsumer, Generic[T]):
     """An async iterator over (index of the prompt, item), and an async context manager.
 
-    The generations run from the moment that this exists, `max_concurrent` at a time, and as many items may wait for the
-    consumer. A subclass says in `_produce` what the items of a generation are.
+    The generations start as soon as this object exists, `max_concurrent` at a time; up to `max_concurrent` items may
+    wait for the consumer. A subclass says in `_produce` what the items of a generation are.
     """
 
     _busy = "another task is waiting for the next item; each item is given once, to one task"
@@ -55,14 +55,14 @@ class Merged(SingleConsumer, Generic[T]):
 
         Args:
             start_soon: starts a task that outlives the caller's.
-            run_soon: has a function called in trio's thread; callable from any thread, at any moment.
+            run_soon: calls a function soon, in trio's thread; may be used in any thread, at any time.
         """
         send, self._items = trio.open_memory_channel[tuple[int, T]](max_concurrent)
         # The tasks must not refer to this object: its last reference could then never be dropped.
         self._work = _Work(enumerate(generations), begin, self._produce, min(max_concurrent, len(generations)), send)
         self._run_soon = run_soon
         self.num_prompts = len(generations)
-        self._num_left = len(generations)  # prompts whose last item was not given
+        self._num_left = len(generations)  # prompts whose last item was not given yet
         start_soon(self._work.run)
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class _Work(Generic[T]):
     scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
     error: Exception | None = attrs.field(init=False, default=None)
 
-    # A Ctrl-C belongs to the user's task.
+    # A Ctrl-C must interrupt the user's task and not this one.
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
         with self._items, self.scope:
@@ -178,7 +178,7 @@ class _Work(Generic[T]):
             async def give(item: T, index: int = index) -> None:
                 await self._items.send((index, item))
 
-            # Any error is the consumer's; raised here, it would end the runtime.
+            # Any error is for the consumer; raised here, it would end the runtime.
             try:
                 await self._produce(self._begin(*generation), give)
             except trio.BrokenResourceError:

@@ -1,7 +1,7 @@
 """The reasoning of an answer: the tokens between the reasoning tags that the tokenizer names.
 
-The server splits text instead (`runtime.generation.tool_calls.answer_reader`): here a token is marked at once, by ids,
-and pieces before it may still turn out to be a tag, while text that was sent cannot be taken back.
+The server splits text instead (`runtime.generation.tool_calls.answer_reader`): here each token is marked at once, by
+ids, and pieces before it may later turn out to be part of a tag, whereas text that was sent cannot be taken back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ReasoningTracker:
     Attributes:
         num_tokens: number of tokens given.
         tail: the withheld text of those tokens; see `TokenStream.tail`.
-        tags: the opening and the closing tag; both empty where the tokenizer names none.
+        tags: the opening and the closing tag; both empty if the tokenizer names none.
         has_tags: whether the answer so far has a tag.
         is_thinking: whether the next token is reasoning, unless it completes a tag.
         is_over: whether no more tokens are given.
@@ -47,7 +47,7 @@ class ReasoningTracker:
         self.tags = ("", "")
         self.is_thinking = self.has_tags = False
         self._recent: list[int] = []  # ids since the last tag
-        # Offset in the readable text, text, and whether it is reasoning; the text of tags is left out.
+        # Pieces of the readable text: offset, text, and whether it is reasoning; the text of tags is left out.
         self._pieces: list[tuple[int, str, bool]] = []
         self._num_readable_chars = 0  # including those withheld as a possible stop string
         self._given_texts: list[str] = []
@@ -99,7 +99,7 @@ class ReasoningTracker:
             given: the text that the consumer gets with it; a possible stop string comes later, or never.
             tail: the text that was withheld so far.
 
-        Returns: whether the token is reasoning, tags included; of an opening tag of several tokens only the last is.
+        Returns: whether the token is reasoning, tags included; of an opening tag with several tokens, the last one is.
         """
         self.num_tokens += 1
         self.tail = tail

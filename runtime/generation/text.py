@@ -21,7 +21,7 @@ logger = logging.getLogger("outrider")
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
-# Characters to a token of the context up to which no text is searched for the longest token, which takes a while.
+# Characters per token of the context. A text with fewer is tokenised unchecked: the check for its length takes a while.
 _SURELY_TOKENISED = 16
 
 # Roles of chat messages for every chat template; a template may know further ones.
@@ -40,7 +40,7 @@ def encode_prompt(
 
     Args:
         prompt: text, token ids, or chat messages for the tokenizer's chat template.
-        tokenizer: None where the target has none; the prompt must then be ids.
+        tokenizer: None if the target has none; the prompt must then be ids.
         vocab_size: width of the target's logits.
         context_length: positions that the target can take; None for no bound.
         switches: further variables of the chat template.
@@ -48,14 +48,14 @@ def encode_prompt(
     Raises:
         PromptError: the prompt is empty, of another type, needs a tokenizer or chat template that is missing, or has
             ids outside [0, vocab_size).
-        PromptTooLongError: it was seen to fill the context before it was tokenised, or its ids were looked at; another
-            one may still fill it.
+        PromptTooLongError: it fills the context, as was seen before it was tokenised or its ids were checked. Without
+            this error, it may still fill it.
     """
     ids = _encode(prompt, tokenizer, context_length, switches or {})
     if not ids:
         raise PromptError("the prompt is empty; it must have at least one token")
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
-        return ids  # at once: trio's thread does this for every stream
+        return ids  # the fast way: trio's thread does this for every stream
     return tuple(_checked_id(token, vocab_size) for token in ids)
 
 
@@ -158,7 +158,7 @@ def tokenized(
 
     Raises:
         PromptError: it is not encodable as UTF-8.
-        PromptTooLongError: it was seen to fill the context before it was tokenised.
+        PromptTooLongError: it fills the context, as was seen before it was tokenised.
     """
     try:
         text.encode()
@@ -230,7 +230,7 @@ def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: Token
         raise PromptError(f"the chat template does not take these messages: {reason}") from error
 
 
-# Pending tokens, not yet given as text, from which on they are no longer taken for the beginning of one character.
+# As many pending tokens, not yet given as text, are no longer taken for the beginning of one character.
 _MAX_PENDING = 16
 # The most tokens of an incomplete character: it has at most 4 bytes, and a token at least one.
 _INCOMPLETE = 3
@@ -240,7 +240,7 @@ class Detokenizer:
     """An incremental decoder: the text of a growing list of tokens, piece by piece.
 
     The pieces add up to `tokenizer.decode(ids)`, in every script: a character whose bytes are spread over tokens comes
-    with the last of them. Only for bytes that are no character may the two differ, in the number of replacement
+    with the last of them. The two may differ only for bytes that form no character, in the number of replacement
     characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. (mlx-lm's own
     detokenizers drop a space at the start of the text, which a continuation needs.)
 
@@ -269,7 +269,7 @@ class Detokenizer:
         return self._advance(is_last=False)
 
     def alone(self, token: int) -> str:
-        """The text of a token decoded alone. Kept, as the same few tokens are the likeliest at many positions."""
+        """The text of a token decoded alone. Cached, as the same few tokens are the likeliest at many positions."""
         if token not in self._alone:
             self._alone[token] = "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
         return self._alone[token]
@@ -293,7 +293,7 @@ class Detokenizer:
             # Tokens without text. Those before them still decide where a space goes.
             del self._ids[self._given_end :]
             return ""
-        # More bytes than a character has. All but the last ones are none, or would have been given.
+        # More bytes than a character has. All but the last ones form no character, or they would have been given.
         end = len(self._ids) - _INCOMPLETE
         piece = self._decoded_after(given, end)
         self._context_start, self._given_end, self.unread = self._given_end, end, fresh[len(piece) :]

@@ -45,9 +45,10 @@ class Token:
             None unless the setting `logprobs` asks for it.
         is_thinking: whether it belongs to the reasoning, tags included, by the tags that the tokenizer names.
         top_logprobs: the most probable tokens at its position, most probable first; as many as `logprobs` says.
-        is_tool_call: whether it belongs to a tool call, markers included; of an opening marker only the last token.
-        events: what it completes of content, reasoning and tool calls, see `runtime.generation.tool_calls.events`;
-            empty for a generation without tools.
+        is_tool_call: whether it belongs to a tool call, markers included; of an opening marker, only the last token
+            does.
+        events: the content, reasoning and tool calls that it adds, see `runtime.generation.tool_calls.events`; empty
+            for a generation without tools.
     """
 
     id: int
@@ -114,7 +115,7 @@ class Progress:
 class TokenReader:
     """Turns the commits of one generation into tokens: decodes them, marks the reasoning, and counts.
 
-    It never waits, so it serves consumers in trio, in asyncio and in plain threads. One thread uses it.
+    It never waits, so it serves consumers in trio, in asyncio and in plain threads. Only one thread may use it.
 
     Attributes:
         session, began: see `TokenStream`.
@@ -184,11 +185,11 @@ class TokenReader:
         return self._commit is not None
 
     def begin_commit(self, commit: Commit) -> None:
-        """Make a commit the current one; only where not `has_more`."""
+        """Make a commit the current one; not while `has_more`."""
         self._commit, self._next_in_commit = commit, 0
 
     def next_token(self) -> Token:
-        """Give the next token of the current commit; only where `has_more`."""
+        """Give the next token of the current commit; only while `has_more`."""
         commit, index = self._commit, self._next_in_commit
         assert commit is not None
         self._next_in_commit += 1
@@ -235,7 +236,7 @@ class TokenReader:
         self.answer.is_over = True
 
     def statistics(self, *, is_over: bool) -> Statistics:
-        """Counts and rates so far. The time ends now, or, where the text is over, with the last token."""
+        """Counts and rates so far. The time ends now, or with the last token if the text is over."""
         end = self._last_at if is_over and self._last_at is not None else self._clock()
         return self._counts.snapshot(
             elapsed=end - self.began,
@@ -298,7 +299,7 @@ class Arrivals:
         self._peeked.extend(commits)
 
     async def receive(self) -> Commit | None:
-        """Wait for the next commit; None where no more come."""
+        """Wait for the next commit; None if no more come."""
         if self._peeked:
             await trio.lowlevel.checkpoint()
             if self._peeked:
@@ -347,7 +348,7 @@ class Arrivals:
         return rest
 
     def close(self) -> None:
-        """Receive no more commits and end the session; closing twice is closing once."""
+        """Receive no more commits and end the session; closing again does nothing."""
         self._commits.close()
         self.hang_up()
 

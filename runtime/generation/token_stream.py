@@ -1,4 +1,4 @@
-"""The stream of one generation, which one consumer reads at a time, and the completion that is made of it."""
+"""The stream of one generation, which one consumer reads at a time, and the completion made from it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class SingleConsumer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End at once, without a checkpoint; closing twice is closing once. For trio's thread."""
+        """End at once, without a checkpoint; closing again does nothing. For trio's thread."""
 
     def __aiter__(self) -> Self:
         return self
 
     async def aclose(self) -> None:
-        """End the generation, or all of them, at once. A checkpoint, after which it is closed also if cancelled."""
+        """End the generation, or all of them, at once. Then a checkpoint: it is closed even if that is cancelled."""
         self.close()
         await trio.lowlevel.checkpoint()
 
@@ -234,13 +234,13 @@ class TokenStream(StreamState, SingleConsumer):
         """Save the stream to a file, from which `Runtime.load_stream` continues after the last token given.
 
         The stream goes on undisturbed; it may also be closed, cancelled, failed or over. The file has the prompt, the
-        text so far including committed tokens that were not given yet, the settings, the seed (also where none was
-        asked for), and the caches of both models; of a closed stream, what the prefix cache has kept of them
+        text so far including committed tokens that were not given yet, the settings, the seed (even if none was asked
+        for), and the caches of both models; for a closed stream, what the prefix cache has kept of them
         (`reuse_prefix`). See `Conversation.save` for the file itself.
 
-        Under the match rule, the loaded stream gives the same text as this one; so it does under the others where the
-        rounds are the same: where nothing is drafted, or with a lookahead that is a number, caches that can be trimmed,
-        and a drafter that is never late. Otherwise its text is another sample of the same distribution.
+        Under the match rule, the loaded stream gives the same text as this one. Under the others it does if the rounds
+        are the same: if nothing is drafted, or with a lookahead that is a number, caches that can be trimmed, and a
+        drafter that is never late. Otherwise its text is another sample of the same distribution.
 
         Args:
             path: as for `Conversation.save`.
@@ -273,7 +273,7 @@ class TokenStream(StreamState, SingleConsumer):
         if self._is_closed:
             raise self.arrivals.error
         if self.reader.has_more:
-            # A checkpoint for each token, also where several came in one commit.
+            # A checkpoint for each token, even if several came in one commit.
             await trio.lowlevel.checkpoint()
             return
         commit = await self.arrivals.receive()
