@@ -75,7 +75,7 @@ class Opening:
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is GeneratorExit:
-            # The loop no longer runs this task, so that it cannot wait.
+            # The loop no longer runs this task, so it cannot wait.
             self._runtime._bridge.thread.stop()
         else:
             await self._runtime.aclose()
@@ -109,7 +109,7 @@ def asyncio_loop() -> asyncio.AbstractEventLoop:
 
     Raises: WrongEventLoopError: there is none, or trio is running.
     """
-    # Trio first: in trio's guest mode on asyncio, both are running. While it is being imported, it is not running.
+    # Trio first: in trio's guest mode on asyncio, both are running. While trio is being imported, it is not running.
     in_trio_task = getattr(sys.modules.get("trio.lowlevel"), "in_trio_task", None)
     if in_trio_task is not None and in_trio_task():
         raise WrongEventLoopError("runtime.aio is for asyncio, but trio is running here; use runtime.open instead")

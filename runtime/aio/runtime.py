@@ -89,7 +89,7 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
         """The next item.
 
         Raises: as `__anext__` of the class of the same name in `runtime`, and:
-            PromptError, SettingsError: of a prompt, at the first call.
+            PromptError, SettingsError: a prompt or its settings are invalid; raised by the first call.
             WrongEventLoopError: this is not the loop of the runtime.
 
         Cancellation: ends the generation, or all of them.
@@ -99,7 +99,7 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
         return item
 
     async def aclose(self) -> None:
-        """End the generation, or all of them. Returns at once; closing twice is closing once."""
+        """End the generation, or all of them. Returns at once; closing again does nothing."""
         self._bridge.check_loop()
         self._close()
         await asyncio.sleep(0)
@@ -125,9 +125,9 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
 
 
 class TokenStream(AsyncIteration[CommitSource, Commit, Token], StreamHandle[Waiting[int]]):
-    """The tokens of one generation: `runtime.TokenStream` for asyncio, which says what ends the generation.
+    """The tokens of one generation: `runtime.TokenStream` for asyncio. See there for what ends the generation.
 
-    Cancelling the task that waits in `__anext__` is what a cancel scope is there.
+    Cancelling the task that waits in `__anext__` has the effect of a cancel scope there.
     """
 
     async def opened(self) -> None:
@@ -201,7 +201,7 @@ class Runtime(
     the loop, since tokenising a long prompt takes time: `async with`, `TokenStream.opened` or the first `__anext__`
     raises the `PromptError` of a stream.
 
-    Raises: WrongEventLoopError: a method is called in another loop than the one that the runtime was opened in.
+    Raises: WrongEventLoopError: a method is called in a loop other than the one in which the runtime was opened.
     """
 
     _bridge: AioBridge
@@ -211,7 +211,7 @@ class Runtime(
 
     async def aclose(self) -> None:
         """Close the runtime: end every stream, wait for the running forward passes (at most one a model), and join the
-        threads. Closing twice is closing once; a second call waits for the first.
+        threads. Closing again does nothing; a second call waits for the first.
 
         Cancellation: raised once the runtime is closed.
         """

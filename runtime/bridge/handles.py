@@ -45,15 +45,15 @@ _CLOSED = "these generations were closed, or their runtime was; begin others wit
 T = TypeVar("T")
 M = TypeVar("M")
 Item = TypeVar("Item")
-# What a method gives that waits: the result, or in an event loop a coroutine.
+# What a method that waits returns: the result, or in an event loop a coroutine.
 SizeT = TypeVar("SizeT")
 
 
 class IteratorHandle(ABC, Generic[S, T, Item]):
     """An iterator's state in the consumer's thread, over what a source in the trio thread produces.
 
-    Two kinds of subclasses meet in a concrete class. One turns what arrives (T) into items for the consumer (Item):
-    `StreamHandle`, `MergedHandle`. The other waits for it: `AsyncIteration` in asyncio, `BlockingIteration` in threads.
+    A concrete class has two bases. One turns what arrives (T) into items for the consumer (Item): `StreamHandle` or
+    `MergedHandle`. The other waits for them: `AsyncIteration` in asyncio, `BlockingIteration` in threads.
     """
 
     _is_closed = True  # until there is a bridge stream to close
@@ -80,7 +80,7 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
             arrived: Sequence[T] = await self._bridge.result(self._bridge_stream.request_items())
             self._arrived.extend(arrived)
         else:
-            # One pass of the loop for each item, also where several arrived at once.
+            # One pass of the loop for each item, even if several arrived at once.
             await self._bridge.pause()
         return self._take_next(source)
 
@@ -148,7 +148,7 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
         return f"<outrider {self._bridge.face}.TokenStream, {self._state}>"
 
     def __del__(self) -> None:
-        # A stream whose making failed has no bridge stream, and is closed.
+        # A stream that could not be made has no bridge stream, and is closed.
         is_dropped_unread = not self._is_closed and self._is_unread and self._is_open
         super().__del__()
         if is_dropped_unread:
@@ -296,9 +296,8 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         make_conversation: Callable[[], TrioConversation],
         conversation: TrioConversation | None = None,
     ) -> None:
-        """A conversation that `make_conversation` makes in the trio thread before its first turn, or that exists
-        already; then `make_conversation` makes another like it, in which nothing was said. The handle calls the
-        functions, not in the trio thread.
+        """Without `conversation`, `make_conversation` makes it in the trio thread before the first turn; otherwise it
+        makes an empty one like it, after `reset`. The handle calls the functions, and not in the trio thread.
         """
         self._bridge = bridge
         self._caller = FunctionCaller(functions)
@@ -308,12 +307,12 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
 
     @property
     def messages(self) -> list[Message]:
-        """The messages so far, oldest first; a copy. A turn is part of them from the first token on that was given."""
+        """A copy of the messages so far, oldest first. A turn is part of them once a token of its answer was given."""
         return [] if self._conversation is None else self._conversation.messages
 
     @property
     def pending_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of the last answer, of which the model was not told any results yet; empty during an answer."""
+        """The calls of the last answer whose results the model was not told yet; empty during an answer."""
         return () if self._is_answering else calls_without_results(self.messages)
 
     def __repr__(self) -> str:
@@ -339,7 +338,7 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         return self._bridge.run(self._generate(text, settings, overrides))
 
     def call_tools(self) -> CalledT:
-        """Call the functions that the last answer calls, one after the other; the model is told the results next.
+        """Call the functions that the last answer calls, one after the other; the next prompt has their results.
 
         In asyncio, an async function is awaited in the loop, and any other called in a thread of its default executor;
         without an event loop, functions are called in this thread. See `runtime.Conversation.call_tools`.
@@ -348,8 +347,8 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
 
         Raises: ConversationBusyError: an answer is under way, or the functions are being called.
 
-        Cancellation: cancels an async function, and a Ctrl-C the one that is running; one in a thread goes on by
-            itself. The conversation is as it was.
+        Cancellation: cancels an async function; one in a thread goes on by itself. Without an event loop, a Ctrl-C
+            interrupts the running function. The conversation is as it was.
         """
         return self._bridge.run(self._call_tools())
 
@@ -418,8 +417,8 @@ class RuntimeHandle(
 ):
     """A handle on a runtime from outside the trio thread; a subclass says how its callers wait.
 
-    Its methods take, return and raise what those of `runtime.Runtime` do. Where none is named, a cancellation (without
-    an event loop, a Ctrl-C) does what it does there, too.
+    Its methods take, return and raise what those of `runtime.Runtime` do. Unless they say otherwise, a cancellation
+    (without an event loop, a Ctrl-C) also does what it does there.
     """
 
     _stream_handle: type[StreamT]
@@ -465,7 +464,7 @@ class RuntimeHandle(
         Returns: without an event loop the completions, in the order of the prompts, once all are finished; in asyncio
             `Completions`, as there.
 
-        Raises: as there; in asyncio, an error in a prompt, or in settings of its own, when the completions are awaited.
+        Raises: as there; in asyncio, the errors of a prompt and its own settings when the completions are awaited.
         """
         arguments = self._checked(settings, overrides)
         begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, arguments)
@@ -497,7 +496,7 @@ class RuntimeHandle(
     ) -> ConversationT:
         """Begin a conversation; see `runtime.Runtime.conversation`.
 
-        Raises: as there. In asyncio, what the chat template does not accept is an error of the first turn. And:
+        Raises: as there. In asyncio, the first turn raises what the chat template does not accept. And:
             SettingsError: a function is async, and without an event loop nothing would await it.
         """
         keywords = turn_settings(settings, overrides)
@@ -551,8 +550,8 @@ class RuntimeHandle(
     # --- what the runtime tells of itself ---------------------------------------------------------
 
     def statistics(self) -> Statistics:
-        """As `runtime.Runtime.statistics`. Of a round that ends at this moment, only some figures may be counted; no
-        count is ever less than it was before.
+        """As `runtime.Runtime.statistics`. For a round that ends at this moment, only some figures may be counted yet;
+        no count ever falls.
         """
         return self._bridge.runtime.statistics()
 
@@ -589,7 +588,7 @@ class RuntimeHandle(
     def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> ConversationT: ...
 
     def _checked(self, settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a stream, of which the settings were checked here."""
+        """The arguments of a stream. This checks the tools and the settings."""
         tools, keywords = split_tools(overrides)
         keywords = with_overrides(settings, keywords)
         self._bridge.check_settings(keywords)
@@ -623,8 +622,8 @@ async def read_whole(stream: StreamHandle[Any]) -> Completion:
 def prepare_generations(
     begin: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, arguments: Mapping[str, Any]
 ) -> Callable[[], M]:
-    """What begins the generations of many prompts in the trio thread, by `begin` of the trio runtime. The prompts are
-    iterated over now, in the caller's thread.
+    """A function that begins the generations of many prompts with `begin`, a method of the trio runtime; for the trio
+    thread. The prompts are iterated over now, in the caller's thread.
 
     Raises: SettingsError: `max_concurrent` is out of its range.
     """

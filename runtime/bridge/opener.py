@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def make_opener(
     target: Source, draft: Source | None, options: dict[str, Any], handle_module: str
 ) -> Callable[[], AbstractAsyncContextManager[Runtime]]:
-    """A function that opens a runtime: called in trio, in any thread.
+    """A function that opens a runtime, to be called in trio, in any thread.
 
     A model given as `(model, tokenizer)` is evaluated now, in the caller's thread: only the thread that made a lazy
     array can evaluate it.

@@ -37,7 +37,7 @@ class RuntimeBridge(ABC, Generic[Thread]):
         self.runtime = runtime
 
     def check_loop(self) -> None:
-        """Raises: WrongEventLoopError: another event loop is running here than that of the runtime."""
+        """Raises: WrongEventLoopError: the event loop that is running here is not the runtime's."""
 
     def check_caller(self) -> None:
         """Raises: WrongEventLoopError: as `check_loop`, or waiting here would block an event loop."""
@@ -61,7 +61,7 @@ class RuntimeBridge(ABC, Generic[Thread]):
 
     @abstractmethod
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """What a method returns that waits: the coroutine, or without an event loop its result."""
+        """What a method that waits returns: the coroutine, or without an event loop its result."""
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call an async function in the trio thread, and wait as `call_result`.

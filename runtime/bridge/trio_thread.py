@@ -137,7 +137,7 @@ class TrioThread(ABC):
                     await self._is_exit_requested.wait()
 
     def _request_exit(self) -> None:
-        # Once entered, not by cancelling: that would cancel the actors at the same time as the code that ends them.
+        # Not cancelled once entered: that would cancel the actors at the same time as the code that ends them.
         if self._is_entered:
             self._is_exit_requested.set()
         else:
@@ -215,7 +215,7 @@ class Source(Protocol[T_co]):
         ...
 
     def close(self) -> None:
-        """Stop the source, so that no further items arrive. Never waits; closing twice is closing once."""
+        """Stop the source, so that no further items arrive. Never waits; closing again does nothing."""
         ...
 
 

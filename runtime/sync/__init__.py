@@ -67,7 +67,7 @@ def generate_sync(
         target, draft: as for `runtime.open`.
         **keywords: options of `runtime.open`, and settings, each of which replaces that of `settings`.
 
-    Raises: as those two, and `WrongEventLoopError` as `open_sync`.
+    Raises: as `runtime.open` and `Runtime.generate`, and `WrongEventLoopError` as `open_sync`.
 
     Interrupting: a Ctrl-C is raised once the running forward pass has finished.
     """

@@ -104,7 +104,7 @@ class SyncThread(TrioThread):
             try:
                 self.stop()
                 waited(self._ended)
-                # Soon over: the thread only has to return.
+                # This takes no time: the thread only has to return.
                 self._thread.join()
                 break
             except KeyboardInterrupt as error:
@@ -226,7 +226,7 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
         raise StreamBusyError("another thread is waiting for the next item; a stream has one consumer")
 
     def close(self) -> None:
-        """End the generation, or all of them. Returns at once; closing twice is closing once. For any thread."""
+        """End the generation, or all of them. Returns at once; closing again does nothing. For any thread."""
         self._close()
 
     def __enter__(self) -> Self:
@@ -239,13 +239,13 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
 class TokenStream(BlockingIteration[CommitSource, Commit, Token], StreamHandle[int]):
     """The tokens of one generation, for one thread at a time: `runtime.TokenStream` as an iterator and context manager.
 
-    `close` may be called by another thread while one waits for a token; a Ctrl-C is what a cancellation is there.
+    Another thread may call `close` while one waits for a token. A Ctrl-C has the effect of a cancellation there.
     """
 
 
 class TokenStreams(BlockingIteration[MergedSource[Token], tuple[int, Token], tuple[int, Token]], MergedHandle[Token]):
     """The tokens of many prompts as they come, as (index of the prompt, token): `runtime.TokenStreams` as an iterator
-    and context manager, which is ended as a `TokenStream` here.
+    and context manager. It is ended like a `TokenStream` of this module.
     """
 
 
@@ -270,9 +270,9 @@ class Runtime(
 ):
     """A target and a draft model at work, for plain threads: a context manager, made by `open_sync`.
 
-    Its methods are those of `runtime.Runtime`, and block. A Ctrl-C while they do is what a cancellation is there.
+    Its methods are those of `runtime.Runtime`, and block. Meanwhile, a Ctrl-C has the effect of a cancellation there.
 
-    Raises: WrongEventLoopError: a method is called where trio is running in this thread, and would be blocked.
+    Raises: WrongEventLoopError: a method is called while trio is running in this thread, and would be blocked.
     """
 
     _bridge: SyncBridge
@@ -282,7 +282,7 @@ class Runtime(
 
     def close(self) -> None:
         """Close the runtime: end every stream, wait for the running forward passes (at most one a model), and join the
-        threads. Closing twice is closing once; a second call waits for the first.
+        threads. Closing again does nothing; a second call waits for the first.
 
         Interrupting: a Ctrl-C is raised once the runtime is closed.
         """
