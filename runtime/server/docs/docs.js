@@ -1,6 +1,6 @@
-// The server's description, /openapi.json, to be read and tried. What is described comes in as text, never as HTML.
+// The server's description, /openapi.json, to read and to try. Its contents are inserted as text, never as HTML.
 
-const MOST_CHARACTERS = 200_000; // of an answer that are shown
+const MOST_CHARACTERS = 200_000; // of an answer, that are shown
 
 function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
@@ -8,7 +8,7 @@ function element(name, properties = {}, ...children) {
   return made;
 }
 
-// --- what is described ---
+// --- the description ---
 
 function resolved(description, schema) {
   return schema.$ref ? description.components.schemas[schema.$ref.split("/").pop()] : schema;
@@ -79,7 +79,7 @@ function trial(path, method, operation) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     if (running) {
-      running.abort(); // and the server ends the generation
+      running.abort(); // the server then ends the generation
       return;
     }
     running = new AbortController();

@@ -1,4 +1,4 @@
-/** The page: a prompt, the answer to it as it is written, and how that came about. */
+/** The page: a prompt, its answer while it is written, and how the models made it. */
 
 import { Calls } from "./calls.js";
 import { Conversation, answerNodes } from "./conversation.js";
@@ -18,12 +18,12 @@ import { Trouble } from "./trouble.js";
 import { STATES, told, tokens } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
-/** What lasts shorter than this is not worth reading out. */
+/** A state that lasts less than this is not read out. */
 const WORTH_SAYING_MS = 800;
 const TICK_MS = 500;
-/** So often a server that was not there is looked for. */
+/** How often to look for a server that could not be reached. */
 const LOOK_MS = 5000;
-/** Of a long prompt, so much is shown beside its answer. */
+/** Most characters of a prompt that are shown with its answer. */
 const SHOWN_OF_PROMPT = 700;
 
 const EXAMPLES = {
@@ -44,29 +44,29 @@ const settings = new Settings($("settings"), () => {
 });
 const trouble = new Trouble($, () => retry());
 
-/** What the server says of its model, once it was asked. */
+/** The chosen model, as the server describes it; null until it was asked. */
 let known = null;
-/** The newest answer, and what it answers. */
+/** The newest answer, and its prompt. */
 let generation = null;
 let asked = null;
-/** The name of the model that gives it; null before that is known. */
+/** The name of the model that gives the newest answer; null until it is known. */
 let answering = null;
 let begunAt = 0;
 let ticking = 0;
 let saying = 0;
-/** Whether the prompt that got no answer was put back into the box. */
+/** Whether a prompt that got no answer was put back into the box. */
 let isPutBack = false;
-/** Whether the answer was there when the page was loaded. */
+/** Whether the answer was kept from before the page was reloaded. */
 let isKept = false;
 let looking = 0;
-/** Whether the next question takes the place of the last one. */
+/** Whether the next question replaces the last one. */
 let isEditing = false;
-/** Whether the reasoning was folded or unfolded, by the page or by its reader. */
+/** Whether the page or its reader has folded or unfolded the reasoning. */
 let hasFolded = false;
 
 // --- an answer ------------------------------------------------------------------------------------
 
-/** Ask; whatever is being answered ends. */
+/** Ask a question; an answer that is under way ends. */
 async function ask(question) {
   if (settings.wrong) {
     openSettings(true);
@@ -107,12 +107,12 @@ async function ask(question) {
   const request = { ...settings.request, ...(isChat(met) ? settings.chatRequest : {}) };
   watchLoading(mine, met, recallKey());
   await mine.run(question, [...settings.opening, ...conversation.messages], met, request, recallKey());
-  // A model that was loaded for this question may turn out not to chat. Then it is given a text to go on with.
+  // A model that was loaded for this question may turn out not to chat. Then it gets the question as a text to continue.
   const wasRefused = mine === generation && mine.failure?.canRetry === false && met.has_chat_template === null;
   if (wasRefused && (await modelFor(mine))?.has_chat_template === false && mine === generation) retry();
 }
 
-/** Put the last question and its answer into the conversation, which the next one goes on with. */
+/** Add the last question and its answer to the conversation that the next question continues. */
 function remember() {
   text.flush();
   const isTurn = !$("question").hidden && text.text.trim() !== "" && generation !== null && !generation.failure && !isEditing;
@@ -120,7 +120,7 @@ function remember() {
   if (isTurn) conversation.add({ asked, thoughts: text.thoughts, text: text.text.trimStart(), model: answering ?? "" });
 }
 
-/** Begin a conversation anew. */
+/** Begin a new conversation. */
 function beginAnew() {
   leave();
   conversation.clear();
@@ -146,14 +146,14 @@ function showThoughts(isShown) {
   $("thoughts").setAttribute("aria-expanded", String(isShown));
 }
 
-/** End what is being answered without a word: another answer takes its place, or nobody looks any more. */
+/** End the current answer and show nothing of it: another one replaces it, or the conversation is over. */
 function leave() {
   const left = generation;
   generation = null;
   left?.stop();
 }
 
-/** The model, asked for if need be; null where that failed, which is then told. */
+/** The model; the server is asked if it is not known. Null if that failed, which is then shown. */
 async function modelFor(mine) {
   try {
     return known ?? (await meet());
@@ -164,7 +164,7 @@ async function modelFor(mine) {
   }
 }
 
-/** Try again what failed: an answer, or else to meet the server. */
+/** Repeat what failed: the answer, or asking the server for its models. */
 function retry() {
   hideTrouble();
   prompt.focus();
@@ -184,7 +184,7 @@ function hideTrouble() {
   trouble.hide();
 }
 
-/** Look for a server that was not there; what was said of it is no longer true once it is. */
+/** Look again for a server that could not be reached; once it answers, hide the message about that. */
 async function look() {
   if (document.hidden) return;
   try {
@@ -197,7 +197,7 @@ async function look() {
   if (trouble.failure?.isUnreachable) hideTrouble();
 }
 
-/** What was wrong with the request may no longer be, now that another is being made. */
+/** Hide the problem of a request while its prompt or settings are changed: it may no longer apply. */
 function outdate() {
   if (trouble.failure && !trouble.failure.canRetry && !trouble.failure.wantsKey && isPutBack) hideTrouble();
 }
@@ -208,7 +208,7 @@ function stop() {
   return true;
 }
 
-/** @param {boolean} isQuestion whether there is a question above the answer. */
+/** @param {boolean} isQuestion whether the prompt is shown as a question above the answer. */
 function begin(isQuestion) {
   text.clear();
   figures.clear();
@@ -232,7 +232,7 @@ function begin(isQuestion) {
   show();
 }
 
-/** What the state of the answer is, wherever it shows. */
+/** Show the state of the answer, everywhere on the page. */
 function show() {
   if (generation === null) return;
   const { state, isOver } = generation;
@@ -263,14 +263,14 @@ function showEnd() {
   showFormatted();
   if (isKept) return;
   if (failure) {
-    known = null; // it may be another server by the next time
+    known = null; // the next time, it may be another server
     showTrouble(failure);
     if (text.pieces.length === 0) putBack();
   }
   keep();
 }
 
-/** Show the answer to a question formatted, where that makes a difference and nobody wants it as it was written. */
+/** Show the answer to a question formatted, if that makes a difference and the reader has not chosen it as written. */
 function showFormatted() {
   $("view").hidden = $("question").hidden || !isFormatted(text.text);
   const isWritten = $("view").hidden || browser.recall("view") === "written";
@@ -281,7 +281,7 @@ function showFormatted() {
   $("thoughts").hidden = !text.hasThoughts || !isWritten;
 }
 
-/** Give the prompt back that got no answer, where no other is being written. */
+/** Put a prompt that got no answer back into the box, unless another one is being written there. */
 function putBack() {
   isPutBack = prompt.value === "" || prompt.value === asked;
   if (!isPutBack) return;
@@ -290,7 +290,7 @@ function putBack() {
   text.clear();
   showAnswering(null);
   $("question").hidden = $("edit").hidden = true;
-  $("answer").hidden = conversation.isEmpty; // else a new chat can be begun there
+  $("answer").hidden = conversation.isEmpty; // otherwise it has the button for a new chat
 }
 
 function keep() {
@@ -301,7 +301,7 @@ function keep() {
   keepAnswer({ asked, isChat: !$("question").hidden, model: answering, id, state, finishReason, message, pieces: text.pieces, counts: figures.counts, spans, changes });
 }
 
-/** Show the answer that was there before the page was loaded again, if there was one. */
+/** Show the answer that was kept from before the page was reloaded, if there is one. */
 function showKept() {
   const kept = recallAnswer();
   if (kept === null) return;
@@ -333,7 +333,7 @@ function more() {
   return told(generation, { sinceMs: performance.now() - begunAt, read, hasText: text.text !== "", isKept });
 }
 
-/** Read the state out, if it lasts; a waiting one may be over in a moment. */
+/** Have the state read out, unless it is over in a moment, as waiting may be. */
 function say() {
   clearTimeout(saying);
   const { state, isOver, failure } = generation;
@@ -351,13 +351,13 @@ function showAnswering(id) {
   $("by").replaceChildren(...(id === null ? [] : [byline(id)]));
 }
 
-/** Whether the model has a drafter shows in the instruments, which are those of the newest answer. */
+/** Show in the instruments whether the model has a drafter. */
 function showDrafter(model) {
   document.body.classList.toggle("undrafted", !model.draft);
   strip.hasDrafter = model.draft !== null;
 }
 
-/** The prompt, before its answer: a question above it, or the beginning of the text that goes on. */
+/** Show the prompt of an answer: as a question above it, or as the beginning of the text that is continued. */
 function showQuestion(isQuestion) {
   const isLong = asked.length > SHOWN_OF_PROMPT;
   document.body.classList.toggle("chat", isQuestion);
@@ -416,13 +416,13 @@ function fill(words) {
   prompt.setSelectionRange(words.length, words.length);
 }
 
-/** For when the page is loaded again. */
+/** Keep the prompt for when the page is reloaded. */
 function keepPrompt() {
   tab.keep("prompt", prompt.value || (asked ?? ""));
   grow();
 }
 
-/** Where the box does not grow with what is in it by itself. */
+/** Make the box as high as its text, in browsers where it does not grow by itself. */
 function grow() {
   if (CSS.supports("field-sizing", "content")) return;
   prompt.style.height = "auto";
@@ -445,7 +445,7 @@ function send() {
 function showStop(isRunning) {
   const button = $("stop");
   if (!isRunning && document.activeElement === button) {
-    // Focus stays with the composer; where there is no keyboard, none should come up.
+    // Keep the focus in the composer; on a touch screen, not in the box, which would bring up a keyboard.
     if (matchMedia("(pointer: coarse)").matches) $("send").focus();
     else prompt.focus();
   }
@@ -461,7 +461,7 @@ prompt.addEventListener("input", () => {
   outdate();
 });
 prompt.addEventListener("keydown", (event) => {
-  if (event.isComposing || event.keyCode === 229) return; // an input method has the key
+  if (event.isComposing || event.keyCode === 229) return; // the key is for an input method
   if (event.key === "Enter" && !event.shiftKey) {
     event.preventDefault();
     send();
@@ -488,7 +488,7 @@ $("view").addEventListener("click", () => {
 });
 $("model").addEventListener("change", () => {
   browser.keep("model", $("model").value);
-  known = null; // a question asked before the server has answered is for the model that was just chosen
+  known = null; // so that a question asked before the server answers goes to the model that was just chosen
   greet();
 });
 $("copy").addEventListener("click", async () => {
@@ -523,7 +523,7 @@ $("all").addEventListener("click", () => showAll(true));
 
 // --- begin ----------------------------------------------------------------------------------------
 
-// The server hears of it that nobody reads on, also where the browser keeps the page for going back.
+// The server must notice that nobody reads on, even if the browser keeps the page for going back.
 addEventListener("pagehide", stop);
 
 showSettings();

@@ -1,4 +1,4 @@
-/** What a model calls: names and arguments of functions, as they come. */
+/** The calls of a model: names and arguments of functions, as they arrive. */
 
 export class Calls {
   #element;

@@ -1,21 +1,21 @@
-/** What was said before the newest question: its messages, and how it stands on the page. */
+/** The conversation before the newest question: its messages, and its place on the page. */
 
 import { copyButton } from "./copying.js";
 import { formatted } from "./markdown.js";
 import { tab } from "./memory.js";
 import { byline } from "./models.js";
 
-/** Most characters that the tab keeps for when the page is loaded again. */
+/** Most characters that the tab keeps for when the page is reloaded. */
 const MOST = 1_000_000;
 
-/** @typedef {{asked: string, thoughts: string, text: string, model: string}} Turn `model` is "" where nobody knows. */
+/** @typedef {{asked: string, thoughts: string, text: string, model: string}} Turn `model` is "" if it is unknown. */
 
 export class Conversation {
   #element;
   /** @type {Turn[]} */
   #turns = [];
 
-  /** @param {HTMLElement} element where it stands. */
+  /** @param {HTMLElement} element where it is shown. */
   constructor(element) {
     this.#element = element;
     recalled().forEach((turn) => this.#append(turn));
@@ -25,7 +25,7 @@ export class Conversation {
     return this.#turns.length === 0;
   }
 
-  /** For a request, without reasoning, which models are not told again. */
+  /** The messages for a request, without reasoning: models do not get that again. */
   get messages() {
     return this.#turns.flatMap(({ asked, text }) => [
       { role: "user", content: asked },
@@ -75,7 +75,7 @@ export function answerNodes({ thoughts, text }) {
   return [folded, ...formatted(text)];
 }
 
-/** What was kept, by whatever version of this page. */
+/** The turns that were kept, by any version of this page. */
 function recalled() {
   try {
     const turns = JSON.parse(tab.recall("conversation")) ?? [];

@@ -3,10 +3,10 @@
 const SAID_MS = 1500;
 
 /**
- * A button that copies a text; hidden where a page may not.
+ * A button that copies a text; hidden if the page may not copy.
  *
  * @param {() => string} textOf
- * @param {string} label for who does not see where the button stands.
+ * @param {string} label for readers who do not see where the button is.
  */
 export function copyButton(textOf, label) {
   const button = document.createElement("button");

@@ -5,11 +5,11 @@ const NONE = "–";
 const count = (n) => n.toLocaleString("en");
 const percent = (share) => `${Math.round(100 * share)} %`;
 const rate = (perSecond) => perSecond.toFixed(perSecond < 10 ? 1 : 0);
-/** Of seconds. */
+/** @param {number} s seconds. */
 const duration = (s) => (s < 0.9995 ? `${Math.round(1000 * s)} ms` : `${s.toFixed(s < 9.95 ? 2 : 1)} s`);
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-/** Each as one would say it, and what it is made of; null where there is nothing to say. */
+/** Each figure as text, with its details if there are any; null if there is nothing to show. */
 const TOLD = {
   acceptance: ({ proposed, accepted, accepted_copied = 0, rejected_copied = 0, drafter }) => {
     const own = accepted - accepted_copied;
@@ -30,12 +30,12 @@ export class Figures {
   #frame = 0;
   #counts = {};
 
-  /** @param {HTMLElement} list has an element for each of `TOLD`, with that for its id. */
+  /** @param {HTMLElement} list has an element for each name in `TOLD`, which is its id. */
   constructor(list) {
     this.#places = Object.fromEntries(Object.keys(TOLD).map((name) => [name, list.querySelector(`#${name}`)]));
   }
 
-  /** How far the prompt was read: [tokens, of how many], or only how many; empty where neither is known. */
+  /** How far the prompt was read: [tokens read, tokens], or [tokens] alone; empty if neither is known. */
   get read() {
     const { prompt_tokens, cached_tokens, prefilled_tokens } = this.#counts;
     if (!isNumber(prompt_tokens)) return [];
@@ -56,7 +56,7 @@ export class Figures {
     this.flush();
   }
 
-  /** @param {object} counts what is known now, by the server's names; shown with the next frame. */
+  /** @param {object} counts new values, by the server's names; shown with the next frame. */
   count(counts) {
     for (const [name, value] of Object.entries(counts)) if (value !== undefined) this.#counts[name] = value;
     this.#frame ||= requestAnimationFrame(() => this.flush());

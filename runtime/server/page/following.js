@@ -1,6 +1,6 @@
-/** Keeps the page at its end while it grows, unless the reader went up. */
+/** Keeps the page scrolled to its end while it grows, unless the reader has scrolled up. */
 
-/** So near to the end is at the end, in CSS pixels: browsers round. */
+/** Distance in CSS pixels that still counts as the end, because browsers round. */
 const NEAR = 4;
 
 export class Following {
@@ -17,7 +17,7 @@ export class Following {
     button.addEventListener("click", () => this.resume());
   }
 
-  /** @param {boolean} is whether there is more to come. */
+  /** @param {boolean} is whether the page will grow further. */
   set isGrowing(is) {
     this.#isGrowing = is;
     this.#show();
@@ -30,7 +30,7 @@ export class Following {
     this.#show();
   }
 
-  /** Do what makes the page longer. */
+  /** @param {() => void} growing makes the page longer. */
   while(growing) {
     growing();
     if (this.#isFollowing) this.#toEnd();
@@ -43,7 +43,7 @@ export class Following {
 
   #scrolled() {
     const { scrollHeight, clientHeight } = document.documentElement;
-    // Only a reader goes up.
+    // Only a reader scrolls up.
     if (scrollY < this.#lastTop) this.#isFollowing = false;
     if (scrollY + clientHeight >= scrollHeight - NEAR) this.#isFollowing = true;
     this.#lastTop = scrollY;

@@ -1,4 +1,4 @@
-/** One answer, from the request to its end; and what the server says of itself. */
+/** One answer, from the request to its end; and the models that the server lists. */
 
 import { Broken, eventData } from "./sse.js";
 
@@ -7,10 +7,10 @@ export class Failure extends Error {
   /**
    * @param {string} message
    * @param {object} more
-   * @param {number | null} [more.retryAfter] seconds, where the server says so.
+   * @param {number | null} [more.retryAfter] seconds, if the server says how long to wait.
    * @param {boolean} [more.wantsKey] whether the server wants an API key.
    * @param {boolean} [more.canRetry] whether the same request may be answered another time.
-   * @param {boolean} [more.isUnreachable] whether there was no server to be heard.
+   * @param {boolean} [more.isUnreachable] whether no server could be reached.
    */
   constructor(message, { retryAfter = null, wantsKey = false, canRetry = true, isUnreachable = false } = {}) {
     super(message);
@@ -26,14 +26,14 @@ const CUT = "The connection was lost in mid-answer. What was written by then is 
 const CUT_EARLY = "The connection was lost before the first word.";
 const UNREADABLE = "The server sent something that cannot be read as an answer.";
 
-/** Statuses below 500 that are about the moment and not about the request; 404 is another model, which is asked for anew. */
+/** Statuses below 500 after which a retry may succeed. 404 is for a model that has changed: the retry asks which there is. */
 const PASSING = [404, 408, 429];
 /** The advice at the end of a refusal, which says how long to wait. */
 const ADVICE = /[;,.]?\s*(please )?try again in [^;,]*$/i;
 
 const headers = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 
-/** Whether a model is asked questions; where the server has not loaded it yet, nobody knows, and it is asked. */
+/** Whether a model gets questions and not texts to continue; also if that is unknown because it was never loaded. */
 export const isChat = (model) => model?.has_chat_template === true || model?.has_chat_template === null;
 
 /**
@@ -66,7 +66,7 @@ async function refusal(response) {
   const message = typeof said?.error?.message === "string" && said.error.message !== "" ? said.error.message : null;
   const { status, statusText } = response;
   const retryAfter = status === 429 || status === 503 ? seconds(response.headers.get("Retry-After")) : null;
-  // The page counts the seconds down, and a text that stays as it is would soon say something else.
+  // The page counts the seconds down, so a fixed number in the message would soon contradict it.
   const told = retryAfter === null ? message : message?.replace(ADVICE, "");
   return new Failure(told || `The server answered ${status} ${statusText}`.trim() + ".", {
     retryAfter,
@@ -75,7 +75,7 @@ async function refusal(response) {
   });
 }
 
-/** From a Retry-After, which is a number of seconds or a date; null where it is neither. */
+/** The seconds of a Retry-After, which is a number of seconds or a date; null if it is neither. */
 function seconds(retryAfter) {
   if (retryAfter === null) return null;
   if (/^\d+$/.test(retryAfter.trim())) return Number(retryAfter);
@@ -84,23 +84,23 @@ function seconds(retryAfter) {
 }
 
 /**
- * A request for an answer, and what comes of it.
+ * A request for an answer, and the answer as it arrives.
  *
- * `state` is "connecting", "loading" (its model is), "waiting", "reading", "writing", and at the end "done", "stopped" or "failed". After the end
- * nothing is told any more, whatever the server still sends.
+ * `state` is "connecting", "loading" (the model), "waiting", "reading", "writing", and at the end "done", "stopped" or "failed". After the end
+ * the listener is told nothing more, whatever the server still sends.
  */
 export class Generation {
   #abort = new AbortController();
   #listener;
 
-  /** Of the answer, as the server names it; null before its first word. */
+  /** The server's id of the answer; null before its first chunk. */
   id = null;
   state = "connecting";
   /** "stop" or "length", once the text has ended. */
   finishReason = null;
   /** @type {Failure | null} */
   failure = null;
-  /** When the server was last heard, in ms of `performance.now()`. */
+  /** When the server last sent something, in ms of `performance.now()`. */
   heardAt = performance.now();
 
   /**
@@ -118,7 +118,7 @@ export class Generation {
   }
 
   /**
-   * One that was over when the page was loaded.
+   * A generation that was over before the page was reloaded.
    *
    * @param {{id: string | null, state: string, finishReason: string | null, message: string | null}} kept
    */
@@ -128,7 +128,7 @@ export class Generation {
     return Object.assign(generation, { id, state, finishReason });
   }
 
-  /** Whether the server has not begun to answer. */
+  /** Whether the server has not begun to answer yet. */
   get isUnanswered() {
     return this.state === "connecting" || this.state === "loading";
   }
@@ -138,10 +138,10 @@ export class Generation {
   }
 
   /**
-   * Ask, and tell the listener until it is over; never throws.
+   * Send the request, and tell the listener of its answer until that is over; never throws.
    *
    * @param {string} prompt
-   * @param {object[]} past the messages before it, for a model that chats.
+   * @param {object[]} past the messages before the prompt, for a model that chats.
    * @param {{id: string, has_chat_template: boolean | null}} model
    * @param {object} settings fields of the request.
    * @param {string | null} key
@@ -168,21 +168,21 @@ export class Generation {
       if (!(problem instanceof Failure || this.isOver)) reportError(problem);
       this.fail(problem instanceof Failure ? problem : new Failure(`This page failed: ${problem}`));
     }
-    this.#abort.abort(); // nobody listens any more
+    this.#abort.abort(); // whatever else the server sends is not read
   }
 
-  /** End it at once; harmless where it is over. */
+  /** End the answer at once; harmless if it is over. */
   stop() {
     this.#become("stopped");
     this.#abort.abort();
   }
 
-  /** @param {boolean} isLoading whether its model is being loaded; of no interest once the server answers. */
+  /** @param {boolean} isLoading whether the model is being loaded; ignored once the server answers. */
   loads(isLoading) {
     if (this.isUnanswered) this.#become(isLoading ? "loading" : "connecting");
   }
 
-  /** @param {Failure} failure ends it; nothing comes of it where it is over. */
+  /** @param {Failure} failure ends the answer; ignored if it is over. */
   fail(failure) {
     if (!this.isOver) this.failure = failure;
     this.#become("failed");
@@ -243,12 +243,12 @@ function chunk(data) {
     const read = JSON.parse(data);
     if (read !== null && typeof read === "object" && !Array.isArray(read)) return read;
   } catch {
-    // Told below.
+    // Reported below.
   }
   throw new Failure(UNREADABLE);
 }
 
-/** What a chunk adds to the text; by its tokens, where the server names them. */
+/** The pieces of text that a chunk adds; one for each token, if the chunk has its tokens. */
 function piecesOf(chunk) {
   if (Array.isArray(chunk.speculation?.tokens))
     return chunk.speculation.tokens

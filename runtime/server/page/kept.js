@@ -1,10 +1,10 @@
-/** The newest answer, kept by this tab for when the page is loaded again. */
+/** The newest answer, kept by this tab for when the page is reloaded. */
 
 import { tab } from "./memory.js";
 
 /** Most characters of JSON; a browser has room for some five million. */
 const MOST = 2_000_000;
-/** Of what is kept; what another version of this page has kept is not understood. */
+/** The version of the kept format; an answer in another version is ignored. */
 const VERSION = 1;
 
 /**
@@ -17,7 +17,7 @@ const VERSION = 1;
  * }} Kept
  */
 
-/** @param {Kept} answer in place of the one before; without its spans where it is too long, or not at all. */
+/** @param {Kept} answer replaces the one before; kept without its spans if it is too long, or not at all. */
 export function keepAnswer(answer) {
   for (const one of [answer, { ...answer, spans: [], changes: [] }]) {
     const json = JSON.stringify({ version: VERSION, ...one });

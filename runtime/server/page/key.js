@@ -1,8 +1,8 @@
-/** The API key that the server is asked with; this tab keeps it. */
+/** The API key for requests to the server; this tab keeps it. */
 
 import { tab } from "./memory.js";
 
-/** What is wrong with a key, in words for a person; "" where it can be sent. Headers take no other characters. */
+/** What is wrong with a key, in words for a person; "" if it can be sent in a header, which allows only these characters. */
 export const wrongWith = (key) =>
   /^[ -~]*$/.test(key) ? "" : "A key has only letters without accents, digits and signs. Is the keyboard set to another language?";
 

@@ -1,6 +1,6 @@
-/** What one model worked on, and when. */
+/** The work of one model over time. */
 
-/** Spans of one actor, which never overlap: their beginnings and their ends are sorted. */
+/** Spans of one actor. They never overlap, so both their beginnings and their ends are sorted. */
 export class Lane {
   spans = [];
   busy = 0;
@@ -16,7 +16,7 @@ export class Lane {
     return this.spans.at(-1)?.ended ?? 0;
   }
 
-  /** The index of the first that ends after a moment. */
+  /** The index of the first span that ends after a moment. */
   after(moment) {
     let low = 0;
     let high = this.spans.length;
@@ -28,13 +28,13 @@ export class Lane {
     return low;
   }
 
-  /** The parts of a time in which this actor worked. */
+  /** The parts of an interval in which this actor worked. */
   *within(began, ended) {
     for (let i = this.after(began); i < this.spans.length && this.spans[i].began < ended; i += 1)
       yield [Math.max(began, this.spans[i].began), Math.min(ended, this.spans[i].ended)];
   }
 
-  /** How much of a time that is, in seconds. */
+  /** The seconds of an interval in which this actor worked. */
   seconds(began, ended) {
     let sum = 0;
     for (const [from, to] of this.within(began, ended)) sum += to - from;

@@ -1,24 +1,24 @@
-/** Whether the model of an answer is being loaded, which the server says of it while the answer has not begun. */
+/** Whether the model of an answer is being loaded: asks the server, until the answer begins. */
 
 import { Failure, models } from "./generation.js";
 
 const LOOK_MS = 1000;
 
 /**
- * @param {import("./generation.js").Generation} generation that has just asked.
- * @param {{id: string, state?: string}} model its model, as it was before.
+ * @param {import("./generation.js").Generation} generation whose request is being sent.
+ * @param {{id: string, state?: string}} model its model, as the server last described it.
  * @param {string | null} key
  */
 export async function watchLoading(generation, model, key) {
-  // A model that was loaded may have been unloaded meanwhile; most often it answers before anybody looks.
+  // A model that was loaded may have been unloaded meanwhile, but mostly it answers before the first look.
   if (model.state === "loaded") await pause();
   while (generation.isUnanswered && model.state !== undefined) {
     try {
       const now = (await models(key)).find(({ id }) => id === model.id);
-      // Somebody asks for it, so one that is not loaded soon will be.
+      // It was asked for: if it is not loaded yet, it soon will be.
       if (now?.state !== undefined) generation.loads(now.state !== "loaded");
     } catch (problem) {
-      if (!(problem instanceof Failure)) throw problem; // the answer itself tells of what is wrong
+      if (!(problem instanceof Failure)) throw problem; // the request for the answer reports the problem
     }
     await pause();
   }

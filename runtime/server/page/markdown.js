@@ -1,11 +1,11 @@
 /**
- * Markdown as elements: headings, lists, quotations, code, tables, emphasis and links. Whatever else stands in the text is text:
- * nothing of it is ever read as HTML.
+ * Markdown as elements: headings, lists, quotations, code, tables, emphasis and links. Everything else in the text stays text:
+ * nothing in it is ever taken for HTML.
  */
 
 import { copyButton } from "./copying.js";
 
-/** A longer text is shown as it was written, and a longer line without emphasis: a browser must not stand still for it. */
+/** A longer text is shown as it was written, and a longer line without emphasis, since either would block the browser. */
 const MOST = 200_000;
 const MOST_OF_A_LINE = 10_000;
 const MOST_DEPTH = 6;
@@ -41,7 +41,7 @@ function blocks(lines, depth) {
   return found;
 }
 
-/** The block that begins in a line, and the line after it; null for an empty line. */
+/** The block that begins at a line, null for an empty line; and the index of the line after it. */
 function blockAt(lines, i, depth) {
   const line = lines[i];
   let match;
@@ -88,11 +88,11 @@ function list(lines, i, depth) {
     const match = ITEM.exec(lines[next]);
     if (!match || match[1].length !== first.length || /\d/.test(match[2]) !== isOrdered) break;
     const indent = match[1].length + match[2].length + 1;
-    // What belongs to an item is indented, or goes on in the next line.
+    // The lines of an item are indented, or continue its paragraph.
     const end = after(lines, next + 1, (line) => /^ */.exec(line)[0].length > match[1].length || (line.trim() !== "" && !begins(line)));
     const own = lines.slice(next + 1, end).map((line) => line.slice(Math.min(indent, /^ */.exec(line)[0].length)));
     const inner = blocks([match[3], ...own], depth + 1);
-    // A single paragraph stands in the item itself.
+    // The first paragraph needs no element of its own in the item.
     items.push(element("li", ...inner.flatMap((block) => (block.localName === "p" && inner[0] === block ? [...block.childNodes] : [block]))));
     next = end;
     while (lines[next]?.trim() === "" && ITEM.test(lines[next + 1] ?? "")) next += 1;
@@ -160,7 +160,7 @@ function link(address, ...words) {
   return made;
 }
 
-/** Children that are strings become text. */
+/** A new element; children that are strings become text. */
 function element(name, ...children) {
   const made = document.createElement(name);
   made.append(...children);

@@ -1,6 +1,6 @@
-/** What the browser keeps for this page, where it is let. */
+/** What the browser keeps for this page, if it may keep anything. */
 
-/** A browser may refuse to keep anything, and says so by throwing as soon as it is asked for the place. */
+/** A storage of the browser; null if the browser refuses, which it does by throwing on this access. */
 function place(name) {
   try {
     return window[name];
@@ -11,7 +11,7 @@ function place(name) {
 
 class Memory {
   #storage;
-  #kept = new Map(); // for where it is not
+  #kept = new Map(); // in case the storage is missing or full
 
   constructor(name) {
     this.#storage = place(name);
@@ -28,7 +28,7 @@ class Memory {
     try {
       this.#storage?.setItem(`outrider.${name}`, text);
     } catch {
-      // It is full; this page still knows, and what was there before is not so any more.
+      // The storage is full. This page still has the text, and the old value there is outdated.
       this.#storage?.removeItem(`outrider.${name}`);
     }
   }
@@ -39,7 +39,7 @@ class Memory {
   }
 }
 
-/** Of this tab, until it is closed. */
+/** The memory of this tab, until it is closed. */
 export const tab = new Memory("sessionStorage");
-/** Of this browser. */
+/** The memory of this browser. */
 export const browser = new Memory("localStorage");

@@ -1,11 +1,11 @@
-/** The models: which is asked, and their names, at the top of the page and above each answer. */
+/** The models: which one is asked, and their names at the top of the page and above each answer. */
 
 import { browser } from "./memory.js";
 
 /**
  * The model to ask: the one that was chosen in this browser, or the first.
  *
- * @param {HTMLSelectElement} select is given them all.
+ * @param {HTMLSelectElement} select gets an option for each model.
  * @param {{id: string}[]} models at least one.
  */
 export function choose(select, models) {
@@ -30,7 +30,7 @@ export function byline(id) {
   return line;
 }
 
-/** The publisher is left out where there is little room. */
+/** A model's name; its publisher is left out on narrow screens. */
 function name(path) {
   const [model, publisher] = path.split("/").filter(Boolean).reverse();
   const words = document.createElement("b");
@@ -42,7 +42,7 @@ function name(path) {
   return words;
 }
 
-/** What is in a line of its own where there is little room. */
+/** Words that get a line of their own on narrow screens. */
 function part(...words) {
   const span = document.createElement("span");
   span.className = "part";

@@ -1,10 +1,10 @@
-/** What a person may set: fields on the page, kept by the browser, and what a request says of them. */
+/** The settings on the page: their fields, kept by the browser, and the fields of requests that they become. */
 
 import { browser } from "./memory.js";
 
 const DEFAULTS = { max_tokens: "", temperature: "", top_p: "", seed: "", stop_strings: "", system: "", tools: "" };
 
-/** How each is told in short. */
+/** A short text for each setting. */
 const IN_SHORT = {
   max_tokens: (value) => `${Number(value).toLocaleString("en")} tokens`,
   temperature: (value) => `temperature ${value}`,
@@ -23,8 +23,8 @@ export class Settings {
   #changed;
 
   /**
-   * @param {HTMLElement} form has a field for each name of `DEFAULTS`, with that for its id.
-   * @param {() => void} changed is told of each change.
+   * @param {HTMLElement} form has a field for each name in `DEFAULTS`, which is its id.
+   * @param {() => void} changed is called after each change.
    */
   constructor(form, changed) {
     this.#changed = changed;
@@ -42,7 +42,7 @@ export class Settings {
     return value.trim() === "" ? [] : [{ role: "system", content: value }];
   }
 
-  /** The fields of a request to a model that chats, beside those of `request`. */
+  /** The fields of a request to a model that chats, besides those of `request`. */
   get chatRequest() {
     return this.#fields.tools.value.trim() === "" ? {} : { tools: JSON.parse(this.#fields.tools.value) };
   }
@@ -52,12 +52,12 @@ export class Settings {
     this.#keep();
   }
 
-  /** The first field that says nothing that could be asked for, or null. */
+  /** The first field with an invalid value, or null. */
   get wrong() {
     return Object.values(this.#fields).find((field) => !field.checkValidity()) ?? null;
   }
 
-  /** What differs from the defaults, in short. */
+  /** A short text of the settings that differ from the defaults. */
   get chosen() {
     return Object.entries(IN_SHORT)
       .filter(([name]) => this.#fields[name].value !== DEFAULTS[name] && this.#fields[name].value.trim() !== "")
@@ -65,7 +65,7 @@ export class Settings {
       .join(", ");
   }
 
-  /** The fields of a request; what is left empty is left to the server. */
+  /** The fields of a request, without settings that are left empty: those are up to the server. */
   get request() {
     const request = {};
     for (const name of ["max_tokens", "temperature", "top_p", "seed"])
@@ -93,7 +93,7 @@ export class Settings {
   }
 }
 
-/** What was kept, by whatever version of this page. */
+/** The value of a JSON text; {} if it is null or not JSON. */
 function parsed(text) {
   try {
     return JSON.parse(text) ?? {};

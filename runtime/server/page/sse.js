@@ -1,8 +1,8 @@
 /**
- * Server-sent events, read from the body of a response to whatever method.
+ * Server-sent events, read from the body of a response to any method.
  *
- * After https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation; of fields only
- * `data` is of interest here.
+ * After https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation; only the field
+ * `data` is used here.
  */
 
 /** The body ended with an error: its connection broke, or it was aborted. */
@@ -13,9 +13,9 @@ export class Lines {
   #begun = "";
   #endedWithCR = false;
 
-  /** The lines that are whole with this piece. */
+  /** The lines that this piece completes. */
   add(piece) {
-    if (piece === "") return []; // no more than the beginning of a character
+    if (piece === "") return []; // the bytes were only the beginning of a character
     if (this.#endedWithCR && piece.startsWith("\n")) piece = piece.slice(1);
     this.#endedWithCR = piece.endsWith("\r");
     const lines = piece.split(/\r\n|\n|\r/);
@@ -26,10 +26,10 @@ export class Lines {
 }
 
 /**
- * The data of each event, as it is whole.
+ * The data of each event, once it is complete.
  *
- * @param {ReadableStream<Uint8Array>} body cut anywhere, in the middle of characters too. It is cancelled when this
- *   generator is left.
+ * @param {ReadableStream<Uint8Array>} body in pieces that may be cut anywhere, even within a character. It is
+ *   cancelled when this generator is left.
  * @throws {Broken}
  */
 export async function* eventData(body) {
@@ -42,7 +42,7 @@ export async function* eventData(body) {
       const { done, value } = await reader.read().catch((problem) => {
         throw new Broken(String(problem));
       });
-      if (done) return; // an event without its empty line is none
+      if (done) return; // an event without its empty line does not count
       for (const line of lines.add(decoder.decode(value, { stream: true }))) {
         if (line === "") {
           if (data.length) yield data.join("\n");
@@ -53,6 +53,6 @@ export async function* eventData(body) {
       }
     }
   } finally {
-    reader.cancel().catch(() => {}); // of a body that failed, it tells of that failure again
+    reader.cancel().catch(() => {}); // if the body has failed, this reports the same failure again
   }
 }

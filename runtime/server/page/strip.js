@@ -1,4 +1,4 @@
-/** Who worked when, in this answer: two lanes in a canvas, the target's above, the drafter's below. */
+/** The timeline of an answer: two lanes in a canvas, the target's above, the drafter's below. */
 
 import { Lane } from "./lane.js";
 
@@ -9,14 +9,14 @@ const TOP = 3;
 const AXIS = 17;
 const HEIGHT = TOP + 2 * LANE + GAP + AXIS;
 
-/** A bar of the target's is about so wide, in CSS pixels, where the latest are shown; and the choice of seconds. */
+/** About the width of a target's bar in the view of the latest, in CSS pixels; and the lengths of that view, in seconds. */
 const BAR = 24;
 const WINDOWS = [0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 60];
-/** From so many bars in a pixel on, it is shown how busy each was, in columns so wide. */
+/** With more bars than this in a pixel, columns of this width show how busy each model was. */
 const DENSE = 0.3;
 const COLUMN = 3;
 
-/** What there is to say where the drafter does not draft, by its state: in full, and where there is little room. */
+/** Words for the times in which the drafter does not draft, by its state: in full, and for little room. */
 const IDLE = {
   resting: ["resting: plain decoding is faster here", "resting"],
   overdue: ["late: the target goes on without it", "late"],
@@ -31,14 +31,14 @@ export class Strip {
   #target;
   #draft;
   #elapsed;
-  #judged; // of the drafter's spans, how many are counted
+  #judged; // how many of the drafter's spans are counted
   #drafting;
   #beside;
   #frame = 0;
   #colours = {};
   #changes;
   #hasDrafter = true;
-  /** Whether the whole answer is shown, and not the latest of it. */
+  /** Whether the whole answer is shown, and not only its latest part. */
   showsAll = false;
 
   /** @param {HTMLCanvasElement} canvas */
@@ -66,7 +66,7 @@ export class Strip {
     this.#soon();
   }
 
-  /** Of both lanes, as they were added. */
+  /** The spans of both lanes, as they were added. */
   get spans() {
     return [...this.#target.spans, ...this.#draft.spans];
   }
@@ -75,7 +75,7 @@ export class Strip {
     return this.#changes;
   }
 
-  /** @param {{at: number, state: string}[]} changes of what the drafter does, in seconds of this answer. */
+  /** @param {{at: number, state: string}[]} changes of the drafter's state, in seconds since the answer began. */
   change(changes) {
     this.#changes.push(...changes);
     this.#soon();
@@ -86,14 +86,14 @@ export class Strip {
     this.#soon();
   }
 
-  /** @param {{actor: string, kind: string, began: number, ended: number}[]} spans in seconds of this answer. */
+  /** @param {{actor: string, kind: string, began: number, ended: number}[]} spans in seconds since the answer began. */
   add(spans) {
     for (const span of spans) (span.actor === "target" ? this.#target : this.#draft).add(span);
     this.#judge();
     this.#soon();
   }
 
-  /** @param {number} seconds since the answer began. */
+  /** @param {number} seconds since the answer began that the timeline must cover. */
   reach(seconds) {
     this.#elapsed = Math.max(this.#elapsed, seconds);
     this.#soon();
@@ -104,12 +104,12 @@ export class Strip {
     this.#soon();
   }
 
-  /** Of the time that drafting took, the part in which the target worked too, in [0, 1]; null before there is any. */
+  /** The part of the drafting time in which the target worked too, in [0, 1]; null before there was any drafting. */
   get beside() {
     return this.#drafting > 0 ? this.#beside / this.#drafting : null;
   }
 
-  /** In words, for who does not see it. */
+  /** The timeline in words, for readers who do not see it. */
   get summary() {
     if (this.#end === 0) return "Timeline of this answer: nothing yet";
     const percent = (share) => `${Math.round(100 * share)} %`;
@@ -132,7 +132,7 @@ export class Strip {
     return Math.max(this.#elapsed, this.#target.ended, this.#draft.ended);
   }
 
-  /** Count what the drafter did beside the target, as far as both are known. */
+  /** Count how much of the drafting went on while the target worked, as far as the spans of both are known. */
   #judge() {
     for (; this.#judged < this.#draft.spans.length; this.#judged += 1) {
       const { kind, began, ended } = this.#draft.spans[this.#judged];
@@ -236,7 +236,7 @@ export class Strip {
     }
   }
 
-  /** In the drafter's lane, a time without drafts: a dashed line, and if there is room, why. */
+  /** Draw a time without drafts in the drafter's lane: a dashed line, and the reason if there is room. */
   #drawIdle(c, { state, from, to }, x, width) {
     const left = Math.max(x(from), GUTTER);
     const right = Math.min(x(to), width);
@@ -256,7 +256,7 @@ export class Strip {
     c.fillText(words, left + 7, middle);
   }
 
-  /** From far off: how busy, as the height of a column; what the drafter did while the target waited, pale on top. */
+  /** Draw many bars as columns, as high as the model was busy; work of the drafter while the target waited is pale, on top. */
   #drawBusy(c, lane, first, last, y, x, plot) {
     const columns = Math.ceil(plot / COLUMN);
     const busy = new Float32Array(columns);
@@ -282,7 +282,7 @@ export class Strip {
   }
 }
 
-/** Add to each column the part of it that lies between two places. */
+/** Add to each column the part of it that lies between two positions, in columns. */
 function cover(columns, from, to) {
   const end = Math.min(to, columns.length);
   for (let i = Math.max(0, Math.floor(from)); i < end; i += 1) columns[i] += Math.min(to, i + 1) - Math.max(from, i);

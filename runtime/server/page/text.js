@@ -1,15 +1,15 @@
-/** A text that grows by pieces, many of them at a time, and stays quick when it is long. */
+/** A text that grows by pieces, many of them at a time, and stays fast when it is long. */
 
-/** After so many characters, the next line begins a block of its own: what is laid out anew is the last block. */
+/** After this many characters, the next line begins a new block: the browser lays out only the last block again. */
 const BLOCK = 2000;
 
 /**
- * What is laid out anew is more where a text has no lines, and may take longer than a frame: so long, times this, the next
- * pieces wait.
+ * A text without line breaks is one long block, whose layout may take longer than a frame. The next pieces wait for this
+ * many times the duration of the last layout.
  */
 const REST = 4;
 
-/** White that would be a block of colour, if it were tinted as words are. */
+/** White space that would be a block of colour if it were tinted like words. */
 const INDENT = /([ \t]{2,})/;
 
 export class GrowingText {
@@ -28,19 +28,19 @@ export class GrowingText {
 
   /**
    * @param {HTMLElement} element
-   * @param {(paint: () => void) => void} painted is given what changes the page, to call it.
+   * @param {(paint: () => void) => void} painted calls `paint`, which changes the page.
    */
   constructor(element, painted = (paint) => paint()) {
     this.#element = element;
     this.#painted = painted;
   }
 
-  /** What was written, without thoughts, and without what it began with. */
+  /** The text that was written, without thoughts and without the lead. */
   get text() {
     return this.#pieces.map(({ text, isThought }) => (isThought ? "" : text)).join("");
   }
 
-  /** What was written, in as few pieces as tell it; to be given to `add` again. */
+  /** Everything that was written, in as few pieces as possible; `add` takes them again. */
   get pieces() {
     return this.#pieces;
   }
@@ -53,7 +53,7 @@ export class GrowingText {
     return this.#hasThoughts;
   }
 
-  /** Begin anew. */
+  /** Begin a new text. */
   clear() {
     this.#cancel();
     this.#restsUntil = 0;
@@ -64,7 +64,7 @@ export class GrowingText {
     this.#begin();
   }
 
-  /** Put something in front, which is no part of the text, in the line where it begins. */
+  /** Put a node in front of the text, in its first line; it is not part of the text. */
   lead(node) {
     this.#block.append(node);
   }
@@ -79,7 +79,7 @@ export class GrowingText {
     else paint();
   }
 
-  /** Show now what is still to be shown; a tab that is hidden has no frames. */
+  /** Show pending pieces now; a hidden tab has no frames in which to show them. */
   flush() {
     this.#cancel();
     if (this.#pending.length === 0) return;
@@ -87,7 +87,7 @@ export class GrowingText {
     const began = performance.now();
     this.#pending = [];
     this.#painted(() => pieces.forEach((piece) => this.#append(piece)));
-    this.#element.getBoundingClientRect(); // lays out, which is what takes long
+    this.#element.getBoundingClientRect(); // forces the layout, which is the slow part
     const now = performance.now();
     this.#restsUntil = now + REST * (now - began);
   }
@@ -113,7 +113,7 @@ export class GrowingText {
       const end = text.indexOf("\n", Math.max(0, BLOCK - this.#blockLength));
       if (end < 0) break;
       this.#put(text.slice(0, end), kind);
-      this.#begin(); // which stands for the line's end
+      this.#begin(); // the new block takes the place of the line break
       text = text.slice(end + 1);
     }
     this.#put(text, kind);
@@ -132,7 +132,7 @@ export class GrowingText {
     this.#block.append(this.#run);
   }
 
-  /** Thoughts and text are in blocks of their own, whatever stands between them. */
+  /** Change between thoughts and text, which never share a block. */
   #turn(isThought) {
     this.#isThought = isThought;
     this.#hasThoughts ||= isThought;

@@ -1,4 +1,4 @@
-/** What went wrong, and what can be done about it: try again, maybe later, or with a key. */
+/** Shows a failure and its remedy: to try again, perhaps later, or to give a key. */
 
 import { keepKey, recallKey, wrongWith } from "./key.js";
 
@@ -7,7 +7,7 @@ const TICK_MS = 500;
 export class Trouble {
   #place;
   #counting = 0;
-  /** @type {import("./generation.js").Failure | null} what is shown. */
+  /** @type {import("./generation.js").Failure | null} the failure that is shown. */
   failure = null;
 
   /**

@@ -12,21 +12,21 @@ export const STATES = {
 };
 const ENDS = { stop: "end of text", length: "token limit reached", tool_calls: "waiting for the results of its calls" };
 
-/** After so long without a word from the server, the page says so. It sends one several times a second. */
+/** After this long without an event from the server, the page says so. The server sends several a second. */
 const SILENCE_MS = 5000;
 
 const count = (n) => n.toLocaleString("en");
 export const tokens = (n) => `${count(n)} ${n === 1 ? "token" : "tokens"}`;
 
 /**
- * What there is to say beside the state.
+ * Further words about an answer, besides its state.
  *
  * @param {import("./generation.js").Generation} generation
  * @param {object} more
- * @param {number} more.sinceMs since it was asked for.
+ * @param {number} more.sinceMs time since the answer was requested.
  * @param {number[]} more.read how far the prompt was read; see `Figures`.
  * @param {boolean} more.hasText whether anything was written.
- * @param {boolean} more.isKept whether it was over when the page was loaded.
+ * @param {boolean} more.isKept whether it was kept from before the page was reloaded.
  */
 export function told({ state, finishReason, failure, heardAt }, { sinceMs, read, hasText, isKept }) {
   const since = Math.floor(sinceMs / 1000);
