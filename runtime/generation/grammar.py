@@ -230,7 +230,7 @@ def _after(state: _State, token: int) -> tuple[LLMatcher | None, _State]:
 def grammar_of_regex(pattern: str) -> str:
     """A regular expression in llguidance's own format, as `Grammar` takes it.
 
-    Args, Raises: see `Grammar.from_regex`; errors of compiling it are not raised here. So it is with those below.
+    Args, Raises: see `Grammar.from_regex`; errors of compiling it are not raised here. The same holds for those below.
     """
     text = _text(pattern, f"the regular expression {shortened(pattern)}")
     grammar: str = library().LLMatcher.grammar_from_regex(text)

@@ -230,7 +230,7 @@ def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: Token
         raise PromptError(f"the chat template does not take these messages: {reason}") from error
 
 
-# As many pending tokens, not yet given as text, are no longer taken for the beginning of one character.
+# This many pending tokens, not yet given as text, are no longer taken for the beginning of one character.
 _MAX_PENDING = 16
 # The most tokens of an incomplete character: it has at most 4 bytes, and a token at least one.
 _INCOMPLETE = 3

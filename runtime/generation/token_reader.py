@@ -45,8 +45,7 @@ class Token:
             None unless the setting `logprobs` asks for it.
         is_thinking: whether it belongs to the reasoning, tags included, by the tags that the tokenizer names.
         top_logprobs: the most probable tokens at its position, most probable first; as many as `logprobs` says.
-        is_tool_call: whether it belongs to a tool call, markers included; of an opening marker, only the last token
-            does.
+        is_tool_call: whether it belongs to a tool call, markers included; for an opening marker, only its last token.
         events: the content, reasoning and tool calls that it adds, see `runtime.generation.tool_calls.events`; empty
             for a generation without tools.
     """

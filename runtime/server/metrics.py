@@ -112,7 +112,7 @@ class RequestOutcome:
 class Metrics:
     """The metrics of a server: those of its requests, and the statistics of its models.
 
-    All of them can be added up over several servers: there are no ratios, which readers compute from the sums.
+    All of them can be added up over several servers: none is a ratio, as ratios can be computed from the sums.
     """
 
     def __init__(self, models: ModelPool, *, is_draining: Callable[[], bool] = lambda: False) -> None:

@@ -4,7 +4,7 @@ with runtime.open_sync("path-or-hub-id/target", draft="path-or-hub-id/draft") as
     for token in rt.stream("def quicksort(items):", max_tokens=200):
         print(token.text, end="", flush=True)
 
-Trio and the models run in threads of their own, so that this also works where another event loop is running, as in a
+Trio and the models run in threads of their own, so this also works where another event loop is running, as in a
 notebook. It blocks that loop, as any long computation in a notebook does.
 """
 

@@ -2,7 +2,7 @@
 
 On a text of many openings that are never closed, the time of their patterns grows with the square of its length: it
 takes minutes for 100,000 characters. In a thread, nothing could stop the search, and no other stream would get a token.
-So long blocks go to a process, which ends by a timer of its own CPU time; the next long block starts another.
+So long blocks go to a process, which a timer of its CPU time ends; the next long block starts another.
 
 This file is also the program of that process, which imports neither mlx nor the runtime. It reads blocks as lines of
 JSON (name of the parser, text, tools), writes what the parser has returned, and ends with its stdin.

@@ -163,7 +163,7 @@ class Choices:
 
         Raises: OutriderError: it cannot begin. Cancellation: nothing has begun.
         """
-        # With a long prompt, beginning takes a while.
+        # Other tasks may run first: with a long prompt, beginning takes a while.
         await trio.lowlevel.checkpoint()
         begin = None if self._is_closed else next(self._begins, None)
         if begin is None:

@@ -41,7 +41,7 @@ MAX_NAMED_TOKENS = 2**20
 # Most tokens of a prediction. It is indexed like a prompt, and takes as much memory.
 _MAX_PREDICTED_TOKENS = 2**15
 
-# To tokenise one key of `logit_bias` takes as long as these characters of a prompt: each key is a call of its own.
+# Tokenising a key of `logit_bias` takes as long as this many characters of a prompt: each key is a call of its own.
 _CHARACTERS_OF_KEY = 128
 
 

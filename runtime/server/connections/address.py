@@ -94,7 +94,7 @@ def url(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
-# Open files beside the connections: libraries, models that are being loaded, event loops, the process of grammars.
+# Open files besides the connections: libraries, models being loaded, event loops, the process that checks grammars.
 OTHER_FILES = 128
 
 

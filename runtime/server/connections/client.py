@@ -82,7 +82,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     Cancellation: part of the body may have been received.
     """
     headers = dict(scope["headers"])
-    # With other content types, a browser would send a request for a page of another host without asking first.
+    # With any other content type, a browser would let another host's page send the request without asking here first.
     if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
         raise ErrorResponse(415, "the body must be JSON, and be said to be: send Content-Type: application/json")
     too_long = ErrorResponse(413, f"the body is longer than {max_bytes} bytes; shorten it")

@@ -1,7 +1,7 @@
 """One client connection: HTTP/1.1 and HTTP/1.0 by h11, over a trio stream, to an ASGI application.
 
-There is no HTTP/2: one connection could then carry any number of clients that do not read, and its flow control is
-above the socket, where no timeout on sending sees it.
+There is no HTTP/2: one connection could then carry any number of clients that do not read, and no timeout on sending
+would notice them, as its flow control is above the socket.
 """
 
 from __future__ import annotations

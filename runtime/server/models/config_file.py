@@ -47,7 +47,7 @@ _MAX_NAME_LENGTH = 200
 
 
 def read_models(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> list[ServedModel]:
-    """The models that a file describes, in its order. A relative path that exists in the file's folder is taken there.
+    """The models that a file describes, in its order. A relative path is taken from its folder, if it exists there.
 
     Args:
         options, settings: by name, for models that have no others; see `ServedModel`.

@@ -91,9 +91,9 @@ _PAUSES_S = (0.0, 0.01, 0.04, 0.2, 0.75)
 async def free_memory(model: Callable[[], object]) -> None:
     """Free the memory of an unloaded model, for other models and other processes.
 
-    A runtime is full of reference cycles, which only the garbage collector finds. It runs in a thread, since MLX may
-    wait for a pass of another model before it gives buffers back. It runs again if the model is still there:
-    `gc.collect` returns at once while another thread collects, and the last request's task may not have ended yet.
+    A runtime is full of reference cycles, which only the garbage collector finds. This works in a thread, since MLX may
+    wait for a pass of another model before it gives buffers back, and again if the model is still there: `gc.collect`
+    returns at once while another thread collects, and the last request's task may not have ended yet.
 
     Args:
         model: a weak reference to the model.
