@@ -112,7 +112,7 @@ class AutoPolicy:
         Whether a token is proposed depends on its reach and on the reaches before it, never on what was drafted after
         it: that depends on which token was drawn, so the rejection rule would not be exact. The tokens after it are
         assumed to be as likely as tokens are on average; only those of a copy, which are not drawn, have their own
-        reach. So a token that makes a pass much more expensive is proposed if those after it may cost little more.
+        reach. So a token that makes a pass much more expensive is proposed if those after it should make up for that.
         """
         if not chain:
             return 0

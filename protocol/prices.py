@@ -100,7 +100,7 @@ class Measurement:
     beside_target: bool = False
 
 
-# A price that is off by this factor cannot be.
+# A price that is off by this factor is not plausible.
 IMPLAUSIBLE = 10.0
 # The row up to which `Estimates.verify_seconds_per_token` averages.
 LAST_ROW_OF_SLOPE = 5
@@ -440,7 +440,7 @@ class Prices:
         return self.verify(num_texts * (1 + lookahead)) + self.draft_together_s(num_texts, lookahead) <= alternating_s
 
     def _beside_drafter_s(self, pass_s: float) -> float:
-        """Seconds of a pass, which takes `pass_s` alone, with its share of the cores while a drafter works."""
+        """Seconds that a pass of `pass_s` alone takes while a drafter works and has its share of the cores."""
         return pass_s / (1.0 - self.verify.target_slowdown) if self.core_hold_s else pass_s
 
     def estimates(self) -> Estimates:

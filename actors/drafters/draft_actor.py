@@ -510,7 +510,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 self._reconsider(session)
 
     def _receive_due(self, session: DraftSession, due: Due) -> None:
-        """Answer a target that has stopped waiting: propose what is drafted; if late, get `Ready` after this step."""
+        """Answer a target that waits no longer: propose what is drafted. If late, get ready again after this step."""
         if due.is_late:
             # Even if this message has crossed a proposal.
             session.is_late = session.is_late or session.is_ready

@@ -98,7 +98,7 @@ class DraftSession(DrafterSession):
 
     @property
     def works_ahead(self) -> bool:
-        """Whether it may be drafted for while a verdict is due; "auto" decides that for each node."""
+        """Whether to draft while a verdict is due; "auto" decides that for each node."""
         return not isinstance(self.policy, AutoPolicy | ChainPolicy) or self.policy.works_ahead
 
     @property

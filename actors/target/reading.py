@@ -41,7 +41,7 @@ class Reading:
         num_shared: Callable[[], int],
         share: Callable[[list[Any], list[Share], Job[Any]], None],
     ) -> None:
-        """No prompt so far.
+        """Begin without prompts.
 
         Args:
             model: lives on the worker's thread.

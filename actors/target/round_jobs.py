@@ -82,7 +82,7 @@ class RoundJobs:
         on_commit: Callable[[TargetSession, Commit], None],
         on_rewind: Callable[[TargetSession, int], None],
     ) -> None:
-        """Of one target.
+        """The jobs of one target.
 
         Args:
             model: lives on the worker's thread.
@@ -112,8 +112,8 @@ class RoundJobs:
         self._plain_rows = PlainRows(model)
         self._plain_run: _PlainRun | None = None
         self._num_ahead = 0  # passes in succession that were started ahead
-        # When the last pass ended, and the worker's busy seconds by then: in one of these, by whether the pass was
-        # without drafts or over proposals.
+        # When the last pass ended, and the worker's busy seconds by then: in the first if that pass was without drafts,
+        # in the second if it was over proposals.
         self._last_plain: tuple[float, float] | None = None
         self._last_drafted: tuple[float, float] | None = None
 

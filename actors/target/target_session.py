@@ -111,7 +111,7 @@ class TargetSession(ActorSession):
         was_single_step: whether the last verify pass could not have been undone.
         suspects: the sessions of a failed pass with drafted tokens. Until drafted tokens of this text succeed, they
             have a pass to themselves; None if there was no such pass.
-        drafts: leaves out drafted tokens more often, the more passes with them have failed.
+        drafts: leaves out drafted tokens for longer, the more often passes with them have failed.
         round_failure: how the present round goes on after a failed pass; None if none has failed.
         reads_again: whether the cache has lost committed tokens because a pass has failed.
     """
