@@ -286,7 +286,7 @@ class NextJob:
 
 def next_pass(view: TargetView) -> NextJob:
     """Decide what the target does next. It waits only if no text is ready, or for no longer than `MAX_WAIT` and
-    `PATIENCE_FOR_ALL` say, and never while there are prompts to read.
+    `PATIENCE_FOR_ALL` allow, and never while there are prompts to read.
     """
     if view.has_prompts and not any(turn.is_due for turn in view.turns):
         return NextJob("prompts")

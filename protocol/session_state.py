@@ -188,7 +188,7 @@ class SessionState:
         return False
 
     def propose(self, proposal: Proposal) -> bool:
-        """Record the drafter's proposal. False if it was stale, and nothing changed."""
+        """Record the drafter's proposal. Returns: False if it was stale, so that nothing has changed."""
         if self.is_stale(proposal):
             return False
         self._move(proposal)
@@ -196,7 +196,7 @@ class SessionState:
         return True
 
     def rest(self, message: Rest | Overdue) -> bool:
-        """Leave the rounds before `message.until` to the target alone. False if they are over, and nothing changed."""
+        """Leave the rounds before `message.until` to the target alone. False if they are over; then nothing changes."""
         is_over = message.until <= max(self.round, self.rests_until)
         if is_over or self.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED):
             return False
@@ -227,7 +227,7 @@ class SessionState:
         return self._cut(verdict, proposed)
 
     def apply(self, verdict: Verdict) -> Commit | None:
-        """Commit the tokens of a verdict, and begin the next round. None if it was stale, and nothing changed.
+        """Commit the tokens of a verdict, and begin the next round. None if it was stale; then nothing changes.
 
         Raises: ProtocolError: no verdict is due; or see `preview`.
         """
@@ -239,7 +239,7 @@ class SessionState:
         return commit
 
     def follow(self, rested: Rested) -> bool:
-        """Commit what the target has committed in some rounds of a rest. False if they are over, and nothing changed.
+        """Commit what the target has committed in some rounds of a rest. False if they are over; then nothing changes.
 
         Raises: ProtocolError: there is no rest, it ends before these rounds do, or the tokens do not follow the text.
         """

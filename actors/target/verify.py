@@ -118,7 +118,7 @@ def _judged_together(parts: Sequence[Part], logits: Sequence[mx.array]) -> _Grou
 
 def _judged_alone(part: Part, logits: mx.array) -> _Group:
     """Judge one part. User code may fail at a row because of drafted tokens before it, so rows are left out from the
-    end until it succeeds. The tokens before those rows are judged, so that none is left out because of which it is.
+    end until it succeeds. Tokens before those rows are judged, so that none is left out because of which token it is.
     """
     for num_rows in range(logits.shape[0], 1, -1):
         with suppress(ProcessorError):
