@@ -39,7 +39,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def distill(arguments: argparse.Namespace) -> CommandOutcome:
-    """Train until it brings no more, or a signal comes."""
+    """Train until that no longer helps, or a signal comes."""
     models = models_of(arguments)
     names = {field.name for field in attrs.fields(DistillOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in names}
