@@ -25,7 +25,7 @@ class Subject:
 
     Attributes:
         target, draft: paths or hub ids; by default the demo pair.
-        shape: of a pair with random weights that is measured, too; see `runtime.bench.shapes`. None for none.
+        shape: shape of a pair with random weights to measure, too (see `runtime.bench.shapes`); None for no such pair.
     """
 
     target: str = str(DEMO_TARGET)
@@ -81,9 +81,9 @@ async def running_pair(
     *,
     chains: bool | None = None,
 ) -> AsyncIterator[Runtime]:
-    """A runtime over loaded models, as `runtime.open` makes it, but that chaining of draft steps can be chosen.
+    """A runtime over loaded models, like that of `runtime.open`; `chains` says whether draft steps are chained.
 
-    It keeps no prefixes: the memory that they take would hide what is lost.
+    It keeps no prefixes: the memory that they take would hide a leak.
     """
     from runtime.measuring.loaded_models import ONLY_DRAFT, load_models
 
