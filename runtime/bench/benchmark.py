@@ -133,7 +133,7 @@ class Benchmark(ABC, Generic[P]):
 
     @abstractmethod
     def report(self, result: Record) -> Report:
-        """What is printed of a result."""
+        """The report of a result, to be printed."""
 
     @staticmethod
     def plot(result: Record) -> Any:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    # One model computes at a time, as where nothing is drafted.
+    # `models_of` reads it. There is no flag, since nothing is drafted: one model computes at a time.
     parser.set_defaults(draft=None)
     what = parser.add_argument_group(WHAT)
     add_flags(

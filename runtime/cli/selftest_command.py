@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from runtime.selftest.checks import Check
     from runtime.selftest.report import SelfTestReport
 
-# Seconds for each of the two checks that can go on for any time, for each minute that the user gives.
+# Seconds for each of the two open-ended checks, for each minute that the user gives.
 SECONDS_A_MINUTE = 30.0
 # The same with --quick.
 QUICK_S = 5.0

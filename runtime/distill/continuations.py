@@ -44,7 +44,7 @@ class Continuations:
     """The continuations written so far, each batch in a file of its own, so that an interruption loses only one."""
 
     def __init__(self, folder: Path) -> None:
-        """Read those that were written before."""
+        """Read the batches that were written before."""
         self._folder = folder
         self.batches: list[mx.array] = []
         while (file := self._file(len(self.batches))).exists():

@@ -32,7 +32,7 @@ from runtime.loading.tokenizers import wrapped
 
 # Most logits in a batch, 512 MiB in float32; this decides how many windows are in one.
 MAX_LOGITS = 1 << 27
-# An evaluation is due after so many batches or minutes, if learning has taken so many times as long as it will.
+# An evaluation is due after so many batches or minutes, if learning has taken so many times as long as one takes.
 BATCHES_PER_EVALUATION, MINUTES_PER_EVALUATION = 100, 5.0
 LEARNING_PER_EVALUATION = 10.0
 # The part of a limited time that an evaluation takes at most: after that it ends, even if held-out text is left.
@@ -82,7 +82,7 @@ class Distillation:
         self._made: LoadedEagle3 | None = None
         self._config: dict[str, Any] = {}
         self._held_out: list[mx.array] = []
-        self._counts: list[list[int]] = []  # of the batches of held-out text that were drafted for, in this evaluation
+        self._counts: list[list[int]] = []  # results of `draft` so far, for each batch of held-out text
         self._seconds_per_held_out = 0.0  # of one such batch
 
     # --- preparation ------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Distillation:
 
     @property
     def held_out_share(self) -> float:
-        """The part of the held-out text that an evaluation has drafted for, in [0, 1]; 1 where its time is up."""
+        """The part of the held-out text that an evaluation has drafted for, in [0, 1]; 1 if its time is up."""
         limit, seconds = self._options.max_minutes, len(self._counts) * self._seconds_per_held_out
         if limit is not None and seconds >= 60 * limit * EVALUATION_SHARE:
             return 1.0

@@ -104,7 +104,7 @@ class Lesson:
     features: mx.array  # (B, T, width) of positions 0 … T - 1
     embedded: mx.array  # (B, T + steps - 1, hidden size) of the tokens after them
     probs: mx.array
-    likeliest: mx.array  # (B, T + steps - 1) the target's likeliest tokens there, among all
+    likeliest: mx.array  # (B, T + steps - 1) the target's likeliest tokens at these positions, among all tokens
 
 
 class Training:
@@ -136,7 +136,7 @@ class Training:
 
         Args:
             tokens: (B, L) ids, L > `NUM_STEPS` + 1.
-            decay: by which the learning rate is multiplied, in [0, 1].
+            decay: factor on the learning rate, in [0, 1].
         """
         began = time.monotonic()
         lesson = self._lesson(tokens)

@@ -49,7 +49,7 @@ from runtime.ranks.sharded_target import load_target_onto
 
 @attrs.frozen
 class ExaminedModel:
-    """One model; of a sharded target, the anatomy is that of rank 0's part, and passes take all ranks together.
+    """One model; for a sharded target, the anatomy is that of rank 0's part, and the passes are those of all ranks.
 
     Attributes:
         exchange: by width, what a pass of a sharded target exchanges; None for a model on one machine.

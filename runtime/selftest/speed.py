@@ -158,7 +158,7 @@ def many_streams(subject: Subject) -> Finding:
 
 
 def shape(subject: Subject) -> Finding:
-    """The speeds and prices of a pair with the cost of an 8B in 4 bits, which a CPU has no time for."""
+    """The speeds and prices of a pair with the cost of an 8B in 4 bits; skipped on a CPU, which takes too long."""
     if subject.shape is None:
         return Finding("skipped", "a CPU takes too long for the shape of a real pair")
     target, draft = shaped_pair(subject.shape, SHAPE_ACCEPTANCE, quantization=_QUANTIZED)

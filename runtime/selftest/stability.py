@@ -21,7 +21,7 @@ from runtime.selftest.subject import Subject, ids, running_pair
 NUM_OPENINGS = 8
 # Memory may grow by as much as the caches of one text, over any number of streams.
 MAX_GROWTH_BYTES = 64 * 2**20
-# Far more than one forward pass takes.
+# Until cancelled sessions are closed: far more than one forward pass takes.
 SECONDS_TO_PUT_AWAY = 60.0
 # Streams after which memory is first measured.
 NUM_FIRST_STREAMS = 12
@@ -218,7 +218,7 @@ def device_isolation(subject: Subject) -> Finding:
 
 
 def failing_allocation(subject: Subject) -> Finding:
-    """A stream whose prompt or whose own code needs more memory than there is ends alone."""
+    """A stream whose prompt or logits processor needs more memory than there is ends alone."""
     if not memory_can_be_refused():
         return Finding("skipped", "on a CPU, MLX ends the process where memory is refused")
     model = _Hungry(small_model("llama", 0))

@@ -30,7 +30,7 @@ class Subject:
 
     target: str = str(DEMO_TARGET)
     draft: str = str(DEMO_DRAFT)
-    seconds: float = 10.0  # how long a check that can go on for any time goes on, > 0
+    seconds: float = 10.0  # how long an open-ended check goes on, > 0
     max_tokens: int = 64  # length of a text, >= 1
     shape: str | None = None
     is_quick: bool = False  # whether less is measured

@@ -166,7 +166,7 @@ class TextComparison(Comparison):
         }
 
     def report(self) -> Report:
-        """What is printed of it."""
+        """The report to print."""
         return self._report(
             f"{self.num_tokens:,} tokens",
             f"the tree is {self.over(self.best):.2f} times as fast as the best sequential decoding, lookahead "
@@ -251,7 +251,7 @@ class StreamsComparison(Comparison):
         }
 
     def report(self) -> Report:
-        """What is printed of it."""
+        """The report to print."""
         plain, turns = self.rows[:2]
         return self._report(
             f"{self.num_streams} stream{'s' * (self.num_streams > 1)} of {self.num_tokens:,} tokens",
@@ -336,7 +336,7 @@ class RanksComparison:
         }
 
     def report(self) -> Report:
-        """What is printed of it."""
+        """The report to print."""
         first, rows = self.comparisons[0], self.rows
         fastest = max(rows, key=lambda row: row.auto)
         ranks = ",".join(str(row.ranks) for row in rows)

@@ -90,7 +90,7 @@ class EmptyFeatures:
     num_taken = 0
 
     def want(self, wanted: bool) -> None:
-        """They cost nothing."""
+        """Nothing to do: empty features cost nothing."""
 
     def arrays(self) -> list[mx.array]:
         return [mx.zeros((1,))]

@@ -99,7 +99,7 @@ def links_of(all_reduce: str, ranks: int, small: float, large: float, num_bytes:
 
 
 def _steps(all_reduce: str, ranks: int) -> tuple[int, float]:
-    """Messages of one all-reduce that wait for each other, and how often each rank sends the whole of the bytes."""
+    """Messages of one all-reduce that wait for each other, and how many times all its bytes each rank sends."""
     match all_reduce:
         case "ring":
             return 2 * (ranks - 1), 2 * (ranks - 1) / ranks

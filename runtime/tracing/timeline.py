@@ -50,7 +50,7 @@ class Texts:
 
 
 async def texts_of(events: Sequence[Event], tokenizer: TokenizerWrapper | None) -> Texts:
-    """The texts of all tokens in a trace; ids in brackets where there is no tokenizer, or where it fails.
+    """The texts of all tokens in a trace; ids in brackets if there is no tokenizer, or if it fails.
 
     Cancellation: shielded; other tasks run at the checkpoints.
     """
