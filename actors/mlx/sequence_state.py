@@ -41,7 +41,7 @@ class SequenceState:
     features: Features | None = None  # the target's, with which a trained drafter goes on
 
     def check(self, *, num_layers: int, has_features: bool = False) -> None:
-        """Raises: MisfitError: it cannot be of a model in one process with `num_layers` caches, and features or none."""
+        """Raises: MisfitError: a model in one process, with so many caches, and features or none, cannot have it."""
         if (self.features is not None) != has_features:
             raise MisfitError("it lacks features of the target, or has some where the model keeps none")
         if self.others is not None:

@@ -20,7 +20,7 @@ from actors.trained.features import FeatureRecorder, RecorderSlot
 
 # Every row has as many slots as the longest: in all, at most this multiple of the tokens, or this number if it is more.
 MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
-# A row leaves the batch once it has missed more passes than this, each of which computed padding for it.
+# A row leaves the batch once it has missed this many passes, each of which computed padding for it.
 MAX_PASSES_MISSED = 4
 
 # Modules of mlx-lm whose attention reaches into the cache, or expects the offset of one text.
