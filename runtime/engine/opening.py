@@ -205,7 +205,7 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
         except ModelError:
             if not options.get("draft_rank"):
                 raise
-            sources["draft"] = draft  # the path may be there where it is loaded
+            sources["draft"] = draft  # the path may exist where it is loaded
     given = OpenOptions(**options)
     if given.prefix_cache_dir is not None:
         check_folder(given.prefix_cache_dir)

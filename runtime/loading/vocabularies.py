@@ -97,7 +97,7 @@ def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
     names = {id: name for name, id in tokenizer.get_vocab().items()}
     special |= {id: names[id] for id in {*tokenizer.all_special_ids, *tokenizer.eos_token_ids} if id in names}
     pieces: dict[int, bytes] = {}
-    of_bytes: dict[int, bytes] = {}  # of these no text is written where there is another token
+    of_bytes: dict[int, bytes] = {}  # come last, so that other tokens with the same bytes are preferred
     for id, name in sorted(names.items()):
         if id in special:
             continue

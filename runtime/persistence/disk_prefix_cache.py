@@ -1,4 +1,4 @@
-"""The prefix cache of one model on disk: keeps what leaves the one in memory, and brings it back, also later.
+"""The prefix cache of one model on disk: what leaves the one in memory, and comes back, also after a restart.
 
 Two files for each cached sequence, in the container of saved sessions. The larger one has the sequence, and the smaller
 one what a search needs: its tokens. Each is written atomically and has a checksum of its own. The smaller one is
