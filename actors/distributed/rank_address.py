@@ -1,4 +1,4 @@
-"""Which rank this process is, and where rank 0 listens for control connections, by the environment of `mlx.launch`."""
+"""Which rank this process is, and where rank 0 listens for control connections, from the variables of `mlx.launch`."""
 
 from __future__ import annotations
 

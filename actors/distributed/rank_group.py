@@ -360,7 +360,7 @@ class RankGroup:
         beat = Beat(operation, round(time.monotonic() - since, 1))
         for rank, connection in self._connections.items():
             try:
-                # A message on its way tells as much as a heartbeat. A rank that accepts nothing must not block others'.
+                # A message on its way tells as much, and a rank that accepts nothing must not delay beats to others.
                 connection.send_unless_busy(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")

@@ -26,13 +26,13 @@ from protocol.tensor import Tensor
 # What is sampled of each file of weights.
 _NUM_BLOCKS, _BLOCK_BYTES = 16, 4096
 
-# Families whose `shard` repeats key-value heads where there are fewer than ranks.
+# Families whose `shard` repeats key-value heads if there are fewer of them than ranks.
 _REPEATS_HEADS = ("qwen3_5",)
 
 # Attribute of a model that was sharded in place: digests of its weights from before that, by name.
 _SHARDED = "_outrider_sharded"
 
-# Begins the names of classes whose calls submit their collectives.
+# The beginning of the names of classes whose calls submit their collectives.
 _ORDERED = "Ordered"
 
 # Whether they do at the moment, in this thread.

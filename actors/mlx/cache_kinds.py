@@ -38,7 +38,7 @@ State = Any
 
 @attrs.frozen
 class LayerState:
-    """The state of one layer's cache, of a class of mlx-lm. A `CacheList` has those of its caches, in `inner`."""
+    """The state of one layer's cache, of a class of mlx-lm. For a `CacheList`, `inner` has the states of its caches."""
 
     kind: str
     state: State = None
@@ -204,7 +204,7 @@ class CacheKind:
             raise MisfitError(f"its {self.state_name} has {misfit}")
 
     def _num_rows(self, buffers: Sequence[Any], like_buffers: Sequence[mx.array]) -> int:
-        """The number of rows of keys and values, whose form is compared with those of a cache of the model."""
+        """Compare the form of keys and values with those in a cache of the model. Returns: their number of rows."""
         for buffer, like_buffer in zip(buffers, like_buffers, strict=True):
             self._require(_have_same_form(buffer, like_buffer, [2]), "arrays of another shape")
         num_rows = {int(buffer.shape[2]) for buffer in buffers}

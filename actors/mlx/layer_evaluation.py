@@ -109,7 +109,7 @@ def evaluating_layers(model: Module) -> Iterator[None]:
                     layer.__class__ = type(layer).__bases__[0]
 
 
-# Users by layer id. A model may be target and drafter of one runtime, or belong to several runtimes, all with a thread.
+# By the id of each layer. A model may be target and drafter of one runtime, or belong to several, on several threads.
 _num_users = Counter[int]()
 _lock = threading.Lock()
 

@@ -45,7 +45,7 @@ class RowBatch:
         self._keys: list[object] = []
         self._row_of: dict[object, int] = {}  # by key: its index
         self._lengths: list[int] = []
-        # Lengths before the last pass, from when states are kept, and which rows are to go back there.
+        # Lengths before the last pass, from which recurrent states are kept, and which rows are to go back there.
         self._lengths_before: list[int] = []
         self._goes_back: list[bool] = []
 
@@ -170,7 +170,7 @@ class RowBatch:
         return self._lengths[row]
 
     def _settle(self) -> None:
-        """Put back the recurrent states of the rows that were rewound."""
+        """Restore the recurrent states of the rows that were rewound."""
         if any(self._goes_back):
             for rows in self._row_caches:
                 rows.restore(self._goes_back)

@@ -28,7 +28,7 @@ MAX_WIDTH = 80
 
 
 class RowCache(ABC):
-    """One layer's cache of a batch: what `RowBatch` calls of it, besides the model. For the attributes see there."""
+    """One layer's cache of a batch: what `RowBatch` calls. The model calls the rest. For the attributes see there."""
 
     max_width = MAX_CHUNK_TOKENS
     is_recurrent = False
@@ -92,7 +92,7 @@ class RowKVCache(RowCache):
             self.keys, self.values = _grown(self.keys, grown), _grown(self.values, grown)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write (B, heads, W, width of a head) behind each row's length. Returns: all slots that the pass may see."""
+        """Write (B, heads, W, width of a head) after each row's end. Returns: all slots that the pass may see."""
         if self.keys is None or self.values is None:  # all texts are empty
             self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
         slots = self._slots(keys.shape[2])[:, None, :, None]
@@ -110,7 +110,7 @@ class RowKVCache(RowCache):
         return mask if window_size is None else mask & (slots > positions - window_size)
 
     def restore(self, rows: Sequence[bool]) -> None:
-        """Nothing to do: the row's smaller length is enough."""
+        """Nothing to do: a row's smaller length is enough."""
 
     def join(self, single: Any, length: int) -> None:
         if length > 0:

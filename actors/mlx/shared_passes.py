@@ -18,7 +18,7 @@ from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
 from actors.trained.features import FeatureRecorder, RecorderSlot
 
-# Every row has as many slots as the longest: in all, at most this multiple of the tokens, or this number if it is more.
+# Every row has as many slots as the longest. All slots are at most this multiple of all tokens, or this many if more.
 MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
 # A row leaves the batch once it has missed this many passes, each of which computed padding for it.
 MAX_PASSES_MISSED = 4

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from protocol.tensor import Tensor
 
-_SAMPLE_SIZE = 256  # elements of a tensor, about
+_SAMPLE_SIZE = 256  # elements of each tensor, approximately
 
 
 @attrs.frozen

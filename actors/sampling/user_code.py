@@ -170,7 +170,7 @@ class _CheckpointedProcessor:
         self.processor = processor
         with _registry_lock:
             self._lock = _locks.setdefault(id(processor), threading.Lock())
-        # The state in which this stream found the processor, and to which each call returns it. `self` stands for "not
+        # The state in which this stream found the processor, and in which it is between calls. `self` stands for "not
         # known yet": a model's thread may hold the lock throughout a call for another stream.
         self._initial: Any = self
         if self._lock.acquire(blocking=False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-# Rows are merged into the last piece if it has at most this many then.
+# Rows are merged into the last piece as long as that has no more than this.
 MAX_MERGED = 64
 
 

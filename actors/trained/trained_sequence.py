@@ -78,7 +78,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
 
     @property
     def staleness(self) -> int:
-        """The positions without features, but for the last, whose features are not needed to draft after it."""
+        """The number of positions without features, except the last, whose features a draft after it does not need."""
         return max(0, len(self._tokens) - 1 - self._num_known)
 
     @property

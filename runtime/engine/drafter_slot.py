@@ -120,7 +120,7 @@ class DrafterSlot:
                     task_status.started()
                     await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
-                    # A drafter in another process leaves the cores of this one to the target.
+                    # A drafter in another process leaves this one to the target.
                     self._target.drafter.attach(actor.mailbox, has_model=isinstance(actor, DraftActor))
         finally:
             has_ended.set()

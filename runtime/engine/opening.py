@@ -458,7 +458,7 @@ async def running(
             CopyCorpus(given.copy_corpus) if given.copy_corpus else None,
         )
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
-        # A cancellation from further out ends the actors first; the block ends when it gets to it.
+        # A cancellation from further out ends the actors at once, and the block maybe later.
         target_actor.when_over(end)
         before = _current.get()
         _current.set(runtime)

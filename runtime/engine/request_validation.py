@@ -40,7 +40,7 @@ from runtime.persistence.saved_session import SavedSession, SavedStream
 
 logger = logging.getLogger("outrider")
 
-_warned_of: set[str] = set()  # names of logits processors and samplers: one warning each a process
+_warned_of: set[str] = set()  # names of logits processors and samplers that this process has warned of
 
 
 class RequestValidation:
