@@ -87,9 +87,9 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     """What can draft for a target, the best first; empty if nothing fits.
 
     First comes the MTP layer in the target's own files, if there is one. Then what is in Hugging Face's cache and, if
-    the target is a directory, in those beside it: trained drafters that were made for a model of the target's shape,
-    those that are known for the target first; then models with the target's vocabulary and at most a third of its size,
-    smaller ones first. Trained drafters and models from the tables that are not on the disk follow.
+    the target is a directory, in the directories beside it: trained drafters made for a model of the target's shape,
+    those known for the target first; then models with the target's vocabulary and at most a third of its size, smaller
+    ones first. Last come trained drafters and models from the tables that are not on the disk.
 
     Args:
         target: a path, or a hub id that was downloaded.
