@@ -1,4 +1,4 @@
-"""The prefix cache on disk of one model: what leaves its prefix cache in memory, and comes back after a restart.
+"""The prefix cache of one model on disk: what leaves the one in memory, and comes back, also after a restart.
 
 Two files for each cached sequence, in the container of saved sessions. The larger one has the sequence, and the smaller
 one what a search needs: its tokens. Each is written atomically and has a checksum of its own. The smaller one is
@@ -49,7 +49,7 @@ _MAX_WAITING = 16
 
 _SEQUENCE, _INDEX = ".outrider-prefix", ".outrider-prefix-index"
 
-# A file of a writer that was killed, after this many seconds: another process may be writing the younger ones.
+# Seconds after which an unfinished file is taken for that of a writer that was killed; others may still be written.
 _ABANDONED_S = 3600
 
 
@@ -69,7 +69,7 @@ class StoredPrefix:
         return hashlib.sha256(self.packed).hexdigest()[:32]
 
     def num_reusable(self, num_common: int) -> int:
-        """How many tokens a text can reuse whose first `num_common` are the same."""
+        """How many tokens can be reused by a text whose first `num_common` tokens are the same."""
         if self.can_be_cut:
             return num_common
         return max((length for length in self.lengths if length <= num_common), default=0)
@@ -100,8 +100,8 @@ class PrefixFiles:
     def __init__(
         self, folder: Path, max_bytes: int, fingerprint: Fingerprint, cache_options: Mapping[str, Any]
     ) -> None:
-        """Of the model with a fingerprint and options. `max_bytes` is the bound of all files in the folder, which
-        exists; the least recently used ones are deleted.
+        """The files of the model with this fingerprint and these options. The folder must exist; of all files in it,
+        the least recently used are deleted beyond `max_bytes`.
         """
         self._folder = folder
         self._max_bytes = max_bytes
@@ -227,7 +227,7 @@ class DiskPrefixCache:
     """See `PrefixStore`. Bytes are copied by the model's thread, a layer at a time, and written by another thread."""
 
     def __init__(self, actor: ModelActor[Any], folder: Path, max_bytes: int) -> None:
-        """The store of the prefix cache of an actor with a `SavableModel`; finds nothing before `run` has looked."""
+        """The store for the prefix cache of an actor with a `SavableModel`. Finds nothing until `run` has looked."""
         self._actor = actor
         self._folder = folder
         self._max_bytes = max_bytes
@@ -311,7 +311,7 @@ class DiskPrefixCache:
         self._stored[stored.key] = stored
         self._stored = {key: each for key, each in self._stored.items() if key in present}
         if stored.can_be_cut and stored.key in present:
-            # A longer text has replaced its own beginning.
+            # A longer text replaces its own beginnings.
             for other in list(self._stored.values()):
                 if other is not stored and stored.packed.startswith(other.packed):
                     del self._stored[other.key]
@@ -344,7 +344,7 @@ class DiskPrefixCache:
             await trio.to_thread.run_sync(files.delete, best)
 
     def _best(self, read: tuple[int, ...]) -> tuple[StoredPrefix | None, int]:
-        """The stored sequence with most reusable tokens of a text, and their number."""
+        """The stored sequence of which a text can reuse most tokens, and their number."""
         packed, best, most = pack(read), None, MIN_TOKENS - 1
         for stored in self._stored.values():
             num_common = common_length(stored.packed, packed)
