@@ -286,7 +286,7 @@ class RequestValidation:
             )
         return self._has_drafter() and settings.lookahead != 0 and _can_be_speculated(settings)
 
-    def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, /, **switches: Any) -> tuple[int, ...]:
         """See `Runtime.encode`."""
         model = self._model
         return encode_prompt(prompt, self._tokenizer, model.vocab_size, model.context_length, switches)

@@ -226,7 +226,7 @@ class Runtime:
                     await trio.lowlevel.checkpoint()
                 await self._sessions.add_to_corpus(tokens, EVERYBODY)
 
-    def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, /, **switches: Any) -> tuple[int, ...]:
         """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.
 
         May be called in any thread, by one at a time: in trio's, a long text would stop everything for a while.

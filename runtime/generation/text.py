@@ -197,6 +197,7 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: TokenizerWrapper,
     context_length: int | None = None,
+    /,
     **switches: Any,
 ) -> tuple[int, ...]:
     """The token ids of chat messages, ending where the answer begins.
@@ -207,7 +208,7 @@ def apply_chat_template(
     return tokenized(text, tokenizer, context_length, add_special_tokens=False)
 
 
-def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, **switches: Any) -> str:
+def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, /, **switches: Any) -> str:
     """The text of chat messages, ending where the answer begins.
 
     Args:
