@@ -50,7 +50,7 @@ class ActorSession(ABC):
         beside_another: see `Model.open_sequence`.
         is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
-        reading, awaits: a reading of its prompt, for which others may wait; and by another session, for which it waits.
+        reading, awaits: its reading of its prompt, for which others may wait; another session's, for which it waits.
         is_brought_back: whether what was stored of its prompt is in the prefix cache; None if that was not looked for.
         prompt_features: the target's hidden states of the prompt, until they are handed on.
     """
@@ -240,7 +240,7 @@ class Actor(ABC, Generic[S]):
         tokens: tuple[int, ...] = (),
         commit: Commit | None = None,
     ) -> None:
-        """Report a decision to the trace, if there is one: whoever wants spans alone says so."""
+        """Report a decision to the trace, unless only spans are wanted."""
         if not getattr(self._on_event, "wants_instants", True):
             return
         round = session.state.round if round is None else round
@@ -291,7 +291,7 @@ class ModelActor(Actor[S]):
     # --- opening and closing sequences ------------------------------------------------------------
 
     def _may_open(self, session: S) -> bool:
-        """Whether nothing is waited for that the session's text could begin with."""
+        """Whether to open the session's sequence now; False while a beginning of its text is still read or loaded."""
         opened = session.shared.opened
         if not opened.settings.reuse_prefix or session.read_prompt is not None:
             return True
@@ -348,7 +348,7 @@ class ModelActor(Actor[S]):
             prompt = opened.prompt[: opened.num_read + 1]
             return self._prefix_cache.take_longest_match(prompt, beside_another=beside_another)
         if opened.settings.prompt_cache_file is not None and self.name == "target":
-            # The drafter reads the text alone: it costs speed, not text.
+            # The drafter reads only what comes after the file's tokens: it costs speed, not text.
             path = opened.settings.prompt_cache_file
             return CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
         return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
@@ -360,7 +360,7 @@ class ModelActor(Actor[S]):
             return
         session.sequence = None
         put_away: Callable[[], None] = sequence.close
-        # A runtime that closes ends with an error also what has just finished.
+        # A runtime that closes ends all sessions with an error, even one that has just finished.
         is_sound = session.shared.error is None or session.state.finish_reason is not None
         if opened.settings.reuse_prefix and not session.is_broken and is_sound:
             put_away = partial(
@@ -383,11 +383,11 @@ class ModelActor(Actor[S]):
                 self._changed[other] = None
 
     async def _hand_on(self, session: S) -> None:
-        """Give the prompt, which was read, to the sessions that wait for it."""
+        """Give the prompt, now that it is read, to the sessions that wait for it."""
         assert session.sequence is not None
         read: ReadPrompt | None = None
         features, session.prompt_features = session.prompt_features, None
-        # A drafter needs the features of all of the prompt. Those of a part that was cached are not there.
+        # A drafter needs the features of the whole prompt, and those of a part that was cached are missing.
         fork_point = session.sequence.fork_point if session.is_waited_for else None
         if fork_point is not None and (features is None or features.start == 0):
             read = ReadPrompt(await self.worker.run(Job("open", fork_point, session.id)), features)
@@ -412,7 +412,7 @@ class ModelActor(Actor[S]):
         return self._prefix_cache
 
     def _unwanted(self, before: S | None = None) -> list[S]:
-        """The other sessions that nobody wants any more, and that have yet to fill the prefix cache."""
+        """The sessions but `before` that nobody wants any more, and whose sequences the prefix cache will get."""
         return [
             other
             for other in self._sessions.values()

@@ -78,7 +78,7 @@ class CachedSequence(ABC):
 
     @property
     def is_row(self) -> bool:
-        """Whether each pass of a batch computes the text, too. May be read in any thread while no pass runs."""
+        """Whether the text is a row of a batch, which its passes always compute. In any thread while no pass runs."""
         return False
 
     @property
@@ -139,7 +139,7 @@ class TextFeatures(Protocol):
     def want(self, wanted: bool) -> None:
         """Say whether somebody reads them; if not, none are recorded from the next pass on, and those here are dropped.
 
-        In any thread while no pass over the text runs. Until then, they are recorded if the model records any.
+        In any thread while no pass over the text runs. Without a call, they are recorded if the model records any.
         """
         ...
 
@@ -148,7 +148,7 @@ class TextFeatures(Protocol):
         ...
 
     def take(self, end: int) -> Features | None:
-        """Those of tokens before position `end` that were fed since the last call; None if there are none."""
+        """The features of tokens before position `end` that were fed since the last call; None if there are none."""
         ...
 
 
@@ -182,7 +182,7 @@ class ReusableSequence(CachedSequence):
         """
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
-        """Read what of a text that is over can be read with what was given already, all of which is of that text.
+        """Read as much of a finished text as can be read with the features that were given, all of which are its own.
 
         Returns: the cached tokens now; the same `tokens`, unless it is a trained drafter's.
         """
@@ -204,7 +204,7 @@ class Feed:
     Attributes:
         tokens: at least one id.
         num_logits: rows of logits wanted, for the last `num_logits` tokens; in [1, len(tokens)].
-        alone: whether no other text may be in its pass, nor its cache in one with those of others.
+        alone: whether it must have its pass to itself, and its cache must stay apart from those of others.
     """
 
     sequence: CachedSequence
@@ -249,17 +249,17 @@ class Model(Protocol):
         """Process the first tokens of empty sequences, at most `widest_row` of each, in one pass, without logits.
         `sharing_obstacle` must be None.
 
-        Raises: whatever the model raises; what they hold is not known then.
+        Raises: whatever the model raises; what the sequences hold is not known then.
         """
         ...
 
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
-        """As `feed_together`, of one token each, (n,), maybe not yet computed. Returns: (n, V) logits, lazy."""
+        """As `feed_together` for one token each, (n,), which may not be computed yet. Returns: (n, V) logits, lazy."""
         ...
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """Why texts of this model cannot share passes; None if they can. With `rewinds_passes`, if one may have to go
-        back by more than its last pass, as drafts do.
+        """Why texts of this model cannot share passes; None if they can. `rewinds_passes` asks for texts that may have
+        to be rewound by more than their last pass, as drafts are.
         """
         ...
 

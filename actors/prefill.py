@@ -13,8 +13,8 @@ from protocol.cached_tokens import FeedPlan
 from protocol.messages import Open
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 
-# Besides the end of a prompt, a prefix checkpoint stands so many tokens before it: a chat template leaves out of the
-# next prompt the tokens that asked for the answer, such as a tag that begins reasoning.
+# Besides the one at the end of a prompt, a prefix checkpoint is made this many tokens before it: in the next prompt, a
+# chat template leaves out the tokens that asked for the answer, such as a tag that begins reasoning.
 CHECKPOINT_DISTANCE = 16
 
 

@@ -67,7 +67,7 @@ def may_serve(num_prompt: int, num_tokens: int, num_common: int, num_reusable: i
 
 
 class PrefixStore(Protocol):
-    """Where sequences go that leave a prefix cache, and come back from."""
+    """Where sequences go when they leave a prefix cache, and from where they are brought back."""
 
     def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
         """Take a copy of a sequence that is about to be closed, on the model's thread. Must not raise."""
@@ -134,7 +134,7 @@ class PrefixCache:
         return CacheHit(best.sequence, num_cached)
 
     def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:
-        """As `take_longest_match`, of a text, but the sequence stays in the cache; None if no token is reusable."""
+        """As `take_longest_match`, for a text, but the sequence stays in the cache; None if no token is reusable."""
         packed = pack(text)
         best: PrefixMatch | None = None
         for entry in self._entries:

@@ -18,7 +18,7 @@ from protocol.reprs import shown_path
 
 
 class ContinuedSequence(MLXSequence):
-    """A text in caches that held tokens before it, which nobody can name.
+    """A text in caches that held tokens before it, whose ids are not known.
 
     To all callers it begins with its own first token: lengths and positions do not count those before. It shares no
     pass, and no other text reuses it.
@@ -36,7 +36,7 @@ class ContinuedSequence(MLXSequence):
     def length(self) -> int:
         return super().length - self._num_before
 
-    # The caches of a batch begin with the texts, and a copy or another text would have to name the tokens before.
+    # The caches of a batch begin with their texts, and a copy or another text would need the ids of the tokens before.
     reads_with_others = False
     reusable = fork_point = None
 
@@ -62,7 +62,7 @@ class ContinuedSequence(MLXSequence):
             self.begin(beginning)
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """None: a file would have to name the tokens before."""
+        """None: a file would need the ids of the tokens before."""
         return None
 
 
@@ -87,7 +87,7 @@ def open_continued(model: Model, path: str, *, beside_another: bool) -> Continue
 
 
 def _read(path: Path) -> SequenceState:
-    """The state in a prompt cache file; in place of the tokens, as many zeros."""
+    """The state in a prompt cache file, with zeros in place of the unknown tokens."""
     # mlx and mlx-lm raise errors of many kinds for a file that is damaged.
     try:
         caches: list[Any] = load_prompt_cache(str(path))

@@ -12,8 +12,8 @@ from protocol.messages import Features, Open
 
 @attrs.frozen
 class SharedPrompt:
-    """What must be equal to begin with what another session has read. One that scores records no features for
-    others.
+    """What two sessions must have in common for one to go on from what the other has read. A session that scores
+    records no features for others.
     """
 
     tokens: tuple[int, ...]
@@ -56,11 +56,11 @@ class PromptReading:
         self._waiting[session] = on_end
 
     def wait_no_more(self, session: object) -> None:
-        """Take that back; harmless afterwards."""
+        """Take a `wait_for` back; harmless once the reading has ended."""
         self._waiting.pop(session, None)
 
     def end(self, read: ReadPrompt | None = None) -> None:
-        """Give those that wait the prompt; or None, so that one of them reads it. Once, whatever happens."""
+        """Give those that wait the prompt; or None, so that one of them reads it. To be called exactly once."""
         del self._readings[self._prompt]
         waiting, self._waiting = self._waiting, {}
         for on_end in waiting.values():

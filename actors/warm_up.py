@@ -27,12 +27,12 @@ from protocol.trace import Share
 
 NUM_TEXT_TOKENS = 8  # fed before the first pass
 DRAFT_WIDTHS, TARGET_WIDTHS = (1, 4), (1, 2, 4, 8)  # tokens of each timed pass
-# Timed, too, as long as the pass before took at most so many times as long as one token's: on a GPU, many rows may cost
-# no more than a few, and how many streams speculate together depends on that.
+# These are timed, too, as long as the pass before took at most this many times as long as one token's: on a GPU, many
+# rows may cost no more than a few, and how many streams speculate together depends on that.
 WIDE_WIDTHS, MAX_COST_BEFORE_WIDER = (16, 32, 64), 5.0
 NUM_PASSES_ALONE = 2  # of each width
 NUM_PLAIN_STEPS = 6
-MAX_REPEATS = 2  # of a measurement whose prices cannot be
+MAX_REPEATS = 2  # of a measurement whose prices are implausible
 TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
 MAX_STEPS_BESIDE_TARGET = 48
@@ -44,8 +44,8 @@ _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=
 
 
 async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker] | None, prices: Prices) -> None:
-    """Time both models, each alone and both at once; and plain decoding, if its price is not known yet. All is measured
-    again where the prices of the first measurement cannot be. `time_drafter` times a drafter in another process.
+    """Time both models, each alone and both at once; and plain decoding, if its price is not known yet. If prices of a
+    first measurement are implausible, all is measured again. `time_drafter` times a drafter in another process.
 
     Cancellation: strikes after the running passes.
     Raises: JobError: a model failed.
@@ -136,7 +136,7 @@ async def _time_side_by_side(
 
 
 async def _time_wide_passes(model: Model, sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
-    """Time passes of the target over more and more tokens, until they are dear or the context ends."""
+    """Time passes of the target over more and more tokens, until they are expensive or the context ends."""
     width, num_fed = TARGET_WIDTHS[-1], NUM_TEXT_TOKENS
     for wider in WIDE_WIDTHS:
         num_fed += (1 + NUM_PASSES_ALONE) * wider

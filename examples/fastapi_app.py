@@ -9,10 +9,10 @@
 The runtime lives as long as the application. Errors have statuses: 422 for an invalid request or setting, 400 for a
 prompt that cannot be used, 503 if the models are lost or being closed.
 
-A server tells of a disconnected client by the message `http.disconnect` only, and cancels no handler: FastAPI lets one
-that returns JSON run to its end, and before anything was sent, `StreamingResponse` notices only with ASGI 2.3. So
-`unless_gone` waits for both the work and that message until something was sent: for a stream, the first token. Waiting
-for that also gives an early error a status of its own. (Calling `request.is_disconnected()` would be polling.)
+A server reports a disconnected client only by the message `http.disconnect`, and cancels no handler: FastAPI lets a
+handler that returns JSON run to its end, and before anything is sent, `StreamingResponse` notices only with ASGI 2.3.
+So until something is sent (for a stream, the first token), `unless_gone` waits for both the work and that message.
+Waiting for the first token also gives an early error its own status. (`request.is_disconnected()` would be polling.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Message(BaseModel):
 
 
 class Asked(BaseModel):
-    """The body of a request. The runtime checks the ranges, and its messages are the answer."""
+    """The body of a request. The runtime checks the ranges, and the client gets its error messages."""
 
     model_config = ConfigDict(extra="forbid")
     prompt: str | list[Message]

@@ -44,7 +44,7 @@ def stream() -> Iterator[str]:
 
 
 def call() -> tuple[dict[str, Any], str]:
-    """The arguments that the model calls the tool with, in a stream, and what it says to the result."""
+    """The arguments of the model's streamed tool call, and its reply to the result."""
     question = "human", "What is the weather in Oslo?"
     with_tools = chat_model().bind_tools([forecast], tool_choice="forecast", parallel_tool_calls=False)
     called = AIMessageChunk("")

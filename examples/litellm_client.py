@@ -56,7 +56,7 @@ def stream() -> Iterator[str]:
 
 
 def call() -> tuple[dict[str, Any], str]:
-    """The arguments that the model calls the tool with, in a stream, and what it says to the result."""
+    """The arguments of the model's streamed tool call, and its reply to the result."""
     question = user("What is the weather in Oslo?")
     options: Any = {"tools": [FORECAST], "tool_choice": "required", "parallel_tool_calls": False}
     whole = litellm.stream_chunk_builder(list(complete(question, stream=True, **options)))

@@ -43,7 +43,7 @@ def functions() -> Iterator[tuple[str, str, str]]:
 
 
 def variable_of(source: str) -> str | None:
-    """The variable that a function assigns most often used."""
+    """The most often used of the variables that a function assigns."""
     assigned = {
         node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name) and "Store" in str(node.ctx)
     }

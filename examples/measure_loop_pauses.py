@@ -2,7 +2,7 @@
 
 Three cases are measured in turn for `--seconds` each: an idle runtime, several streams that decode, and long prompts
 one after another while other streams decode. Loading is not measured, since importing and building models holds
-Python's lock.
+the GIL.
 """
 
 from __future__ import annotations

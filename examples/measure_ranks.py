@@ -3,16 +3,16 @@
     python examples/measure_ranks.py                                # two ranks on this machine
     mlx.launch --hostfile hosts.json examples/measure_ranks.py      # or on others
 
-The target is a small Llama with random weights. A logit bias makes it repeat one token, so prompt lookup proposes as
-many tokens in each round, and all are accepted. Three things are timed, on one process and on the ranks:
+The target is a small Llama with random weights. A logit bias makes it repeat one token, so prompt lookup proposes the
+same number of tokens in each round, and all are accepted. Three things are timed, on one process and on the ranks:
 
-* pass alone: each rank feeds the same tokens by itself, as fast as it can, and nobody announces anything. On ranks this
-  is what the model and MLX's ring take.
+* pass alone: each rank feeds the same tokens by itself, as fast as it can, without announcements. On ranks this is the
+  time of the model and MLX's ring.
 * pass: the target's job of one round in a runtime, in which rank 0 announces the pass and the others follow.
 * round: from one verdict to the next, with everything between two passes.
 
-What a round takes beyond the pass alone is the runtime's. The last line is what ranks add to that. Medians; use an idle
-machine with at least two cores for each rank.
+What a round takes beyond the pass alone is the runtime's share. The last line says what ranks add to it. Figures are
+medians; use an idle machine with at least two cores for each rank.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def main(arguments: argparse.Namespace) -> None:
     address = rank_address()
     if address is None:
         raise SystemExit(start_two())
-    # Before the others have something to do.
+    # Timed before the other ranks have something to do.
     one = times_of(arguments) if address.rank == 0 else None
     several = times_of(arguments, runtime.join_ranks(timeout_s=600.0))
     if one is None or several is None:

@@ -54,7 +54,7 @@ async def stream() -> AsyncIterator[str]:
 
 
 async def call() -> tuple[dict[str, Any], str]:
-    """The arguments that the model calls the tool with, and what the tool returns, which ends the run."""
+    """The arguments of the model's tool call, and what the tool returns, which ends the run."""
     async with agent({"parallel_tool_calls": False}, output_type=forecast) as one:
         run = await one.run("What is the weather in Oslo?")
     (wanted,) = [part for message in run.all_messages() for part in message.parts if isinstance(part, ToolCallPart)]

@@ -1,4 +1,4 @@
-"""Several streams at once: they take turns at the two models, and each has the text that it would have alone."""
+"""Several streams at once: they share the two models, and each has the text that it would have alone."""
 
 import math
 

@@ -75,7 +75,7 @@ class Interface:
 
         Args:
             begin: starts a stream for a prompt; raises an `OutriderError` for a prompt that cannot be used.
-            is_chat: whether prompts are answered, and not continued.
+            is_chat: whether prompts are answered, rather than continued.
             greeting: shown until the page has text.
         """
         self.page = Page()

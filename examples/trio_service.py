@@ -4,8 +4,8 @@
     nc 127.0.0.1 7711
     {"prompt": "def quicksort(items):", "max_tokens": 40}
 
-A line of a client requests a text, with settings out of `SETTINGS`, or cancels the current one: `{"cancel": true}`. The
-answer is lines with `text`, and at last one with `end`: "stop", "length", "cancelled" (by a line, or by a new prompt,
+A client's line requests a text, with settings from `SETTINGS`, or cancels the current one: `{"cancel": true}`. The
+answer is lines with `text`, followed by one with `end`: "stop", "length", "cancelled" (by a line, or by a new prompt,
 which replaces the current text) or "error", with the message in `error`. A client that disconnects cancels its text,
 also during prefill. (So does a client that only closes its sending side, as `echo ... | nc` may: the two look alike.)
 
@@ -32,8 +32,8 @@ SETTINGS = {"max_tokens", "temperature", "top_p", "seed", "stop"}
 MAX_CLIENTS = 64
 MAX_STREAMS = 4  # texts that generate at once
 MAX_LINE = 64 * 1024  # bytes
-PATIENCE_S = 30.0  # for a client that does not read
-GRACE_S = 5.0  # for current answers when the service ends
+PATIENCE_S = 30.0  # how long a client may leave its answer unread
+GRACE_S = 5.0  # how long current answers may go on when the service ends
 
 
 class RefusedError(Exception):

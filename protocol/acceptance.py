@@ -13,8 +13,8 @@ full acceptance a *bonus* token is drawn from p. Exact whatever q is, if d was r
 
 **block** (Sun et al. 2024, arXiv 2403.10444, algorithm 2): the drafted tokens are judged jointly: whether a prefix is
 accepted depends on the tokens after it, too, and no fewer are accepted on average. Exact under the same condition. A
-recovered token never is the drafted one: a drafted token to which the residual gives anything has a weight of 1
-(`prefix_weights`), with which it is accepted. So what was drafted beyond it, and was looked at, is not proposed again.
+recovered token is never the drafted one: a drafted token to which the residual gives any probability has a weight of 1
+(`prefix_weights`), so it is accepted. So tokens that were drafted after it, and looked at, are not proposed again.
 
 Logits come here after processors and filters, which remove a token by -inf, and before the temperature. A judgement is
 lazy, so that those of all texts of a pass are evaluated together, in one synchronisation.
@@ -111,14 +111,14 @@ def judge(
     chosen: mx.array | None = None,
     sound: mx.array | None = None,
 ) -> LazyJudgements:
-    """Judge the proposals of several texts, as one set of array operations; each is judged as it is alone.
+    """Judge the proposals of several texts, as one set of array operations; each is judged as if it were alone.
 
     Args:
         logits: (R, V) the target's, of one text after the other.
         rule, temperature: of all texts; > 0 under the rejection and block rules.
         chosen: (R,) under the match rule, the target's choices, if a user's sampler has made them.
-        sound: (R,) whether a token can be chosen from the row; None if it can from all. At most the tokens before a
-            text's first unsound row are accepted under the block rule; under the others, it is the caller who cuts.
+        sound: (R,) whether a token can be chosen from the row; None if it can from all. The block rule accepts only
+            tokens before a text's first unsound row; under the other rules, the caller must cut the result there.
 
     Raises: ProtocolError: see `ProposedRows.check`.
     """
@@ -218,7 +218,7 @@ def scores_together(logits: mx.array, temperature: float, decisions: Decisions, 
 
 
 def _gumbel(keys: mx.array, size: int) -> mx.array:
-    """(n, size) noise, of each row as its key gives it alone."""
+    """(n, size) noise; each row is what its key alone gives."""
     noise: mx.array = mx.vmap(lambda key: mx.random.gumbel((size,), key=key))(keys)
     return noise
 
@@ -457,8 +457,8 @@ class _Padded:
         return cls(proposed, mx.array(rows), mx.array(tokens), mx.array(exists))
 
     def probs(self, p: mx.array, q: mx.array) -> tuple[mx.array, mx.array]:
-        """The tokens' probabilities under target and draft: 0 where a text was filled up, and where there is nothing to
-        draw from, since a processor has left the drafter no token. So none of that is accepted.
+        """The tokens' probabilities under target and draft: 0 where a text was filled up, and where the drafter had
+        nothing to draw from, since a processor left it no token. So no such token is accepted.
         """
         of_target, of_draft = p[self.rows, self.tokens], q[self.rows, self.tokens]
         was_drawn = self.exists & (of_draft > 0)
@@ -467,7 +467,7 @@ class _Padded:
     def uniforms(self, purpose: Purpose) -> mx.array:
         """(texts, longest) draws in [0, 1)."""
         shape = self.rows.shape
-        # Under the block rule, a number has decided about tokens before its own. So the next round has others.
+        # Under the block rule, a number has also decided about earlier tokens, so the next round must have others.
         starts = [0 if purpose is Purpose.ACCEPT else each.start for each in self.proposed]
         decisions = [
             (each.seed, each.start + i, start)

@@ -20,24 +20,24 @@ from protocol.settings import MAX_LOOKAHEAD
 UNPRICED_LOOKAHEAD = 2
 # Nodes with a smaller reach are not drafted after: they would cost power for next to nothing.
 MIN_REACH = 0.02
-# Draft steps of a budget that have a price each. Of longer budgets the last one holds: a proposal is judged after each
-# step in any case, and what is drafted beyond it is drafted ahead.
+# How many draft steps of a budget have a price each; later steps have the last one's. That will do: whether to propose
+# is decided after each step in any case, and what is drafted beyond the proposal is drafted ahead.
 MAX_PRICED_STEPS = 16
-# A rest begins when speculating was worse than plain decoding by this factor, and ends when it promises to be better by
-# this one.
+# A rest begins when speculating was worse than plain decoding by the first factor, and ends when it promises to be
+# better by the second.
 REST_BELOW, RESUME_ABOVE = 0.99, 1.02
 # Tokens over which catching up with the text must pay for itself.
 CATCH_UP_HORIZON = 100.0
 # A rest begins after this many proposals in a row with nothing in them.
 MAX_EMPTY_PROPOSALS = 8
-# The share of the time that may go into finding out whether a rest should end; and how much of it may be saved for
-# later, in plainly decoded tokens.
+# The share of the time that may go into finding out whether a rest should end; and how much of that time may be saved
+# up, in plainly decoded tokens.
 PROBE_SHARE, MAX_PROBE_TOKENS = 0.02, 8.0
-# Where more than this share of the recent proposals were copied, the measured rate says little of the drafter.
+# If more than this share of the recent proposals were copied, the measured rate says little about the drafter.
 MAX_COPIED_SHARE = 0.1
 # Rounds of a rest after which a distrust of the price model has faded to 1/e.
 TRUST_MEMORY_ROUNDS = 100.0
-# Committed tokens to catch up with at once: at first, and at most.
+# How many committed tokens to wait for before catching up: at first, and at most.
 MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 
 
@@ -45,24 +45,24 @@ MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 class AutoPolicy:
     """Five rules over measured prices.
 
-    *Send or wait*: a proposal grows while `Σ reach > R (ΔT_v + wait)` for the tokens to come. The left side is the
-    number of tokens to expect of them; the right side is the number of tokens that are decoded otherwise in the time
-    that they cost.
+    *Send or wait*: a proposal grows while `Σ reach > R (ΔT_v + wait)` for the tokens to be added. The left side is how
+    many of them are accepted on average; the right side is how many tokens would be decoded otherwise in the time that
+    they cost.
     *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`. The left side is the
     time that the step may save, the right side is the time by which it delays the target. `overrun` is how far the
     step would run past the verdict, which then waits for a step that was of no use.
     *Use or refresh*: after a hit, what a trained drafter has drafted ahead is dropped if drafting anew, on the hidden
     states that the verdict has brought, promises more although the target waits for it.
-    *Copy or draft*: at each place of a proposal stands what promises more tokens from there on, a copy by the reach of
-    its own tokens, and a draft by what is usual. A copy is not delayed for a draft that promises less.
+    *Copy or draft*: each place of a proposal gets what promises more tokens from there on: a copy, by the reach of its
+    own tokens, or a draft, by the mean acceptance. A copy is not delayed for a draft that promises less.
     *Speculate at all*: the target decodes alone while speculating brings less than plain decoding.
 
     Attributes:
         prices: of the runtime.
         calibration: of the drafter, under the session's rule.
         num_guesses: see `Policy`; with 1 the tree is a single chain.
-        works_ahead: whether it may be drafted for while a verdict is due.
-        only_copies: whether nothing is drafted but what is copied, since there is no model, or it rests.
+        works_ahead: whether to draft while a verdict is due.
+        only_copies: whether only copied tokens are proposed, because there is no model or it rests.
     """
 
     prices: Prices
@@ -85,7 +85,7 @@ class AutoPolicy:
     def _proposal(self, view: PolicyView) -> list[Node] | None:
         chain = view.tree.chain()[: view.max_proposal]
         if not self.prices.is_known and len(chain) >= UNPRICED_LOOKAHEAD:
-            # As far as a drafter has come by itself, but no long copy at an unknown price.
+            # All that the drafter itself has drafted, but no long copy at an unknown price.
             num_drafted = next((place for place, node in enumerate(chain) if _is_copied(node)), len(chain))
             return chain[: max(UNPRICED_LOOKAHEAD, num_drafted)]
         num_ready = self._num_worthwhile(chain)
@@ -110,9 +110,9 @@ class AutoPolicy:
         """How many tokens of a chain to propose.
 
         Whether a token is proposed depends on its reach and on the reaches before it, never on what was drafted after
-        it: that depends on which token was drawn, and the rejection rule would not be exact. The tokens after it are
-        assumed to be as likely as tokens are on average, but for a copy that goes on, which was not drawn. So a token
-        that makes a pass much dearer is proposed if the tokens after it may cost little.
+        it: that depends on which token was drawn, so the rejection rule would not be exact. The tokens after it are
+        assumed to be as likely as tokens are on average; only those of a copy, which are not drawn, have their own
+        reach. So a token that makes a pass much more expensive is proposed if those after it should make up for that.
         """
         if not chain:
             return 0
@@ -139,7 +139,7 @@ class AutoPolicy:
         return tuple([self._weighed(guess, guess.staleness, further) for guess in guesses])
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
-        """Likewise the guesses of a copy, as many as might be proposed. No more than these are asked for.
+        """Likewise the guesses of a copy, as far as they might be proposed. No more are taken from the iterable.
 
         Args:
             then_drafts: whether a drafter may go on where the copy ends.
@@ -198,7 +198,7 @@ class AutoPolicy:
             gain = expected - rate * extra_s(length)
             if gain > best_gain:
                 best_length, best_gain = length, gain
-            # If the next ones were as likely as this one, some number of them would have to be worth its price.
+            # Go on only if some number of further tokens, each as likely as this one, would be worth their price.
             if all(
                 expected + more * reach - rate * extra_s(length + more) <= best_gain for more in (1, 2, 4, 8, 16, 32)
             ):
@@ -264,7 +264,7 @@ class AutoPolicy:
 
     def _step_worth(self, view: PolicyView, width: int, verdict_due_s: float) -> StepWorth:
         step_s = self.prices.draft_share_s(1, beside_target=False)
-        # A step saves the target no time if it can be done after the verdict, while the target has others' passes.
+        # A step saves the target no time if it can be done after the verdict while the target is busy with others.
         is_hidden = view.queue_slack_s > 0.0 and self._expected_proposal * step_s <= view.queue_slack_s
         return StepWorth(
             step_s=self.prices.draft_share_s(width, beside_target=True),
@@ -317,7 +317,7 @@ class AutoPolicy:
         )
 
     def _best_other_reach(self, view: PolicyView, node: Node) -> float:
-        """The greatest reach of every other node that could be drafted after, per step of width 1."""
+        """The greatest reach among the other nodes that could be drafted after, per time of a step of width 1."""
         step_s, best = max(self.prices.draft_share_s(1, beside_target=True), 1e-9), 0.0
         for other in view.tree.frontier():
             if other.open_reach <= max(best, MIN_REACH):
@@ -353,7 +353,7 @@ class AutoPolicy:
     def _gain_of_chain(
         self, view: PolicyView, reach: float, staleness: int, num_ready: int, next_token_s: float
     ) -> float:
-        """As the gain of `_best_length`, of a chain of which only the beginning is known.
+        """As the gain of `_best_length`, for a chain of which only the first token is known.
 
         Args:
             reach: of its first token.
@@ -408,7 +408,7 @@ class AutoPolicy:
 
     @property
     def _trust_memory(self) -> float:
-        """Rounds of all texts; they share the calibration."""
+        """The memory of `Calibration.trust`, in rounds of all texts, since they share the calibration."""
         return TRUST_MEMORY_ROUNDS * self.prices.num_texts
 
     def should_rest_on(self, num_behind: int) -> bool:
@@ -430,7 +430,7 @@ class AutoPolicy:
             return False
         self._probe_budget_s -= cost_s
         if cost_s > PROBE_SHARE * num_tokens * self._plain_token_s:
-            # The budget does not last for probes as frequent as this one.
+            # The budget does not grow as fast as probes like this one spend it.
             self._min_catch_up = min(2 * self._min_catch_up, MAX_CATCH_UP)
         return True
 
@@ -459,8 +459,8 @@ def policy_for(
         lookahead: the session's setting.
         prices: of the runtime.
         rule: tells acceptance rules apart: the drafter's confidence means something else under each.
-        work_ahead: whether it is drafted while a verdict is due: by prices, or never; "always" does not ask them
-            at a fixed lookahead.
+        work_ahead: whether to draft while a verdict is due: "auto" decides by prices, and so does "always" unless the
+            lookahead is fixed.
     """
     if lookahead == "auto":
         calibration = prices.calibration(rule)

@@ -1,6 +1,6 @@
-"""Backoff: what has failed is left out, twice as often after each failure.
+"""Backoff: what has failed is left out for a number of times, which doubles with each failure.
 
-A forward pass that fails empties caches, whose texts are read again. So what may fail once more is tried less often.
+A forward pass that fails empties caches, whose texts must be read again, so what may fail again is tried less often.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 import attrs
 
-# Jobs after which as many sessions may share one again as did in one that failed.
+# The number of jobs for which the limit is lowered after the first failure.
 FIRST_JOBS_LIMITED = 16
 
 
@@ -32,14 +32,14 @@ class Backoff:
 
 @attrs.define
 class SharingLimit:
-    """How many sessions may share a job (`value`, >= 1): fewer after one that was too much though no part of it was."""
+    """How many sessions may share a job (`value`, >= 1): fewer after a job failed whose parts all succeed alone."""
 
     value: int = sys.maxsize
     _halved: int = attrs.field(default=1, init=False)
     _backoff: Backoff = attrs.field(factory=lambda: Backoff(FIRST_JOBS_LIMITED), init=False)
 
     def halve(self, num_sessions: int) -> None:
-        """Lower the limit, for some jobs, to half of the sessions that were too many for one."""
+        """Lower the limit, for some jobs, to half the number of sessions that were too many for one job."""
         self.value = self._halved = max(1, num_sessions // 2)
         self._backoff.fail()
 

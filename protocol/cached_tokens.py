@@ -42,7 +42,7 @@ class CachedTokens:
         """The shortest way to a cache that has processed exactly `committed + beyond`.
 
         Args:
-            committed: the committed text, prompt included, which only grows; also with tokens that will be committed.
+            committed: the committed text, prompt included, which only grows; may include tokens that will be committed.
             beyond: drafted tokens after it.
             num_logits: how many of the last tokens to feed even if they are cached, for the logits after them; >= 0.
 

@@ -15,7 +15,7 @@ FIRST_KNOT, LAST_KNOT = -4.0, 6.0
 PRIOR_TOSSES = 3.0
 # Observations after which a knot has forgotten all but 1/e.
 KNOT_MEMORY = 100.0
-# How far one surprise moves all knots, in logits, and the share of that which is left after one more observation.
+# How far one surprise shifts all knots, in logits, and the share of that shift which is left after each observation.
 # Texts change their character, and a single knot would take long to notice.
 SHIFT_STEP = 0.15
 SHIFT_KEPT = 0.97
@@ -109,7 +109,7 @@ class Calibration(MeanAcceptance):
         return self._curve(rank, staleness)(raw)
 
     def expected(self, staleness: int) -> float:
-        """How likely the drafter's choice of this staleness, or of the next fresher one seen, is right, in [0, 1]."""
+        """How likely the drafter's choice is right at this staleness, or at the next lower one seen; in [0, 1]."""
         for known in range(_staleness_class(staleness), -1, -1):
             if known in self._means:
                 return self._means[known].mean_acceptance
@@ -128,7 +128,7 @@ class Calibration(MeanAcceptance):
             self._average(float(was_right), guess.staleness)
 
     def observe_dropped(self, guess: Guess, was_right: bool) -> None:
-        """Learn from a guess that was dropped, since one with less staleness took its place."""
+        """Learn from a guess that was dropped because a fresher one took its place."""
         self._curve(guess.rank, guess.staleness).observe(guess.raw, was_right)
         if guess.rank == 0:
             self._mean_of(guess.staleness).average(float(was_right))

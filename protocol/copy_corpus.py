@@ -1,6 +1,7 @@
-"""The corpus of copies: texts of before from which others may be drafted, each owner's apart, bounded in bytes.
+"""The corpus of copies: earlier texts that later ones may be drafted from, kept apart by owner, and bounded in bytes.
 
-Texts of one owner share an index up to an eighth of the bound, and leave together: a lookup has few indices to ask.
+Texts of one owner share an index of up to an eighth of the bound, and are dropped together. So a lookup has few indices
+to ask.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from protocol.copying import MAX_MATCH, MIN_SLOTS, SEPARATOR, Copied, CopyIndex
 EVERYBODY = b""
 # Tokens that are added without a pause: a millisecond or two.
 TOKENS_AT_ONCE = 256
-# What an index takes beside its arrays, and at most for a token where it is full, in bytes.
+# Bytes of an index beside its arrays; and the most for each token of a full index.
 _BYTES_OF_INDEX, _BYTES_OF_TOKEN = 1024, 40
 _SHARE = 8
 
 
 @attrs.define(eq=False, repr=False)
 class _Segment:
-    """Texts of one owner that leave together."""
+    """Texts of one owner that are dropped together."""
 
     owner: bytes
     index: CopyIndex = attrs.field(factory=CopyIndex)
@@ -36,12 +37,12 @@ class CopyCorpus:
 
     Attributes:
         max_bytes: the bound, the indices included, >= 0.
-        num_bytes: what they take.
+        num_bytes: the bytes in use.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
-        # A power of two: the index's tables have as many slots, and are full.
+        # A power of two, so that the tables of a full index, which have as many slots, are full, too.
         num_tokens = max(MIN_SLOTS, max_bytes // (_SHARE * _BYTES_OF_TOKEN))
         self._max_tokens = 1 << (num_tokens.bit_length() - 1)
         self._by_use: OrderedDict[_Segment, None] = OrderedDict()  # the least recently used first
@@ -77,7 +78,7 @@ class CopyCorpus:
     def lookup(self, owner: bytes, text: Sequence[int], num_tokens: int, shortest: int) -> Iterator[Copied]:
         """What followed most often where a text's longest suffix occurs, in texts of an owner or of everybody.
 
-        Of segments with matches of the same length the newest of the owner's own is taken. See `CopyIndex.lookup`.
+        Of equally long matches, the one in the owner's newest segment is taken. See `CopyIndex.lookup`.
         """
         suffix = array("I", text[-MAX_MATCH:])
         best: tuple[Copied, Iterator[Copied], _Segment] | None = None

@@ -33,20 +33,20 @@ SEPARATOR = 2**32 - 1
 MIN_SLOTS = 256
 
 # How often the token after the only match of 1, 2, … tokens was right, counted over files of Python's standard library
-# in the demo pair's tokens, each file looked up in itself; what several matches say was counted there, too. These are
-# initial values: the calibration learns from what is accepted.
+# in the demo pair's tokens, each file looked up in itself; what several matches are worth was counted there, too. These
+# are initial values: the calibration learns from what is accepted.
 _PRIORS = (0.24, 0.42, 0.52, 0.59, 0.64, 0.68, 0.73, 0.75, 0.77, 0.79, 0.79, 0.81, 0.81, 0.82, 0.83, 0.9)
 _PRIOR_OF_DISAGREEING = 0.5
 
 
 @attrs.frozen
 class Copied:
-    """A token that followed where the text's last tokens, and those that were copied after them, occurred before.
+    """A token that followed earlier occurrences of the text's last tokens, and of the tokens copied after those.
 
     Attributes:
         token: the one that followed most often.
-        match_length: tokens before it that occurred there, too: at most `MAX_MATCH`, and one more for each copied one.
-        num_agreeing: after how many of these occurrences the token came, >= 1.
+        match_length: tokens before it that occurred there: at most `MAX_MATCH` of the text, and all those copied.
+        num_agreeing: how many of these occurrences the token followed, >= 1.
         num_occurrences: how many there were; at most `MAX_OCCURRENCES`.
     """
 
@@ -57,7 +57,7 @@ class Copied:
 
     @property
     def confidence(self) -> float:
-        """The probability, in (0, 1), that the token is right if those before it are, before more is known of the text.
+        """The prior probability, in (0, 1), that the token is right if those before it are.
 
         It depends on the text before the copy alone, so a policy may look at it under the rejection rule.
         """
@@ -112,7 +112,7 @@ class CopyIndex:
         for begin in range(0, len(tokens), MIN_SLOTS):
             piece = array("I", tokens[begin : begin + MIN_SLOTS])
             if len(text) + len(piece) > len(self._last[0]):
-                # An n-gram of before is found in either half from now on; those that do not belong are passed over.
+                # Earlier n-grams are found in both halves from now on; those that do not belong are passed over.
                 self._last = [slots + slots for slots in self._last]
             self._enter(piece)
             text += piece
@@ -124,7 +124,7 @@ class CopyIndex:
         end = len(self._tokens)
         t8, t7, t6, t5, t4, t3, t2, t1 = _padded(self._tokens[-8:])
         for token in tokens:
-            # A shorter n-gram's hash is part of a longer one's. No text has the tokens before its beginning.
+            # A shorter n-gram's hash is part of a longer one's. The padding before the beginning occurs in no text.
             slot = t1 & mask
             add1(last1[slot])
             last1[slot] = end
@@ -141,9 +141,9 @@ class CopyIndex:
             end += 1
 
     def lookup(self, num_tokens: int, *, shortest: int = 1, suffix: array[int] | None = None) -> Iterator[Copied]:
-        """What followed most often, and of that last, where the text's longest suffix occurred before; token by token.
+        """What followed most often, or else most recently, where the text's longest suffix occurred before; by token.
 
-        If a continuation reaches the end of the text, it goes on with its own tokens, as a text that repeats itself.
+        If a continuation reaches the end of the text, it begins again, as if the text repeated itself.
 
         Args:
             num_tokens: how many tokens are wanted.
@@ -161,7 +161,7 @@ class CopyIndex:
                 piece.extend(piece[: num_tokens - len(piece)] if suffix is None else (SEPARATOR,))
         for place in range(num_tokens):
             tokens = [piece[place] for piece in pieces]
-            # The newest comes first, and so does a token that is as frequent as another.
+            # The newest comes first, so that of equally frequent tokens its token is chosen.
             token = tokens[0] if len(tokens) == 1 else Counter(tokens).most_common(1)[0][0]
             if token == SEPARATOR:
                 return
@@ -170,7 +170,7 @@ class CopyIndex:
                 pieces = [piece for piece in pieces if piece[place] == token]
 
     def _occurrences(self, suffix: array[int], shortest: int) -> tuple[int, list[int]]:
-        """The length of the longest match, and where it ended, newest first; of one below `shortest` maybe (0, [])."""
+        """The length of the longest match, and its ends, newest first; may be (0, []) if it is below `shortest`."""
         text, mask = self._tokens, len(self._last[0]) - 1
         t8, t7, t6, t5, t4, t3, t2, t1 = _padded(suffix[-8:])
         hash4 = hash((t4, t3, hash2 := hash((t2, t1))))
@@ -178,7 +178,7 @@ class CopyIndex:
         for length, hash_, last, earlier in reversed(
             list(zip(LENGTHS, hashes, self._last, self._earlier, strict=True))
         ):
-            if next_length <= shortest:  # so long a match is in a chain of longer ones
+            if next_length <= shortest:  # a match that long would be in the chain of longer n-grams
                 break
             next_length = length
             if length > len(suffix):

@@ -1,4 +1,4 @@
-"""Deadlines: how long the target waits for its drafter, as long as that is worth, before it decodes on alone.
+"""Deadlines: how long it is worth for the target to wait for its drafter, before it decodes on alone.
 
 Waiting never changes the text, only the speed.
 """
@@ -23,8 +23,8 @@ ROUNDS_ALONE = 2
 def prompt_wait_s(prices: Prices) -> float:
     """Seconds, > 0, that a target which has read the prompt waits for a drafter that is still reading it.
 
-    It is the most that waiting can save, which is what a pass alone commits less than a speculative round. So it costs
-    at most twice what the better choice in hindsight would have cost (the ski rental argument).
+    It is what waiting can save: the seconds that a token takes longer in plain decoding than in speculation. So a wait
+    costs at most twice what the better choice in hindsight would have cost (the ski rental argument).
     """
     if prices.plain_rate <= 0.0:
         return MIN_PROMPT_WAIT_S

@@ -4,7 +4,7 @@ Asking the policy after each step costs a trip from the model thread to the even
 drafts. So the policy hands out its decision as a function of the drafter's confidence, and the model thread applies it.
 Where a decision cannot be told in advance, the budget ends, and the drafter asks.
 
-Of a step a budget sees how confident the drafter was, never which token it drew (see `protocol.lookahead_policy`).
+A budget sees how confident the drafter was in a step, never which token it drew (see `protocol.lookahead_policy`).
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class StepWorth:
 
 @attrs.frozen
 class DraftBudget:
-    """Permission to go on, down the drafter's own choices, after the draft step that is under way.
+    """Permission to go on drafting after the drafter's own choices, once the draft step under way is done.
 
     Attributes:
         max_steps: how many more steps may follow, >= 0.
         reach: of the node that is being drafted after, in [0, 1].
         min_reaches: for each of the steps that may follow, the reach at which, or below which, the drafter asks
             instead; the last one holds for all further steps.
-        best_other_reach: the greatest reach of every other node that could be drafted after, per step of width 1.
-            While the target works, the next step must beat it.
+        best_other_reach: the greatest reach among the other nodes that could be drafted after, per time of a step of
+            width 1. While the target works, the next step must beat it.
         step_worth: the test that a step must pass while the target works; None where the target waits for the drafter.
-        calibrate: (rank, raw confidence, staleness) → probability that the guess is right; None if reach is no matter.
+        calibrate: (rank, raw confidence, staleness) → probability that the guess is right; None to ignore reach.
         mean_acceptance: what to expect of a choice that is not known yet, in [0, 1].
     """
 

@@ -1,4 +1,4 @@
-"""Which texts have a part in the drafter's next job."""
+"""Which texts take part in the drafter's next job."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import attrs
 class Need(enum.IntEnum):
     """What the drafter has to do for a text.
 
-    OPEN and CLOSE concern its cache and take next to no time; READ is a chunk of the text, or as long at most; DRAFT is
-    a draft step, the only job that texts share.
+    OPEN and CLOSE concern its cache and take next to no time; READ takes as long as a chunk of the text, or less; DRAFT
+    is a draft step, the only job that texts share.
     """
 
     OPEN = 0
@@ -27,7 +27,7 @@ class Waiting:
 
     Attributes:
         need: what for.
-        since: the number of jobs that had begun by then, without those that opened and closed caches.
+        since: how many jobs had begun when its wait began, not counting those that open and close caches.
         num_read: tokens that were read for other texts since then.
         alone: whether no other text may share its draft step.
     """
@@ -41,8 +41,8 @@ class Waiting:
 def next_job(waiting: Sequence[Waiting], most: int, chunk_tokens: int) -> tuple[int, ...]:
     """The texts of the next job, the one that has waited longest first; empty if there is nothing to do.
 
-    Caches are opened and closed first. A text that is worth a step waits for the running job and for a chunk at most,
-    unless there are more texts than fit into a step; short prompts are read before it, to share the step.
+    Caches are opened and closed first. A text that needs a step waits for the running job and one chunk at most, unless
+    there are more texts than fit into a step. Short prompts are read before it, so that their texts share the step.
 
     Args:
         waiting: all that wait.

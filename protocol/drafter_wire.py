@@ -36,12 +36,12 @@ from protocol.wire import Codec, Form, whole
 # Both ends must speak the same version.
 Version = NewType("Version", int)
 VERSION = Version(5)
-# Tokens that a drafted one is drawn from under the rejection rule. The target needs all of the distribution, since the
-# recovered token comes from what it leaves of the target's.
+# How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
+# the recovered token is drawn from the residual.
 MAX_DRAWN_FROM = 1024
 # A vocabulary of more tokens is nonsense.
 MAX_VOCAB_SIZE = 2**24
-# By how much the probabilities of a distribution may miss 1.
+# By how much the sum of a distribution may differ from 1.
 MAX_MISSING = 1e-2
 
 # Settings that no drafter needs, user code among them; and attributes of messages that it does not look at.
@@ -56,7 +56,7 @@ class LoadDrafter:
     Attributes:
         target, draft: what to load, as `runtime.remote.draft_process` says it; None where the other end knows.
         vocab_size: width of the target's logits.
-        cache_options, options: of the drafter's caches, and of `open` that the drafter works by; by name.
+        cache_options, options: those of the drafter's caches, and those of `open` that concern the drafter; by name.
         traces: whether decisions are wanted for a trace.
     """
 
@@ -92,7 +92,7 @@ class DrafterNotLoaded:
 
 @attrs.frozen
 class TargetNews:
-    """What there is to know at the drafter's end, beside messages.
+    """News for the drafter's end, beside messages.
 
     Attributes:
         measured: at the target since the last news; `ended_s` is how many seconds ago.
@@ -119,7 +119,7 @@ class CorpusCopy:
 
 @attrs.frozen
 class DraftNews:
-    """What there is to know at the runtime's end, beside messages.
+    """News for the runtime's end, beside messages.
 
     Attributes:
         measured: as in `TargetNews`, of the drafter.
@@ -228,7 +228,7 @@ _CODEC: Codec[LinkMessage] = Codec(
 def encode(message: LinkMessage) -> bytes:
     """A message as bytes. To be called on a thread that may evaluate the features in it, if there are any.
 
-    Raises: SettingsError: it has a value that JSON has not.
+    Raises: SettingsError: it has a value that JSON cannot represent.
     """
     try:
         return _CODEC.encode(message)

@@ -1,8 +1,8 @@
 """Leaving a session: what a drafter has drawn is judged before it goes.
 
-Unless the rule is match, a text is exact only if it does not depend on a drawn token whether that token is proposed.
-A drafter may fail because of a token that it drew: when it reads that token, or because of what a logits processor
-makes of it. If it then took along what it had drawn, that token would be rarer in texts than the target says it.
+Unless the rule is match, a text is exact only if the decision to propose a token does not depend on which token was
+drawn. But a drafter may fail because of a token that it drew: when it reads that token, or a logits processor does. If
+it then left without proposing it, that token would be rarer in texts than under the target's distribution.
 
 So a drafter that has to leave drafts no more, but goes on deciding what to propose, when to rest, and what to drop, as
 if it had not failed, until verdicts have dropped all that it drew. Its withdrawal is made here and nowhere else.
@@ -28,8 +28,8 @@ def withdrawal(session: int, tree: LookaheadTree, *, at_once: bool = False) -> W
 
 
 def withdrawal_elsewhere(session: int) -> Withdraw:
-    """The message for a drafter in another process that has said so, or whose link is lost.
+    """The message for a drafter in another process that has withdrawn, or whose link is lost.
 
-    What has arrived from it was proposed. That the link is lost is taken to be independent of which tokens were drawn.
+    All that has arrived from it was proposed. The loss is taken to be independent of which tokens were drawn.
     """
     return Withdraw(session)

@@ -23,9 +23,9 @@ class Checkpointed(Protocol):
 
     Speculation calls a processor for two models, and also on drafted texts, which may be dropped again. So before each
     call with n tokens, the state that was saved after the call with the first n - 1 of them is restored; before the
-    first call, the state that the object had when the stream began. A call may be repeated; if a state is no longer at
-    hand, so are earlier calls, with logits of zeros. After each call the object is put back into the state that it had
-    when the stream began. So one object serves many streams, also at once.
+    first call, the state that the object had when the stream began. A call may be repeated; if a state was not kept,
+    earlier calls are repeated to make it again, with logits of zeros. After each call the object is put back into the
+    state that it had when the stream began. So one object serves many streams, also at once.
 
     It is called on the threads of both models, never on both at once. Saving and restoring should be cheap.
     """

@@ -79,7 +79,7 @@ class Policy(Protocol):
         ...
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
-        """How far to go on without asking, down the drafter's own choices, after a node that `expansion` returned."""
+        """How far to go on without asking, after the drafter's own choices, beyond a node that `expansion` returned."""
         ...
 
     def drops_stale(self, view: PolicyView) -> bool:
@@ -107,8 +107,8 @@ class Policy(Protocol):
         """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right.
 
         Args:
-            num_tokens: these.
-            num_rounds: of the rest, since it was asked last.
+            num_tokens: how many these are.
+            num_rounds: rounds of the rest since the last such question.
         """
         ...
 
@@ -120,7 +120,7 @@ class ChainPolicy:
     Attributes:
         lookahead: tokens in a proposal; a proposal is delayed until it has as many.
         overlaps: whether to draft ahead while a verdict is due.
-        prices: say whether drafting ahead pays; None if it is not asked.
+        prices: say whether drafting ahead pays; None to draft ahead without asking.
     """
 
     lookahead: int

@@ -18,7 +18,7 @@ from protocol.randomness import further
 
 # The rank of a guess that was copied; those below it are of copies, too (`protocol.copying.Copied.kind`).
 COPIED = -1
-# Stands for a token in the trail of a root that is drafted after anew; no token has this id.
+# Stands for a token in the trail of a root at which drafting begins anew; no token has this id.
 _ANEW = 1 << 32
 
 
@@ -34,8 +34,8 @@ class Guess:
         raw: the drafter's own confidence, before calibration, in [0, 1].
         staleness: how many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for
             a drafter that reads none of the target's.
-        worth: tokens to expect of a proposal from this one on, itself included. Of a draw it must not depend on which
-            token was drawn, nor on what was drafted after it.
+        worth: tokens to expect of a proposal from this one on, itself included. If the token was drawn, it must not
+            depend on which one was drawn, nor on what was drafted after it.
     """
 
     token: int
@@ -56,8 +56,8 @@ class Node:
     """A token of the tree. The token and the distribution that it was drawn from never change.
 
     Attributes:
-        guess: the drafter's; None if the token was copied only, and at a root that was not drafted.
-        copy: the same token as it was copied; None if it was not.
+        guess: the drafter's guess; None if the token was only copied, and at a root that was not drafted.
+        copy: the guess of the copy; None if the token was not copied.
         position: absolute position of the token in the text.
         trail: a hash of the text up to and including this token (see `protocol.randomness.further`); another one after
             each `LookaheadTree.drop_ahead`.
@@ -88,8 +88,8 @@ class Node:
     def best(self) -> Guess | None:
         """What the token would be proposed as: the drafter's guess or the copy, whichever is worth more.
 
-        Where both are the same token, that must not decide between them: under the rejection rule a draw is judged in
-        another way than a copy, and would be judged so more or less often than other draws.
+        That both are the same token must not affect the decision: under the rejection rule a draw is judged otherwise
+        than a copy, so this draw would be judged as one more or less often than other draws.
         """
         guess, copy = self.guess, self.copy
         return guess if copy is None or (guess is not None and guess.rank == 0 and guess.worth >= copy.worth) else copy
@@ -197,8 +197,8 @@ class LookaheadTree:
     def drop_ahead(self) -> tuple[Guess, ...]:
         """Drop all nodes but the root, so that the drafter begins there anew; returns the guesses after the root.
 
-        It has other random numbers then: with the same ones, a token that is drawn anew would resemble the dropped one,
-        and so depend on how long the drafter is busy with what it had begun to draft after that.
+        The drafter has other random numbers then. With the same ones, a token that is drawn anew would resemble the
+        dropped one, and so depend on how long the drafter is busy with what it had begun to draft after that one.
         """
         guesses = tuple(child.guess for child in self.root.children.values() if child.guess is not None)
         for dropped in _below(self.root):
@@ -210,7 +210,7 @@ class LookaheadTree:
 
     @property
     def has_draws(self) -> bool:
-        """Whether there are tokens that were drawn from a distribution, be it on a branch that is unlikely."""
+        """Whether there are tokens that were drawn from a distribution, even on an unlikely branch."""
         return any(n.guess is not None and n.guess.probs is not None for n in _below(self.root) if n is not self.root)
 
     def chain(self) -> list[Node]:
@@ -252,7 +252,7 @@ class LookaheadTree:
             if node.parent is None:
                 node.reach = 1.0
             else:
-                # What was neither drafted nor copied, but copied before and drafted after, is not expected.
+                # A node that was copied before, and is kept only because it was drafted after, is not expected.
                 node.reach = node.parent.reach * (best.confidence if (best := node.best) is not None else 0.0)
 
 

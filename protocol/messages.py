@@ -6,8 +6,8 @@ from, so that the receiver can tell whether it is still wanted.
 The messages of one session (drafter on the left, target on the right):
 
     Open      ─────────────────>  to both, from the runtime
-    Prompt-   <─────────────────  "these are my hidden states of the prompt", for a drafter that reads them; a verdict
-    Features                      has those of what it commits
+    Prompt-   <─────────────────  "these are my hidden states of the prompt", for a drafter that reads them; verdicts
+    Features                      carry those of later tokens
     Ready     ─────────────────>  "I have read the text: you can wait for my proposals"
     Proposal  ─────────────────>  "for round r, from position s, I propose these tokens"
     Verdict   <─────────────────  "I accepted n of them, and this token comes next"
@@ -16,8 +16,8 @@ The messages of one session (drafter on the left, target on the right):
     Overdue   <─────────────────  "until round r I decode alone", repeated until the drafter is Ready again
     Rested    <─────────────────  "in the rest I have committed these tokens", instead of a verdict for each round
     Rest      ─────────────────>  "until round r, decode alone", where speculating does not pay at present
-    Withdraw  ─────────────────>  "I draft no more for this session": it failed, or has nothing to offer; what it had
-                                  drawn has been proposed or dropped by then
+    Withdraw  ─────────────────>  "I draft no more for this session": it failed, or has nothing to offer; all that it
+                                  had drawn has been proposed or dropped by then
     Close     ─────────────────>  to both, from the runtime
 """
 
@@ -40,7 +40,7 @@ def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 
 def _check_place(session: int, round: int, start: int) -> None:
-    """Check what a message of a round names. One call instead of a validator each: every token passes through here."""
+    """Check a message's numbers. In one call and not by validators, since this runs for every token."""
     if session < 0 or round < 0 or start < 1:
         raise ValueError(f"session and round must be >= 0 and start >= 1, got {session}, {round} and {start}")
 
@@ -95,7 +95,7 @@ class Sparse:
     Attributes:
         size: the width of the vocabulary.
         tokens: (k,) ids in uint32, each at most once.
-        values: (k,) their probabilities in float32; some may be 0, too.
+        values: (k,) their probabilities in float32; >= 0.
     """
 
     size: int
@@ -189,12 +189,12 @@ class Verdict:
         num_accepted: drafted tokens that were accepted.
         token: the token after them: recovered, bonus, or the target's own if nothing was proposed. None if the forward
             pass had no row for it (the N=1 fallback); then num_accepted >= 1, since every round commits something.
-        single_step: whether the target fed only committed tokens and compared only the first drafted one: its cache
-            cannot undo anything (the N=1 fallback), or, which `settles` says, it settled tokens to be fed again.
+        single_step, settles: whether the target fed only committed tokens and compared only the first drafted one: its
+            cache cannot undo anything (the N=1 fallback), or, if `settles`, it settled tokens (`protocol.replay`).
         num_judged: how many of the drafted tokens, from the front, were judged (see `Proposal.reach`); None for all.
         likelihoods: of the accepted tokens and the one after them, if the session asks for log-probabilities.
         stop: where a stop string ends the text in this round, or None. Only the target decodes text as it is committed.
-        features: for a drafter that reads them, of the tokens that the target has read since the last; None without.
+        features: of the tokens that the target has read since the last ones, if the drafter reads features; else None.
     """
 
     session: int
@@ -236,10 +236,10 @@ class Rest:
 
 @attrs.frozen
 class Rested:
-    """What the target has committed in some rounds of a rest. So a drafter that rests is not told of each round.
+    """What the target has committed in some rounds of a rest: one message, instead of a verdict for each round.
 
     Attributes:
-        round: the last of these rounds; the first is the one after the last that the drafter has been told of.
+        round: the last of these rounds; the first is the next one of which the drafter has not been told.
         start: absolute position of the first token.
         tokens: at least one a round.
     """
@@ -254,7 +254,7 @@ class Rested:
         _tokens(self, attrs.fields(Rested).tokens, self.tokens)
 
 
-# The target tells its drafter of a rest when this many rounds of it are left, and then of each round.
+# The target sends `Rested` once this many rounds of a rest are left, and then after each round.
 TELL_BEFORE_END = 3
 
 
@@ -270,14 +270,14 @@ class Ready:
 
 @attrs.frozen
 class Due:
-    """The target waits no longer for the proposal of a round: it was too long, or a pass begins that others share.
+    """The target waits no longer for the proposal of a round: it took too long, or a pass with other texts begins.
 
     The drafter answers at once, in the event loop, with the tokens that it has drawn so far. So whether a token is
     proposed depends on when it was drawn, not on which token it is; otherwise the rejection rule would not be exact.
     (A token that ends the text also ends the chain, so its proposal is ready earlier.)
 
     Attributes:
-        is_late: whether the drafter has taken too long. The target goes on alone then until it hears `Ready` again.
+        is_late: whether the drafter has taken too long. If so, the target decodes alone until it hears `Ready` again.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -289,8 +289,8 @@ class Due:
 class Overdue:
     """The target decodes alone for some rounds, because the drafter was late or has not read the prompt yet.
 
-    It is sent before the drafter has drawn anything, or directly after a round for which a late drafter had nothing
-    left that it had drawn. Until then it may be late because of that.
+    It is sent before the drafter has drawn anything, or directly after a round for which a late drafter had no drawn
+    tokens left to propose. As long as it has some, it may be late because of which tokens it drew.
 
     Attributes:
         until: the first round for which a proposal is expected again. Before that round begins, the target repeats the

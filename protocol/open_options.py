@@ -19,8 +19,8 @@ WorkAhead = Literal["auto", "always", "never"]
 WORK_AHEAD: tuple[WorkAhead, ...] = get_args(WorkAhead)
 # Default of the most streams that share one forward pass of the target.
 MAX_BATCH = 64
-# Streams at work at once where that is "auto": those that share passes, for the memory of whose caches there is this
-# bound, and those that take turns.
+# Streams at work at once if that is "auto": of streams that share passes, which bounds the memory for their caches, and
+# of streams that take turns.
 AUTO_STREAMS, AUTO_TURNS = 16, 4
 # Default bounds of one model's prefix cache, and of the target's on disk, in bytes.
 PREFIX_CACHE_BYTES, PREFIX_CACHE_DIR_BYTES = 2 * 1024**3, 16 * 1024**3
@@ -66,17 +66,17 @@ class OpenOptions:
             further streams wait in the order of their calls. "auto" for 16 where streams of the target share passes, or
             `max_batch` where that is less, and for 4 where they take turns. None for no bound.
         max_batch: most streams that share one forward pass of the target, >= 1. With 1 each has passes of its own: in
-            low precision, a pass over several texts rounds otherwise than one over one.
+            low precision, a pass over several texts rounds differently from a pass over one.
         prefix_cache_bytes: size of each model's prefix cache in bytes, such as 2GB; 0 keeps none. It has cached
             sequences of finished texts, for streams with `reuse_prefix`; the least recently used one goes first.
         prefix_cache_dir: a directory for what leaves the models' prefix caches, or is in them at the end, to be found
             after a restart. None keeps nothing. It is made if it is missing, and several runtimes may share it. Its
-            files, with the tokens of texts, are of this model and these cache options only.
+            files have the tokens of texts, and can be used only with this model and these cache options.
         prefix_cache_dir_bytes: bound of that directory's size in bytes, such as 40GB. The least recently used files are
             deleted.
         copy_corpus: memory for a corpus of copies in bytes, indices included, such as 256MB; 0 keeps none. A drafter in
-            this process proposes what followed the same tokens in it, where the text itself has nothing as long: in
-            finished answers, predictions, and the texts of `add_corpus`; the least recently used go first.
+            this process proposes what followed the same tokens there, if more tokens match than in the text itself. It
+            has finished answers, predictions, and the texts of `add_corpus`; the least recently used go first.
         defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
             logits processor among them is shared by all streams.
         chat_template_args: variables of the chat template, such as {"enable_thinking": false}, for every prompt of
@@ -91,13 +91,13 @@ class OpenOptions:
         draft_rank: a rank of the group, as by mlx.launch, that holds the drafter alone, and no part of the target; None
             or 0 for rank 0, which then drafts beside its part. It calls `runtime.follow` with the drafter, too.
         draft_process: whether the draft model works in a process of its own on this machine, which loads it from a path
-            or hub id. The target keeps its processor time and Python's lock for itself; each proposal takes a trip
-            between the processes. If the process ends, streams go on without it.
+            or hub id. The target then has its processor time and Python's lock to itself, but each proposal takes a
+            trip between the processes. If the process ends, streams go on without it.
         draft_device: MLX's default device in that process, "cpu" or "gpu", beside a target on the other one; implies
             `draft_process`. None for MLX's own choice.
         work_ahead: whether the drafter drafts while the target verifies: "always", "never", or "auto" by measured
-            prices. That takes from the target what the device has to share, and the next proposal is there sooner.
-            "never" drafts after the verdict, and "always" does not ask the prices at a fixed `lookahead`.
+            prices. Drafting then slows down a target on the same device, but the next proposal is ready sooner. "never"
+            drafts after the verdict, and "always" does not ask the prices at a fixed `lookahead`.
 
     Raises: SettingsError: a value is of the wrong type or out of its range.
     """

@@ -1,7 +1,7 @@
 """Options that are declared once, as fields of an attrs class: `protocol.settings.Settings` and `OpenOptions`.
 
 A field has the option's name, type, default and check, and in its metadata its flag and its names elsewhere; the
-class's docstring says what it is. Commands and hints go by the declaration, and tests compare the guides with it.
+class's docstring says what it is. Commands and hints are made from it, and tests compare the guides with it.
 """
 
 from __future__ import annotations

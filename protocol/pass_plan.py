@@ -1,18 +1,18 @@
 """The pass plan: which rounds share the target's next forward pass, how many tokens of each it reads, and when.
 
 A pass over B texts is as wide as the widest of them, W: the others are padded, so that it costs the time of B·W rows.
-Texts that have shared a pass are rows of one batch, and a pass computes each of them, whether or not it has a part.
+Texts that have shared a pass are rows of one batch, and a pass computes every row, whether or not its text takes part.
 Each text must feed its missing committed tokens, and may feed drafted tokens, each of which is worth the probability
 that it is accepted. The plan is the one with most tokens a second: Σ expected tokens / (wait + T(B·W)). Therefore:
 
 * rows that cost nothing, on a plateau of T, are used; rows that cost much, beyond a step of T, only if they gain much;
-* a text that is no row yet is left out of a wide pass, where padding would make it dear;
+* a text that is no row yet is left out of a wide pass, where padding would make it expensive;
 * a pass waits for a round that is about to be ready if the target would otherwise compute that round alone.
 
 A round that is left out takes part in the next pass, whatever that costs: no round is left out twice.
 
-`next_pass` decides what the target does next, of all that it could do. Chunks of prompts and passes over texts take
-turns, so that no text waits for more than a pass and a chunk.
+`next_pass` decides what the target does next: it may also read prompts or wait. Chunks of prompts and passes over texts
+take turns, so that no text waits for more than a pass and a chunk.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from protocol.prices import Prices
 # The seconds of a pass, by the rows that it computes.
 PassSeconds = Callable[[int], float]
 
-# How many moments are compared at which the pass could begin.
+# How many moments at which the pass could begin are compared.
 MAX_MOMENTS = 4
-# A wait for further rounds must promise to make the pass better by this factor, since their coming is guessed at.
+# A wait for further rounds must promise to make the pass better by this factor, since their arrival is only estimated.
 MIN_GAIN_OF_WAITING = 1.02
-# Longest wait for rounds that are about to be ready, and how much longer than expected each is waited for: in units of
-# a pass of one row. Texts that were asked to hurry answer at once, but they share the event loop with all others.
+# In units of a pass of one row: the longest wait for rounds that are about to be ready; how long past its expected time
+# each is waited for; and the wait for texts asked to hurry, which answer at once but share the event loop with others.
 MAX_WAIT, PATIENCE, PATIENCE_WITH_HURRIED = 1.0, 0.02, 0.5
-# The longest wait for all texts of a fixed lookahead, in units of the time in which all of them are drafted for.
+# The longest wait for all texts of a fixed lookahead, in units of the time that drafting for all of them takes.
 PATIENCE_FOR_ALL = 3.0
 
 
@@ -50,7 +50,7 @@ class ReadyRound:
         reach: for each drafted token, the probability that it and all before it are accepted; each in [0, 1], falling.
         was_passed_over: whether the last pass left it out, so that this one must not.
         due_s: seconds from now until it should be ready, >= 0; 0 if it is.
-        can_hurry: whether it could also take part before, with the tokens that it must feed alone.
+        can_hurry: whether it could also take part earlier, with only the tokens that it must feed.
         is_row: whether its text is a row of the batch, which a pass computes in any case.
     """
 
@@ -68,7 +68,7 @@ class ReadyRound:
         return attrs.evolve(self, reach=(), due_s=0.0) if self.can_hurry else None
 
     def num_drafted(self, width: int) -> int:
-        """How many drafted tokens it feeds in a pass of a width."""
+        """How many drafted tokens it feeds in a pass of this width."""
         return min(len(self.reach), width - self.num_needed)
 
     @property
@@ -102,11 +102,11 @@ def plan_pass(
 ) -> PassPlan:
     """Decide on the next pass.
 
-    The first round that is ready takes part in any case, and then those that were passed over.
+    The first round that is ready takes part in any case, and so do those that were passed over, up to `max_batch`.
 
     Args:
         rounds: in the order in which they became ready, at least one of which is.
-        seconds: what a pass costs by its rows, rising.
+        seconds: of a pass by its rows, rising.
         max_batch: most rounds in a pass, >= 1.
         max_wait_s: longest wait for rounds that are not ready.
         num_other_rows: rows of the batch beside those of the rounds.
@@ -131,7 +131,7 @@ def _moments(dues_s: Sequence[float]) -> list[float]:
 def _plan_at(
     wait_s: float, rounds: Sequence[ReadyRound], seconds: PassSeconds, max_batch: int, num_rows: int
 ) -> tuple[PassPlan, float]:
-    """The best pass that begins after a wait, of a batch of so many rows already, and its tokens a second."""
+    """The best pass that begins after a wait, if it computes `num_rows` rows in any case; and its tokens a second."""
     ready = {i: round for i, each in enumerate(rounds) if (round := each.after(wait_s)) is not None}
     first = next(i for i, each in enumerate(rounds) if each.due_s <= 0.0)
     required = [first, *(i for i in ready if rounds[i].was_passed_over and i != first)][:max_batch]
@@ -148,7 +148,7 @@ def _plan_at(
             for i in optional
             if ready[i].num_needed <= width
         ]
-        # Rows cost nothing, and the others each the same, so that those with most to gain come first.
+        # Texts that are rows cost nothing more, and the others the same each, so those with most to gain come first.
         others.sort(reverse=True)
         num_computed = num_rows + sum(not ready[i].is_row for i in required)
         for num_others in range(min(len(others), max_batch - len(required)) + 1):
@@ -158,7 +158,7 @@ def _plan_at(
                 num_computed += not is_row
             num_members = len(required) + num_others
             rate = total / max(wait_s + seconds(num_computed * width), 1e-12)
-            # Of two that are as good, the one with more texts, and then the narrower one.
+            # Of two equally good plans, take the one with more texts, and then the narrower one.
             if rate > best_rate or (rate == best_rate and num_members > len(best_members)):
                 members = [*required, *(-index for *_, index in others[:num_others])]
                 best_rate, best_members, best_width = rate, members, width
@@ -178,12 +178,12 @@ class Turn:
         round: what it would feed.
         lookahead: the session's setting.
         is_plain: whether the round is one token of the target's own.
-        is_ahead: whether a pass over that token has been launched: its result comes before the text has a part in any
-            other pass.
-        is_alone: whether it has a pass for itself.
-        reads_again: whether it has a job that reads again what its cache has lost, instead of a pass.
-        is_due: whether a chunk of a prompt was read since the round could begin.
-        since_s: since when it could.
+        is_ahead: whether the pass for that token was launched already. The text must get its result before it takes
+            part in any other pass.
+        is_alone: whether it must have a pass to itself.
+        reads_again: whether the text needs a job that reads again the tokens that its cache has lost, before any pass.
+        is_due: whether a chunk of a prompt was read since the round became ready.
+        since_s: when it became ready, in seconds.
     """
 
     round: ReadyRound = ReadyRound(1)
@@ -201,11 +201,11 @@ class Expected:
     """A text whose next round cannot begin yet.
 
     Attributes:
-        awaits_drafter: whether that is because a proposal is waited for; if not, its consumer is.
+        awaits_drafter: whether it waits for a proposal; if not, it waits for its consumer.
         is_drafter_ready: whether the drafter has read the text.
         lookahead: the session's setting.
-        last: the last round in a pass; None if there was none.
-        due_s: when the next one should be ready by experience.
+        last: its last round that was in a pass; None if there was none.
+        due_s: when the next one should be ready, as experience says.
         can_hurry: whether the drafter can be asked for what it has.
         was_hurried: whether it was asked.
         is_row: as for `ReadyRound`.
@@ -224,7 +224,7 @@ class Expected:
         """Its next round, as far as it can be foreseen; None if it is not waited for."""
         if self.last is None or self.was_hurried:
             return None
-        # One that should be there already is waited for a little longer, since its moment is only a mean.
+        # If it should be there already, wait a little longer, since its expected time is only a mean.
         due_s = self.due_s + patience_s - now_s
         if due_s <= 0.0 and not self.can_hurry:
             return None
@@ -243,10 +243,10 @@ class TargetView:
         has_prompts: whether there are prompts to read.
         prices: of both models.
         most_shared: most texts that may share a pass of this model, >= 1.
-        max_batch: most texts to have in the next one, in [1, most_shared].
+        max_batch: most texts to have in the next pass, in [1, most_shared].
         now_s: the time in seconds.
         idle_since_s: when the last job ended.
-        hurried_until_s: until when texts that were hurried are waited for.
+        hurried_until_s: until when to wait for texts that were asked to hurry.
     """
 
     turns: Sequence[Turn]
@@ -271,10 +271,10 @@ class NextJob:
 
     Attributes:
         kind: "prompts" to read a chunk, "again" to read again what a text has lost, "plain" for a pass without drafts,
-            "verify" for another one, "wait" for none of those.
-        num_drafted: the texts that have a part in it, as indices of `TargetView.turns`, each with the number of drafted
-            tokens that it feeds.
-        wait_s: seconds to wait, > 0, unless something changes; inf for as long as nothing does.
+            "verify" for any other pass, "wait" for nothing.
+        num_drafted: the texts that take part, as indices of `TargetView.turns`, each with the number of drafted tokens
+            that it feeds.
+        wait_s: seconds to wait, > 0, unless something changes first; inf to wait until something does.
         hurried: texts whose drafter is to be asked for what it has, as indices of `TargetView.expected`.
     """
 
@@ -286,7 +286,7 @@ class NextJob:
 
 def next_pass(view: TargetView) -> NextJob:
     """Decide what the target does next. It waits only if no text is ready, or for no longer than `MAX_WAIT` and
-    `PATIENCE_FOR_ALL` say, and never while there are prompts to read.
+    `PATIENCE_FOR_ALL` allow, and never while there are prompts to read.
     """
     if view.has_prompts and not any(turn.is_due for turn in view.turns):
         return NextJob("prompts")
@@ -313,7 +313,7 @@ def _next_round(view: TargetView) -> NextJob:
     if (job := _wait_for_more(view, rounds)) is not None:
         return job
     if len(rounds) == 1:
-        # A text's own policy has decided what its pass is worth.
+        # Its own policy has decided already how many tokens its pass is worth.
         return NextJob("verify", {sharing[0]: len(rounds[0].reach)})
     num_other_rows = sum(each.is_row for each in view.expected)
     num_other_rows += sum(turn.round.is_row for turn in view.turns if turn.is_alone or turn.reads_again)
@@ -322,7 +322,7 @@ def _next_round(view: TargetView) -> NextJob:
 
 
 def _wait_for_more(view: TargetView, rounds: Sequence[ReadyRound]) -> NextJob | None:
-    """Whether a pass over some rounds that are ready waits for others; None to begin it now."""
+    """How a pass over some rounds that are ready waits for others; None to begin it now."""
     now_s, seconds = view.now_s, view.prices.verify
     patience_s = PATIENCE * seconds(1)
     if view.hurried_until_s > now_s and any(each.was_hurried for each in view.expected):
@@ -347,7 +347,7 @@ def _wait_for_more(view: TargetView, rounds: Sequence[ReadyRound]) -> NextJob | 
 
 
 def _wait_for_all_s(view: TargetView, num_ready: int) -> float:
-    """Seconds for which a pass waits until all texts of a fixed lookahead are drafted for."""
+    """Seconds to wait for the proposals of all texts, if all have the same fixed lookahead; <= 0 to begin now."""
     drafted_for = [each for each in view.expected if each.awaits_drafter and each.is_drafter_ready]
     num_texts = num_ready + len(drafted_for)
     lookaheads = {turn.lookahead for turn in view.turns if not turn.is_alone and not turn.reads_again}

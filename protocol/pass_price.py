@@ -19,8 +19,7 @@ import attrs
 # What is assumed before anything was measured: the cost of one more row as a share of the first pass's time, and how
 # far it may be from that, as a variance.
 PRIOR_SLOPE, PRIOR_SLOPE_VARIANCE = 0.1, 0.1
-# The same of the relative variance of a pass's time, and of the target's slowdown; with the weight of how many
-# observations.
+# Likewise the relative variance of a pass's time, and the target's slowdown, each with its weight in observations.
 PRIOR_NOISE, PRIOR_NOISE_WEIGHT = 0.01, 1.0
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_WEIGHT = 0.1, 0.1
 # A measurement counts for at most this many times what was expected: a pass during which the machine did something else

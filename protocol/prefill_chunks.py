@@ -22,11 +22,11 @@ MAX_PASS_S = 0.2
 CHEAP_FACTOR = 1.1
 # Passes after which sizes above the present one are tried again.
 RETRY_PASSES = 16
-# The tokens of the pass whose expected price is the first size's, before any was measured.
+# Before anything was measured, the price per token is that expected of a pass over this many tokens.
 PRIOR_TOKENS = 64
 # The largest part of a pass over several prompts that may be padding.
 MAX_PADDING = 0.25
-# The size where the text depends on how the prompt is cut into passes: that of mlx-lm.
+# The size if the text depends on how the prompt is cut into passes: mlx-lm's.
 FIXED_CHUNK_TOKENS = 2048
 
 
@@ -43,7 +43,7 @@ class PrefillChunkSize:
     _num_passes: int = attrs.field(default=0, init=False)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Add the measurement of a pass: it counts for the nearest size, if there is one so small."""
+        """Add the measurement of a pass: it counts for the nearest size, if that is one of those that are tried."""
         size = 1 << max(0, round(math.log2(max(1, num_tokens))))
         if MIN_CHUNK_TOKENS <= size <= MAX_CHUNK_TOKENS:
             mean = self._seconds_per_token.setdefault(size, Mean(memory=8.0))
@@ -61,12 +61,12 @@ class PrefillChunkSize:
         return self._next()[0]
 
     def of(self, num_tokens: int) -> int:
-        """Tokens for the next pass over a text of which so many are left to read: no pass is made for a small rest."""
+        """Tokens for the next pass over a text with `num_tokens` left to read; a small remainder gets no own pass."""
         return num_tokens if num_tokens <= self.most_tokens else self()
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a pass that saves another one: as many as count for the size, if they fit into the time."""
+        """Most tokens of a pass that saves another pass: all that still count for the size, if they fit the time."""
         size, price = self._next()
         return max(size, int(min(math.sqrt(2) * size, MAX_PASS_S / price if price > 0.0 else 0.0)))
 
@@ -87,7 +87,7 @@ class PrefillChunkSize:
         return self._jump(2 * best, prices[best]) if self._num_passes == 1 else 2 * best, prices[best]
 
     def _jump(self, size: int, price: float) -> int:
-        """The largest size from one on that should take half of the time that a pass may."""
+        """The largest size, from `size` on, that should take at most half of the time that a pass may take."""
         while price > 0.0 and size < MAX_CHUNK_TOKENS and 2 * size * price <= MAX_PASS_S / 2:
             size *= 2
         return size
@@ -98,7 +98,7 @@ def read_together(lengths: Sequence[int], max_tokens: int, max_width: int) -> li
 
     Args:
         lengths: tokens to read of each prompt, >= 1, in the order in which they came.
-        max_tokens: of a pass, padding included; a first prompt that is longer has the pass for itself.
+        max_tokens: of a pass, padding included; a first prompt that is longer has the pass to itself.
         max_width: longest prompt of a pass that several share.
     """
     chosen, longest, total = [0], lengths[0], lengths[0]

@@ -86,7 +86,8 @@ class Measurement:
     Attributes:
         kind: a draft step, a target's pass, a gap between passes, a round without a drafter, a speculative round; or
             that the speculative rate was replaced by the modelled one.
-        number: of tokens that the step fed, rows of the pass, texts of its round, or tokens that the round committed.
+        number: tokens that the draft step fed, rows of the pass, texts of the round without a drafter, or tokens that
+            the speculative round committed.
         seconds: that it took.
         ended_s: when it ended, on the clock of this process.
         beside_target: whether the target worked beside the draft step.
@@ -99,14 +100,14 @@ class Measurement:
     beside_target: bool = False
 
 
-# A price that is off by this factor cannot be.
+# A price that is off by this factor is not plausible.
 IMPLAUSIBLE = 10.0
 # The row up to which `Estimates.verify_seconds_per_token` averages.
 LAST_ROW_OF_SLOPE = 5
-# Acceptance rules of which the calibration is remembered. Clients choose temperatures as they like, and each
+# How many acceptance rules have a calibration that is remembered. Clients choose temperatures as they like, and each
 # temperature makes a rule of its own.
 MAX_RULES = 16
-# A fixed lookahead works ahead in the first few of so many rounds, whatever the prices say, so that they follow.
+# In the first few of this many rounds, a fixed lookahead works ahead whatever the prices say, to keep them current.
 TRIED_EVERY_ROUNDS, TRIED_ROUNDS = 512, 8
 # Rounds over which the speculative rate is averaged.
 RATE_MEMORY_ROUNDS = 40.0
@@ -124,10 +125,10 @@ class Prices:
         draft_slowdown: by what factor a draft step takes longer while the target works.
         num_texts: how many texts could share a target's pass now, >= 1.
         num_copying: how many of the texts that do not rest have something to copy now.
-        gap_s: seconds before a pass over proposals of which all are copied. Without proposals there is no gap, since
-            the next pass is started ahead.
+        gap_s: idle seconds before a pass whose proposals are all copied. Without proposals there is no gap, since the
+            next pass is started ahead.
         drafts_together: whether texts share the drafter's passes, too.
-        hit_rate: how often, recently, the text of a verdict had been drafted for, in [0, 1].
+        hit_rate: how often, recently, the text that a verdict committed had been drafted for, in [0, 1].
         core_hold_s: seconds after a draft step in which the target still has only its share of the cores; 0 where the
             models do not share cores.
         tell: called with each measurement, if the other actor is in another process; must neither wait nor raise.
@@ -148,7 +149,7 @@ class Prices:
     # Seconds of a round without drafts, by how many texts share its pass.
     _plain_rounds_s: dict[int, Mean] = attrs.field(factory=lambda: {1: Mean(memory=50.0)})
     _num_rounds: int = 0  # speculative ones
-    # Tokens and seconds of speculative rounds, weighted alike, by the order of magnitude of the number of texts.
+    # Tokens and seconds of speculative rounds, with the same weights, by the bit length of the number of texts.
     _speculative: dict[int, tuple[float, float]] = attrs.field(factory=dict)
     _draft_steps: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))  # (began, ended)
     _unpriced_passes: deque[tuple[int, float, float]] = attrs.field(factory=deque)  # (width, began, ended)
@@ -164,8 +165,8 @@ class Prices:
         elif (expected_s := self.draft_alone(width)) > 0:
             self.draft_slowdown.observe(min(seconds / expected_s, MAX_SURPRISE))
             if self.draft_slowdown.value < 1.0:
-                # No step is faster beside the target than alone: the price of one alone, which may be an old one of a
-                # machine that did something else, is too high.
+                # No step is faster beside the target than alone, so the price of a step alone is too high. It may be
+                # from a time at which the machine did something else.
                 self.draft_alone.observe(width, 0.0, seconds)
         self._draft_steps.append((began_s, ended_s))
         self._price_passes(until_s=ended_s)
@@ -178,7 +179,7 @@ class Prices:
         self._unpriced_passes.append((rows, began_s, ended_s))
 
     def observe_gap(self, seconds: float) -> None:
-        """Add the gap before a pass over proposals of which all are copied."""
+        """Add the gap before a pass whose proposals are all copied."""
         self._tell(Measurement("gap", seconds=seconds))
         self.gap_s.observe(seconds)
 
@@ -253,7 +254,7 @@ class Prices:
         self.drafts_together = drafts_together
 
     def forget_target(self) -> None:
-        """Forget what the target's passes cost, before anything refers to their price."""
+        """Forget what the target's passes cost. Only before anything refers to `verify`, which is replaced."""
         self.verify = PassPrice()
         self._plain_rounds_s = {1: Mean(memory=50.0)}
         self._unpriced_passes.clear()
@@ -279,7 +280,7 @@ class Prices:
         known = self._calibrations.pop(rule) if rule in self._calibrations else Calibration()
         self._last_calibration = self._calibrations[rule] = known
         if len(self._calibrations) > MAX_RULES:
-            # Sessions that use the calibration of the rule that was asked for longest ago keep it.
+            # Of the rule that was asked for longest ago. Sessions that use this calibration keep it.
             del self._calibrations[next(iter(self._calibrations))]
         return known
 
@@ -299,8 +300,8 @@ class Prices:
         """Seconds that a proposal of some length adds to a pass, for each of the texts that have one.
 
         Args:
-            only_copies: whether only texts with something to copy have some, and not all that share the pass. Without
-                them, it would be started ahead.
+            only_copies: whether only texts with something to copy have proposals, and not all that share the pass.
+                Without proposals, the pass would be started ahead.
         """
         verify, num_texts = self.verify, self.num_texts
         num_drafting, without_s = num_texts, verify(num_texts)
@@ -325,8 +326,8 @@ class Prices:
 
     @property
     def plain_decode_s(self) -> Mean:
-        """Seconds of a token decoded without a drafter by a text alone, the trip through the event loop included, but
-        not what a pass that is started ahead hides of it.
+        """Seconds of a token of a single text without a drafter. Includes the trip through the event loop, as far as a
+        pass that is started ahead does not hide it.
         """
         return self._plain_rounds_s[1]
 
@@ -346,7 +347,7 @@ class Prices:
 
     @property
     def speculative_rate(self) -> float:
-        """Tokens per second, recently, of about as many texts while speculating; 0 before the first round."""
+        """Tokens per second, recently, of speculative rounds of about as many texts; 0 before the first."""
         tokens, seconds = self._speculated
         return tokens / seconds if seconds > 0 else 0.0
 
@@ -367,11 +368,8 @@ class Prices:
         return max(self.rate, self.modelled_rate(self._last_calibration.mean_acceptance))
 
     def modelled_rate(self, acceptance: float) -> float:
-        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability.
-
-        It is 0 where passes take no time.
-
-        All texts that can share a pass do so.
+        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability, and
+        all texts that can share a pass do so; 0 if passes take no time.
         """
         best, tokens, reach, num_texts = 0.0, 1.0, 1.0, self.num_texts
         step_s, hit_rate = (
@@ -426,8 +424,8 @@ class Prices:
     def one_group_pays(self, num_texts: int, lookahead: int) -> bool:
         """Whether texts of a fixed lookahead are faster if all are drafted for, and then verified in one pass.
 
-        Otherwise two groups alternate, of which one is drafted for while the other is verified, each in a pass of half
-        the rows. What drafting takes from the pass beside it decides, and what rows cost.
+        Otherwise two groups alternate: one is drafted for while the other is verified, in a pass of half the rows. The
+        answer depends on how much drafting slows down the pass beside it, and on what rows cost.
 
         Args:
             num_texts: >= 2.
@@ -442,7 +440,7 @@ class Prices:
         return self.verify(num_texts * (1 + lookahead)) + self.draft_together_s(num_texts, lookahead) <= alternating_s
 
     def _beside_drafter_s(self, pass_s: float) -> float:
-        """Seconds of a pass, which takes `pass_s` alone, with its share of the cores while a drafter works."""
+        """Seconds that a pass of `pass_s` alone takes while a drafter works and has its share of the cores."""
         return pass_s / (1.0 - self.verify.target_slowdown) if self.core_hold_s else pass_s
 
     def estimates(self) -> Estimates:
@@ -466,7 +464,7 @@ class Prices:
     # --- passes, and the draft steps beside them --------------------------------------------------
 
     def _price_passes(self, until_s: float) -> None:
-        """Price the passes that ended by then: every draft step beside them is known."""
+        """Price the passes that ended by then, since every draft step beside them is known now."""
         while self._unpriced_passes and self._unpriced_passes[0][2] <= until_s:
             width, began_s, ended_s = self._unpriced_passes.popleft()
             overlap_s, next_began = 0.0, math.inf

@@ -53,7 +53,7 @@ def _number(seed: int, purpose: Purpose, position: int, trail: int = 0) -> int:
 
 
 def seed_of_text(seed: int, number: int) -> int:
-    """The seed of one of several texts, by number from 0, that are generated with one seed; of the first it is that."""
+    """The seed of text `number`, >= 0, of several that are generated with one seed; the first has that seed itself."""
     return seed if number == 0 else _mix(_mix(seed) ^ _mix(number))
 
 

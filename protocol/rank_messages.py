@@ -1,7 +1,7 @@
 """Messages between the ranks of a target that is sharded over several processes.
 
 Rank 0 leads: it announces each operation on the target's caches, in the order in which its own thread runs them, and
-the other ranks follow. In messages travel only tensors of saved texts; passes exchange theirs by MLX's collectives.
+the other ranks follow. Messages carry tensors only of saved texts; passes exchange theirs by MLX's collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Beat:
     """Says that the sender is alive. Sent both ways, also while a model works.
 
     Attributes:
-        operation: which one of the target's the sender is in, for some seconds; None if it waits for the next one.
+        operation, seconds: the target's operation that the sender is in, and for how long; None if it waits for one.
     """
 
     operation: str | None = None
@@ -29,7 +29,7 @@ class Beat:
 
 @attrs.frozen
 class Broken:
-    """The group cannot go on, for a reason that names the rank whose doing it is."""
+    """The group cannot go on; the reason names the rank that caused it."""
 
     reason: str
 
@@ -54,7 +54,7 @@ class Welcome:
 
 @attrs.frozen
 class OpenTarget:
-    """Rank 0 opens a target: each rank loads its part, but for `draft_rank`, which holds none and drafts."""
+    """Rank 0 opens a target: each rank loads its part, except `draft_rank`, which has none and drafts."""
 
     cache_options: dict[str, Any]
     draft_rank: int | None = None
@@ -103,7 +103,7 @@ class Operations:
 
 @attrs.frozen
 class Recorded:
-    """Tensors of a saved text, by name; in the end with the description of the sender's part, a value for JSON."""
+    """Tensors of a saved text, by name; the last message has a description of the sender's part, a value for JSON."""
 
     tensors: dict[str, Tensor]
     description: Any = None
@@ -111,14 +111,14 @@ class Recorded:
 
 @attrs.frozen
 class Answer:
-    """A rank's answer to an operation that may fail on one rank and leave all in step: why it has failed, or None."""
+    """A rank's answer to an operation whose failure on one rank leaves all in step: why it has failed, or None."""
 
     error: str | None
 
 
 @attrs.frozen
 class ForDrafter:
-    """A message of `protocol.drafter_wire`, to the rank that drafts or from it. No bytes at all end the drafter."""
+    """A message of `protocol.drafter_wire`, to the rank that drafts or from it. One without bytes ends the drafter."""
 
     data: bytes
 
@@ -138,7 +138,7 @@ class Measure:
 
 @attrs.frozen
 class Measured:
-    """What a rank has to say of a measurement: seconds of each repetition that it timed, and its description."""
+    """A rank's result of a measurement: seconds of each repetition that it timed, and its description."""
 
     seconds: tuple[float, ...] = ()
     description: dict[str, str] = attrs.field(factory=dict)

@@ -1,7 +1,7 @@
 """Replay: when to settle the tokens that a restored checkpoint left to be fed again.
 
 They are put in front of the next pass, where they cost width but no pass of their own; every round that ends in a
-rejection adds more. A round that feeds committed tokens only *settles* them, and still commits one token.
+rejection adds more. A round that feeds only committed tokens *settles* them, and still commits one token.
 """
 
 from __future__ import annotations

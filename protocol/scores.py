@@ -68,7 +68,7 @@ class ScoredToken:
         text: what this token makes readable after the ones before it, possibly empty.
         logprob: its log-probability, <= 0, under the target.
         is_greedy: whether it is the argmax: the token that greedy decoding chooses.
-        rank: 1, and 1 for each token that is more probable.
+        rank: 1 plus the number of tokens that are more probable.
         top_logprobs: the most probable tokens at its position, most probable first; as many as were asked for.
     """
 

@@ -24,13 +24,13 @@ Messages move it from phase to phase:
     RESTING      Overdue    RESTING      likewise
     RESTING      Withdraw   UNDRAFTED
     UNDRAFTED    Verdict    UNDRAFTED
-    UNDRAFTED    Rested     UNDRAFTED    from before the target knew
+    UNDRAFTED    Rested     UNDRAFTED    sent before the target knew of the withdrawal
     any          Close      CLOSED
 
 A verdict that ends the text closes the session, too; closing it once more changes nothing.
 
-`TRANSITIONS` is this table. A message that it does not have in the present phase is a `ProtocolError`, and so is one
-from a round to come. A message from a round that is *over* is no error, since asynchronous messages can be late or
+`TRANSITIONS` is this table. A message that it does not list for the present phase is a `ProtocolError`, and so is one
+of a future round. A message of a round that is *over* is no error, since asynchronous messages can be late or
 duplicated: it is dropped and counted (`num_stale`). Once the session is closed, all rounds are over.
 """
 
@@ -166,7 +166,7 @@ class SessionState:
     def is_stale(self, message: Proposal | Verdict) -> bool:
         """Whether a message's round is over. If it is, the message is counted in `num_stale`.
 
-        Raises: ProtocolError: it is of another session, of a round to come, or of this round from another position.
+        Raises: ProtocolError: it is of another session, of a future round, or of this round from another position.
         """
         if message.session != self.opened.session:
             raise ProtocolError(f"session {self.opened.session} got a message of another session: {message!r}")
@@ -176,7 +176,7 @@ class SessionState:
             # A second copy of the outstanding proposal, or one from before the drafter withdrew.
             or (isinstance(message, Proposal) and self.phase is not SessionPhase.PROPOSING)
         )
-        # In a closed session every round is over, also one to come: in a rest, the other side may be rounds ahead.
+        # In a closed session every round is over, even a future one: in a rest, the other side may be rounds ahead.
         if over and (message.round <= self.round or self.phase is SessionPhase.CLOSED):
             self.num_stale += 1
             return True
@@ -188,7 +188,7 @@ class SessionState:
         return False
 
     def propose(self, proposal: Proposal) -> bool:
-        """Record the drafter's proposal. False if it was stale, and nothing changed."""
+        """Record the drafter's proposal. Returns: False if it was stale, so that nothing has changed."""
         if self.is_stale(proposal):
             return False
         self._move(proposal)
@@ -196,7 +196,7 @@ class SessionState:
         return True
 
     def rest(self, message: Rest | Overdue) -> bool:
-        """Leave the rounds before `message.until` to the target alone. False if they are over, and nothing changed."""
+        """Leave the rounds before `message.until` to the target alone. False if they are over; then nothing changes."""
         is_over = message.until <= max(self.round, self.rests_until)
         if is_over or self.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED):
             return False
@@ -227,7 +227,7 @@ class SessionState:
         return self._cut(verdict, proposed)
 
     def apply(self, verdict: Verdict) -> Commit | None:
-        """Commit the tokens of a verdict, and begin the next round. None if it was stale, and nothing changed.
+        """Commit the tokens of a verdict, and begin the next round. None if it was stale; then nothing changes.
 
         Raises: ProtocolError: no verdict is due; or see `preview`.
         """
@@ -239,9 +239,9 @@ class SessionState:
         return commit
 
     def follow(self, rested: Rested) -> bool:
-        """Commit what the target has committed in some rounds of a rest. False if they are over, and nothing changed.
+        """Commit what the target has committed in some rounds of a rest. False if they are over; then nothing changes.
 
-        Raises: ProtocolError: there is no rest, it ends before these rounds do, or there are tokens before these.
+        Raises: ProtocolError: there is no rest, it ends before these rounds do, or the tokens do not follow the text.
         """
         if rested.round < self.round or self.phase is SessionPhase.CLOSED:
             self.num_stale += 1
@@ -258,9 +258,9 @@ class SessionState:
         return True
 
     def commit_own(self, token: int) -> Commit:
-        """Commit a token of the target's own, for which there is room, as `apply` does for a verdict on nothing.
+        """Commit a token of the target's own, for which there is room, as `apply` does for a verdict without drafts.
 
-        The fast way of plain decoding, for a session that is UNDRAFTED, so that nobody is told.
+        The fast path of plain decoding, for a session that is UNDRAFTED, so that there is no drafter to tell.
         """
         start, phase = len(self.committed), self.phase
         if phase is not SessionPhase.UNDRAFTED:
@@ -286,7 +286,7 @@ class SessionState:
 
     def _commit(self, commit: Commit) -> None:
         self.committed += commit.tokens
-        self.outstanding = None  # judged, or of a drafter that has left
+        self.outstanding = None  # it was judged, or its drafter has left
         self._begin_round(self.round + 1)
         if commit.finish_reason is not None:
             self.finish_reason = commit.finish_reason

@@ -25,7 +25,7 @@ MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 128
 MAX_STOP_LENGTH = 1000
-# Logits are divided by it. Divided by less, they may exceed what float16 can hold, and are no numbers then.
+# Logits are divided by it. If it were smaller, they might overflow in float16.
 MIN_REPETITION_PENALTY = 0.01
 
 # Words in place of a draft model; a directory of such a name is "./ngram". Prompt lookup:

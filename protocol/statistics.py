@@ -146,7 +146,7 @@ class Statistics:
         return f"<outrider Statistics: {', '.join(said)}>"
 
 
-# How a counter of two streams is made of each one's, in the metadata of its field; their sum, if it is not there.
+# The key of a field's metadata for the function that combines the counters of two streams; by default they are added.
 _COMBINE = "combine"
 
 

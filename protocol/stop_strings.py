@@ -23,7 +23,8 @@ class Stop:
 class StopMatcher:
     """Finds stop strings, at least one and none empty, in a text that comes in pieces.
 
-    It withholds the end of the text while that may become one. `found` is the one that ended the text, or None so far.
+    It withholds the end of the text while that may become a stop string. `found` is the one that ended the text, or
+    None so far.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

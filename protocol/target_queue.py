@@ -26,10 +26,10 @@ class TargetQueue:
     _waiting: dict[int, int] = attrs.field(factory=dict, init=False)  # by session: tokens to feed
     _running: dict[int, int] = attrs.field(factory=dict, init=False)
     _began_s: float = attrs.field(default=0.0, init=False)  # when the running pass began, or the last one ended
-    _read_until_s: float = attrs.field(default=-math.inf, init=False)  # when the last prompt was read; inf: is read
+    _read_until_s: float = attrs.field(default=-math.inf, init=False)  # when a prompt was last read; inf: one is
 
     def enter(self, session: int, num_tokens: int) -> None:
-        """Add a session's round, which waits and feeds so many tokens, >= 1."""
+        """Add a session's round, which waits for a pass and feeds `num_tokens` tokens, >= 1."""
         self._waiting[session] = num_tokens
 
     def begin(self, sessions: Iterable[int], now_s: float) -> None:
@@ -54,7 +54,7 @@ class TargetQueue:
         self._read_until_s = math.inf
 
     def end_reading(self, now_s: float) -> None:
-        """End it."""
+        """End the pass over prompts."""
         self._read_until_s = now_s
 
     @property

@@ -26,7 +26,7 @@ def must_be(
     among: bool = False,
     error: type[OutriderError] = SettingsError,
 ) -> OutriderError:
-    """An error of a value that is not allowed, or, with `among`, that is one of several."""
+    """An error for a value that is not allowed; with `among`, for one of several values."""
     template = "{option} must be {bound}, got {value}" + (" among them" if among else "")
     fields = {"option": option, "bound": bound, "value": value}
     if remedy is None:

@@ -1,8 +1,8 @@
 """The map from a target's vocabulary to that of a draft model with another one.
 
-Of a token that both have, with the same bytes, the ids are mapped to each other, and the drafter can propose it. Any
-other token of the target is spelled with several tokens of the draft model, so that the drafter can read every text in
-its own tokens. A token that only the draft model has stands for the token that the target begins its text with.
+If both have a token with the same bytes, its ids are mapped to each other, and the drafter can propose it. Any other
+token of the target is spelled with several tokens of the draft model, so that the drafter can read every text in its
+own tokens. A token that only the draft model has stands for the first token with which the target spells its text.
 
 Source: token-level intersection, without those beginnings, in Timor et al. 2025, "Accelerating LLM Inference with
 Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies", arXiv 2502.05202.

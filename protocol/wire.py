@@ -1,4 +1,4 @@
-"""Messages between processes as bytes: frames of a stream, and in them classes of attrs by their annotations.
+"""Messages between processes as bytes: frames of a stream, and in them attrs classes, by their annotations.
 
 A message is a line of JSON with the name of its class and its fields, and after it the bytes of the tensors in them.
 """
@@ -28,7 +28,7 @@ _IS_PART = 2**31
 
 # The key of an object that stands for a tensor in the line of JSON.
 _TENSOR = "__tensor__"
-# What nonsense makes of the functions that read it.
+# What the functions that read a message raise if it is malformed.
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
 M = TypeVar("M")
@@ -82,7 +82,7 @@ class Frames:
 
 @attrs.frozen
 class Form:
-    """How a value travels: `write` makes it something of JSON's, or a tensor; `read` checks it, too."""
+    """How a value travels: `write` turns it into JSON or a tensor; `read` turns that back, and checks it."""
 
     read: Callable[[Any], Any]
     write: Callable[[Any], Any] = lambda value: value
@@ -137,17 +137,17 @@ class Codec(Generic[M]):
         """Prepare the forms of all fields.
 
         Args:
-            where: such messages are sent, for errors.
-            forms: of types that are no records of simple ones.
+            where: where such messages are sent, in the words of an error.
+            forms: forms of types that are not records of simple types.
             not_sent: names of fields that stay here; the other end has their defaults.
-            names: that annotations use, and their modules do not have while they run.
+            names: what names in annotations stand for if their modules do not have them at run time.
         """
         self._where, self._not_sent, self._names = where, not_sent, dict(names or {})
         self._simple: dict[Any, Form] = {**_SIMPLE, **forms}
         self._kinds = {kind.__name__: self._record(kind) for kind in kinds}
 
     def encode(self, message: M) -> bytes:
-        """A message as bytes. Raises: TypeError: it has a value that JSON has not."""
+        """A message as bytes. Raises: TypeError: it has a value that JSON cannot represent."""
         tensors: list[memoryview] = []
 
         def stand_in(value: Any) -> Any:
@@ -162,7 +162,7 @@ class Codec(Generic[M]):
         return b"".join((line, b"\n", *tensors)) if tensors else line
 
     def decode(self, data: bytes) -> M:
-        """A message from its bytes. Raises: ProtocolError: they are of none, or of another version."""
+        """A message from its bytes. Raises: ProtocolError: they are no message, or one of another version."""
         try:
             name, *fields = _unpacked(data)
             message: M = self._kinds[name].read(fields)
@@ -194,7 +194,7 @@ class Codec(Generic[M]):
         return self._record(hint)
 
     def _record(self, kind: type) -> Form:
-        """An object by its attributes, but for those that do not travel."""
+        """An object by its attributes, except those that do not travel."""
         hints = get_type_hints(kind, localns=self._names)
         names = [field.name for field in attrs.fields(kind) if field.name not in self._not_sent]
         forms = {name: self._form(hints[name]) for name in names}
@@ -206,7 +206,7 @@ class Codec(Generic[M]):
 
 
 def _one_of(forms: Mapping[str, Form]) -> Form:
-    """An object of one of some classes, which its name tells."""
+    """An object of one of several classes, which is told by its name."""
 
     def read(value: Any) -> Any:
         name, fields = value

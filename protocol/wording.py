@@ -1,4 +1,4 @@
-"""The messages of errors, of which some words are fields, and how each face writes those."""
+"""Error messages in which some words are fields, and how each face (library, command line, server) writes those."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ _HOMES = {
     "runtime.ranks.following": "follow",
     "runtime.sync": "generate_sync open_sync",
 }
-# Likewise, of modules that do not import mlx.
+# The same for modules that do not import mlx.
 _LIGHT_HOMES = {
     "protocol.logits_processors": "Checkpointed LogitsProcessor Stateless stateless",
     "protocol.settings": "Settings",
@@ -155,7 +155,7 @@ def __getattr__(name: str) -> Any:
     if (home := _home(name, _LIGHT_HOMES)) is None:
         if (home := _home(name, _HOMES)) is None and name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # Imported by now if the environment names a BLAS. Otherwise there is nothing to check.
+        # This module was imported above if the environment names a BLAS; otherwise there is nothing to check.
         if (loaded_blas := sys.modules.get("runtime.loading.blas")) is not None:
             loaded_blas.check_environment()
         if home is None:

@@ -17,7 +17,7 @@ def check_packages(*names: str) -> None:
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for name in names:
         expected = os.path.join(root, name)
-        spec = importlib.util.find_spec(name)  # of what is imported already, too
+        spec = importlib.util.find_spec(name)  # also finds what is already imported
         found = [] if spec is None else list(spec.submodule_search_locations or [spec.origin or f"a module {name!r}"])
         if found and not any(_same(path, expected) for path in found):
             raise ImportError(

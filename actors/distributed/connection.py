@@ -43,8 +43,8 @@ class Connection:
                     self._socket.sendall(frame)
 
     def send_unless_busy(self, message: RankMessage) -> bool:
-        """Send a short message without waiting. Returns: whether it was sent: not while another one is on its way, or
-        the other end takes nothing. Raises: OSError: the connection is lost.
+        """Send a short message without waiting. Returns: whether it was sent; it is not while another one is on its
+        way, or if the other end accepts nothing. Raises: OSError: the connection is lost.
         """
         if not self._sends.acquire(blocking=False):
             return False
@@ -61,14 +61,14 @@ class Connection:
 
         Raises:
             OSError: the connection is lost, or nothing came in time.
-            ProtocolError: what came is no message.
+            ProtocolError: what came is not a message.
         """
         while (data := self._frames.take()) is None:
             self._read()
         return decode(data)
 
     def receive_first(self, deadline: float) -> RankMessage:
-        """Wait for the first message of somebody who may be a stranger, all of which must be there by a deadline, by
+        """Wait for the first message of somebody who may be a stranger. All of it must arrive by the deadline, a
         `time.monotonic`. Changes the timeout of the socket. Raises: as `receive`.
         """
         while (data := self._frames.take(MAX_FIRST_BYTES)) is None:
@@ -79,7 +79,7 @@ class Connection:
         return decode(data)
 
     def receive_available(self) -> list[RankMessage]:
-        """The messages that one read gives, which may be none, once the socket is readable. Raises: as `receive`."""
+        """Read once, when the socket is readable. Returns: the messages that are complete now. Raises: as `receive`."""
         self._read()
         return [decode(data) for data in iter(self._frames.take, None)]
 

@@ -1,7 +1,7 @@
 """The link between rank 0 and a rank that drafts, over the control connection.
 
-The point-to-point sends of MLX's groups are parts of graphs whose shapes both ends have to know beforehand, wait
-without end for a rank that hangs, and reach only neighbours in a ring. A lost drafter must cost no token, so it shares
+MLX's own point-to-point sends are not used. They are parts of graphs whose shapes both ends have to know beforehand,
+wait forever for a rank that hangs, and reach only neighbours in a ring. A lost drafter must cost no token, so it shares
 no group of MLX's with the target.
 """
 
@@ -77,7 +77,7 @@ class DraftRankLink:
         return message
 
     def put(self, message: RankMessage) -> None:
-        """Take a message that has come, in any thread. Others than those about a drafter are ignored."""
+        """Take a message that has arrived, in any thread. Messages that are not about a drafter are ignored."""
         if isinstance(message, ForDrafter):
             self._in_trio(partial(self._deliver, message.data))
         elif isinstance(message, CloseTarget):
@@ -94,7 +94,7 @@ class DraftRankLink:
         return RankError(*error.args)
 
     def _deliver(self, message: bytes) -> None:
-        with suppress(trio.ClosedResourceError):  # it is lost, as another thread has noticed first
+        with suppress(trio.ClosedResourceError):  # another thread has noticed first that the link is lost
             self._putting.send_nowait(message)
 
     def _end(self) -> None:

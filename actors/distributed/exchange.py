@@ -27,7 +27,7 @@ class Exchange:
 
 @attrs.frozen
 class _Collective:
-    """A call, with zeros in place of its arrays: the values would hold memory, and do not matter."""
+    """A call of a collective, with zeros for its arrays: their values do not matter, and would keep memory."""
 
     name: str
     args: tuple[Any, ...]
@@ -47,9 +47,9 @@ def _zeros(value: Any) -> Any:
 
 
 def time_exchange(sequence: MLXSequence, width: int, repeats: int) -> Exchange:
-    """Run a pass of `width` tokens, and then its collectives alone, some times. All ranks do so at the same time.
+    """Run a pass of `width` tokens, and then its collectives alone, `repeats` times. All ranks do so at the same time.
 
-    The sequence is an empty one, which is fed and closed.
+    The sequence must be empty; it is fed and closed.
     """
     with _recording() as collectives:
         mx.eval(sequence.feed((1,) * width, width))
@@ -60,7 +60,7 @@ def time_exchange(sequence: MLXSequence, width: int, repeats: int) -> Exchange:
         began, results = time.perf_counter(), []
         for collective in collectives:
             results.append(collective())
-            # Submitted here: evaluating many at once, MLX has an order of its own, and all ranks need the same one.
+            # Submitted one by one: MLX evaluates many at once in an order of its own, and all ranks need the same one.
             mx.async_eval(results[-1])
         mx.eval(results)
         seconds.append(time.perf_counter() - began)

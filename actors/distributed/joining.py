@@ -16,7 +16,7 @@ from protocol.rank_messages import Broken, Hello, Welcome
 
 # Longest wait for the other ranks to start, in seconds.
 JOIN_TIMEOUT_S = 60.0
-# Between two attempts to reach rank 0.
+# Pause between two attempts to reach rank 0, in seconds.
 RETRY_S = 0.1
 
 _PACKAGES = ("outrider", "mlx", "mlx-lm")

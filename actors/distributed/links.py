@@ -1,4 +1,4 @@
-"""Links: what messages and collectives take between the ranks. Rank 0 leads the measurements, the others take part.
+"""Links: how long messages and collectives take between ranks. Rank 0 leads the measurements, the others take part.
 
 All of this blocks, and runs MLX's collectives: it is to be called on a thread that can be abandoned.
 """
@@ -18,9 +18,9 @@ from actors.distributed.rank_group import RankGroup
 from protocol.errors import RankError
 from protocol.rank_messages import Measure, Measured
 
-# What is sent around: a number, in which there is nothing but latency, and enough to fill a link.
+# What is sent: one number, which measures nothing but latency, and enough to fill a link.
 SMALL_BYTES, LARGE_BYTES = 4, 4 * 1024**2
-# How often either is repeated, after a first time that does not count: it waits for the slowest rank to begin.
+# Repetitions of each, after a first one that does not count, since it waits for the slowest rank to begin.
 NUM_SMALL, NUM_LARGE = 50, 6
 
 # Backends of MLX in the order in which it tries them, each with the environment variable that says where its ranks are.
@@ -36,7 +36,7 @@ _BYTES_PER_NUMBER = 4  # of float32
 
 @attrs.frozen
 class Times:
-    """What something took that was repeated, in seconds."""
+    """How long something took that was repeated, in seconds."""
 
     median: float
     fastest: float
@@ -62,8 +62,8 @@ class Links:
 
     Attributes:
         descriptions: of each rank, by name.
-        control: by rank but 0: a message of rank 0's to all others, until the answer of this one is there. An
-            operation is announced in this way, and not answered.
+        control: for each rank but 0: from a message of rank 0's to all others until this rank's answer. Operations are
+            announced in such messages, but not answered.
         all_sum: an `mx.distributed.all_sum` over all ranks.
         links: by rank: an array to the rank that follows it in the ring, and a number back.
     """
@@ -82,7 +82,7 @@ def available_backends() -> tuple[str, ...]:
 def chosen_backend(group: RankGroup) -> str | None:
     """The backend of MLX's group; None if MLX does not tell."""
     for name in available_backends():
-        # Asked for those alone that MLX itself has tried: for another one it would look for ranks anew.
+        # Only for backends that MLX itself has tried: for any other it would look for ranks anew.
         if os.environ.get(BACKENDS[name]) and mx.distributed.init(backend=name).size() == group.size:
             return name
     return None
@@ -114,7 +114,7 @@ def measure_links(group: RankGroup, description: dict[str, str]) -> Links:
 
 
 def _small_and_large(measure: Callable[[int, int], Sequence[float]]) -> SmallAndLarge:
-    """Measure by a function from a number of bytes, and one of repetitions, to the seconds of each."""
+    """Measure both sizes, by a function from a number of bytes and of repetitions to the seconds of each repetition."""
     return SmallAndLarge(Times.of(measure(SMALL_BYTES, NUM_SMALL)), Times.of(measure(LARGE_BYTES, NUM_LARGE)))
 
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, and where rank 0 listens for control connections, by the environment of `mlx.launch`."""
+"""Which rank this process is, and where rank 0 listens for control connections, from the variables of `mlx.launch`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def is_ring(environment: Mapping[str, str] = os.environ) -> bool:
 def left_out(rank: int | None) -> Iterator[None]:
     """While in force, the environment describes a ring without one of its ranks; with all of them if that is None.
 
-    MLX reads it as it makes a group. A ring's group cannot be split, so that of the target has no rank that drafts.
+    MLX reads it when it makes a group. The group of a ring cannot be split, so the target's is made without the rank
+    that drafts.
     """
     if rank is None:
         yield

@@ -34,16 +34,16 @@ LATE = "has not ended in time: the ranks wait for each other"
 
 T = TypeVar("T")
 
-# In errors of MLX's that may leave the ranks out of step, wherever they come up: those of its distributed engine, and
-# that of a device which has dropped computations that were submitted, with the collectives among them.
+# Parts of the text of MLX errors that may leave the ranks out of step, wherever they are raised: errors of its
+# distributed engine, and that of a device which has dropped submitted computations, collectives among them.
 _OUT_OF_STEP = ("[ring]", "[jaccl]", "[mpi]", "NCCL", "failed with errno", "Command buffer execution failed")
 
 
 class RankGroup:
     """The ranks, seen from one of them; made by `join_ranks`.
 
-    Rank 0 is connected to each other rank, and those to rank 0 alone. A thread receives what they send, and heartbeats.
-    Once a rank has ended, hangs or reports an error, the group is broken for good, on all. Only a rank that drafts
+    Rank 0 is connected to every other rank, and these only to rank 0. A thread receives messages, and sends heartbeats.
+    Once a rank has ended, hangs or reports an error, the group is broken for good, on all ranks. Only a drafting rank
     is lost by itself, and the others go on.
 
     Attributes:
@@ -65,7 +65,7 @@ class RankGroup:
         self._inbox: queue.SimpleQueue[tuple[int, RankMessage] | None] = queue.SimpleQueue()
         self._dropped: list[Connection] = []  # for the thread to close
         self._lock = threading.Lock()
-        # Set in this order, before and after the callbacks.
+        # The first is set before the callbacks are called, the second after that.
         self._failure: RankError | None = None
         self._error: RankError | None = None
         self._is_broken = threading.Event()
@@ -93,7 +93,7 @@ class RankGroup:
         return [rank for rank in range(self.size) if rank != draft_rank]
 
     def check_mlx(self, draft_rank: int | None) -> None:
-        """Raises: SettingsError: MLX's group was made, once and for all, of other ranks than those of the target."""
+        """Raises: SettingsError: MLX's group, which is made only once, has other ranks than the target now."""
         if self.mlx is not None and draft_rank != self._mlx_without:
             raise SettingsError.of(
                 "the ranks were connected with {draft_rank=}, which holds for as long as they run, got {given}; start "
@@ -116,7 +116,7 @@ class RankGroup:
                 return _group_of_all()
 
         try:
-            # A thread, since MLX waits for the other ranks without end, and without a look at Ctrl-C.
+            # On a thread, since MLX waits for the other ranks without end, and ignores Ctrl-C meanwhile.
             group = self.run("outrider-connects", connect, timeout_s, f"has not got MLX's group within {timeout_s:g} s")
         except (RuntimeError, ValueError) as error:
             raise self.fail(f"rank {self.rank} cannot make MLX's group: {error}") from error
@@ -188,8 +188,8 @@ class RankGroup:
 
     @contextmanager
     def drafted_by(self, rank: int | None) -> Iterator[None]:
-        """While in force, a rank drafts for rank 0; None for none. Each calls this with the other, in trio's thread. If
-        one is lost to the other, the group is broken afterwards.
+        """While in force, a rank drafts for rank 0; None for none. Both call this, each with the other's number, in
+        trio's thread. If one has lost the other, the group is broken afterwards.
         """
         if rank is not None:
             self.drafter = DraftRankLink(rank, self._connections[rank], drop=partial(self._drop, rank))
@@ -223,7 +223,7 @@ class RankGroup:
         untold = [connection for connection in self._connections.values() if not _tell(connection, reason)]
         for callback in reversed(callbacks):
             callback(failure)
-        # Not earlier: the model's thread raises this as soon as it sees it, and streams should have been told before.
+        # Only now: the model's thread raises this as soon as it sees it, and streams should be told before.
         self._error = failure
         self._is_broken.set()
         for connection in untold:
@@ -250,9 +250,9 @@ class RankGroup:
 
     @contextmanager
     def on_error(self, call: Callable[[RankError], None]) -> Iterator[None]:
-        """While in force, have the group call a function, from any thread, once it is broken; at once if it is.
+        """While in force, have the group call a function, from any thread, once it is broken; at once if it is already.
 
-        Of several, the last one is called first: streams are told why they end before the worker under them ends.
+        Of several functions, the last is called first: streams are told why they end before the worker under them ends.
         """
         with self._lock:
             if (broken := self._failure) is None:
@@ -268,7 +268,7 @@ class RankGroup:
 
     @contextmanager
     def watching(self, is_hanging: Callable[[], bool]) -> Iterator[None]:
-        """While in force, break the group if this rank's own model hangs, as a function says from any thread."""
+        """While in force, break the group if this rank's own model hangs; `is_hanging` tells that, in any thread."""
         self._is_hanging = is_hanging
         try:
             yield
@@ -360,7 +360,7 @@ class RankGroup:
         beat = Beat(operation, round(time.monotonic() - since, 1))
         for rank, connection in self._connections.items():
             try:
-                # A message on its way says as much, and one rank that takes nothing must not silence this one.
+                # A message on its way tells as much, and a rank that accepts nothing must not delay beats to others.
                 connection.send_unless_busy(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")
@@ -374,7 +374,7 @@ def _group_of_all() -> mx.distributed.Group:
 
 
 def _tell(connection: Connection, reason: str, *, wait: bool = False) -> bool:
-    """Tell another rank why the group is broken. Returns: False: it would have to wait for that."""
+    """Tell another rank why the group is broken. Returns: False if only `wait` would make that possible."""
     try:
         if not wait:
             return connection.send_unless_busy(Broken(reason))

@@ -32,7 +32,7 @@ from protocol.text_ledger import TextLedger
 
 
 class Announcer:
-    """Sends the operations of one target from rank 0 to the others; at these, it only keeps the ledger, as rank 0 does.
+    """Sends the operations of one target from rank 0 to the others; on these, it only keeps the ledger, as on rank 0.
 
     Attributes:
         unused_states: numbers of states that the other ranks need not keep any more; any thread may add some.
@@ -64,12 +64,12 @@ class Announcer:
         reads: Sequence[int] = (),
         holds_back: bool = False,
     ) -> Iterator[bool]:
-        """Announce an operation, and run it inside. What it calls in turn is not announced: each rank does that itself.
+        """Announce the operation that the block runs. What that calls in turn is not announced: each rank calls it.
 
         Args:
             name, sequence, arguments: see `Operation`.
             reads: the sequences that a pass reads.
-            holds_back: whether the message may wait for that of the next operation.
+            holds_back: whether the announcement may wait, to be sent with the next one.
 
         Yields: whether this is the outermost operation.
         Raises: RankError: the group is broken, or the operation has failed, which breaks it: the other ranks have done
@@ -102,13 +102,13 @@ class Announcer:
 
 
 class TakenParts:
-    """The parts of a state that the other ranks keep for as long as rank 0 has this; see `OtherParts`."""
+    """The parts of a state that the other ranks keep for as long as rank 0 has this object; see `OtherParts`."""
 
     def __init__(self, announcer: Announcer, number: int) -> None:
-        """Of the state that the ranks have taken under a number."""
+        """Stand for the state that the ranks have taken under a number."""
         self.number = number
         self._announcer = announcer
-        # Whatever drops the state, in whichever thread: the ranks are told with the next operation.
+        # The state may be dropped in any thread. The ranks are told with the next operation.
         weakref.finalize(self, announcer.unused_states.append, number).atexit = False
 
     def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
@@ -155,7 +155,7 @@ class ShardedSequence(MLXSequence):
             return kept
 
     def leave_batch(self) -> None:
-        """Announced where it changes something."""
+        """Announced only if it changes something."""
         if self.is_row:
             with self._announcer.announced("leave_batch", self.number):
                 super().leave_batch()
@@ -285,7 +285,7 @@ class ShardedModel(MLXModel):
                 self._announcer.ledger.feed(number, read)
 
     def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
-        """The tokens travel through a collective: they may not be computed yet."""
+        """A collective sends the tokens, since they may not be computed yet."""
         numbers = [_number(sequence) for sequence in sequences]
         with self._announcer.announced("feed_ahead", None, numbers, reads=numbers):
             shared = self._shared(tokens)
@@ -295,11 +295,11 @@ class ShardedModel(MLXModel):
             return logits
 
     def _shared(self, tokens: mx.array) -> mx.array:
-        """Rank 0's tokens, (n,) ids, on every rank, which gives some of the same shape; lazy."""
+        """Rank 0's tokens, (n,) ids, on every rank; lazy. Other ranks give any array of that shape."""
         group = self._announcer.group
         given = tokens.astype(mx.int32) if group.rank == 0 else mx.zeros(tokens.shape, mx.int32)
         shared = mx.distributed.all_sum(given, group=group.mlx)
-        # Now, on every rank: only the first stage of a pipeline reads the tokens.
+        # Submitted now, on every rank, since only the first stage of a pipeline reads the tokens.
         mx.async_eval(shared)
         return shared
 
@@ -408,7 +408,7 @@ class FollowingModel:
                 sequence.close()
                 del self._sequences[number]
             case "take_state", (state, length):
-                # Which tokens they are, rank 0 knows. It may find out only afterwards.
+                # Only rank 0 knows the ids, and maybe not yet.
                 if (taken := MLXSequence.take_state(sequence, (0,) * length)) is None:
                     raise RankError(f"rank {self._group.rank} has caches that cannot be saved, and rank 0's can")
                 self._states[state] = taken
@@ -428,9 +428,9 @@ class FollowingModel:
             del self._recorders[state]
 
     def _put_state(self, sequence: ShardedSequence, tokens: tuple[int, ...], kept: int | None = None) -> str | None:
-        """Put this rank's part of a state, which it has kept under a number or rank 0 sends, into a sequence.
+        """Put this rank's part of a state into a sequence: what it has `kept` under a number, or what rank 0 sends.
 
-        Returns: why it is no part of this model's; None if it is.
+        Returns: why it is not a part for this model; None if it is.
         """
         try:
             state = self._received_state(tokens) if kept is None else attrs.evolve(self._states[kept], tokens=tokens)

@@ -26,13 +26,13 @@ from protocol.tensor import Tensor
 # What is sampled of each file of weights.
 _NUM_BLOCKS, _BLOCK_BYTES = 16, 4096
 
-# Families whose `shard` repeats key-value heads where there are fewer than ranks.
+# Families whose `shard` repeats key-value heads if there are fewer of them than ranks.
 _REPEATS_HEADS = ("qwen3_5",)
 
-# Attribute of a model that was sharded in place: digests of its weights from before, by name.
+# Attribute of a model that was sharded in place: digests of its weights from before that, by name.
 _SHARDED = "_outrider_sharded"
 
-# Begins the names of classes whose calls submit their collectives.
+# The beginning of the names of classes whose calls submit their collectives.
 _ORDERED = "Ordered"
 
 # Whether they do at the moment, in this thread.
@@ -51,18 +51,18 @@ class Shard:
 def load_shard(
     path_or_hub_id: str | Path, group: mx.distributed.Group, find_folder: Callable[[], Path | None], **options: Any
 ) -> Shard:
-    """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline where it has only that.
+    """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline if the model supports only that.
 
     Args:
-        find_folder: where the files are, once they are loaded.
+        find_folder: returns where the files are, once they are loaded.
         **options: of `mlx_lm.utils.sharded_load`.
 
-    Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises, also where the model
-        has neither way.
+    Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises, also if the model
+        supports neither.
     """
     model, tokenizer = sharded_load(str(path_or_hub_id), **options)
     folder = find_folder()
-    # Only now: the files of a hub id are here, and whether the model is a pipeline, which divides no heads, is known.
+    # Checked only now: the files of a hub id are here, and a pipeline, which divides no heads, is known to be one.
     if folder is not None and hasattr(model, "shard"):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         _check_heads(str(path_or_hub_id), config, group.size())
@@ -70,9 +70,9 @@ def load_shard(
 
 
 def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.distributed.Group) -> Shard:
-    """Shard a model that each rank has built with the same weights. The model itself changes, the first time.
+    """Shard a model that each rank has built with the same weights. The first call changes the model itself.
 
-    Raises: ModelError: the model has no way of being sharded, or not among so many ranks.
+    Raises: ModelError: the model cannot be sharded, or not over so many ranks.
     """
     if (sharded := getattr(model, _SHARDED, None)) is None:
         # Before it is sharded: afterwards ranks have few weights in common.
@@ -128,8 +128,8 @@ def _check_heads(named: str, config: dict[str, Any], size: int) -> None:
 def _in_order(model: Module) -> Module:
     """Have each pass of the model submit its collectives when it is called.
 
-    All ranks must run the same collectives in the same order, but MLX evaluates a graph in an order of its own, and of
-    it only what somebody reads. What leaves the last layer depends on all collectives.
+    All ranks must run the same collectives in the same order, but MLX evaluates a graph in an order of its own, and
+    only what somebody reads. So the output of the last layer, which depends on all collectives, is submitted at once.
     """
     modules = (module for _, module in model.named_modules() if module is not model)
     if (inner := next((module for module in modules if isinstance(module.get("layers"), list)), None)) is None:
@@ -159,7 +159,7 @@ def _ordered_class(base: type) -> type:
 
 @contextmanager
 def never_computed() -> Iterator[None]:
-    """While in force, passes submit nothing: for one that only this rank makes, to look at the shapes of its caches."""
+    """While in force, passes submit nothing: for a pass of this rank alone, made for the shapes of its caches."""
     token = _submits.set(False)
     try:
         yield

@@ -45,18 +45,18 @@ from protocol.trace import Event
 MAX_ROWS = 32
 # A drafter is ready with at most this many unread committed tokens, which its next draft step reads.
 MAX_BEHIND_WHEN_READY = 8
-# What has been copied is read once it is this many tokens.
+# Committed tokens that the model has not read, such as copied ones, are read once there are more than this many.
 MAX_UNREAD = 128
-# From so many texts on, each begins with a rest in which its prompt is not read.
+# With at least this many texts, each begins with a rest in which its prompt is not read.
 MANY_TEXTS = 4
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
-# Rounds that are left to the target where a drafter has no features to read the prompt with.
+# Rounds that are left to the target if a drafter has no features to read the prompt with.
 ROUNDS_WITHOUT_FEATURES = 2
 
 
 class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
-    """Drafts one token a step, for all sessions that can share it.
+    """Drafts one token a step, for all sessions that can share the step.
 
     Attributes:
         chains: whether a step is launched before the token that it starts from is read back. None if the device
@@ -120,9 +120,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return DraftSession(shared, self.model.context_length, policy, self._receive)
 
     def close_session(self, message: Close) -> None:
-        """See `Actor.close_session`. What has come before is taken in first: a verdict may bring what is kept."""
+        """See `Actor.close_session`. Earlier messages are taken in first: a verdict may add to the text to be kept."""
         if self.is_serving and self._inbox.statistics().tasks_waiting_receive == 0:
-            # The task that serves may hold a message already, so all that has come is taken in there, in order.
+            # The serving task may hold a message already, so this one must wait its turn behind it.
             self.mailbox.send_nowait(message)
         else:
             super().close_session(message)
@@ -147,7 +147,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.has_read_prompt:
             if session.awaits_features:
                 if session.was_prompt_cached and not session.is_ready:
-                    # The next verdicts bring features, which the target must not be kept from.
+                    # Only the next verdicts bring features, so the target must not wait for this drafter.
                     self._say_ready(session)
                     self._rest(session, ROUNDS_WITHOUT_FEATURES)
                 return None
@@ -176,14 +176,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return None if session.node is None else Need.DRAFT
 
     def _rests_unread(self, session: DraftSession) -> bool:
-        """Whether a text begins with a rest, in which its prompt is not read: drafting does not pay, or so many texts
-        begin together that the drafter's reading would delay the first tokens of all.
+        """Whether a text begins with a rest, in which its prompt is not read: because drafting does not pay, or because
+        so many texts begin together that reading their prompts here would delay the first tokens of all.
 
-        Features of the target come with the prompt, and are read as they come.
+        Never for a drafter that reads features: those come with the prompt, and are read as they come.
         """
         if not isinstance(session.policy, AutoPolicy) or isinstance(self.model, TrainedDrafter):
             return False
-        # Texts that begin together: the target has not counted them yet.
+        # Of texts that begin together: the target has not counted them yet.
         num_texts = min(sum(not each.has_left for each in self._sessions.values()), self._steps.num_shared)
         self.prices.num_texts = max(self.prices.num_texts, num_texts)
         return self.prices.num_texts >= MANY_TEXTS or session.policy.should_rest()
@@ -196,7 +196,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._rest(session)
 
     def _rests_on(self, session: DraftSession) -> bool:
-        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text is to be read first."""
+        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first."""
         if session.policy.should_rest_on(session.num_behind):
             return True
         session.catches_up = session.num_behind > MAX_UNREAD
@@ -207,7 +207,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.only_copies and session.state.phase is not SessionPhase.RESTING:
             session.catches_up = False
             return False
-        # Asked once: the answer has its price.
+        # Asked only until the answer is yes, which the policy charges to its probe budget.
         if not session.catches_up:
             num_rounds, session.num_uncounted = session.num_uncounted, 0
             session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
@@ -227,7 +227,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._open_sequence(session)
             session.hand_over_features()
         elif not session.has_read_prompt and isinstance(sequence, FeatureInput):
-            # With the features that have come. What it has cached may be of no use with those.
+            # With the features that have come. Cached tokens that are of no use with them are read again.
             opened = session.shared.opened
             await prefill_committed(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
         elif not session.has_read_prompt:
@@ -252,7 +252,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await super()._let_go(session)
 
     async def _draft(self, sessions: Sequence[DraftSession]) -> None:
-        """Draft after each session's node, and on down the drafter's own choices, as far as their policies foresee."""
+        """Draft after each session's node, and then after the drafter's own choices, as far as the budgets allow."""
         self.prices.drafts_together = self._steps.num_shared > 1
         self._limit.count_job()
         for session in sessions:
@@ -302,7 +302,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._max_drawn_from,
         )
         now_s = self.worker.clock()
-        draft_budget = EMPTY_BUDGET  # one step, if it goes alone, so that it shares again at once
+        draft_budget = EMPTY_BUDGET  # a single step if it goes alone, so that it can share again at once
         if not session.goes_alone:
             draft_budget = session.policy.draft_budget(session.view(now_s, self._queue_slack_s(session, now_s)), node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
@@ -319,7 +319,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         )
 
     def _on_step(self, job: Job[Any], results: PartResults, goes_on: bool) -> None:
-        """Take what a draft step has brought."""
+        """Apply the results of a draft step."""
         is_first = True
         for result in results:
             session = self._sessions[result.part.session]
@@ -327,14 +327,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 self._drafted(session, job, result, goes_on and result.continues, is_first=is_first)
                 is_first = is_first and isinstance(result.outcome, outcome.Error)
             except CacheLostError:
-                session.part = None  # what is lost is read again
+                session.part = None  # the tokens that the cache has lost are read again
             except Exception as error:  # of any kind: it costs this session its drafter, and no other
                 session.part = None
                 self._give_up(session, error)
         for result in results:
             session = self._sessions[result.part.session]
             if session.part is None and goes_on:
-                # It may be worth a step again, which the others may share.
+                # It may need another step already, which it could share with the others.
                 self._running.pop(session, None)
                 self._look_at(session)
         self._end_if_nobody_goes_on()
@@ -342,10 +342,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _drafted(
         self, session: DraftSession, job: Job[Any], result: PartResult, goes_on: bool, *, is_first: bool
     ) -> None:
-        """Add the guesses of a finished draft step to the tree. A step that follows drafts after the first guess.
+        """Add the guesses of a finished draft step to the tree. The step that follows it drafts after the first guess.
 
         Args:
-            is_first: whether no other session that shared the step has been told of it.
+            is_first: whether no other session that shared the step was told of it before: it is priced only once.
         """
         part, step = result.part, result.outcome.unwrap()
         node, part.node = part.node, None
@@ -380,7 +380,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._propose(session)
 
     def _step_failed(self, sessions: Sequence[DraftSession], error: JobError) -> None:
-        """Draft once more for each session by itself; leave the one whose step has failed alone."""
+        """After a shared step failed, have each session draft once alone; leave a session whose own step failed."""
         if len(sessions) > 1:
             suspects = Suspects(len(sessions), partial(self._limit.halve, len(sessions)))
             for session in sessions:
@@ -414,10 +414,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._target.send_nowait(Ready(session.id))
 
     def _leave(self, session: DraftSession) -> None:
-        """See `Drafter._leave`. Goes on proposing what was drawn."""
+        """See `Drafter._leave`. Tokens that were drawn are still proposed."""
         super()._leave(session)
         if not session.has_left and not session.is_ready:
-            # As if the step that failed had succeeded. Otherwise the target would go on alone without what was drawn.
+            # As if the failed step had succeeded. Otherwise the target would decode alone, without the drawn tokens.
             self._say_ready(session)
         self._propose(session)
 
@@ -426,7 +426,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return session.next_expansion(now_s, self._queue_slack_s(session, now_s))
 
     def _queue_slack_s(self, session: DraftSession, now_s: float) -> float:
-        # A fixed lookahead does not look at it.
+        # A fixed lookahead does not use it.
         if isinstance(session.policy, ChainPolicy):
             return 0.0
         if session.state.phase is not SessionPhase.VERIFYING:
@@ -466,7 +466,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         except JobError as error:
             if not isinstance(error.__cause__, CacheLostError):
                 raise
-            return  # what is lost is read again
+            return  # the tokens that the cache has lost are read again
         if isinstance(guessed, RewoundToCheckpoint):
             session.shared.counts.draft_replayed_tokens += guessed.wanted - guessed.length
             session.cached_tokens.rewind(guessed.length)
@@ -476,7 +476,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.learn_caught_up(plan.keep + len(plan.feed) - len(guessed) + 1, guessed)
 
     def _begin_turn(self, session: DraftSession) -> None:
-        """Begin the drafter's turn: propose, draft on, or leave some rounds to the target; or all, if it may go now."""
+        """Begin the drafter's turn: propose, draft on, rest for some rounds, or withdraw if it is leaving and may."""
         if session.is_leaving:
             self._withdraw(session)
         if session.state.phase is not SessionPhase.PROPOSING:
@@ -510,9 +510,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 self._reconsider(session)
 
     def _receive_due(self, session: DraftSession, due: Due) -> None:
-        """Answer a target whose wait is over: propose what is drafted, and if late, catch up after the running step."""
+        """Answer a target that waits no longer: propose what is drafted. If late, get ready again after this step."""
         if due.is_late:
-            # Also if this message has crossed a proposal.
+            # Even if this message has crossed a proposal.
             session.is_late = session.is_late or session.is_ready
             session.is_ready = False
         if session.state.round == due.round:
@@ -535,7 +535,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             num_judged = verdict.num_judged
         session.learn(commit, num_judged)
         was_hit = session.follow(commit)
-        # A late drafter goes on proposing what it has drawn. It may be late because of that.
+        # A late drafter still proposes what it has drawn: it may be late because of which tokens it drew.
         if not session.is_ready and not (session.is_late and num_proposed > 0):
             return
         if was_resting:
@@ -554,7 +554,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             now_s = self.worker.clock()
             was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))
             if session.works_ahead:
-                # Passes of other sessions hide a miss as well as a hit does.
+                # A miss costs the target no more than a hit if it has passes of other sessions to do.
                 was_hidden = (was_hit and not was_dropped) or self._target_queue.is_busy
                 self.prices.hit_rate.observe(float(was_hidden))
             self._count_hit(session, verdict.round, was_hit)

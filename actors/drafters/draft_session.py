@@ -24,20 +24,20 @@ class DraftSession(DrafterSession):
 
     Attributes:
         context_length: of the draft model; see `Model.context_length`.
-        is_late: whether the drafter was ready, and the target has stopped waiting for a proposal.
-        only_copies: whether the model rests, since it does not pay, and nothing is proposed but what is copied.
+        is_late: whether the target has stopped waiting for a proposal, although the drafter was ready.
+        only_copies: whether the model rests because drafting does not pay, and only copied tokens are proposed.
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
         verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
-        reads_again: whether the cache has lost some of the text, in a shared pass that has failed.
-        catches_up: whether it is to be read in a rest what the target has committed.
-        was_prompt_cached: whether the target has cached the whole prompt, and so has no features of it.
+        reads_again: whether the cache has lost some of the text because a shared pass has failed.
+        catches_up: whether the drafter is to read, during a rest, what the target has committed.
+        was_prompt_cached: whether the target had the whole prompt cached, and so has no features of it.
         rests_unread: whether it began with a rest, in which its prompt was not read; None until that is decided.
-        num_uncounted: rounds of a rest that the policy was not asked about, whether to catch up.
+        num_uncounted: rounds of a rest since the policy was last asked whether to catch up.
         node: the node to draft after next, as of the last look.
         part: its part in the draft steps under way; None between them.
-        suspects: of a shared step that has failed, after which it drafts alone once; None if that is over.
+        suspects: the sessions of a shared step that has failed, until this one has drafted alone; else None.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DraftSession(DrafterSession):
         self.suspects: Suspects | None = None
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
-        self._dropped: tuple[Guess, ...] = ()  # at the token that comes next
+        self._dropped: tuple[Guess, ...] = ()  # guesses at the next token that `drop_stale` dropped
 
     def receive(self, message: Message) -> None:
         """See `DrafterSession.receive`. Takes the target's features, too."""
@@ -90,15 +90,15 @@ class DraftSession(DrafterSession):
 
     @property
     def awaits_features(self) -> bool:
-        """Whether the target has not read the prompt, and the drafter reads what the target makes of it, and does not
-        have it already, since both have cached the prompt.
+        """Whether the drafter must wait for the target's features of the prompt: it reads features, and has neither
+        been given these nor cached the prompt with them.
         """
         reader, num_read = self._reader, self.shared.opened.num_read
         return reader is not None and reader.awaits_features and reader.num_given < max(1, num_read)
 
     @property
     def works_ahead(self) -> bool:
-        """Whether it may be drafted for while a verdict is due; "auto" decides that for each node."""
+        """Whether to draft while a verdict is due; "auto" decides that for each node."""
         return not isinstance(self.policy, AutoPolicy | ChainPolicy) or self.policy.works_ahead
 
     @property
@@ -154,7 +154,7 @@ class DraftSession(DrafterSession):
         """The proposal to send now, or None to draft on, or if it is not the drafter's turn.
 
         Args:
-            is_due: whether it is made of what has been drafted by now; it may be empty.
+            is_due: whether to propose what has been drafted by now, even if that is nothing.
         """
         if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None
@@ -171,7 +171,7 @@ class DraftSession(DrafterSession):
         return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(self.view(now_s)))
 
     def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
-        """Drop what was drafted ahead, if the policy would rather draft on the hidden states that have come since.
+        """Drop what was drafted ahead, if the policy would rather draft anew on the hidden states that have come since.
 
         Returns: whether it was dropped.
         """
@@ -193,12 +193,12 @@ class DraftSession(DrafterSession):
         for guess in dropped if by_match else ():
             self.policy.calibration.observe_dropped(guess, guess.token == commit.tokens[0])
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
-            # A draw that was not judged may differ from the committed token and would have been accepted all the same.
+            # A draw that was not judged might have been accepted even if it differs from the committed token.
             if by_match or guess.rank != 0 or index < num_judged:
                 self.policy.calibration.observe(guess, was_right)
 
     def learn_caught_up(self, start: int, guessed: Sequence[tuple[int, float]]) -> None:
-        """Calibrate it with what the drafter would have guessed from a position on: tokens, and its confidence."""
+        """Likewise with what the drafter would have guessed from a position on: tokens, and its confidence in each."""
         assert isinstance(self.policy, AutoPolicy)
         by_match = self.shared.opened.settings.rule == "match"
         # The token after the last guess is not committed yet, so that guess is left out.

@@ -85,9 +85,9 @@ class DraftSteps:
         num_guesses: guesses wanted from each step, >= 1: the drafter's choice, and the likeliest other tokens.
         clock: returns seconds.
         chains: see `DraftActor`.
-        max_drawn_from: unless the rule is match, a token is drawn from so many of the likeliest ones; None for all. The
-            rule is exact for any distribution that the token was really drawn from, and a distribution may have to
-            travel.
+        max_drawn_from: unless the rule is match, tokens are drawn from this many of the likeliest ones; None for all.
+            The rules are exact for any distribution that the token was really drawn from, and a distribution of few
+            tokens is short to send to another process.
     """
 
     sequence: CachedSequence
@@ -168,7 +168,7 @@ class DraftSteps:
         """
         position = fed.keep + len(fed.feed)
         drafted_guesses = lazy.read()
-        # The choice is lost if these fail, which does not depend on what it is.
+        # The choice is lost if a check fails, but whether one does never depends on which token was chosen.
         lazy.check(position)
         self.sequence.check(position)
         drafted = Drafted(drafted_guesses, self._can_look_ahead(), fed)
@@ -258,8 +258,8 @@ class LazyGuesses:
             always so under the match rule, unless a user's sampler made the choice.
         probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule.
         staleness: see `Guess`.
-        acceptance: (1,) the drafter's own estimate, which stands for its confidence in the choice; None if it has none.
-            It does not depend on which token that is.
+        acceptance: (1,) the drafter's own estimate of how likely its choice is accepted, used as its confidence in it;
+            None if it makes none. It does not depend on which token is chosen.
     """
 
     choice: mx.array
@@ -367,15 +367,15 @@ def _guesses_by_match(
     num_guesses: int,
 ) -> LazyGuesses:
     found = likeliest(scores_together(logits, settings.drafting_temperature, decisions, vocab_size), num_guesses)
-    # The sum has a buffer of its own. A view of `found` would share it, and on CUDA reading `found` back moves its
-    # buffer, which the next step may still be reading, since it is launched before.
+    # Adding 0 gives the choice a buffer of its own. A view would share that of `found`, and on CUDA, reading `found`
+    # back moves the buffer while the next step, which was launched before, may still be reading it.
     return LazyGuesses(found[0][:, 0] + 0, logit_check, LikeliestTokens(*found))
 
 
 def guesses_together(
     steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]
 ) -> list[LazyGuesses]:
-    """Guesses for texts of one kind (`DraftSteps.kind`), as one set of array operations; each is what it is alone.
+    """Guesses for texts of one kind (`DraftSteps.kind`), as one set of array operations; each as for its text alone.
 
     Args:
         steps: of the texts.

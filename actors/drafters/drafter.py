@@ -1,7 +1,7 @@
 """The base classes of the drafters: their loop, proposals, rests, and leaving a session to the target.
 
-A drafter takes messages in as they come, and answers at once if it can. Its loop asks for each session that has changed
-what there is to do, decides on the next job (`protocol.draft_plan`), and has it done. All waiting is in one place.
+A drafter takes messages in as they come, and answers at once if it can. Its loop finds out what each session that has
+changed needs, decides on the next job (`protocol.draft_plan`), and has it done. All waiting is in one place.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from protocol.trace import Event
 
 logger = logging.getLogger("outrider")
 
-# Tokens that are indexed without a checkpoint: a few milliseconds at most, in which nothing else happens; and without
-# looking at other sessions.
+# Tokens that are indexed between two checkpoints, in a few milliseconds for which trio runs nothing else; and how often
+# in a row before other sessions have a turn.
 TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
-# A drafter that has nothing to offer but copies rests after this many rounds in a row without one. In a rest, the
-# target does not wait for an answer before it goes on. In return, the next proposal may come a little late.
+# A drafter that only copies rests after this many rounds in a row without a copy. In a rest, the target goes on without
+# waiting for an answer, but the next proposal may come a little late.
 MAX_IDLE_ROUNDS = 8
-# A text has something to copy if the first token of it is at least so likely.
+# A text counts as having something to copy if the first copied token is at least this likely.
 LIKELY = 0.5
 
 FromTarget = Verdict | Rested | Due | Overdue
@@ -59,11 +59,11 @@ class DrafterSession(ActorSession):
         has_model: whether it can go on where a copy ends.
         tree: the guesses that continue the committed text.
         is_ready: whether the drafter has read the text, and the target waits for its proposals.
-        is_leaving: whether nothing more is drafted, and the session is left once that is allowed (`protocol.leaving`).
+        is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
         need: what there is to do for it, as of the last look; None for nothing until something changes.
         num_rested: rounds of the last rest.
         num_idle_rounds: rounds in a row in which the target judged no copied token.
-        since, num_read_before: since when, in jobs of the drafter and tokens that it has read.
+        since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `need` arose.
     """
 
     def __init__(
@@ -109,23 +109,23 @@ class DrafterSession(ActorSession):
         return False
 
     def waits(self, num_read: int) -> Waiting:
-        """What it waits for, when the drafter has read so many tokens. `need` must not be None."""
+        """What it waits for, given the tokens that the drafter has read so far. `need` must not be None."""
         assert self.need is not None
         return Waiting(self.need, self.since, num_read - self.num_read_before, self.goes_alone)
 
     @property
     def has_left(self) -> bool:
-        """Whether the drafter has nothing more to do with the session."""
+        """Whether the drafter has no further part in the session."""
         return self.state.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
 
     @property
     def copies(self) -> bool:
-        """Whether tokens are copied; a fixed lookahead is what the user wants of a draft model."""
+        """Whether tokens are copied; not if the user has fixed the lookahead of a draft model."""
         return not self.has_model or isinstance(self.policy, AutoPolicy)
 
     @property
     def is_indexed(self) -> bool:
-        """Whether the index has all of the text, and what is expected after the prompt, if tokens are copied."""
+        """Whether the index has all of the text and of the user's prediction; always true if nothing is copied."""
         index, num_reference = self.index, self._num_reference
         return not self.copies or (len(index) >= len(self.state.committed) and index.num_reference >= num_reference)
 
@@ -136,7 +136,7 @@ class DrafterSession(ActorSession):
         return len(prediction) + min(MAX_MATCH, len(opened.prompt)) if prediction else 0
 
     def index_some(self) -> None:
-        """Add a few hundred tokens to the index: what is expected after the prompt, then the committed text."""
+        """Add a few hundred tokens to the index: first the user's prediction, then the committed text."""
         opened = self.shared.opened
         if (start := self.index.num_reference) < self._num_reference:
             # With the end of the prompt before it, the prediction is found as soon as the text begins.
@@ -149,7 +149,7 @@ class DrafterSession(ActorSession):
         """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
         policy = self.policy
         if isinstance(policy, AutoPolicy):
-            # Those that were not judged count too, under either rule: what is copied is not drawn at random, so it
+            # Copies that were not judged count, too, under any rule: a copied token is not drawn at random, so it
             # equals the committed token as often as it would be accepted.
             for guess, token in zip(self._copied, commit.tokens, strict=False):
                 was_right = guess.token == token
@@ -159,14 +159,14 @@ class DrafterSession(ActorSession):
                 if not was_right:
                     break
         was_hit = self.tree.advance(commit.tokens)
-        # Before the text is indexed, this commit will be, too.
+        # If the text is not indexed yet, this commit will be indexed with it.
         if self.copies and len(self.index) == commit.start:
             self.index.append(commit.tokens)
             self.copy()
         return was_hit
 
     def copy(self) -> None:
-        """Put into the tree what followed the text's last tokens before."""
+        """Put into the tree what followed an earlier occurrence of the text's last tokens."""
         policy = self.policy
         # One more token than may be proposed, as a guess at the token that the verdict adds.
         max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
@@ -176,7 +176,7 @@ class DrafterSession(ActorSession):
         before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
-            # One that rests takes part in no pass over proposals.
+            # A text that rests takes part in no pass over proposals.
             is_awake = self.state.phase is not SessionPhase.RESTING
             self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
         else:
@@ -185,14 +185,14 @@ class DrafterSession(ActorSession):
             self.tree.copy(self._copied)
 
     def count_copying(self, is_copying: bool) -> None:
-        """Count the text, or no more, among those that have something to copy; a fixed lookahead never counts."""
+        """Count the text among those with something to copy, or no longer; one of a fixed lookahead never counts."""
         if isinstance(self.policy, AutoPolicy):
             self.policy.prices.num_copying += is_copying - self._is_copying
             self._is_copying = is_copying
 
     def _guesses(self, num_tokens: int) -> Iterator[Guess]:
-        # A match of one token is seldom right. Only a policy that weighs its price should propose it, and a model is
-        # better at it.
+        # A match of one token is seldom right. Only a policy that weighs its price should propose it, and only if there
+        # is no model, which would guess better.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
         for copied in self._longest_copy(num_tokens, shortest):
             confidence = copied.confidence
@@ -201,13 +201,13 @@ class DrafterSession(ActorSession):
                 return
 
     def _longest_copy(self, num_tokens: int, shortest: int) -> Iterator[Copied]:
-        """What followed in the text itself; or in the corpus, if more of the text's last tokens occur there."""
+        """What followed in the text itself; or in other texts, if more of this text's last tokens occur there."""
         own, find_copy = self.index.lookup(num_tokens, shortest=shortest), self.shared.find_copy
         if find_copy is None:
             return own
         if (first := next(own, None)) is not None:
             own, shortest = itertools.chain((first,), own), first.match_length + 1
-        # In other texts, one token says too little.
+        # In other texts, a match of one token says too little.
         foreign = find_copy(self.state.committed, num_tokens, max(2, shortest))
         longer = None if shortest > MAX_MATCH else next(foreign, None)
         return own if longer is None else itertools.chain((longer,), foreign)
@@ -240,8 +240,8 @@ class Drafter(Actor[S]):
     """An actor that proposes tokens. Without it, a session goes on, only slower.
 
     Attributes:
-        rest_rounds, max_rest_rounds: rounds that the drafter leaves to the target alone at a time: at first, and while
-            it does not pay to begin again.
+        rest_rounds, max_rest_rounds: rounds that the drafter leaves to the target alone: in the first rest, and at most
+            at a time, as rests are prolonged.
     """
 
     rest_rounds: ClassVar[int]
@@ -250,7 +250,7 @@ class Drafter(Actor[S]):
 
     def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
         super().__init__(on_event, prices, clock)
-        self._running: dict[S, None] = {}  # those that have a part in the job that runs
+        self._running: dict[S, None] = {}  # the sessions of the running job
         self._num_jobs = self._num_read = 0
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -268,16 +268,16 @@ class Drafter(Actor[S]):
     def _look_at(self, session: S) -> None:
         super()._look_at(session)
         if self._running:
-            # The job that runs may be about to go on for others, or hang.
+            # The running job may be about to go on for other sessions, or may hang.
             self._take_in()
             if session.need is not None or (session in self._running and session.has_left):
                 self._is_waited_for()
 
     def _is_waited_for(self) -> None:
-        """Something waits for the end of the job that runs."""
+        """Called when a session waits for the end of the running job."""
 
     def _take_in(self) -> None:
-        """Ask what there is to do for the sessions that have changed, but for those that have a part in the job."""
+        """Find out what the sessions that have changed need, except for those in the running job."""
         waiting = [session for session in self._changed if session not in self._running]
         for session in waiting:
             del self._changed[session]
@@ -294,7 +294,7 @@ class Drafter(Actor[S]):
             session.need = need
 
     def _next_job(self) -> tuple[Need, list[S]] | None:
-        # Since they were looked at, time has passed.
+        # Whether to draft depends on the time, which has passed since the last look.
         self._changed.update((session, None) for session in self._sessions.values() if session.need is Need.DRAFT)
         while self._changed:  # a session that is looked at may change others
             self._take_in()
@@ -305,7 +305,7 @@ class Drafter(Actor[S]):
         return need, chosen
 
     async def _work(self, need: Need, sessions: Sequence[S]) -> None:
-        """Do a job, and what follows from it."""
+        """Do a job, and have its sessions looked at again."""
         if need in (Need.READ, Need.DRAFT):
             self._num_jobs += 1
         num_cached = len(sessions[0].cached_tokens)
@@ -361,13 +361,13 @@ class Drafter(Actor[S]):
 
     def _hand_over(self, message: Message) -> None:
         session = self._sessions.get(message.session)
-        # The target may have sent it before it knew that the session is left; what is left ends by itself.
+        # The target may have sent it before it knew of the drafter's withdrawal. Such a session ends by itself.
         if session is not None and session.state.phase is not SessionPhase.UNDRAFTED:
             super()._hand_over(message)
             self._look_at(session)
 
     def _give_up(self, session: S, error: Exception) -> None:
-        """Leave a session to the target, and its cache to nobody, because of an error."""
+        """Leave a session to the target because of an error, and keep its cache from other sessions."""
         try:
             self._fail(session, error)
         except Exception as of_its_own:  # its decisions have failed, too
@@ -380,7 +380,7 @@ class Drafter(Actor[S]):
             logger.warning("drafting failed, session %d goes on without: %s", session.id, error, exc_info=error)
             session.shared.counts.draft_failures += 1
         if session.is_leaving or session.is_broken:
-            # Its decisions themselves have failed. They do not depend on which tokens were drawn, so this does not.
+            # The decisions themselves have failed. They do not depend on which tokens were drawn, so leaving does not.
             self._withdraw(session, at_once=True)
         else:
             self._leave(session)
@@ -410,7 +410,7 @@ class Drafter(Actor[S]):
             self._look_at(session)
 
     def _rest(self, session: S, num_rounds: int | None = None) -> None:
-        """Leave some rounds to the target, `rest_rounds` if not told otherwise; in a rest, prolong it by more."""
+        """Leave some rounds to the target, by default `rest_rounds`, and more each time that a rest is prolonged."""
         was_resting = session.state.phase is SessionPhase.RESTING
         num_rounds = num_rounds or self.rest_rounds
         if was_resting:

@@ -37,7 +37,7 @@ class DraftPart:
         session: of the text.
         draft_steps: of the text.
         step: the next step. Read and written on the worker's thread once the steps have begun.
-        alone: whether no other text may share its pass, nor its cache be one with those of others.
+        alone: whether it has its passes to itself, and its cache stays apart from those of others.
         node: the node that is being drafted after; None if its result is not wanted any more.
         round: of the session, for the trace.
         expected_end_s: when the running step is expected to end, in seconds on the worker's clock.
@@ -57,7 +57,7 @@ class DraftPart:
 
     @property
     def position(self) -> int:
-        """Of the token that the next step guesses."""
+        """Position of the token that the next step guesses."""
         return self.step.plan.keep + len(self.step.plan.feed)
 
     @property
@@ -68,7 +68,7 @@ class DraftPart:
 
 @attrs.frozen
 class PartResult:
-    """What a step brought for one text.
+    """The result of a step for one text.
 
     Attributes:
         part: of the text.
@@ -142,13 +142,13 @@ class SharedSteps:
             feeds = [Feed(part.draft_steps.sequence, part.step.plan.feed, 1, part.alone) for part in parts]
             logits = self._model.feed_together(feeds) if self._can_share(len(feeds)) else feed_each(feeds)
             if any(part.draft_steps.shared.logits_pipeline.runs_user_code for part in parts):
-                # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
+                # User code is called with evaluated arrays, so that it is not blamed for a pass that fails.
                 mx.eval(logits)
             lazies = _lazies(parts, logits)
             mx.eval([lazy.value.arrays() for lazy in lazies.values() if isinstance(lazy, outcome.Value)])
         except BaseException:
-            # What is in the caches now is not known. Nobody has seen what was drawn from these logits, if anything was:
-            # when the texts draw again, it is as if for the first time.
+            # What is in the caches now is not known. Nobody has seen a token that was drawn from these logits, so when
+            # the texts draw again, it is as if for the first time.
             self._model.abandon_shared()
             for part in parts:
                 part.draft_steps.sequence.forget()
@@ -193,5 +193,5 @@ def _conclude(part: DraftPart, lazy: outcome.Outcome[LazyGuesses]) -> tuple[Draf
 
 
 def num_rows(job: Job[Any]) -> int:
-    """Rows that a step computes: of each text as many as of the widest, because the others are padded."""
+    """Rows that a step computes: as many for each text as for the widest, because the others are padded."""
     return len(job.shares) * max(share.num_tokens for share in job.shares) if job.shares else job.num_tokens

@@ -1,8 +1,8 @@
-"""Cache kinds: for each cache class, all that Outrider knows of it. No other module tests for a cache class.
+"""Cache kinds: all that Outrider knows about each cache class. No other module tests for a cache class.
 
 A *trim* drops the tail of a cache, to any length. A *checkpoint* keeps the state from before a feed, and restores it.
 What mlx-lm's classes say of themselves is not reliable: `is_trimmable` is about the present moment, so a rotating cache
-that fills in the middle of a round cannot be trimmed back; `ConcatenateKVCache.trim` reduces its count of tokens, and
+that fills in the middle of a round cannot be trimmed back; `ConcatenateKVCache.trim` lowers its count of tokens, but
 keeps the tokens.
 
 A file never chooses a class: a state goes into a cache of the class that the model makes for itself, once every number
@@ -38,7 +38,7 @@ State = Any
 
 @attrs.frozen
 class LayerState:
-    """The state of one layer's cache, of a class of mlx-lm. A `CacheList` has those of its caches, in `inner`."""
+    """The state of one layer's cache, of a class of mlx-lm. For a `CacheList`, `inner` has the states of its caches."""
 
     kind: str
     state: State = None
@@ -65,7 +65,7 @@ class CacheKind:
     cache_class: type = object
     always_trims = False  # whether any tail can be trimmed, however much was fed
     kept: tuple[str, ...] = ()  # the attributes that a checkpoint keeps
-    is_overwritten = False  # whether the arrays among them are written into where they are read again
+    is_overwritten = False  # whether the cache writes into arrays among them, where a restored checkpoint reads
     can_keep_state = True  # whether the state can be kept, restored, and put into another cache
 
     @property
@@ -89,8 +89,9 @@ class CacheKind:
         return getattr(layer, "max_size", None)
 
     def reads_alike(self, layer: Any, num_tokens: int) -> bool:
-        """Whether `num_tokens` tokens are read the same way, however they are divided into passes. Not beyond a window
-        that keeps its first tokens: mlx-lm's mask over several tokens hides those from all but the first of them.
+        """Whether a text of `num_tokens` tokens is read the same way, however it is divided into passes. Not if a
+        window that keeps its first tokens is shorter: in a pass over several tokens, mlx-lm's mask hides the kept ones
+        from all but the first.
         """
         return not getattr(layer, "keep", 0) or bool(num_tokens <= layer.max_size)
 
@@ -101,8 +102,8 @@ class CacheKind:
     # --- how it is rewound ---
 
     def can_trim_after(self, layer: Any, num_tokens: int, back_to: int | None = None) -> bool:
-        """Whether the cache could take `num_tokens` more now, and then drop its tail down to the length `back_to`; None
-        for the present one.
+        """Whether the cache could take `num_tokens` more now, and then drop its tail down to the length `back_to`, by
+        default the present one.
         """
         return self.always_trims
 
@@ -113,8 +114,8 @@ class CacheKind:
     def snapshot(self, layer: Any) -> Restore:
         """Keep the state. Returns a function that restores it, as often as it is called.
 
-        Arrays are kept by reference; where the cache assigns into them, which every reference sees, as a view, whose
-        price is a copy of the buffer when the array is next written.
+        Arrays are kept by reference. Those that the cache assigns into are kept as views, since assignments show
+        through every reference; a view costs a copy of the buffer when the array is next written.
         """
         state = {name: self._kept(getattr(layer, name)) for name in self.kept}
 
@@ -146,10 +147,10 @@ class CacheKind:
         return LayerState(self.state_name, _as_view(self.state(layer)))
 
     def put_state(self, taken: LayerState, like: Any, longer: Any) -> Any:
-        """A new cache with a state, which may be anything that a file has.
+        """A new cache with the state `taken`, which comes from a file and may be anything.
 
-        It is compared with two caches of the model's layer: `like` holds one token, and `longer` some more, which tells
-        the shapes that depend on the length.
+        It is compared with two caches of the model's layer: `like` holds one token, and `longer` some more, so that the
+        two show which shapes depend on the length.
 
         Raises: MisfitError: this is not the state of such a cache.
         """
@@ -166,8 +167,8 @@ class CacheKind:
         return self.take_state(layer)
 
     def put_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
-        """A function that rewinds a cache, which holds at least `length` tokens, to a prefix checkpoint at that length,
-        which may be anything that a file has; see `put_state`.
+        """A function that rewinds `layer`, which holds at least `length` tokens, to the prefix checkpoint `taken` at
+        that length. The checkpoint may be anything that a file has; see `put_state`.
 
         Raises: MisfitError: such a cache cannot have had this state at that length.
         """
@@ -176,12 +177,12 @@ class CacheKind:
         return partial(self.fill, layer, taken)
 
     def fill(self, layer: Any, taken: LayerState) -> None:
-        """Give a cache a state that was taken of a cache of the same layer, not from a file; as often as wanted."""
+        """Give a cache a state that was taken from a cache of the same layer, or checked. A state can be used again."""
         # New views each time, so that writes after a first call do not show in a second.
         vars(layer).update(vars(self.made(_as_view(taken.state))))
 
     def state(self, layer: Any) -> State:
-        """What `take_state` takes."""
+        """The state that `take_state` takes."""
         return _cut(layer.state, layer.offset)
 
     def check_state(self, state: State, like: Any, longer: Any) -> None:
@@ -193,7 +194,7 @@ class CacheKind:
         return self.cache_class.from_state(state)  # type: ignore[attr-defined]
 
     def row_cache(self, layer: Any) -> Any:
-        """An empty cache of a batch, in which the texts of such caches are rows: a `RowCache`."""
+        """An empty `RowCache` for this layer, in which the texts of such caches become rows."""
         raise NotImplementedError
 
     # --- for checks ---
@@ -203,7 +204,7 @@ class CacheKind:
             raise MisfitError(f"its {self.state_name} has {misfit}")
 
     def _num_rows(self, buffers: Sequence[Any], like_buffers: Sequence[mx.array]) -> int:
-        """The number of rows of keys and values, whose form is compared with those of a cache of the model."""
+        """Compare the form of keys and values with those in a cache of the model. Returns: their number of rows."""
         for buffer, like_buffer in zip(buffers, like_buffers, strict=True):
             self._require(_have_same_form(buffer, like_buffer, [2]), "arrays of another shape")
         num_rows = {int(buffer.shape[2]) for buffer in buffers}
@@ -215,7 +216,7 @@ class CacheKind:
 
 
 class UnknownKind(CacheKind):
-    """The kind of all other classes: a model can read with such a cache; nothing is undone, saved or shared."""
+    """The kind of all other classes: a model can read with such a cache, but it is not rewound, saved or shared."""
 
     can_keep_state = False
 
@@ -280,16 +281,16 @@ class ConcatenateKVCacheKind(CacheKind):
 
 
 class RotatingKVCacheKind(CacheKind):
-    """Once the cache is full, a token overwrites the oldest one but the first `keep`."""
+    """Once the cache is full, a new token overwrites the oldest one, except that the first `keep` stay."""
 
     cache_class: type = RotatingKVCache
     kept = ("keys", "values", "offset", "_idx")
     is_overwritten = True
 
     def working(self, layer: RotatingKVCache) -> RotatingKVCache:
-        """One that can be trimmed also when it is full.
+        """A cache that can be trimmed even when it is full.
 
-        A cache that keeps its first tokens stays: what it reads depends on the passes, in prompts too.
+        One that keeps its first tokens is not replaced: what it reads depends on the passes, in prompts too.
         """
         return SlidingWindowCache(layer.max_size) if layer.keep == 0 else layer
 
@@ -317,7 +318,7 @@ class RotatingKVCacheKind(CacheKind):
 class SlidingWindowCacheKind(RotatingKVCacheKind):
     """In files it is a `RotatingKVCache`.
 
-    What the cache writes is behind the tokens that a reference is kept for, unless a trim has given those up.
+    A checkpoint keeps references: the cache writes only after the tokens of a checkpoint, unless it was trimmed below.
     """
 
     cache_class = SlidingWindowCache
@@ -331,7 +332,7 @@ class SlidingWindowCacheKind(RotatingKVCacheKind):
         return LayerState(self.state_name, self.state(layer, num_past=0))
 
     def state(self, layer: Any, num_past: int = MAX_TRIM) -> State:
-        """The tokens of the window and `num_past` before them, by which it can be trimmed."""
+        """The tokens of the window, and up to `num_past` before them, by which the cache can be trimmed."""
         keys, values, offset, keep, max_size, num_held = layer.state
         num_taken = min(num_held, max_size + num_past)
         first = num_held - num_taken
@@ -342,7 +343,7 @@ class SlidingWindowCacheKind(RotatingKVCacheKind):
 
 
 class ChunkedKVCacheKind(CacheKind):
-    """A token attends to its chunk, from the beginning. Each feed first drops what lies more than a chunk behind."""
+    """A token attends to its chunk, from the chunk's beginning. Each feed first drops what lies over a chunk back."""
 
     cache_class = ChunkedKVCache
     kept = ("keys", "values", "offset", "start_position")
@@ -366,7 +367,7 @@ class ChunkedKVCacheKind(CacheKind):
 
 
 class ArraysCacheKind(CacheKind):
-    """Recurrent states, which are replaced when they change. They do not tell how many tokens they are of."""
+    """Recurrent states, which are replaced when they change. They do not tell how many tokens they have read."""
 
     cache_class = ArraysCache
     kept = ("cache", "left_padding", "lengths")
@@ -395,7 +396,7 @@ class ArraysCacheKind(CacheKind):
 
 
 class CacheListKind(CacheKind):
-    """Several caches of one layer, of any kinds. Where `kinds_of` is used, they are asked one by one."""
+    """Several caches of one layer, of any kinds. `kinds_of` yields each of them, and not the list."""
 
     cache_class = CacheList
 

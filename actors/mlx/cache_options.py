@@ -39,7 +39,7 @@ class CacheOptions:
     one_by_one: bool = False
 
     def make_cache(self, model: Module) -> list[Any]:
-        """Empty caches for one text: the model's own, but for sliding windows caches that can always be trimmed."""
+        """Empty caches for one text: the model's own, but sliding windows get caches that can always be trimmed."""
         made = make_prompt_cache(model, max_kv_size=self.max_kv_size)
         return [kind_of(layer).working(layer) for layer in made]
 
@@ -62,7 +62,7 @@ class CacheOptions:
         return self.rewind in ("auto", "checkpoint") and all(kind.can_keep_state for kind, _ in kinds_of(cache))
 
     def reads_alike(self, cache: list[Any], num_tokens: int) -> bool:
-        """Whether `num_tokens` tokens are read the same way, however the text is divided into passes."""
+        """Whether a text of `num_tokens` tokens is read the same way, however it is divided into passes."""
         return not self.one_by_one and all(kind.reads_alike(layer, num_tokens) for kind, layer in kinds_of(cache))
 
     def rewind_mode(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> RewindMode:
@@ -96,7 +96,7 @@ class CacheOptions:
         return num_tokens > 1 and not self.reads_alike(cache, length + num_tokens)
 
     def quantize(self, cache: list[Any], length: int) -> bool:
-        """Quantise the caches in this list that must be after a feed to `length` tokens. Returns: whether any was."""
+        """After a feed to `length` tokens, quantise those caches in the list that are due. Returns: whether any was."""
         if self.kv_bits is None or length < self.quantized_kv_start:
             return False
         before = list(cache)

@@ -34,8 +34,8 @@ class LayerEvaluation(Enum):
     """Layer by layer, with at most `MAX_LAYERS_IN_FLIGHT` submitted and not done, so that a GPU never runs dry."""
 
 
-# Enough that the device does not wait for the next layer. What `mx.async_eval` commits at its end is no task; only the
-# buffers that a layer fills are: hardly one, with the sizes of `runtime.loading.mlx_environment`.
+# Enough that the device does not wait for the next layer. What `mx.async_eval` commits at its end does not count as a
+# task. Only buffers that a layer fills do: hardly one a layer, with the sizes of `runtime.loading.mlx_environment`.
 MAX_LAYERS_IN_FLIGHT = 3
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def _pipeline() -> OnLayer:
 
 
 def evaluating(evaluation: LayerEvaluation) -> AbstractContextManager[None]:
-    """Say when the layers of one pass are evaluated in this thread, while in force; see `evaluating_layers`."""
+    """While in force, set when this thread evaluates the layers of a pass; see `evaluating_layers`."""
     match evaluation:
         case LayerEvaluation.WHOLE:
             return _set(_on_layer, None)
@@ -73,7 +73,7 @@ def evaluating(evaluation: LayerEvaluation) -> AbstractContextManager[None]:
 
 
 def observing(observer: Observer) -> AbstractContextManager[None]:
-    """Tell an observer of each layer that this thread runs, while in force; see `evaluating_layers`."""
+    """While in force, tell an observer of each layer that this thread runs; see `evaluating_layers`."""
     return _set(_observer, observer)
 
 
@@ -109,7 +109,7 @@ def evaluating_layers(model: Module) -> Iterator[None]:
                     layer.__class__ = type(layer).__bases__[0]
 
 
-# By the id of each layer. A model may be target and drafter of one runtime, or belong to several, each with a thread.
+# By the id of each layer. A model may be target and drafter of one runtime, or belong to several, on several threads.
 _num_users = Counter[int]()
 _lock = threading.Lock()
 

@@ -45,7 +45,7 @@ def wired_memory() -> Iterator[None]:
 
 
 def recommended_working_set() -> int | None:
-    """The bytes that the device recommends to use at most; None on a device that does not tell, such as a CPU."""
+    """The most bytes that the device recommends to use; None on a device that does not tell, such as a CPU."""
     return cast(int | None, mx.device_info().get("max_recommended_working_set_size"))
 
 

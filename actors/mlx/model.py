@@ -1,4 +1,4 @@
-"""An mlx-lm model behind the interface of `actors.model`, and what there is to know about it."""
+"""An mlx-lm model behind the interface of `actors.model`, and a description of it, its `Anatomy`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ logger = logging.getLogger("outrider")
 
 S = TypeVar("S", bound=MLXSequence)
 
-_warned_of: set[str] = set()  # cache classes and model families: one warning each a process
+_warned_of: set[str] = set()  # cache classes and model families that this process has warned of
 
 # Families that are fed one token at a time, because a pass over several tokens gives other logits than a pass for each:
-# phi3small adds its boolean mask to the scores instead of masking them, so tokens see later tokens; in plamo3, such a
-# pass has a window that is one token wider.
+# phi3small adds its boolean mask to the scores instead of masking them, so tokens see later tokens; in plamo3, the
+# window of such a pass is one token wider.
 _ONE_BY_ONE = {"mlx_lm.models.phi3small", "mlx_lm.models.plamo3"}
 
 # phi3small forbids meaningless ids by writing to their logits, up to id 100351, whatever the size of its vocabulary
@@ -67,17 +67,17 @@ def load(
     """Load a model and its tokenizer. The weights are evaluated on the calling thread.
 
     Args:
-        adapter: the directory of an adapter, which is put on the model.
-        quantize: `bits`, `group_size` and `mode`, to which the weights are quantised before; None leaves them.
-        is_lazy: whether each weight is left in its file until it is used, on the same thread.
+        adapter: the directory of an adapter to apply to the model.
+        quantize: `bits`, `group_size` and `mode` of a quantisation, done before the adapter is applied; None for none.
+        is_lazy: whether each weight stays in its file until it is first used, on the same thread.
         **mlx_lm_options: further options of `mlx_lm.load`.
 
     Raises:
-        ModelError: the model would crash the process, or is quantised and is to be quantised again.
+        ModelError: the model would crash the process, or `quantize` is given for a model that is quantised already.
         Whatever mlx-lm raises, which is of many kinds; a worker wraps it in a `JobError`.
     """
     _check_config(path_or_hub_id)
-    # Lazily, so that no weights are in memory that will be replaced.
+    # Lazily, so that weights which quantisation replaces are not loaded into memory first.
     model, tokenizer, *_ = mlx_lm.load(str(path_or_hub_id), lazy=is_lazy or quantize is not None, **mlx_lm_options)
     if quantize is not None:
         quantize_weights(model, **quantize)
@@ -121,12 +121,12 @@ class MLXModel(SharedPasses):
         named: str = "the model",
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
-        """Wrap a model whose weights are evaluated, `named` in messages. Feeds it two tokens to check it. Its layer
-        evaluation is for passes beside another model; None for what suits the default device.
+        """Wrap a model whose weights are evaluated, and feed it two tokens to check it. Messages call it `named`.
+        `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
         Raises:
-            ModelError: the model would crash the process, returns something else than logits, or does not fill the
-                cache that it is given; or the options demand something that its caches cannot do.
+            ModelError: the model would crash the process, does not return logits, or does not fill the cache that it
+                is given; or the options demand something that its caches cannot do.
             Whatever the model raises.
         """
         self._layer_evaluation = layer_evaluation
@@ -134,7 +134,7 @@ class MLXModel(SharedPasses):
             if type(module).__module__ == "mlx_lm.models.phi3small" and hasattr(module, "args"):
                 _check_phi3small(named, module.args.vocab_size)
         one_by_one = any(type(module).__module__ in _ONE_BY_ONE for module in model.modules())
-        # A forward pass, since no attribute has the width of the logits in all architectures.
+        # A forward pass tells the width of the logits, which no attribute has in all architectures.
         cache = options.make_cache(model)
         logits = model(mx.array([PROBED]), cache=cache)
         vocab_size = check_logits(named, logits, (1, len(PROBED), None))
@@ -175,14 +175,14 @@ class MLXModel(SharedPasses):
         return by_name
 
     def bounded_batch(self, max_batch: int) -> int:
-        """Most texts in one pass: 1 where they cannot share, as all would wait for the last one's. Feeds nothing."""
+        """The largest batch to use: 1 if texts share no passes, as each would wait for those of all. Feeds nothing."""
         return max_batch if self.known_obstacle is None else 1
 
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         return self.open_sequence_of(MLXSequence, beside_another=beside_another)
 
     def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
-        """As `open_sequence`, of a class of one's own."""
+        """As `open_sequence`, with a class of the caller's choice."""
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
         layer_evaluation = (self._layer_evaluation or by_device) if beside_another else LayerEvaluation.WHOLE
@@ -195,8 +195,8 @@ class MLXModel(SharedPasses):
         )
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """Record what enters some layers, of which the number of layers stands for what the last one gives, from the
-        next pass on; None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
+        """From the next pass on, record the inputs of these layers; the number of layers, as an id, means the output of
+        the last one. None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
         self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
 
@@ -302,7 +302,7 @@ class Anatomy:
 
 
 def _check_config(path_or_hub_id: str | Path) -> None:
-    """A model on the hub has no configuration here yet; `MLXModel` checks it once it is loaded."""
+    """Check a local model. One on the hub has no configuration here yet; `MLXModel` checks it once it is loaded."""
     try:
         config = json.loads((Path(path_or_hub_id) / "config.json").read_text())
         family, vocab_size = config["model_type"], config["vocab_size"]
@@ -326,7 +326,7 @@ def _check_phi3small(named: str, vocab_size: int) -> None:
 
 
 def context_length_of(args: Any) -> int | None:
-    """The largest number of positions by a model's configuration; None if it names no bound."""
+    """The largest number of positions according to a model's configuration; None if it names no bound."""
     text = getattr(args, "text_config", None)
     if isinstance(text, dict):
         args = text

@@ -45,7 +45,7 @@ class RowBatch:
         self._keys: list[object] = []
         self._row_of: dict[object, int] = {}  # by key: its index
         self._lengths: list[int] = []
-        # Lengths before the last pass, whose states are kept, and which rows are to go back there.
+        # Lengths before the last pass, from which recurrent states are kept, and which rows are to go back there.
         self._lengths_before: list[int] = []
         self._goes_back: list[bool] = []
 
@@ -56,7 +56,7 @@ class RowBatch:
         return self._lengths[self._row_of[key]]
 
     def join(self, key: object, caches: Sequence[Any], length: int) -> None:
-        """Add a row with the text of some caches, which they give away."""
+        """Add a row with the text of one text's caches, which give it up."""
         self._settle()
         for rows, (_, single) in zip(self._row_caches, kinds_of(caches), strict=True):
             rows.join(single, length)
@@ -99,7 +99,7 @@ class RowBatch:
         self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None
     ) -> dict[object, mx.array]:
         """Process tokens of several rows in one pass: by key, at most `widest_row` ids for each that takes part. An id
-        beyond the vocabulary is read as the last id, as in `MLXSequence`. The recorder is of the features that a
+        beyond the vocabulary is read as the last id, as in `MLXSequence`. The recorder records the features that a
         trained drafter reads, if there is one.
 
         Returns: by key, (tokens, V) logits of each row that takes part, lazy.
@@ -117,7 +117,7 @@ class RowBatch:
         return {key: logits[row, : widths[row]] for row, key in enumerate(self._keys) if widths[row] > 0}
 
     def feed_ahead(self, keys: Sequence[object], tokens: mx.array, recorder: FeatureRecorder | None = None) -> mx.array:
-        """Process one token, (n,), of each row in `keys`, maybe not yet computed. Returns: (n, V) logits, lazy."""
+        """Process one token of each row in `keys`, (n,), which may be lazy. Returns: (n, V) logits, lazy."""
         self._settle()
         rows = [self._row_of[key] for key in keys]
         are_all = rows == list(range(len(self)))
@@ -126,7 +126,7 @@ class RowBatch:
             fed = mx.zeros((len(self),), tokens.dtype)
             fed[mx.array(rows)] = tokens
             widths = [int(row in rows) for row in range(len(self))]
-        # Layers are not evaluated one by one: the token before this pass is to be read while the pass is computed.
+        # Layers are not evaluated one by one, so that the last pass's tokens can be read while this one is computed.
         logits = self._forward(mx.minimum(fed.astype(mx.int32), self._vocab_size - 1)[:, None], widths, recorder)[:, 0]
         self._count(widths)
         return logits if are_all else logits[mx.array(rows)]
@@ -170,7 +170,7 @@ class RowBatch:
         return self._lengths[row]
 
     def _settle(self) -> None:
-        """Put back the recurrent states of the rows that were rewound."""
+        """Restore the recurrent states of the rows that were rewound."""
         if any(self._goes_back):
             for rows in self._row_caches:
                 rows.restore(self._goes_back)

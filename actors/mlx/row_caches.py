@@ -1,12 +1,12 @@
 """Caches of several texts, one a row, for forward passes that all of them share.
 
-A row holds its text from slot 0 on, and has a length of its own. A pass of width W writes W slots behind each row's
-length, whether or not all are of its text, and the mask hides from a token what lies behind it in its row. So a rewind
-is a smaller length and copies nothing. Models of mlx-lm ask their caches for masks and offsets, so they run unchanged.
+A row holds its text from slot 0 on, and has a length of its own. A pass of width W writes W slots after each row's end,
+even if the row feeds fewer tokens, and the mask hides from each token the slots after it. So a rewind only lowers the
+length, and copies nothing. Models of mlx-lm ask their caches for masks and offsets, so they run unchanged.
 
-A sliding window is a ring of as many slots as the window and the widest pass together: what a rejected proposal has
-overwritten was out of sight already. A recurrent state from before a pass is kept, and put back for the rows that
-reject a token.
+A sliding window is a ring with slots for the window and the widest pass together, so a rejected proposal has
+overwritten only tokens that were out of sight. The recurrent state from before a pass is kept, and restored for the
+rows that reject a token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_WIDTH = 80
 
 
 class RowCache(ABC):
-    """One layer's cache of a batch, beside what the model calls. For the attributes see `RowBatch`."""
+    """One layer's cache of a batch: what `RowBatch` calls. The model calls the rest. For the attributes see there."""
 
     max_width = MAX_CHUNK_TOKENS
     is_recurrent = False
@@ -41,15 +41,15 @@ class RowCache(ABC):
 
     @abstractmethod
     def restore(self, rows: Sequence[bool]) -> None:
-        """Put back the state from before the last pass for some rows."""
+        """Restore the state from before the last pass in the rows that are True."""
 
     @abstractmethod
     def join(self, single: Any, length: int) -> None:
-        """Add a row: the text of a cache, which gives it away. An empty text joins only where all are empty."""
+        """Add the text of a single text's cache, which gives it up, as a row. An empty text joins only empty ones."""
 
     @abstractmethod
     def leave(self, row: int, length: int, single: Any) -> None:
-        """Give a row's text to the cache that had joined; the row is to be removed then."""
+        """Give a row's text back to the cache that had joined. The caller then removes the row."""
 
     @abstractmethod
     def remove(self, row: int) -> None:
@@ -57,7 +57,7 @@ class RowCache(ABC):
 
     @abstractmethod
     def shrink(self, longest: int) -> None:
-        """Give back memory that rows of at most `longest` tokens do not need, if it is much."""
+        """Free memory that rows of at most `longest` tokens do not need, if it is much."""
 
     @property
     @abstractmethod
@@ -92,25 +92,25 @@ class RowKVCache(RowCache):
             self.keys, self.values = _grown(self.keys, grown), _grown(self.values, grown)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write (B, heads, W, width of a head) behind each row's length. Returns: all slots that the pass may see."""
+        """Write (B, heads, W, width of a head) after each row's end. Returns: all slots that the pass may see."""
         if self.keys is None or self.values is None:  # all texts are empty
             self.keys, self.values = self._zeros_like(keys), self._zeros_like(values)
         slots = self._slots(keys.shape[2])[:, None, :, None]
         self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
         self.values = mx.put_along_axis(self.values, slots, values, axis=2)
-        # Rebound: some models keep a reference to the offset from before.
+        # A new array: some models keep a reference to the offset from before.
         self.offset = self.offset + keys.shape[2]
         return self._visible(self.keys), self._visible(self.values)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        """(B, 1, N, slots) which slots each token of a pass of width N sees, which is not written yet."""
+        """(B, 1, N, slots) bool: which slots each token of the next pass, of width N, sees."""
         slots = mx.arange(self._end)
         positions = (self.offset[:, None] + mx.arange(N))[:, None, :, None]
         mask = slots <= positions
         return mask if window_size is None else mask & (slots > positions - window_size)
 
     def restore(self, rows: Sequence[bool]) -> None:
-        """A smaller length is enough."""
+        """Nothing to do: a row's smaller length is enough."""
 
     def join(self, single: Any, length: int) -> None:
         if length > 0:
@@ -208,7 +208,7 @@ class RowRingCache(RowKVCache):
     def leave(self, row: int, length: int, single: Any) -> None:
         assert self.keys is not None
         assert self.values is not None
-        # More than the window, so that the text can be trimmed at least to before its last pass.
+        # More tokens than the window has, so that the text can be trimmed at least to before its last pass.
         first = self._first_held[row]
         slots = mx.arange(first, length) % self._num_slots
         single.keys, single.values = self.keys[row : row + 1, :, slots], self.values[row : row + 1, :, slots]
@@ -253,7 +253,7 @@ class RowArraysCache(ArraysCache, RowCache):
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         self._before = list(self.cache)
-        # Without padding there is no mask, which models that read no lengths do not support.
+        # Lengths make a mask, which models that read no lengths do not support. So there are none without padding.
         self.lengths = mx.array(tuple(widths), mx.int32) if len(set(widths)) > 1 else None
 
     def restore(self, rows: Sequence[bool]) -> None:
@@ -290,5 +290,5 @@ def _grown(buffer: mx.array, num_slots: int) -> mx.array:
 
 
 def _without(buffer: mx.array, row: int) -> Any:
-    """None without the last row."""
+    """None if no row is left."""
     return None if buffer.shape[0] == 1 else mx.concatenate([buffer[:row], buffer[row + 1 :]])

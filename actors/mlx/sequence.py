@@ -23,7 +23,7 @@ from protocol.errors import RewindError
 
 @attrs.frozen
 class Checkpoint:
-    """What restores a sequence's caches to when they held `length` tokens."""
+    """Restores a sequence's caches to when they held `length` tokens."""
 
     length: int
     restores: list[Restore]
@@ -41,7 +41,7 @@ class MLXSequence(StatefulSequence):
         layer_evaluation: LayerEvaluation = LayerEvaluation.WHOLE,
         recorder_slot: RecorderSlot | None = None,
     ) -> None:
-        """Make an empty sequence. The slot has the recorder of the model's features, while there is one."""
+        """Make an empty sequence. The slot holds the recorder of the model's features, while there is one."""
         self._model = model
         self._features = RecordedFeatures(recorder_slot or RecorderSlot())
         self._options = options
@@ -67,7 +67,7 @@ class MLXSequence(StatefulSequence):
 
     @property
     def can_be_row(self) -> bool:
-        """Whether the text can be a row: there is one, and its caches can be rewound in a batch as here."""
+        """Whether the text can be a row: it is not empty, and its caches can be rewound in a batch as well as here."""
         return (
             self._length > 0
             and self._options.rewind == "auto"
@@ -92,16 +92,16 @@ class MLXSequence(StatefulSequence):
         self._checkpoints.clear()
 
     def leave_batch(self) -> None:
-        """Have caches of its own again, if it has none."""
+        """If the text is a row, take it back into caches of its own."""
         if self._batch is not None:
             self._length = self._batch.leave(self, self.cache)
             self._batch = None
-            # Until they are computed, its slices keep the buffers of the whole batch.
+            # Until they are evaluated, these slices keep the buffers of the whole batch in memory.
             mx.eval([layer.state for layer in self.cache])
             self.check_caches(self._length)
 
     def forget(self) -> None:
-        """Leaves its batch, which must be given up."""
+        """Also leaves its batch, without telling it: that batch must be given up."""
         self.cache = self._options.make_cache(self._model)
         self._batch, self._length, self._is_quantized = None, 0, False
         self.features.clear()
@@ -174,7 +174,7 @@ class MLXSequence(StatefulSequence):
         self.check_caches(length)
 
     def check_caches(self, length: int) -> None:
-        """As `check`, for the number of tokens in the caches."""
+        """As `check`, but `length` counts all tokens in the caches, also any that no session has fed."""
         if self._batch is not None:
             if self._batch.length(self) != length:
                 raise RewindError(f"a row should hold {length} tokens, it holds {self._batch.length(self)}")
@@ -191,7 +191,7 @@ class MLXSequence(StatefulSequence):
         return self._length
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """None also if the class of some cache is not known."""
+        """None also if a cache is of an unknown class."""
         self.leave_batch()
         self.check_caches(len(tokens))
         if not tokens or not self._keep_states:
@@ -282,7 +282,7 @@ class MLXSequence(StatefulSequence):
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
-        # Prefill ends a pass at each prefix checkpoint, so these caches cannot have any.
+        # Prefill ends a pass at each prefix checkpoint, which would change the content of such caches.
         if self.depends_on_passes:
             return False
         always_trims = all(kind.always_trims for kind, _ in kinds_of(self.cache))
@@ -290,7 +290,7 @@ class MLXSequence(StatefulSequence):
 
     @property
     def depends_on_passes(self) -> bool:
-        # Caches are quantised at the end of a pass, and some caches read several tokens otherwise than one by one.
+        # Caches are quantised at the end of a pass, and some caches read several tokens differently from single ones.
         return self._options.kv_bits is not None or not self._options.reads_alike(self.cache, sys.maxsize)
 
     def add_prefix_checkpoint(self) -> None:

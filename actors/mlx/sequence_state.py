@@ -15,9 +15,9 @@ from actors.model import ReusableSequence
 from protocol.messages import Features
 from protocol.tensor import Tensor
 
-# Most levels of nesting of a layer's caches, and of a cache's state, that are accepted from a file.
+# The deepest nesting of a layer's caches, and of a cache's state, that is accepted from a file.
 _MAX_DEPTH = 8
-# Positions whose features a file has at most, the last ones: it grows with the caches alone.
+# A file has the features of at most this many positions, the last ones, so that only its caches grow with the text.
 MAX_FEATURES = 256
 
 
@@ -36,12 +36,12 @@ class SequenceState:
     tokens: tuple[int, ...]
     layers: tuple[LayerState, ...]
     prefix_checkpoints: tuple[PrefixCheckpointState, ...] = ()  # at shorter lengths, ascending
-    # Of a sharded model, what the other ranks have of it, from rank 1 on; records if it comes from a file.
+    # The other ranks' parts, from rank 1 on, if the model is sharded; as records if the state comes from a file.
     others: OtherParts | tuple[SequenceRecord, ...] | None = None
-    features: Features | None = None  # of the target, which a trained drafter needs to go on
+    features: Features | None = None  # the target's, with which a trained drafter goes on
 
     def check(self, *, num_layers: int, has_features: bool = False) -> None:
-        """Raises: MisfitError: a model of one process with so many caches, or without features, cannot have it."""
+        """Raises: MisfitError: a model in one process, with so many caches, and features or none, cannot have it."""
         if (self.features is not None) != has_features:
             raise MisfitError("it lacks features of the target, or has some where the model keeps none")
         if self.others is not None:
@@ -67,7 +67,7 @@ class SequenceState:
 
     @property
     def last_features(self) -> Features | None:
-        """The features that a file has."""
+        """Those of the features that go into a file."""
         if (features := self.features) is None:
             return None
         first = max(0, features.values.shape[0] - MAX_FEATURES)
@@ -79,14 +79,14 @@ class StatefulSequence(ReusableSequence):
 
     @property
     def num_fed(self) -> int:
-        """The tokens that its session has counted: `length`, and those that a trained drafter is to read again."""
+        """How many tokens its session has counted as fed."""
         return self.length
 
     @abstractmethod
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """The state of the sequence, whose `num_fed` cached tokens are these, for a file.
+        """The state of the sequence for a file; `tokens` are its `num_fed` cached tokens.
 
-        Returns: the state, without tokens that are to be read again; None if there are none, or it cannot be kept.
+        Returns: the state, without tokens that are to be read again; None if no tokens are left or it cannot be kept.
         Raises: RewindError: some cache holds another number of tokens.
         """
 
@@ -100,26 +100,24 @@ class StatefulSequence(ReusableSequence):
 
 @attrs.frozen
 class SequenceRecord:
-    """The state of a sequence, or one rank's part of it without the tokens: a value for JSON that names tensors."""
+    """The state of a sequence, or one rank's part of it without the tokens: a value for JSON, and tensors it names."""
 
     description: Any
     tensors: Mapping[str, Tensor]
 
 
 class OtherParts(Protocol):
-    """What the other ranks have of the state of a sequence, while they keep it."""
+    """The other ranks' parts of a sequence's state, which they keep for as long as this exists."""
 
     def copied(self) -> Iterator[tuple[SequenceRecord, ...] | None]:
-        """Copy it on the model's thread, a layer at a step. Yields None, and in the end the parts, from rank 1 on."""
+        """Copy them on the model's thread, one layer a step. Yields None, and in the end the parts, from rank 1 on."""
 
 
 class Recorder:
-    """Copies the state of a sequence for a file, on the model's thread; by layers, as other work may come between."""
+    """Copies the state of a sequence for a file, on the model's thread; layer by layer, with other work in between."""
 
     def __init__(self, sequence: SequenceState, name: str, *, rank: int = 0) -> None:
-        """Prepare to copy; `name` is the prefix of the tensors' names. A rank other than 0 copies its own part, without
-        the tokens.
-        """
+        """Prepare to copy; the tensors' names begin with `name`. Ranks other than 0 copy their part, without tokens."""
         self._sequence = sequence
         self._name = f"{name}{_infix(rank)}" if rank else name
         self._has_tokens = rank == 0
@@ -191,9 +189,8 @@ def _infix(rank: int) -> str:
 
 
 def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> SequenceState:
-    """The state of a sequence from a file, on the thread of its model; with `tokens`, from a rank's part of it.
-
-    Raises: MisfitError: the description is not one of such a state.
+    """The state of a sequence, from a record in a file, on the thread of its model. A rank's part takes `tokens`, which
+    its record lacks. Raises: MisfitError: the record does not describe such a state.
     """
 
     def array(described: Any) -> mx.array:

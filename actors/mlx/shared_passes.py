@@ -18,9 +18,9 @@ from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
 from actors.trained.features import FeatureRecorder, RecorderSlot
 
-# Every row takes as many slots as the longest: so many times their tokens' slots at most, beyond some that are free.
+# Every row has as many slots as the longest. All slots are at most this multiple of all tokens, or this many if more.
 MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
-# A row leaves the batch after so many passes without it: each of them computed its padding.
+# A row leaves the batch once it has missed this many passes, each of which computed padding for it.
 MAX_PASSES_MISSED = 4
 
 # Modules of mlx-lm whose attention reaches into the cache, or expects the offset of one text.
@@ -29,22 +29,22 @@ _NEEDS_ONE_TEXT = {"afm7", "gemma3n", "gpt_bigcode", "internlm3", "llama4", "min
 # Modules of mlx-lm whose recurrent layers read `ArraysCache.lengths`, and so keep padding out of their states.
 _READS_LENGTHS = {"falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "mamba2", "plamo2", "qwen3_5", "qwen3_next"}
 
-# The probe's texts: the lengths at which they join, and how many tokens of each the two passes read. The second pass
+# The probe's texts: the length at which each joins, and how many of its tokens the two passes read. The second pass
 # shows whether padding of the first has got into a recurrent state.
 _PROBE_TOKENS = tuple(range(1, 12))
 _PROBES = ((3, (2, 1)), (6, (3, 1)))
 
-# Largest difference between logits of the probe, in parts of their range. Another mask makes a difference like the
-# range itself; rounding in bfloat16 makes a hundredth.
+# Largest difference allowed between logits of the probe, as a fraction of their range. A wrong mask makes a difference
+# as large as the range; rounding in bfloat16, a hundredth of it.
 _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 
 
 class SharedPasses:
-    """The part of an `MLXModel` that concerns several texts: the batch of the model, and which texts are rows of it.
+    """The part of an `MLXModel` that concerns several texts: the model's batch, and which texts are rows of it.
 
     Attributes:
         known_obstacle: why texts of this model cannot share passes, as far as is known without feeding it anything.
-        recorder_slot: has the recorder of the features that a trained drafter reads, while there is one.
+        recorder_slot: holds the recorder of the features that a trained drafter reads, while there is one.
     """
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
@@ -76,7 +76,9 @@ class SharedPasses:
         return self._batch.widest_row
 
     def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
-        """The texts are rows of a batch of their own, until they join others."""
+        """The texts become a batch of their own. They move to the model's when they next share a pass, unless that one
+        has no rows: then theirs takes its place.
+        """
         batch = self._new_batch(sequences[0].layer_evaluation)
         for text in sequences:
             text.join(batch)
@@ -105,7 +107,7 @@ class SharedPasses:
         return each[0] if len(each) == 1 else mx.concatenate(each)
 
     def abandon_shared(self) -> None:
-        """Empty the caches of all rows, if the last pass fed some: what it has left in them is not known."""
+        """Empty the caches of all rows, if the last pass fed any, since it may have left anything in them."""
         if not self._has_fed_rows:
             return
         for text in self._rows:
@@ -115,14 +117,14 @@ class SharedPasses:
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
 
     def _joined(self, texts: Sequence[Any]) -> list[MLXSequence]:
-        """Those of some texts that are rows of the next pass, in order, after they have joined the batch."""
+        """Have those texts that can share the next pass join the batch. Returns: these texts, in order."""
         rows = [text for text in texts if self._may_share(text)]
         if self._batch.pads_texts:
             others = [text for text in self._rows if text.is_row_of(self._batch)]
             fitting = _fitting({text: text.length for text in (*others, *rows)})
             rows = [text for text in rows if text in fitting]
         if len(rows) < 2:
-            # It stays a row while there are others, which may be fed again in the next pass.
+            # A single text stays a row while there are others, which may be fed again in the next pass.
             rows = [text for text in rows if text in self._rows and len(self._rows) > 1]
         self._has_fed_rows = bool(rows)
         if not rows:
@@ -205,7 +207,7 @@ class SharedPasses:
         for each in zip(*(_passes(length, widths) for length, widths in _PROBES), strict=True):
             parts = [_PROBE_TOKENS[begin:end] for begin, end in each]
             fed.append(batch.feed(dict(zip(lengths, parts, strict=True))))
-            # It leaves, and joins again with what it has read.
+            # The first text leaves, and joins again with the tokens that it has read.
             batch.join(lengths[0], caches[lengths[0]], batch.leave(lengths[0], caches[lengths[0]]))
         return [logits[length] for length in lengths for logits in fed]
 
@@ -215,7 +217,7 @@ def _recorder_for(texts: Iterable[MLXSequence]) -> FeatureRecorder | None:
 
 
 def _fitting(lengths: Mapping[Any, int]) -> set[object]:
-    """The shortest of some texts: those that can be rows without much more memory than they take alone."""
+    """The shortest of the texts, as many as can be rows without much more memory than they take alone."""
     fitting: set[object] = set()
     num_tokens = 0
     for text, length in sorted(lengths.items(), key=lambda each: each[1]):
@@ -240,7 +242,7 @@ def _is_close(expected: mx.array, found: mx.array) -> bool:
 
 def _fed_alone(feed: Feed) -> mx.array:
     if isinstance(feed.sequence, MLXSequence) and feed.sequence.is_row:
-        # It was prepared as a row, whose batch could have undone the pass.
+        # It was prepared as a row, whose passes the batch can undo. Alone, it must be prepared again.
         feed.sequence.leave_batch()
         feed.sequence.prepare(len(feed.tokens), feed.sequence.length)
     logits = feed.sequence.feed(feed.tokens, feed.num_logits)

@@ -1,8 +1,8 @@
-"""The cache of a sliding window, which can be trimmed also when it is full.
+"""The cache of a sliding window, which can be trimmed even when it is full.
 
 mlx-lm's `RotatingKVCache` writes a new token over the oldest one, so what a rejected proposal has overwritten is lost.
-Here tokens are written one behind the other, and those that have left the window stay for a while. A model reads a
-slice, which has the tokens in order and only those that its own mask is about.
+Here new tokens are appended, and those that have left the window stay for a while. A model reads a slice that has, in
+order, only the tokens that its own mask covers.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from mlx_lm.models.cache import RotatingKVCache
 
 # Tokens by which a full window can be trimmed: more than a drafter is ever ahead of its target, two proposals and one.
 MAX_TRIM = 160
-# Slots beyond the window's. When all are taken, once in `NUM_SPARE - MAX_TRIM` tokens, the last move to a new buffer.
+# Slots beyond the window's. When all are taken, every `NUM_SPARE - MAX_TRIM` tokens, the last tokens are copied to a
+# new buffer.
 NUM_SPARE = 256
 STEP = 256  # slots by which a buffer grows until then
 
 
 class SlidingWindowCache(RotatingKVCache):
-    """Keys and values of the last tokens of a text, in order. A model computes with it what it does with mlx-lm's.
+    """Keys and values of the last tokens of a text, in order. A model computes the same with it as with mlx-lm's.
 
-    Its buffers, (1, heads, slots, width of a head), grow with a short text, and end at `NUM_SPARE` slots more than the
-    window. Only a wide pass makes them larger, until the next move: to the window, `MAX_TRIM` and the width of the
-    pass.
+    Its buffers, (1, heads, slots, width of a head), grow with the text to `NUM_SPARE` slots more than the window. Only
+    a wide pass makes them larger, until they are next replaced: the window, `MAX_TRIM` and the pass's width together.
 
-    A slot is written once, unless a trim has given its token up. So a reference to the buffers, with the offset, is a
-    checkpoint for as long as nothing before it is trimmed.
+    A slot is written once, unless a trim has dropped its token. So a reference to the buffers, with the offset, is a
+    checkpoint until the cache is trimmed to below that offset.
     """
 
     keys: mx.array | None
@@ -98,8 +98,8 @@ class SlidingWindowCache(RotatingKVCache):
         return self.keys[..., seen, :], self.values[..., seen, :]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """The mask of a pass of width N, which is not written yet; None where each token sees what there is, "causal"
-        or an array. mlx-lm's models give a window of their own, if it is smaller.
+        """The mask of the next pass, of width N: None if each token sees all that is read, "causal", or an array.
+        mlx-lm's models give a window of their own, if it is smaller.
         """
         if N > 1:
             return super().make_mask(N, window_size, return_array)
@@ -110,8 +110,8 @@ class SlidingWindowCache(RotatingKVCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The state of a `RotatingKVCache` that holds the same tokens; later writes do not change it. An assignment
-        takes any state of such a cache.
+        """The state of a `RotatingKVCache` that holds the same tokens; later writes do not change it. Any state of such
+        a cache can be assigned.
         """
         if self.keys is None or self.values is None:
             return None, None, self.offset, self.keep, self.max_size, self._idx

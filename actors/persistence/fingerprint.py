@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from protocol.tensor import Tensor
 
-_SAMPLE_SIZE = 256  # about so many elements of a tensor
+_SAMPLE_SIZE = 256  # elements of each tensor, approximately
 
 
 @attrs.frozen
@@ -23,8 +23,8 @@ class Fingerprint:
     """Identifies a model. If the fingerprints of two models are equal, one may use the other's caches.
 
     They differ with the architecture, the configuration, the names, shapes, number formats or quantisation of weights,
-    an adapter, and weights that were trained further, merged or converted again, which changes nearly all of them. A
-    change to single elements outside the sample, changed code of an architecture, and a forgery do not show.
+    an adapter, and weights that were trained further, merged or converted again, since that changes nearly all of them.
+    A change to single elements outside the sample, changed code of an architecture, and a forgery do not show.
 
     Attributes:
         num_parameters: elements of the weights; quantised weights count as they are packed.
@@ -52,8 +52,8 @@ class Fingerprint:
 
 
 def fingerprint(model: Module, others: Sequence[mx.array] = (), beside: Any = None) -> Fingerprint:
-    """The fingerprint of a model, with `others` among its weights, on its thread. It takes some milliseconds for any
-    size. `beside` is what its caches depend on besides, as a value for JSON.
+    """The fingerprint of a model, made on its thread in some milliseconds, whatever the model's size. `others` count
+    among the weights; `beside` is what else its caches depend on, as a value for JSON.
     """
     # `parameters` would leave out names that begin with an underscore, such as the frequencies of a rotary embedding.
     leaves = cast(list[tuple[str, Any]], tree_flatten(dict(model)))
@@ -85,7 +85,7 @@ def _configuration(model: Module) -> Any:
     config: Any = getattr(model, "config", None)
     if attrs.has(type(config)):  # of a trained drafter
         values = attrs.asdict(config)
-    # How strong an adapter is, and whether activations are quantised. Fingerprints of plain models stay as they were.
+    # How strong an adapter is, and whether activations are quantised. Plain models keep the fingerprints they had.
     applied = [
         [name, type(module).__name__, getattr(module, "scale", None)]
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Parts of saved texts, on their way between the ranks: each rank has a part of the caches, and rank 0 has the file."""
+"""Parts of saved texts, sent between the ranks: each rank has a part of the caches, and rank 0 has the file."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from actors.mlx.sequence_state import Recorder, SequenceRecord
 from protocol.errors import RankError
 from protocol.rank_messages import Answer, Recorded
 
-# How long rank 0 waits for the next message about a saved text, in seconds. A layer may have to be copied before.
+# How long rank 0 waits for the next message about a saved text, in seconds. A rank may have to copy a layer first.
 WAIT_S = 60.0
 
 
-# A part of which nothing has come. One without a description is not complete.
+# A part of which nothing has arrived yet. A part is incomplete until it has a description.
 NO_PART = SequenceRecord(None, {})
 
 
 def added(part: SequenceRecord, message: Any, rank: int) -> SequenceRecord:
-    """A rank's part with what its next message adds. Raises: RankError: the message has no part of a text."""
+    """A rank's part, extended by its next message. Raises: RankError: the message has no part of a text."""
     if not isinstance(message, Recorded):
         raise RankError(f"rank {rank} has sent {type(message).__name__} and not its part of a saved text")
     return SequenceRecord(message.description, {**part.tensors, **message.tensors})
@@ -66,8 +66,8 @@ def receive_record(group: RankGroup) -> SequenceRecord:
 
 
 def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:
-    """Copy the next layer of this rank's part, and send it to rank 0, in the end with the fingerprint of its part of
-    the model.
+    """Copy the next layer of this rank's part, and send it to rank 0; after the last, also the fingerprint of the
+    rank's part of the model.
 
     Returns: whether that was all. Raises: RankError: the group is broken.
     """

@@ -1,4 +1,4 @@
-"""Saved sequences: takes a session's cached sequence from an actor for a file, and gives a saved one to an actor."""
+"""Saved sequences: copies a session's cached sequence from an actor to a file, and gives a saved one to an actor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 SavableModel = MLXModel | TrainedDrafter
 """A model whose sequences can be saved."""
 
-_TRAINED_VERSION = 1  # changes with what a state of a trained drafter is: those from before then count as another's
+_TRAINED_VERSION = 1  # changes when the state of a trained drafter does: older files then count as another model's
 # Most attempts to take the state of a sequence in use and to find out which tokens it holds.
 _MAX_TRIES = 3
 
@@ -40,7 +40,7 @@ class SavedModelState:
     """A model's part of a saved session."""
 
     fingerprint: Fingerprint  # of rank 0's part, where the model is sharded
-    sequence: SequenceRecord | None  # what it had cached of the text
+    sequence: SequenceRecord | None  # what the model had cached of the text
     num_ranks: int = 1
 
 
@@ -58,7 +58,7 @@ class _Snapshot:
     """A sequence between two jobs of its session.
 
     Attributes:
-        state: in which only the number of tokens is right, not their ids; None if it is of no use.
+        state: with the right number of tokens, but not their ids; None if no other text can reuse it.
         tokens: the cached tokens; None if the session may not know them yet.
     """
 
@@ -72,7 +72,7 @@ async def _make_snapshot(actor: ModelActor[Any], session: ActorSession, sequence
     snapshots: list[_Snapshot] = []
 
     def on_step(_job: Job[Any], taken: tuple[SequenceState | None, int], _goes_on: bool) -> None:
-        # In trio's thread. A session counts tokens at once if they are a draft step's, otherwise in the actor's loop.
+        # In trio's thread. A session counts the tokens of a draft step at once, others only in the actor's loop.
         counts = isinstance(session, DraftSession) and session.part is not None
         tokens = session.cached_tokens.tokens if counts else None
         snapshots.append(_Snapshot(*taken, tokens, actor.worker.busy_seconds))
@@ -97,7 +97,7 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
             return None
         tokens = snapshot.tokens
         if tokens is None:
-            # Let the actor's loop count the tokens of the job before this one, and of no job that ended meanwhile.
+            # Let the actor's loop count the tokens of the job before this one, if no other job has ended meanwhile.
             await trio.lowlevel.checkpoint()
             tokens = session.cached_tokens.tokens if actor.worker.busy_seconds == snapshot.busy_seconds else ()
         if len(tokens) == snapshot.num_fed:
@@ -106,13 +106,13 @@ async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
 
 
 async def let_pass(actor: ModelActor[Any]) -> None:
-    """Wait until the present jobs are done, and their sessions know. Cancellation: waits for the running job."""
+    """Wait until the present jobs are done, and their sessions know it. Cancellation: waits for the running job."""
     await _run(actor, Job("save", lambda: None))
     await trio.lowlevel.checkpoint()
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceState | None = None) -> SavedModelState:
-    """An actor's model, and what it has cached of just this text: `taken` of its session, or from the prefix cache.
+    """An actor's model, and what it has cached of just this text: `taken` from its session, or from the prefix cache.
 
     Cancellation: waits for the running job.
     Raises: RewindError: a cache holds another number of tokens than it should.
@@ -128,7 +128,7 @@ async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceSta
 
 
 async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
-    """Copy a state for a file, layer by layer, with other work between. Cancellation: waits for the running job."""
+    """Copy a state for a file, layer by layer, with other work in between. Cancellation: waits for the running job."""
     recorder = Recorder(state, actor.name)
     while (recorded := await _run(actor, Job("save", recorder.step))) is None:
         pass
@@ -154,7 +154,7 @@ async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_anoth
 
 
 async def discard(actor: ModelActor[Any], filled: FilledSequence) -> None:
-    """Close a sequence that is not kept. Where the model is sharded, the other ranks hear of it."""
+    """Close a sequence that is not kept. If the model is sharded, this tells the other ranks."""
     await _run(actor, Job("close", filled.sequence.close))
 
 
@@ -181,7 +181,7 @@ def _savable(actor: ModelActor[Any]) -> SavableModel:
 def _fingerprint(model: SavableModel) -> Fingerprint:
     if isinstance(model, MLXModel):
         return fingerprint(model.module)
-    # What it has cached was made of its target's hidden states.
+    # Its caches are made from the target's hidden states.
     beside = [_TRAINED_VERSION, model.feature_layers, attrs.asdict(fingerprint(model.target))]
     return fingerprint(model.module, model.arrays, beside)
 
@@ -201,7 +201,7 @@ def _find(
 
 
 def _take(sequence: StatefulSequence) -> Step[tuple[SequenceState | None, int]]:
-    """The state, in which only the number of tokens is right, and `num_fed`; None if no other text can reuse it."""
+    """The state, with zeros for its tokens, and `num_fed`. The state is None if no other text can reuse it."""
     num_fed = sequence.num_fed
     if sequence.reusable is None or sequence.reusable_length(num_fed, num_fed) == 0:
         return Step((None, num_fed))
@@ -209,7 +209,7 @@ def _take(sequence: StatefulSequence) -> Step[tuple[SequenceState | None, int]]:
 
 
 def _cut_taken(model: SavableModel, taken: SequenceState, text: tuple[int, ...]) -> SequenceState | None:
-    """What a state has of its session's text; for a trained drafter, what it can read of the text, too."""
+    """The part of a state that is of its session's text; for a trained drafter, also what else it can read of it."""
     # The last token is never reused, since its logits are needed.
     text = text[:-1]
     num_common = common_length(pack(taken.tokens), pack(text))
@@ -221,11 +221,11 @@ def _cut_taken(model: SavableModel, taken: SequenceState, text: tuple[int, ...])
 def _cut(
     model: SavableModel, state: SequenceState, length: int, text: tuple[int, ...] | None = None
 ) -> SequenceState | None:
-    """A state without the tokens after a length, which are of another text and must not get into the file; or after the
+    """A state cut to a length, as the tokens after it are of another text and must not get into the file; or to the
     nearest length below it to which the caches can be rewound. None if there is none.
 
     Args:
-        text: what all that was given is of, see `ReusableSequence.settle`; None if that is not known.
+        text: the text that all given features are of, see `ReusableSequence.settle`; None if that is not known.
     """
     with closing(model.open_sequence(beside_another=False)) as sequence:
         sequence.put_state(state)

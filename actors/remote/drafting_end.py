@@ -1,4 +1,4 @@
-"""The end of a link at which a drafter works: the actor of one process, whose mailboxes are the link."""
+"""The end of a link at which a drafter works: the same actor as in one process, with the link for its mailboxes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from protocol.session_state import Commit
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
-# Most events, measurements and warnings that wait for the next news. It is sent with each message.
+# Most events, measurements and warnings that wait for the next news, which is sent with each message.
 MAX_NEWS = 1000
 
 FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
@@ -61,10 +61,10 @@ class DraftingEnd:
         self._events = deque[Event](maxlen=MAX_NEWS)
         self._warnings = deque[str](maxlen=MAX_NEWS)
         self._sessions: dict[int, Session] = {}
-        self._told: dict[int, tuple[int, ...]] = {}  # counts of these sessions
+        self._told: dict[int, tuple[int, ...]] = {}  # the counts of these sessions that the other end knows
 
     async def receive(self) -> LinkMessage:
-        """Raises: LinkLostError: there are no more messages. ProtocolError: what came is none."""
+        """Raises: LinkLostError: there are no more messages. ProtocolError: what came is not a message."""
         return decode(await self._link.receive())
 
     def answer(self, message: DrafterLoaded | DrafterNotLoaded) -> None:
@@ -80,7 +80,7 @@ class DraftingEnd:
     def send_nowait(self, message: Message, /) -> None:
         """See `Mailbox`."""
         if isinstance(message, Proposal):
-            # Passes without this drafter's sessions are not known. Its sessions are taken to share one, from now on.
+            # Passes without this drafter's sessions are unknown here. Its sessions are taken to share one from now on.
             self._queue.enter(message.session, 1 + len(message.tokens))
             self._proposed[message.session] = None
             self._queue.begin(self._proposed, self._clock())
@@ -164,7 +164,7 @@ class DraftingEnd:
             raise ProtocolError(f"a drafter was sent {message!r:.200}")
 
     def _judged(self, session: int) -> None:
-        """Note that the target has no pass of a session to do."""
+        """Note that the target has no pass to do for a session."""
         self._proposed.pop(session, None)
         self._queue.leave(session, self._clock())
 
@@ -195,7 +195,7 @@ class DraftingEnd:
         self._link.send(encode(news))
 
     def _grown(self, session: int) -> tuple[int, ...]:
-        """By how much what is counted of a session has grown since the last news."""
+        """How much each count of a session has grown since the last news."""
         shared, told = self._sessions.get(session), self._told.get(session, (0,) * len(COUNTED))
         if shared is None:
             return ()

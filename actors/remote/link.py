@@ -16,7 +16,7 @@ from protocol.trace import Event, Instant, Span
 from protocol.wire import Frames
 
 # Heartbeat interval, and the silence after which the other end counts as hanging: at work, and before it has loaded its
-# model, when it may import packages for long without a pause. In seconds.
+# model, since importing packages may keep it silent for long. In seconds.
 BEAT_S, SILENCE_S, LOADING_SILENCE_S = 0.5, 3.5, 60.0
 # A longer message is nonsense. Hidden states of a long prompt are large.
 MAX_MESSAGE_BYTES = 2**30
@@ -27,7 +27,7 @@ T = TypeVar("T", bound=Measurement | Event)
 
 
 def aged(told: T, now_s: float) -> T:
-    """What is told over a link, whose clocks differ: moments become seconds that have passed since, and back again."""
+    """What is told over a link, whose ends have different clocks, with moments turned into ages in seconds, or back."""
     return attrs.evolve(told, **{name: now_s - getattr(told, name) for name in _MOMENTS[type(told)]})
 
 
@@ -41,7 +41,7 @@ class Link(Protocol):
     name: str  # of the other end, for messages
 
     def send(self, data: bytes) -> None:
-        """Send a message. Never waits; a message that does not arrive is no error, since `receive` raises then."""
+        """Send a message. Never waits. One that does not arrive is no error here: `receive` raises then."""
 
     @property
     def is_behind(self) -> bool:
@@ -50,14 +50,14 @@ class Link(Protocol):
     async def receive(self) -> bytes:
         """Wait for the next message. Cancellation: loses none.
 
-        Raises: LinkLostError: there are no more. ProtocolError: what came is none.
+        Raises: LinkLostError: there are no more. ProtocolError: what came is not a message.
         """
 
     async def run(self) -> None:
-        """Do what sending leaves to be done; must run while the link is used, until it is cancelled."""
+        """Send what `send` could not send at once; must run while the link is used, until it is cancelled."""
 
     def close(self) -> None:
-        """Close the link, of which the other end is told. Harmless the second time."""
+        """Close the link, and so tell the other end. Harmless the second time."""
 
 
 class SocketLink:
@@ -97,7 +97,7 @@ class SocketLink:
         except BlockingIOError:
             return 0
         except OSError:
-            return len(data)  # the end of the link is read, too
+            return len(data)  # `receive` reports that the link has ended
 
     @property
     def is_behind(self) -> bool:

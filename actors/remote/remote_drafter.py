@@ -24,7 +24,7 @@ from protocol.trace import Event, Span
 
 logger = logging.getLogger("outrider")
 
-# Most measurements that wait for the next message to the drafter. While it rests there may be few.
+# Most measurements that wait for the next message to the drafter. While it rests, messages may be rare.
 MAX_MEASURED = 64
 # Longest time in which a drafter that is detached may propose what it has drawn.
 LEAVE_S = 0.5
@@ -36,12 +36,12 @@ class LoadedElsewhere:
 
     link: Link
     loaded: DrafterLoaded
-    news: tuple[tuple[float, DraftNews], ...] = ()  # told meanwhile, and when it came, on the clock of the workers
+    news: tuple[tuple[float, DraftNews], ...] = ()  # news while it loaded, and when they came, by the workers' clock
 
 
 @attrs.define(eq=False)
 class _Relayed:
-    """A session as far as its messages tell."""
+    """What is known of a session from its messages."""
 
     shared: Session
     state: SessionState  # after the messages that were passed on, which is how far the drafter can be
@@ -52,8 +52,8 @@ class _Relayed:
 class RemoteDrafter:
     """A drafter in another process: passes the messages of the sessions on.
 
-    Once its link breaks, falls silent or brings nonsense, every session goes on without it at once, whatever it has
-    drawn; what has arrived is proposed. The other end handles errors of single sessions.
+    Once its link breaks, falls silent or brings nonsense, every session goes on without the drafter at once, whatever
+    that has drawn; only what has arrived is proposed. The other end handles errors of single sessions.
 
     Attributes:
         busy_seconds: see `Actor.busy_seconds`.
@@ -160,7 +160,7 @@ class RemoteDrafter:
     def withdraw_from_all(self) -> None:
         """Leave every session to the target, at a moment that a user has chosen. Never waits.
 
-        Where it is the drafter's turn, what it has drawn is proposed first: a chain that ends the text is ready sooner.
+        If it is the drafter's turn, it first proposes what it has drawn: a chain that ends the text is ready sooner.
         """
         for session in list(self._sessions.values()):
             if session.state.phase is SessionPhase.PROPOSING and session.is_ready:
@@ -200,7 +200,7 @@ class RemoteDrafter:
             self._send_news()
 
     def _send_copy(self, session: _Relayed) -> None:
-        """Send what continues the text in the corpus, which the other end does not have."""
+        """Send how the text goes on in the corpus, which the other end does not have."""
         if (find_copy := session.shared.find_copy) is None:
             return
         text = session.state.committed

@@ -47,7 +47,7 @@ class LogitsPipeline:
     """The processors and filters of one session's settings.
 
     Attributes:
-        kind: what texts must have in common to be judged together; None for one that is judged by itself.
+        kind: texts of the same kind are judged together; None for a text that is judged by itself.
     """
 
     def __init__(self, opened: Open) -> None:
@@ -63,7 +63,7 @@ class LogitsPipeline:
         # How many tokens before a position the processors need; None for all.
         sizes = [size for _, size in self._penalties]
         self._look_back = None if len(self._own) > 0 or None in sizes else max(filter(None, sizes), default=0)
-        # Processors see a text, and XTC draws for it.
+        # Processors depend on the text, and XTC draws from its seed.
         self.kind: Hashable | None = None
         if not (self.runs_user_code or self.needs_text or self._bias or settings.xtc_probability > 0):
             shapes = settings.top_p, settings.min_p, settings.min_tokens_to_keep, settings.top_k
@@ -88,8 +88,8 @@ class LogitsPipeline:
         return TokenHistory(begin, tuple(committed[begin:]) + tuple(beyond[max(0, begin - len(committed)) :]))
 
     def process(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
-        """Apply the processors to (n, V) logits for positions start … start + n - 1; `history` is that before the last
-        of them.
+        """Apply the processors to (n, V) logits for positions start … start + n - 1; `history` ends just before the
+        last of them.
 
         Returns: (n, V), lazy. With a user's processor, `logits` and the result are evaluated.
         Raises: ProcessorError: a user's processor failed, or its result cannot be evaluated.
@@ -104,8 +104,8 @@ class LogitsPipeline:
         return rows[0] if len(rows) == 1 else mx.concatenate(rows)
 
     def process_lazily(self, logits: mx.array, history: TokenHistory, position: int, token: mx.array) -> mx.array:
-        """Apply the processors to (1, V) logits after the token (1,) at `position`, which may not be computed yet. Not
-        if `runs_user_code`. The history is of the text before. Returns: (1, V), lazy.
+        """Apply the processors to (1, V) logits after `token`, (1,), at `position`. The token may be lazy; `history`
+        ends before it. Not if `runs_user_code`. Returns: (1, V), lazy.
         """
         logits = self._biased(logits)
         if not self.needs_text:
@@ -155,7 +155,7 @@ class LogitsPipeline:
 
 
 def by_kind(pipelines: Sequence[LogitsPipeline]) -> dict[Hashable, list[int]]:
-    """The indices of texts that are judged together, by their `kind`; of a text judged by itself, by its index."""
+    """The indices of texts that are judged together, by their `kind`. A text judged by itself is under its index."""
     kinds: dict[Hashable, list[int]] = {}
     for index, pipeline in enumerate(pipelines):
         kinds.setdefault(pipeline.kind or index, []).append(index)
@@ -210,8 +210,8 @@ def _filters(settings: Settings) -> list[Filter]:
     return filters
 
 
-# mlx-lm's `apply_min_p` and `apply_xtc` are compiled anew for each value of their thresholds, for a second on a CPU and
-# on Metal under a lock. These two are not compiled.
+# mlx-lm's `apply_min_p` and `apply_xtc` are compiled anew for each value of their thresholds, which takes a second on a
+# CPU, and happens under a lock on Metal. These two are not compiled.
 
 
 def _min_p(logprobs: mx.array, settings: Settings) -> mx.array:

@@ -1,8 +1,8 @@
 """User code on the models' threads: calls a user's logits processors and sampler, and evaluates their results.
 
-An error in a processor must end its own stream only, and not look like the model's. But MLX is lazy, and an error in a
-result would come up in the middle of a pass. So the logits are evaluated before a processor gets them, and its result
-right after the call: an error in that second evaluation is the processor's.
+A processor's error must end its own stream only, and not look like the model's. But MLX is lazy, so an error in a
+processor's result would come up in the middle of a pass. So the logits are evaluated before a processor gets them, and
+its result right after the call: an error in that second evaluation is the processor's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import mlx.core as mx
 from protocol.errors import ProcessorError
 from protocol.logits_processors import Checkpointed, LogitsProcessor, Sampler, Stateless
 
-# User code may raise anything. `sys.exit()` ends its stream, too, since a thread cannot end the process.
+# User code may raise anything. `sys.exit()` only ends its stream, since a thread cannot end the process.
 _RAISED = (Exception, SystemExit, KeyboardInterrupt)
 
 MAX_STATES = 256  # of one processor: those after the drafted texts, and after the text before them
@@ -127,7 +127,7 @@ class UserSampler:
 
 
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
-    """Evaluate arrays that user code, named `who`, returned. All else that they depend on is evaluated already.
+    """Evaluate arrays that user code, named `who`, returned. All that they depend on besides is evaluated already.
 
     Raises: ProcessorError: an array cannot be evaluated.
     """
@@ -144,7 +144,7 @@ def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
 
 
 def name_of(code: object) -> str:
-    """The name of a processor or sampler. Calls nothing of it that may fail."""
+    """The name of a processor or sampler. Calls none of its code that may fail."""
     if isinstance(code, _CheckpointedProcessor):
         return name_of(code.processor)
     if isinstance(code, Stateless):
@@ -155,9 +155,9 @@ def name_of(code: object) -> str:
 # --- processors with a state ----------------------------------------------------------------------
 
 
-# By the processor's identity, and alive, as the processor is, for as long as some stream uses it. A lock is held while
-# its processor is used, by streams on the threads of two models. That may take any time, so trio's thread never waits
-# for it. Several event loops may use this registry at once.
+# Locks by the id of their processors. A lock lives, as the processor does, for as long as some stream uses it, and is
+# held during calls, which come from the threads of both models. A call may take any time, so trio's thread never waits
+# for a lock. Several event loops may use this registry at once.
 _locks: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _registry_lock = threading.Lock()  # never held while a processor is used
 
@@ -170,7 +170,7 @@ class _CheckpointedProcessor:
         self.processor = processor
         with _registry_lock:
             self._lock = _locks.setdefault(id(processor), threading.Lock())
-        # The state in which this stream found the processor, which it has between all calls. `self` stands for "not
+        # The state in which this stream found the processor, and in which it is between calls. `self` stands for "not
         # known yet": a model's thread may hold the lock throughout a call for another stream.
         self._initial: Any = self
         if self._lock.acquire(blocking=False):
@@ -185,7 +185,7 @@ class _CheckpointedProcessor:
         """The processor's result for a text, prompt included, whatever it was called with before."""
         generated = ids[self._prompt_length :]
         with self._lock:
-            # The object is left as its owner left it, whatever text it was called with: the next stream begins there.
+            # Whatever text it is called with, the object is returned to this state, in which the next stream begins.
             owners_state = self._save()
             if self._initial is self:
                 self._initial = owners_state

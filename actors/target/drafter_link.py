@@ -1,4 +1,4 @@
-"""The target's link to the drafter: messages to it, and how long its proposals are waited for."""
+"""The target's link to the drafter: messages to it, and how long to wait for its proposals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DrafterLink:
             self.mailbox.send_nowait(message)
 
     def send_verdict(self, session: TargetSession, verdict: Verdict, commit: Commit) -> None:
-        """Tell the drafter of a verdict; in a rest, once it is about to end. Never waits."""
+        """Tell the drafter of a verdict; of those in a rest, in one message shortly before it ends. Never waits."""
         state = session.state
         if verdict.features is None and state.phase is SessionPhase.RESTING:
             session.untold += commit.tokens
@@ -64,13 +64,13 @@ class DrafterLink:
             self.send(Rested(session.id, commit.round, state.next_position - len(tokens), tokens))
             return
         if session.untold:
-            # Before this round, which ends the rest, or the text.
+            # These are from before this round, which ends the rest or the text.
             tokens, session.untold = session.untold, ()
             self.send(Rested(session.id, commit.round - 1, commit.start - len(tokens), tokens))
         self.send(verdict)
 
     def time_out(self, session: TargetSession) -> None:
-        """Ask a drafter that is late for what it has by now, if it has read the prompt; decode alone afterwards."""
+        """Ask a late drafter for what it has drafted by now, if it has read the prompt; decode alone afterwards."""
         session.shared.counts.draft_timeouts += 1
         self._on_overdue(session)
         has_read_the_prompt = session.is_drafter_ready
@@ -90,7 +90,7 @@ class DrafterLink:
 
     def leave_behind(self, session: TargetSession) -> None:
         """Have the target decode alone for another round or two, because the drafter is overdue."""
-        # Always for one round more than the one that begins, so that decoding can be a pass ahead.
+        # Always at least one round more than the one that begins, so that the target can decode a pass ahead.
         if session.state.rests_until - session.state.round < ROUNDS_ALONE:
             overdue = Overdue(session.id, session.state.round + ROUNDS_ALONE)
             if session.state.rest(overdue):

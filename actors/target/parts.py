@@ -24,29 +24,29 @@ class Part:
     """One text's part in a pass: the missing committed tokens, and a proposal.
 
     Attributes:
-        session: whose part.
-        sequence: the text.
+        session: the session of the text.
+        sequence: the text in the cache.
         plan: how to bring its cache in line with the committed text.
         proposal: the drafted tokens; none for a round that the target decodes by itself.
-        ready: what the plan of a pass sees of it.
-        since_s: since when it can be computed, in seconds on the worker's clock.
+        ready: the part as the planning of a pass sees it.
+        since_s: when it became ready, in seconds on the worker's clock.
         history: of the text, for the rows of the proposal.
         settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
             feed them for good.
         one_by_one: whether the proposal is judged one token a pass; see `OneByOne`.
-        earlier: (n, V) rows of its earlier passes, under the block rule; None if there are none.
-        alone: whether it has a pass for itself.
+        earlier: (n, V) logits of the round's earlier passes, under the block rule; None if there are none.
+        alone: whether it must have a pass to itself.
 
     Set by the pass, on the model's thread:
-        feed: what is fed; None before.
+        feed: what is fed; None before `prepare`.
         drafted: the drafted tokens that are judged.
         single_step: whether only committed tokens were fed.
-        error: what concerns this text alone; the rest is not set then.
+        error: an error that concerns this text alone; then the rest is not set.
         num_accepted, token: the judgement; see `Judgement`.
-        length: tokens that are cached afterwards.
-        can_go_on: whether another pass of `one_by_one` could be undone as well.
+        length: number of cached tokens afterwards.
+        can_go_on: whether the cache could undo another pass of `one_by_one`, too.
         goes_on: whether the next token is judged in another pass.
-        rows: the rows by which the proposal is judged so far, if another pass needs them.
+        rows: (n, V) logits of the round so far, if another pass needs them to judge the proposal.
         likelihoods: of the accepted tokens and the one after them, if the session asks for them.
         features: of the tokens that were fed and accepted, if they are recorded.
     """
@@ -76,28 +76,28 @@ class Part:
     features: Features | None = None
 
     def cut(self, num_drafted: int) -> None:
-        """Feed no more than `num_drafted` drafted tokens, if the others may be left out."""
+        """Feed no more than `num_drafted` drafted tokens, if the rest may be left out."""
         if self.ready.reach:
             self.proposal = self.proposal.cut(num_drafted)
 
     @property
     def feeds_drafted(self) -> bool:
-        """Whether drafted tokens are fed, if the cache can drop them again."""
+        """Whether drafted tokens are fed, provided that the cache can drop them again."""
         return bool(self.proposal.tokens) and not self.settle and not self.one_by_one
 
     @property
     def judges_jointly(self) -> bool:
-        """Whether what each pass of `one_by_one` finds counts together with what the others find."""
+        """Whether the passes of `one_by_one` are judged together, as the block rule requires."""
         return self.one_by_one and self.session.shared.opened.settings.rule == "block"
 
     @property
     def num_earlier(self) -> int:
-        """The rows of earlier passes."""
+        """Number of rows in `earlier`."""
         return 0 if self.earlier is None else self.earlier.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that it feeds; before the pass, as far as is known."""
+        """Number of tokens that it feeds; before `prepare`, the number that is planned."""
         if self.feed is not None:
             return len(self.feed.tokens)
         return self.ready.num_needed + (len(self.proposal.tokens) if self.ready.reach else 0)
@@ -106,7 +106,7 @@ class Part:
         """Decide what is fed; on the model's thread.
 
         If the feed could not be undone (`RewindMode.SINGLE`), the drafted tokens are not fed: the pass predicts one
-        token, and the first drafted token is compared with it. So it is with `settle` and `one_by_one`.
+        token, and the first drafted token is compared with it. The same holds with `settle` and `one_by_one`.
 
         Raises: CacheLostError: a pass that the text shared has failed since the part was planned.
         """
@@ -132,7 +132,7 @@ class Part:
 
     @property
     def proposed_rows(self) -> ProposedRows:
-        """What there is to judge, once it is prepared."""
+        """What is to be judged; only after `prepare`."""
         assert self.feed is not None
         drafted, proposal = self.drafted, self.proposal
         seed = self.session.shared.opened.seed
@@ -141,7 +141,7 @@ class Part:
 
 
 def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
-    """The next part of a text whose drafter has proposed, or does not."""
+    """The next part of a text, with the proposal of its drafter if there is one."""
     sequence, state, failure = session.sequence, session.state, session.round_failure
     assert sequence is not None
     proposal = state.outstanding or Proposal(session.id, state.round, state.next_position, ())
@@ -206,7 +206,7 @@ def verdict_of(part: Part, on_rewind: Callable[[TargetSession, int], None]) -> V
 
 
 def _verdict_one_by_one(one_by_one: OneByOne, part: Part) -> Verdict | None:
-    """The verdict, if the tokens are judged; None if the next one is to be."""
+    """The verdict, or None if another pass is to judge the next token."""
     if part.judges_jointly:
         one_by_one.judgement, one_by_one.likelihoods = Judgement(part.num_accepted, part.token), part.likelihoods
     else:
@@ -218,7 +218,7 @@ def _verdict_one_by_one(one_by_one: OneByOne, part: Part) -> Verdict | None:
 
 
 def verdict_so_far(one_by_one: OneByOne) -> Verdict:
-    """The verdict of a proposal of which some tokens were judged."""
+    """The verdict on the tokens of a proposal that were judged so far."""
     proposal, judgement = one_by_one.proposal, one_by_one.judgement
     return Verdict(
         proposal.session,
@@ -247,8 +247,8 @@ def is_plain(session: TargetSession) -> bool:
 
 
 def num_plain_rounds(session: TargetSession) -> float:
-    """How many rounds of a text, of which the next one is the target's own, are so for sure, whatever its tokens are
-    but for the end of the text.
+    """How many rounds in a row are certain to be plain, for a text whose next round is plain. Only the end of the text
+    can come before.
     """
     state = session.state
     in_rest = state.rests_until - state.round if state.phase is SessionPhase.RESTING else math.inf
@@ -256,11 +256,11 @@ def num_plain_rounds(session: TargetSession) -> float:
 
 
 def has_lost_tokens(session: TargetSession) -> bool:
-    """Whether a text must be read again, since a pass that it shared has failed."""
+    """Whether tokens of a text must be read again, since a pass that it shared has failed. Updates its session."""
     sequence = session.sequence
     assert sequence is not None
     if sequence.length < len(session.cached_tokens):
         session.reads_again = len(session.state.committed) > 1 or bool(session.fed_drafted)
-        session.plain_row = None  # it may be ahead in the cache that is lost
+        session.plain_row = None  # it may be ahead, in the cache that was lost
         session.cached_tokens.rewind(sequence.length)
     return session.reads_again

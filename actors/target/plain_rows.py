@@ -1,12 +1,13 @@
 """Decoding texts without drafts, one or several in a pass, one pass ahead; on the target's own thread.
 
-The next pass is launched before the tokens that it reads are read back. So building its graph, and the tokens' way
-through the event loop, cost nothing while the device computes. A text that is ahead has its last committed token in the
-cache, and the token after it is known, or is being computed: it has that one before it takes part in any other pass.
+The next pass is launched before the tokens that it feeds are read back from the device. So building its graph, and the
+tokens' way through the event loop, cost nothing while the device computes. The cache of a text that is *ahead* has its
+last committed token already, and the next token is computed or being computed; the text gets that token before it takes
+part in any other pass.
 
 Texts of one kind (`LogitsPipeline.kind`) are judged by one set of array operations. A text whose processors depend on
-its tokens is judged by itself; a user's processor or sampler is called with evaluated logits, so then the token after a
-pass ahead is chosen in the next step.
+its tokens is judged by itself. User code needs evaluated logits, so it chooses the token after a pass ahead only in the
+next step.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from protocol.trace import Share
 
 @attrs.define(eq=False)
 class PlainRow:
-    """One text.
+    """One text in passes without drafts.
 
     Attributes:
         sequence: its cache.
@@ -40,7 +41,7 @@ class PlainRow:
         logits_pipeline: of its session.
         plan: how to bring the cache in line with the committed text; feeds nothing while it is ahead.
         history: of the committed text.
-        is_ahead: whether the cache has the last committed token, whose logits are those of a pass ahead.
+        is_ahead: whether a pass ahead has fed the last committed token, and has its logits.
     """
 
     sequence: CachedSequence
@@ -49,23 +50,23 @@ class PlainRow:
     plan: FeedPlan = attrs.field(factory=lambda: FeedPlan(0, ()))
     history: TokenHistory = NO_HISTORY
     is_ahead: bool = False
-    # Of a pass ahead that others have gone on without: its logits (1, V), from which no token was chosen yet.
+    # (1, V) logits of a pass ahead after which the next pass had other rows; the next token is chosen from them.
     _logits: mx.array | None = None
 
     @property
     def position(self) -> int:
-        """Of the token that comes next."""
+        """Position of the next token."""
         return self.plan.keep + len(self.plan.feed)
 
 
 @attrs.define
 class PlainResult:
-    """What a step brought for one text.
+    """The result of a step for one text.
 
     Attributes:
         token: its next token, or the error that concerns this text alone. `CacheLostError`: a pass that the text shared
             has failed since this one was planned.
-        fed: what the cache has carried out; None if that is nothing.
+        fed: the feed that the cache has carried out; None if `token` is an error.
         likelihoods: of the token, if the session asks for them.
         features: of the tokens that were fed since the last step, if they are recorded.
     """
@@ -82,7 +83,7 @@ class _Chosen:
 
     Attributes:
         tokens: (n,) ids.
-        largest: (n,) the largest logit of each of the model's own rows.
+        largest: (n,) the largest of the model's own logits in each row.
         own: by index, the logit check of a text that is judged by itself, or the error of its processors.
         likelihoods: by index, of a text that asks for them.
     """
@@ -122,12 +123,12 @@ class _Chosen:
 
 @attrs.frozen
 class _PassAhead:
-    """A pass over the next tokens of some texts, which nobody has asked for yet.
+    """A pass over the next tokens of some texts, launched before anybody has asked for it.
 
     Attributes:
         rows: the texts.
         logits: (n, V) after these tokens; lazy.
-        chosen: from them; None if that is left to the next step.
+        chosen: the tokens chosen from them; None if the next step chooses.
     """
 
     rows: tuple[PlainRow, ...]
@@ -145,11 +146,11 @@ class PlainRows:
     def steps(
         self, rows: Sequence[PlainRow], shares: Sequence[Share], num_tokens: int, *, goes_ahead: bool
     ) -> Step[list[PlainResult]]:
-        """Decode some tokens of each text, one of each a step; fewer once a text has ended, or failed.
+        """Decode some tokens of each text, one of each in a step; fewer if a text ends or fails.
 
         Args:
             rows, shares: the texts, and their parts in the first step.
-            num_tokens: of each, >= 1. Beyond the first, no text may have processors that depend on its tokens.
+            num_tokens: of each, >= 1. If more than 1, no text may have processors that depend on its tokens.
             goes_ahead: whether each text goes on with one more token after these, whatever they are.
         """
         results = self._step(rows, goes_ahead=goes_ahead or num_tokens > 1)
@@ -168,7 +169,7 @@ class PlainRows:
         """The next token of each text.
 
         Args:
-            rows: the texts. The others that are ahead stay so.
+            rows: the texts. Other texts that are ahead stay ahead.
             goes_ahead: whether each of them goes on with one more token, whatever it is.
 
         Raises: whatever the model raises: the pass has failed for all, and their caches are empty.
@@ -219,14 +220,14 @@ class PlainRows:
         return results
 
     def _chosen_now(self, rows: Sequence[PlainRow]) -> _Chosen:
-        """The next tokens, from logits that are there, and from a pass over the texts of which there are none."""
+        """The next tokens: of texts that are ahead from their logits, of the others from a pass over them."""
         fed = [row for row in rows if not row.is_ahead]
         found = iter(self._model.feed_together([Feed(row.sequence, row.plan.feed, 1) for row in fed]) if fed else ())
         logits = [next(found) if row._logits is None or not row.is_ahead else row._logits for row in rows]
         for row in rows:
             row._logits = None
         if any(row.logits_pipeline.runs_user_code for row in rows):
-            # User code must not be blamed for a pass that fails.
+            # So that user code is not blamed for a pass that fails.
             mx.eval(logits)
         return _choose(rows, logits[0] if len(logits) == 1 else mx.concatenate(logits))
 
@@ -242,11 +243,11 @@ class PlainRows:
 
 
 def _choose(rows: Sequence[PlainRow], logits: mx.array, ahead: mx.array | None = None) -> _Chosen:
-    """Choose the next token of each text; lazy, but that user code is called.
+    """Choose the next token of each text; lazy, except that user code is called.
 
     Args:
         logits: (n, V).
-        ahead: (n,) tokens that come after the rows' plans and before these logits; None if there are none.
+        ahead: (n,) tokens that were fed after the rows' plans and gave these logits; None if there are none.
     """
     kinds = by_kind([row.logits_pipeline for row in rows])
     own: dict[int, LogitCheck | OutriderError] = {}
@@ -280,7 +281,7 @@ def _choose_alone(
 ) -> tuple[mx.array, mx.array, LogitCheck | OutriderError]:
     """The next token of a text (1,), its processed logits (1, V), and its logit check.
 
-    If its processors fail: any token, and the error.
+    If its processors fail: an arbitrary token, the logits as they are, and the error.
     """
     settings, pipeline, position = row.opened.settings, row.logits_pipeline, row.position
     if before is None:

@@ -1,6 +1,6 @@
 """Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole.
 
-A chunk of the tokens that a session scores is read with their scores.
+Tokens that a session scores are read in chunks, too, and scored as they are read.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from protocol.cached_tokens import FeedPlan
 from protocol.prefill_chunks import PrefillChunkSize, read_together
 from protocol.trace import Share
 
-# A prompt that was begun is read to its end before others if it takes at most so many further chunks: only prompts that
+# A prompt that was begun is read to its end before others if at most this many more chunks are left: only prompts that
 # were not begun can be read together.
 MAX_CHUNKS_IN_A_ROW = 4
-# After prompts that were read together, others are read at once if they have at most this share of their tokens. Each
-# of them would cost all texts a pass without it, and another one's turn to join the others.
+# After prompts were read together, others are read at once if they have at most this share of those tokens. If they
+# waited, all texts would first have a pass without them, and later wait for another turn of reading.
 MAX_MORE = 0.25
 
 
@@ -41,7 +41,7 @@ class Reading:
         num_shared: Callable[[], int],
         share: Callable[[list[Any], list[Share], Job[Any]], None],
     ) -> None:
-        """No prompt so far.
+        """Begin without prompts.
 
         Args:
             model: lives on the worker's thread.
@@ -65,13 +65,13 @@ class Reading:
         return [session for session in self.prompts if not session.shared.is_unwanted]
 
     async def run(self) -> Sequence[TargetSession]:
-        """Read a chunk of the first prompt that is wanted, or that prompt whole together with others of like length;
-        and after several such prompts also others, if they are short beside them.
+        """Read a chunk of the first wanted prompt, or all of it together with other prompts of similar length. After
+        several prompts were read together, others that are short in comparison (`MAX_MORE`) are read, too.
 
-        An error ends the session of a prompt that was read alone. Prompts that were read together are read again, each
-        alone.
+        An error ends the session of a prompt that was read alone. Prompts that were read together are then read again,
+        each alone.
 
-        Returns: the sessions whose prompts were read. What is left of one is read behind the others, if it is long.
+        Returns: the sessions whose prompts were read. A prompt with much left to read goes behind the others.
         """
         chosen = self._chosen()
         num_more = MAX_MORE * _num_to_read(chosen)
@@ -98,7 +98,7 @@ class Reading:
             self.prompts = {session: None, **self.prompts}
 
     def _chosen(self) -> list[TargetSession]:
-        # All of them if the last that was wanted is not any more, which another thread may say at any time.
+        # `wanted` may be empty by now, since another thread may set `is_unwanted` at any time; any prompt will do then.
         first, *others = self.wanted or self.prompts
         if self._num_shared() == 1 or not _can_share(first):
             return [first]
@@ -132,7 +132,7 @@ class Reading:
             for session in sessions:
                 session.reads_alone = True
             return
-        # Only the first one where texts of the model cannot share passes.
+        # Only the first one if texts of this model cannot share passes.
         for session, plan in zip(sessions, plans, strict=False):
             session.cached_tokens.follow(plan)
         self._chunk_size.observe(job.num_tokens, job.seconds)

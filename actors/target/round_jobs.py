@@ -1,7 +1,7 @@
-"""The jobs of rounds: what the target's worker does for texts, and what becomes of the texts then.
+"""The jobs of rounds: runs passes over texts on the target's worker, and applies their results to the texts.
 
-A pass that fails is repeated without drafted tokens, and then a text at a time. What fails alone ends its text, and the
-others share passes again at once.
+A pass that fails is repeated without drafted tokens, and then one text at a time. A text that fails alone is ended, and
+the others share passes again at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Share
 
-# Every so many passes of texts without drafts, one is not started ahead, so that it shows what such a pass costs.
+# After this many passes without drafts that were started ahead, one is not, to measure what such a pass costs.
 MEASURED_EVERY = 32
 
 
@@ -40,13 +40,13 @@ class _PlainRun:
     """Passes in a row over texts that nobody drafts for.
 
     Attributes:
-        sessions, rows, shares: the texts, and their parts in the first pass. Where texts of the model turn out not to
-            share passes, there is but the first row and share.
-        num_passes: those that are not over, at most.
-        goes_ahead: whether the last of them starts one more ahead.
-        steps: the passes.
-        is_first: whether no pass is over.
-        going_on: the texts that can have another such pass, as of the last one.
+        sessions, rows, shares: the texts, with their rows and shares in the first pass. If texts of this model turn out
+            not to share passes, only the first row and share are left.
+        num_passes: the most passes that are still to finish.
+        goes_ahead: whether the last of them launches one more pass ahead.
+        steps: the passes, for the worker.
+        is_first: whether no pass has finished yet.
+        going_on: the texts that can take part in another such pass, as of the last one that finished.
     """
 
     sessions: Sequence[TargetSession]
@@ -82,7 +82,7 @@ class RoundJobs:
         on_commit: Callable[[TargetSession, Commit], None],
         on_rewind: Callable[[TargetSession, int], None],
     ) -> None:
-        """Of one target.
+        """The jobs of one target.
 
         Args:
             model: lives on the worker's thread.
@@ -90,7 +90,7 @@ class RoundJobs:
             prices: of the target; the passes are added to them.
             target_queue: shows the drafter which passes run.
             drafter: hears of the verdicts.
-            chunk_size: of passes that read a text again.
+            chunk_size: of passes that read lost tokens again.
             max_batch: most rounds in one pass, >= 1.
             look_at: called with a session that has ended, or whose consumer has made room; must not wait.
             on_commit: called with each commit; must not wait.
@@ -112,8 +112,8 @@ class RoundJobs:
         self._plain_rows = PlainRows(model)
         self._plain_run: _PlainRun | None = None
         self._num_ahead = 0  # passes in succession that were started ahead
-        # When the last pass ended, and what the worker had worked by then, in seconds; if it was a plain one, or one
-        # over proposals.
+        # When the last pass ended, and the worker's busy seconds by then: in the first if that pass was without drafts,
+        # in the second if it was over proposals.
         self._last_plain: tuple[float, float] | None = None
         self._last_drafted: tuple[float, float] | None = None
 
@@ -123,7 +123,7 @@ class RoundJobs:
         return min(self.num_shared, self._limit.value)
 
     def begin_round(self, session: TargetSession) -> None:
-        """Begin a session's next round."""
+        """Note that a session's next round begins."""
         session.round_began_s, session.busy_before_s = self._worker.clock(), self._worker.busy_seconds
 
     def deliver(self) -> None:
@@ -131,11 +131,11 @@ class RoundJobs:
         for session in self.texts.values():
             session.shared.deliver_nowait()
             if session.is_blocked and session.shared.unsent is None:
-                # Its consumer has taken a commit, and has not come so far as to tell.
+                # Its consumer has taken a commit, but has not called `make_room` yet.
                 self._look_at(session)
 
     def pause(self) -> None:
-        """Note that there is nothing to do for now. However long that lasts, it is no part of a plain round."""
+        """Note that there is nothing to do for now, so that this time is not counted as part of a plain round."""
         self._last_plain = None
 
     def fail(self, session: TargetSession, error: Exception) -> None:
@@ -154,7 +154,7 @@ class RoundJobs:
     # --- the jobs -----------------------------------------------------------------------------------
 
     async def read_again(self, session: TargetSession) -> None:
-        """Feed some of what a cache has lost of its text, in one pass of bounded size."""
+        """Feed some of the tokens that a text's cache has lost, in one pass of bounded size."""
         self._begin_job([session])
         to_feed = (*session.state.committed, *session.fed_drafted)[:-1]
         try:
@@ -166,7 +166,7 @@ class RoundJobs:
             self._end_job([session])
 
     async def run_pass(self, parts: list[Part]) -> None:
-        """A pass that texts share; afterwards `parts` has those that had one."""
+        """Run a pass that texts share. Afterwards `parts` has only the parts that were in it."""
         self.pass_began_s = self._worker.clock()
         self._last_plain = None
         sessions = [part.session for part in parts]
@@ -192,14 +192,14 @@ class RoundJobs:
     async def run_plain_passes(
         self, sessions: Sequence[TargetSession], *, goes_ahead: bool, may_repeat: bool
     ) -> list[TargetSession]:
-        """Passes over texts that nobody drafts for: one, or several in a row until something changes.
+        """Run passes over texts that nobody drafts for: one, or several in a row until something changes.
 
         Args:
-            sessions: at least one, and one where `num_shared` is 1; `is_plain` is true of each.
+            sessions: at least one, and only one if `num_shared` is 1; `is_plain` is true of each.
             goes_ahead: whether the next such pass may be started ahead.
-            may_repeat: whether there is nothing else to do.
+            may_repeat: whether several passes may run in a row, since there is nothing else to do.
 
-        Returns: those of them that can have another such pass at once, in order. The others have changed.
+        Returns: the sessions that can take part in another such pass at once, in order; the others have changed.
         """
         num_texts = len(sessions)
         num_rounds = min(map(num_plain_rounds, sessions))
@@ -235,24 +235,24 @@ class RoundJobs:
         return run.going_on
 
     def _num_passes(self, sessions: Sequence[TargetSession], num_rounds: float) -> int:
-        """Most passes in a row, so that each commit fits into its consumer's channel, which others read meanwhile."""
+        """Most passes in a row: each commit must fit into its channel, even if the consumer takes nothing meanwhile."""
         if any(session.shared.logits_pipeline.needs_text for session in sessions):
             return 1
         room = min(session.shared.room for session in sessions)
         return int(max(1, min(num_rounds, room, MEASURED_EVERY)))
 
     def interrupt(self) -> None:
-        """End the passes over texts that nobody drafts for after the running one, since there may be more to do."""
+        """End a run of passes without drafts after the current pass, since there may be other work."""
         if self._plain_run is not None:
             self._plain_run.steps.interrupt()
 
     def _decoded(self, run: _PlainRun, job: Job[Any], results: Sequence[PlainResult], goes_on: bool) -> None:
-        """Take what a pass over texts that nobody drafts for has brought. Another one may be running already."""
+        """Apply the results of a pass over texts that nobody drafts for. The next one may be running already."""
         num_texts = len(results)
         run.num_passes -= 1
         is_ahead = run.num_passes > 0 or run.goes_ahead
         was_ahead, self._num_ahead = self._num_ahead > 0, self._num_ahead + 1 if is_ahead else 0
-        # A text's cache is copied when it shares a pass for the first time.
+        # The first pass that a text shares also copies its cache, which takes time.
         is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in run.sessions))
         width = max([share.num_tokens for share in run.shares]) if run.is_first else 1
         num_rows = self._num_rows(run.sessions) * width
@@ -268,7 +268,7 @@ class RoundJobs:
             if result.fed is not None:
                 session.cached_tokens.follow(result.fed)
             if session.has_ended or isinstance(result.token, CacheLostError):
-                continue  # what is lost is read again
+                continue  # the tokens that its cache has lost are read again
             if isinstance(result.token, Exception):
                 self.fail(session, job_error(job, result.token))
                 continue
@@ -285,7 +285,7 @@ class RoundJobs:
             self._target_queue.begin_again(job.ended)
 
     def _num_rows(self, sessions: Sequence[TargetSession]) -> int:
-        """How many texts a pass over some of them has computed: all rows of the batch, if they were rows."""
+        """How many texts a pass over these sessions computed: if any is a row of the batch, also all its other rows."""
         if not any(session.is_row for session in sessions):
             return len(sessions)
         return len({*sessions, *(session for session in self.texts.values() if session.is_row)})
@@ -293,8 +293,8 @@ class RoundJobs:
     def _price_plain_pass(
         self, job: Job[Any], num_texts: int, num_rows: int, *, is_typical: bool, was_ahead: bool
     ) -> None:
-        """Learn from a pass without drafts. One that was started ahead has worked before its job began, as nearly all
-        passes over several such texts have.
+        """Learn from a pass without drafts. One that was started ahead began before its job, so it does not show what a
+        pass costs; but it shows what a plain round of several texts costs, since nearly all of those are passes ahead.
         """
         if is_typical and len(self.texts) > 1:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
@@ -303,7 +303,7 @@ class RoundJobs:
             self._prices.observe_plain_round(job.seconds + self._idle_s(last, job), num_texts=num_texts)
 
     def _idle_s(self, last: tuple[float, float], job: Job[Any]) -> float:
-        """Seconds between the last pass and a job that has just ended in which the worker did nothing."""
+        """Seconds for which the worker was idle between the last pass and a job that has just ended."""
         ended_s, busy_s = last
         return max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))
 
@@ -347,7 +347,7 @@ class RoundJobs:
         self, session: TargetSession, verdict: Verdict, commit: Commit, *, has_proposed: bool = False
     ) -> None:
         self._drafter.send_verdict(session, verdict, commit)
-        # Not while a late drafter has something to propose: it may be late because of what it drew.
+        # Not while a late drafter still has tokens to propose: it may be late because of which tokens it drew.
         if session.decodes_alone and not has_proposed:
             self._drafter.leave_behind(session)
 
@@ -362,7 +362,7 @@ class RoundJobs:
         return self._plain_rows.steps(run.rows, run.shares, run.num_passes, goes_ahead=run.goes_ahead)
 
     def share(self, parts: list[Any], shares: list[Share], job: Job[Any]) -> None:
-        """Name the sessions of a job that begins: all, or the first if texts of the model cannot share passes."""
+        """Set the sessions of a job as it begins: all, or only the first if texts of this model cannot share passes."""
         if len(parts) > 1 and self._model.sharing_obstacle() is not None:
             self.num_shared = self._target_queue.max_batch = 1
             del parts[1:], shares[1:]
@@ -373,23 +373,23 @@ class RoundJobs:
             job.shares = tuple(shares)
 
     def _verify(self, parts: Sequence[Part]) -> list[Exception | None]:
-        """Returns: of each part, the error that concerns its text alone, if there is one."""
+        """Returns: for each part, the error that concerns its text alone, or None."""
         verify(self._model, parts)
         return [part.error for part in parts]
 
-    # --- what comes of it -------------------------------------------------------------------------
+    # --- the results ------------------------------------------------------------------------------
 
     def _judged(self, parts: Sequence[Part], job: Job[Any]) -> None:
         """Apply the verdicts of a pass."""
         num_parts = len(parts)
         num_computed = self._num_rows([part.session for part in parts])
         num_rows = num_computed * max([part.num_tokens for part in parts])
-        # A text's cache is copied when it shares a pass for the first time.
+        # The first pass that a text shares also copies its cache, which takes time.
         is_typical = num_parts == 1 or all(part.session.has_shared for part in parts)
         if is_typical:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         num_drafting = sum([bool(part.proposal.tokens) for part in parts])
-        # What drafted tokens have added to the pass is theirs who had some.
+        # The time that drafted tokens added to the pass is charged to the texts that had some.
         plain_s = min(job.seconds, self._prices.verify(num_computed)) if num_drafting > 0 else job.seconds
         added_s = (job.seconds - plain_s) / max(1, num_drafting)
         for part in parts:
@@ -414,7 +414,7 @@ class RoundJobs:
     def _apply(self, session: TargetSession, verdict: Verdict) -> None:
         """Commit the tokens of a verdict, and begin the next round."""
         if session.has_ended:
-            return  # while the pass ran
+            return  # it ended while the pass ran
         proposal, is_drafted = session.state.outstanding, session.state.phase is not SessionPhase.UNDRAFTED
         verdict = session.with_stop(verdict)
         round_s = self._round_seconds(session)
@@ -426,7 +426,7 @@ class RoundJobs:
             if proposal is not None:
                 self._prices.observe_round(len(commit.tokens), round_s)
             elif session.was_plain and session.pass_rounds == session.pass_rows == 1:
-                # The first plain round after a proposal cannot be a pass ahead, and its cost cannot be avoided.
+                # Not the first plain round after a proposal: it cannot be a pass ahead, and its cost is unavoidable.
                 self._prices.observe_plain_round(round_s)
         session.was_plain = proposal is None
         self.begin_round(session)
@@ -434,13 +434,13 @@ class RoundJobs:
     def _round_seconds(self, session: TargetSession) -> float:
         busy_s = self._worker.busy_seconds - session.busy_before_s
         idle_s = max(0.0, self._worker.clock() - session.round_began_s - busy_s)
-        # So is the time between, in which plain decoding would be a pass ahead.
+        # Idle time is charged to the texts with drafts, too: plain decoding would have used it for a pass ahead.
         return session.last_pass_s + idle_s / (len(self.texts) * (session.drafting_share or 1.0))
 
     # --- failures ---------------------------------------------------------------------------------
 
     def _failed(self, parts: Sequence[Part], error: JobError) -> None:
-        """Have the rounds of a pass that failed computed again, or end the one that has failed alone."""
+        """Have the rounds of a failed pass computed again, or end the text if its pass had no other."""
         if len(parts) == 1:
             self._failed_alone(parts[0], error)
             return
@@ -453,13 +453,13 @@ class RoundJobs:
             if part.feeds_drafted:
                 session.suspects, failure.one_by_one = suspects, OneByOne(part.proposal)
             else:
-                # If drafted tokens of others were the cause, those are left out now.
+                # If others had drafted tokens, those may be the cause, and are left out next time.
                 failure.goes_alone = failure.has_failed or not with_drafts
                 failure.suspects, failure.has_failed = None if with_drafts else suspects, True
 
     def _failed_alone(self, part: Part, error: JobError) -> None:
         session = part.session
-        # Errors of ours would be the same without drafted tokens.
+        # Outrider's own errors would be the same without drafted tokens.
         if part.feeds_drafted and not isinstance(error.__cause__, OutriderError):
             session.suspects = Suspects(0, _ignore)
             session.drafts.fail()
@@ -469,7 +469,7 @@ class RoundJobs:
         self._look_at(session)
 
     def _apply_or_fail(self, session: TargetSession, error: Exception) -> None:
-        """End a text whose part in a pass has failed; but first commit the drafted tokens that are accepted by now."""
+        """End a text whose part in a pass has failed; but if some of its drafted tokens are accepted, commit those."""
         failure = session.round_failure
         if failure is not None and failure.one_by_one is not None and session.fed_drafted:
             self._apply(session, verdict_so_far(failure.one_by_one))
@@ -477,7 +477,7 @@ class RoundJobs:
             self.fail(session, error)
 
     def _acquit(self, part: Part) -> None:
-        """Note that a pass has not failed, after one that has."""
+        """Note that a text's pass has succeeded after an earlier one had failed."""
         session, failure = part.session, part.session.round_failure
         if failure is not None and failure.suspects is not None:
             failure.suspects.acquit()
@@ -488,7 +488,7 @@ class RoundJobs:
 
 
 def plain_row(session: TargetSession) -> PlainRow:
-    """A text as it takes part in a pass without drafts; `is_plain` must be true."""
+    """A text's row in a pass without drafts; `is_plain` must be true."""
     assert session.sequence is not None
     shared, committed = session.shared, session.state.committed
     if (row := session.plain_row) is None or row.sequence is not session.sequence:

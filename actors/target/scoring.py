@@ -1,4 +1,4 @@
-"""The scores of a prompt's last tokens, if those are what the session is for."""
+"""Scores a prompt's last tokens, for a session that asks for scores and not for new text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_LOGITS = 2**24
 
 
 async def score_chunk(worker: Worker, session: TargetSession, chunk_size: PrefillChunkSize, vocab_size: int) -> None:
-    """Feed the next part of the tokens to score, once the tokens before them were read, and score what follows each.
+    """Feed the next chunk of the tokens to score, and score the token after each. The tokens before must be read.
 
     Args:
         chunk_size: of passes that score; updated.

@@ -32,14 +32,14 @@ Errand = Callable[[TargetSession], Awaitable[None]]
 
 
 class TargetActor(ModelActor[TargetSession]):
-    """Verifies proposals. The rounds that wait when the model becomes free share a forward pass.
+    """Verifies proposals. The rounds that are ready when the model becomes free share a forward pass.
 
-    A session goes through these steps, each a job of the loop: its cache is opened, its prompt is read, what others
-    want of the prompt is handed on, its rounds are run, and its cache is closed. Opening, handing on and closing take
-    next to no time, and are done first. Which pass is next, `protocol.pass_plan.next_pass` decides.
+    A session goes through these steps, each a job of the loop: open its cache, read its prompt, hand the read prompt to
+    whoever waits for it, run the rounds, close the cache. Opening, handing on and closing take almost no time and are
+    done first (`_errands`). `protocol.pass_plan.next_pass` decides which pass is next.
 
     Attributes:
-        drafter: the link to the drafter; without one until `DrafterLink.attach`.
+        drafter: the link to the drafter, which is missing until `DrafterLink.attach`.
     """
 
     name = "target"
@@ -59,8 +59,8 @@ class TargetActor(ModelActor[TargetSession]):
         """As `ModelActor`, and:
 
         Args:
-            on_failure: called once the model has failed; no session can go on then.
-            target_queue: shows the drafter which passes wait and run here.
+            on_failure: called when the model itself has failed, so that no session can go on.
+            target_queue: the passes that wait and run here, for the drafter to see.
             max_batch: most sessions that share one pass, >= 1.
         """
         super().__init__(
@@ -83,8 +83,8 @@ class TargetActor(ModelActor[TargetSession]):
         )
         self._reading = Reading(model, worker, self.chunk_size, lambda: self._jobs.num_shared, self._jobs.share)
         self._errands: dict[TargetSession, Errand] = {}
-        # The texts whose prompts were read: those whose next round could begin, in the order in which they became
-        # ready, and what they feed if that is not plain; and those that wait for the drafter or their consumer.
+        # A text whose prompt is read is in `_ready` if its next round can begin, in the order in which texts became
+        # ready (with its part in `_parts` unless the round is plain), else in `_waiting`, for its drafter or consumer.
         self._ready: dict[TargetSession, Turn] = {}
         self._parts: dict[TargetSession, Part] = {}
         self._waiting: dict[TargetSession, None] = {}
@@ -97,7 +97,7 @@ class TargetActor(ModelActor[TargetSession]):
 
     def _new_session(self, shared: Session) -> TargetSession:
         session = TargetSession(shared)
-        # A text to score is read as drafted ones are, so that each can reuse what was read for the other.
+        # A text to score is opened as drafted ones are, so that each can reuse the other's cached prefix.
         session.beside_another = self.drafter.has_model and (shared.opened.drafted or shared.opened.num_scored > 0)
         return session
 
@@ -179,7 +179,7 @@ class TargetActor(ModelActor[TargetSession]):
         if session.awaits_proposal_since_s is None:
             session.awaits_proposal_since_s = self.worker.clock()
             session.was_asked = False
-        # Anew each time, since the drafter may have become ready.
+        # Computed anew each time, since it depends on whether the drafter is ready.
         session.proposal_due_s = session.awaits_proposal_since_s + self.drafter.timeout_s(session)
 
     def _make_ready(self, session: TargetSession) -> None:
@@ -211,7 +211,7 @@ class TargetActor(ModelActor[TargetSession]):
         self.prices.num_texts = max(1, min(len(self._jobs.texts), self._jobs.most_rounds))
 
     def _view(self) -> tuple[TargetView, float]:
-        """What the target could do, and the moment at which to look again."""
+        """What the target could do, and when to look again, in seconds on the worker's clock."""
         now_s = self.worker.clock()
         until_s = self._time_out(now_s)
         self._take_in()
@@ -247,7 +247,7 @@ class TargetActor(ModelActor[TargetSession]):
         )
 
     def _time_out(self, now_s: float) -> float:
-        """Give up waiting for proposals that are due. Returns: when the next one is."""
+        """Stop waiting for proposals that are overdue. Returns: when the next one will be."""
         next_s = math.inf
         for session in self._waiting:
             if session.awaits_proposal_since_s is None or session.was_asked:
@@ -283,7 +283,7 @@ class TargetActor(ModelActor[TargetSession]):
             self._ready[session] = attrs.evolve(turn, is_due=True)
 
     async def _decode_plainly(self, texts: Sequence[TargetSession], view: TargetView) -> None:
-        """A pass over texts that nobody drafts for."""
+        """Decode texts that nobody drafts for, in one pass or several in a row."""
         are_all = view.all_are_plain and len(texts) == len(view.turns)
         goes_ahead = view.most_shared == 1 or are_all
         for session in texts:
@@ -294,7 +294,7 @@ class TargetActor(ModelActor[TargetSession]):
             for session in texts:
                 if session not in going_on:
                     self._look_at(session)
-        self._take_in()  # what became ready during the pass has its turn first
+        self._take_in()  # texts that became ready during the pass come first
         for session in going_on:
             assert session.plain_row is not None
             round, is_ahead = ReadyRound(1, is_row=session.is_row), session.plain_row.is_ahead
@@ -303,7 +303,7 @@ class TargetActor(ModelActor[TargetSession]):
                 self._ready[session] = turn
 
     async def _verify(self, texts: Sequence[TargetSession], num_drafted: Sequence[int]) -> None:
-        """A pass over texts, some of which have proposals."""
+        """Run a pass over texts, some of which have proposals."""
         parts = []
         for session, number in zip(texts, num_drafted, strict=True):
             turn, part = self._take(session)
@@ -327,7 +327,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._look_at(session)
 
     def _make_part(self, session: TargetSession, since_s: float) -> Part | None:
-        """A text's part in the next pass; None if that ends the text, and the others go on."""
+        """A text's part in the next pass; None if it cannot be made, which ends this text only."""
         try:
             return next_part(session, self.prices, since_s)
         except Exception as error:  # of any kind
@@ -335,7 +335,7 @@ class TargetActor(ModelActor[TargetSession]):
             return None
 
     def _take(self, session: TargetSession) -> tuple[Turn, Part | None]:
-        """Take a text from those that are ready; its part is None if it goes on plainly."""
+        """Remove a text from those that are ready. Returns: its turn, and its part unless the round is plain."""
         return self._ready.pop(session), self._parts.pop(session, None)
 
     # --- before and after the rounds ----------------------------------------------------------------
@@ -355,7 +355,7 @@ class TargetActor(ModelActor[TargetSession]):
         session.reads_until = session.shared.opened.num_read
 
     async def _end_prompt(self, session: TargetSession) -> None:
-        """Give the prompt, which was read, to whoever waits for it, and begin the rounds, or the scored tokens."""
+        """Hand the prompt, now that it is read, to whoever waits for it, and begin the rounds or the scoring."""
         opened, session.has_read_prompt = session.shared.opened, True
         await self._give_prompt_features(session)
         await self._hand_on(session)
@@ -367,7 +367,7 @@ class TargetActor(ModelActor[TargetSession]):
             self._jobs.begin_round(session)
 
     async def _give_prompt_features(self, session: TargetSession) -> None:
-        """Give a drafter that reads features those of the prompt."""
+        """Send the prompt's features to a drafter that reads features."""
         if self.drafter.mailbox is None or not session.shared.opened.drafted:
             return
         assert session.sequence is not None
@@ -390,7 +390,7 @@ class TargetActor(ModelActor[TargetSession]):
         shared.on_room = None
         session.is_broken = session.is_broken or error is not None
         if error is None and session.state.finish_reason is not None:
-            # The consumer takes an unsent commit from `shared`: waiting here would delay another session.
+            # The consumer takes an unsent commit from `shared` later: waiting for it would delay other sessions.
             shared.deliver_nowait()
             self._note(session, "finish")
             if shared.on_finished is not None:
@@ -404,23 +404,23 @@ class TargetActor(ModelActor[TargetSession]):
         elif error is not None:
             self._fail(session, error)
         shared.end()
-        # A session that failed must not occupy the drafter, even before anybody has read that it failed.
+        # A failed session must not keep the drafter busy until its consumer reads the error.
         if session.state.phase is not SessionPhase.CLOSED:
             self.drafter.send(Close(session.id))
         self._forget(session)
 
     async def _end_or_break(self, session: TargetSession, error: JobError) -> None:
-        """End a session one of whose jobs failed, and the runtime if the model does not work any more.
+        """End a session one of whose jobs failed, and the whole runtime if the model no longer works.
 
-        A foreign exception may still be this session's doing: a prompt that does not fit into memory, a processor. So
-        the model counts as failed only if it also fails at a text that has nothing to do with the session.
+        An error that is not an `OutriderError` may still be caused by this session alone, by a prompt that does not fit
+        into memory or by a processor. So the model counts as failed only if it also fails a probe.
         """
         cause = error.__cause__
         if isinstance(cause, OutriderError):
             session.shared.end(cause)
             return
         try:
-            # Also if nobody wants this session any more: the result matters to the others.
+            # Even if nobody wants this session any more: the result matters to the others.
             with trio.CancelScope(shield=True):
                 await self.worker.run(Job("probe", partial(probe, self.model), None, len(PROBED)))
         except JobError:

@@ -23,13 +23,13 @@ from protocol.session_state import SessionPhase
 
 @attrs.define(eq=False)
 class RoundFailure:
-    """What a round does after a pass of it has failed.
+    """How a round goes on after one of its passes has failed.
 
     Attributes:
         one_by_one: the proposal, if its tokens are judged in the passes of plain decoding; see `OneByOne`.
-        has_failed: whether a pass has failed in which it had no drafted tokens.
-        goes_alone: whether its passes are its own.
-        suspects: of a pass that has failed without drafted tokens; None if this round was not part of one.
+        has_failed: whether a pass has failed in which this round had no drafted tokens.
+        goes_alone: whether the round has its passes to itself.
+        suspects: the sessions of a failed pass without drafted tokens; None if this round was not part of one.
     """
 
     one_by_one: OneByOne | None = None
@@ -40,19 +40,19 @@ class RoundFailure:
 
 @attrs.define(eq=False)
 class OneByOne:
-    """A proposal that is judged in the passes of plain decoding, none of which reads a token before it is accepted.
+    """A proposal that is judged by passes as in plain decoding, which feed each token only once it is accepted.
 
-    A pass that fails here fails in plain decoding, too. Under the rejection rule, no token may be left out for what it
-    is, or it would become rarer. Here all tokens are judged, as in one pass, until one is rejected, or a pass fails
-    because of those before. Under the block rule, which judges tokens jointly, all are fed.
+    So a pass that fails here fails in plain decoding, too. To keep the rejection rule exact, no token may be left out
+    because of which token it is: all are judged, as in a single pass, until one is rejected, or a pass fails because of
+    the tokens before it. The block rule judges tokens jointly, so under it all are fed.
 
     Attributes:
         proposal: all of it.
         left: the part that was not judged yet.
-        rows: under the block rule, (n, V) processed logits by which the n tokens before that part are judged jointly;
-            None before the first.
-        judgement: of the tokens that were judged. Those that are accepted may be fewer than were fed under the block
-            rule; under the others, they are those that were fed.
+        rows: under the block rule, (n, V) processed logits by which the n tokens before `left` are judged jointly; None
+            before the first.
+        judgement: of the tokens that were judged. Under the block rule, it may accept fewer tokens than were fed; under
+            the others, it accepts those that were fed.
         likelihoods, features: of the tokens that were judged, as in `Verdict`.
         seconds: of the passes so far.
     """
@@ -72,11 +72,11 @@ class OneByOne:
 
     @property
     def fed(self) -> tuple[int, ...]:
-        """Those tokens."""
+        """The tokens that `num_fed` counts."""
         return self.proposal.tokens[: self.num_fed]
 
     def advance(self) -> None:
-        """Go on after the first token that was left, which was judged."""
+        """Note that the first token of `left` was judged."""
         self.left = self.left.without_first()
 
 
@@ -84,36 +84,36 @@ class TargetSession(ActorSession):
     """The state of one session at the target.
 
     Attributes:
-        plain_row: of rounds without a proposal; made for the first of them.
-        replay: tracks when replayed tokens are fed for good.
+        plain_row: the text's row in rounds without a proposal; made for the first of them.
+        replay: decides when replayed tokens are settled.
         verify_seconds: spent on verify passes so far.
         reads_until: length of the part of the prompt that is to be read.
         has_read_prompt: whether it was read, and handed on to whoever waits for it.
         reads_alone: whether no other prompt may be read in its passes.
         failure: the error that ended the session, if one did.
         is_blocked: whether a slow consumer keeps the next round from beginning.
-        awaits_proposal_since_s: since when a proposal is waited for, in seconds on the worker's clock; None if none is.
-        proposal_due_s: until when.
-        was_asked: whether the drafter was asked for what it has by now, because it was late.
-        was_hurried: whether it was asked because others wait.
+        awaits_proposal_since_s: when the wait for a proposal began, in seconds on the worker's clock; None in no wait.
+        proposal_due_s: when that wait ends.
+        was_asked: whether the drafter was asked for what it has drafted by now, because it was late.
+        was_hurried: whether it was asked because other texts wait.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
         untold: tokens that were committed in a rest, and that the drafter has not been told of.
-        round_began_s, busy_before_s: when the round began, and what the worker had worked by then, in seconds.
-        last_pass_s: its share of the seconds of the last pass.
-        drafting_share: of the texts in that pass, how many had drafted tokens; in [0, 1].
-        pass_rounds, pass_rows: of the last pass that others could share.
-        ended_s: when the last shared pass ended, until the next round is ready.
-        last_ready: the round that had a part in it.
+        round_began_s, busy_before_s: when the round began, and the worker's busy seconds by then.
+        last_pass_s: its share of the seconds of the last pass by `RoundJobs.run_pass`.
+        drafting_share: the share of the texts in that pass that had drafted tokens, in [0, 1].
+        pass_rounds, pass_rows: numbers of rounds and rows in that pass.
+        ended_s: when that pass ended; None once the next round is ready.
+        last_ready: the round that took part in it.
         turnaround_s: mean time from the end of a pass until the next round is ready.
         has_shared: whether the text has shared a pass.
         was_plain: whether the round before had no proposal.
         was_single_step: whether the last verify pass could not have been undone.
-        suspects: of a shared pass with drafted tokens that has failed. Then drafted tokens of this text go alone, until
-            they succeed; None if there is no such pass.
-        drafts: leaves out drafted tokens where passes with them have failed.
-        round_failure: how passes of the present round have failed.
-        reads_again: whether the cache lacks committed tokens that it had, since a pass has failed.
+        suspects: the sessions of a failed pass with drafted tokens. Until drafted tokens of this text succeed, they
+            have a pass to themselves; None if there was no such pass.
+        drafts: leaves out drafted tokens for longer, the more often passes with them have failed.
+        round_failure: how the present round goes on after a failed pass; None if none has failed.
+        reads_again: whether the cache has lost committed tokens because a pass has failed.
     """
 
     def __init__(self, shared: Session) -> None:
@@ -164,9 +164,7 @@ class TargetSession(ActorSession):
 
     @property
     def fed_drafted(self) -> tuple[int, ...]:
-        """Drafted tokens of the present round that were judged, each in a pass of its own, and stay in the cache until
-        its verdict.
-        """
+        """Drafted tokens of the present round that were judged in a pass each, and stay cached until the verdict."""
         failure = self.round_failure
         return () if failure is None or failure.one_by_one is None else failure.one_by_one.fed
 

@@ -22,7 +22,7 @@ def verify(model: Model, parts: Sequence[Part]) -> None:
     If no token can be chosen from some row of logits, the tokens accepted before that row stand, as they would without
     a drafter.
 
-    Each part has its result afterwards, or the error that concerns it alone. `NotANumberError` and `ProcessorError`: no
+    Each part has its result afterwards, or an error that concerns it alone: `NotANumberError` or `ProcessorError` if no
     token can be chosen from its first row.
 
     Raises: whatever the model raises: the pass has failed for all, and their caches are empty.
@@ -48,9 +48,9 @@ def verify(model: Model, parts: Sequence[Part]) -> None:
 
 
 def _groups(parts: Sequence[Part], logits: Sequence[mx.array]) -> list[_Group]:
-    """Judge parts of one kind by one set of array operations, and others each by itself. Lazy, but for user code."""
+    """Judge parts of one kind by one set of array operations, and others each by itself. Lazy, except for user code."""
     if any(part.session.shared.logits_pipeline.runs_user_code for part in parts):
-        # User code is called with evaluated arrays, and must not be blamed for a pass that fails.
+        # User code is called with evaluated arrays, so that it is not blamed for a pass that fails.
         mx.eval(list(logits))
     groups = []
     for kind, indices in by_kind([part.session.shared.logits_pipeline for part in parts]).items():
@@ -70,7 +70,7 @@ class _Group:
     """Parts that are judged together.
 
     Attributes:
-        parts: one after the other in the rows.
+        parts: in the order of their rows.
         processed: (R, V) logits.
         logit_check: of these rows.
         judgements: of the parts.
@@ -106,7 +106,7 @@ class _Group:
 
 
 def _judged_together(parts: Sequence[Part], logits: Sequence[mx.array]) -> _Group:
-    """No user code runs, so that a failure is one of the pass."""
+    """Judge parts that run no user code, so that an error raised here is a failure of the pass."""
     rows = logits[0] if len(logits) == 1 else mx.concatenate(list(logits))
     shared = parts[0].session.shared
     settings = shared.opened.settings
@@ -117,8 +117,8 @@ def _judged_together(parts: Sequence[Part], logits: Sequence[mx.array]) -> _Grou
 
 
 def _judged_alone(part: Part, logits: mx.array) -> _Group:
-    """User code that fails at a row may fail because of drafted tokens. So rows are left out from the end until it does
-    not. The tokens before those rows are judged, so that none is left out for what it is.
+    """Judge one part. User code may fail at a row because of drafted tokens before it, so rows are left out from the
+    end until it succeeds. Tokens before those rows are judged, so that none is left out because of which token it is.
     """
     for num_rows in range(logits.shape[0], 1, -1):
         with suppress(ProcessorError):
@@ -150,7 +150,7 @@ def _finish(part: Part, judgement: Judgement, num_sound: int, processed: mx.arra
         judgement = Judgement(num_sound, None)
     start, num_accepted, token = part.proposal.start, judgement.num_accepted, judgement.token
     num_rows, num_tokens = rows.stop - rows.start, len(part.proposal.tokens)
-    # Without a row for the token that comes next, the next round feeds the one before it again.
+    # Without a row that gives the next token, the next round feeds the last accepted token again.
     num_fed = num_accepted - (token is None)
     if part.judges_jointly:
         part.goes_on, part.rows = part.can_go_on and num_sound == num_rows < num_tokens, processed[rows]
@@ -162,20 +162,20 @@ def _finish(part: Part, judgement: Judgement, num_sound: int, processed: mx.arra
     part.num_accepted, part.token = num_accepted, token
     if num_top := part.session.shared.opened.settings.logprobs:
         part.likelihoods = likelihoods(processed[rows], tokens, num_top)
-    # Before the rewind: one to a checkpoint goes further back, and leaves accepted tokens to the next pass.
+    # Before the rewind: a rewind to a checkpoint also drops accepted tokens, which the next pass replays.
     features = part.sequence.features
     part.features = None if part.goes_on or features is None else features.take(start + num_fed)
     part.length = _rewound(part, start + num_fed)
 
 
 def _rewound(part: Part, length: int) -> int:
-    """How many tokens are cached after the rewind."""
+    """Rewind a part's cache. Returns: how many tokens are cached afterwards."""
     try:
         length = part.sequence.rewind(length)
     except RewindError:
         if not part.judges_jointly:
             raise
-        # There were several passes, and a row of a recurrent model goes back over the last one only. It is read again.
+        # There were several passes, and a row of a recurrent model can undo only the last. The text is read again.
         part.sequence.forget()
         return length
     part.sequence.check(length)

@@ -50,7 +50,7 @@ class ContextSequence(TrainedSequence):
         return sum(int(layer.nbytes) for layer in self._cache)
 
     def reuse(self, length: int) -> None:
-        """Features of what the texts do not share were of the other text."""
+        """Drops the context of what the texts do not share: its features were the other text's."""
         super().reuse(length)
         end = max(self._begin, min(self._end, self._num_common))
         for layer in self._cache:
@@ -80,7 +80,7 @@ class ContextSequence(TrainedSequence):
     def _look_at_arrived(self) -> None:
         if not self._arrived:
             return
-        # Drafts begin behind the new features from now on. For what is not computed yet, the caches would be copied.
+        # Drafts begin after the new features from now on. Lazy old ones would still read the caches, and force a copy.
         self._drop_drafts()
         super()._look_at_arrived()
         # The features are kept no longer.
@@ -89,7 +89,7 @@ class ContextSequence(TrainedSequence):
     def _look_at(self, start: int, features: mx.array) -> None:
         """Make the context of features."""
         if start > self._end or self._begin == self._end:
-            # Features between are missing: what comes after them is worth more than what is before.
+            # Features in between are missing: those after the gap are worth more than those before it.
             self._cache, self._begin, self._end = self._context_reader.make_cache(), start, start
         # Some may come a second time, if the target has lost its cache.
         known = self._end - start

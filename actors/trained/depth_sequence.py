@@ -1,13 +1,13 @@
 """One text of a drafter that reads features position by position.
 
 *Position* i of such a drafter reads the features of position i and the token at position i + 1. At depth 0 it predicts
-the token at position i + 2. What comes after that is foreseen from the same features, in one of two ways:
+the token at position i + 2. Later tokens are predicted from the same features, in one of two ways:
 
-* A *module* for each depth: module k reads what the module before it gave at position i, and the token at position
-  i + 1 + k, and predicts the one after that. Each has caches of its own, and reads the positions that it lacks when
-  something is drafted at its depth. Beyond, the last module goes on with its own hidden states; what it read so is read
-  again, in one pass, once the features come.
-* Further rows of the pass at depth 0, which do not depend on the tokens between.
+* A *module* for each depth: module k reads the output of module k - 1 at position i and the token at position
+  i + 1 + k, and predicts the token after that. Each has caches of its own, and reads the positions that it lacks when
+  something is drafted at its depth. Beyond the last depth, the last module goes on with its own hidden states; those
+  positions are read again, in one pass, once the features come.
+* Further rows of logits from the pass at depth 0, which do not depend on the tokens between.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from actors.trained.trained_sequence import (
 from protocol.errors import RewindError
 from protocol.messages import Features
 
-# Positions that are read in one pass, if no logits of them are wanted, and if some are.
+# Most positions that are read in one pass: if none of their logits are wanted, and if some are.
 MAX_READ, MAX_READ_WITH_LOGITS = 512, 64
 
 
@@ -66,7 +66,7 @@ class DepthSequence(TrainedSequence):
         # What each module has read: the positions from `_begin` to its end.
         self._begin = 0
         self._ends = [0] * len(modules)
-        # What each module reads besides tokens, the first one projected features, and what the last one gives.
+        # What each module reads besides tokens (the first, projected features), and then the last module's output.
         self._hidden = [PositionedRows() for _ in range(len(modules) + 1)]
         self._parallel = mx.zeros((num_parallel, modules[0].vocab_size))
 
@@ -103,25 +103,25 @@ class DepthSequence(TrainedSequence):
         return layers + sum(rows.num_bytes for rows in self._hidden)
 
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """Not what a module would read again where features are missing."""
+        """0 if a module would have to read positions again whose features are missing."""
         length, first = super().reusable_length(num_common, num_read), self._hidden[0].begin
         return 0 if self._begin < first and length - len(self._modules) < first else length
 
     def reuse(self, length: int) -> None:
-        """Features of what the texts do not share were of the other text."""
+        """Drops the features of what the texts do not share, which were the other text's."""
         super().reuse(length)
         self._hidden[0].drop_from(self._num_common)
         self._cut(-1, self._num_known)
         self._num_given = self._num_known
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """None also if features are missing. Without the last positions: what was read there is read again, and gives
-        what the next module reads.
+        """None also if features are missing. The last positions are left out: they are read again, since their outputs
+        are what the next module reads.
         """
         self._look_at_arrived()
         self._read_text()
         features = self._hidden[0]
-        # The last position with features gives what stands for those that are missing after it.
+        # The last position with features is read again: its output stands for the features that are missing after it.
         num_rows = min(self._num_known - 1, len(tokens) - len(self._modules))
         if self._begin > 0 or not features.pieces or num_rows < max(1, features.begin):
             return None
@@ -186,7 +186,7 @@ class DepthSequence(TrainedSequence):
             if self._hidden[0].begin != begin:
                 self._restart()
             self._hidden[-1].drop_before(self._num_known - 1)
-            # Of the rounds before, too, where nothing was drafted that reads them.
+            # Also those of earlier rounds, in which nothing was drafted that reads them.
             mx.eval([piece for rows in self._hidden for piece in rows.pieces[-1:]])
 
     def _read_text(self) -> None:
@@ -216,7 +216,7 @@ class DepthSequence(TrainedSequence):
             if module > 0:
                 given_before = self._hidden[module]
                 if not given_before.pieces or begin < given_before.begin:
-                    # It was left behind when the state was taken.
+                    # Its input was left out when the state was taken.
                     self._cut(module - 1, begin)
                 self._advance(module - 1, min(end, self._num_known))
             is_last_pass = end - begin <= MAX_READ_WITH_LOGITS + num_rows
@@ -235,12 +235,12 @@ class DepthSequence(TrainedSequence):
         return None if rows is None else rows[-num_rows:]
 
     def _entering(self, module: int, begin: int, end: int) -> mx.array:
-        """What a module reads besides the tokens of some positions: as many of them as are known, one at least."""
+        """The hidden states that a module reads at some positions: those that are known, at least one."""
         fresh, own = self._hidden[module], self._hidden[module + 1]
         parts = []
         if begin < fresh.end:
             parts.append(fresh.between(begin, min(end, fresh.end)))
-        # The hidden state that the last module gave at a position stands for what is not known at the next one.
+        # The hidden state that the last module gave at a position stands for the unknown one at the next.
         begin = max(begin, fresh.end)
         if begin < (end := min(end, own.end + 1)):
             parts.append(own.between(begin - 1, end - 1))

@@ -1,4 +1,4 @@
-"""What the files of several kinds of drafters have in common, as Speculators and transformers write them."""
+"""Files of drafters: what those of several kinds have in common, as Speculators and transformers write them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from protocol.errors import ModelError
 # How MLX quantises without biases, by bits and group size.
 _MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
 _AFFINE_BITS, _AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-# Ends of names that weights have where others than MLX have quantised them.
+# Endings of the names of weights that something other than MLX has quantised.
 _OF_OTHERS = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight_scale_2")
 # How many names a message has at most.
 _NUM_NAMED = 4
@@ -56,12 +56,12 @@ class DrafterFiles:
     def weights(self, pattern: str = "*.safetensors") -> dict[str, mx.array]:
         """The arrays in the folder's safetensors, by name; lazy.
 
-        Raises: ModelError: there are none, a file is damaged, or they are quantised in another way than MLX does it.
+        Raises: ModelError: there are none, or a file is damaged.
         """
         return {name: value for arrays, _ in self.weights_and_metadata(pattern) for name, value in arrays.items()}
 
     def weights_and_metadata(self, pattern: str = "*.safetensors") -> list[tuple[dict[str, mx.array], dict[str, str]]]:
-        """The same of each file, with its metadata."""
+        """For each file, its arrays by name, and its metadata; otherwise as `weights`."""
         try:
             loaded: Any = [mx.load(str(f), return_metadata=True) for f in sorted(self.folder.glob(pattern))]
         except (OSError, ValueError, RuntimeError) as error:
@@ -71,10 +71,10 @@ class DrafterFiles:
         return list(loaded)
 
     def fill(self, module: Module, weights: Mapping[str, mx.array]) -> None:
-        """Load weights into a module and evaluate them. Layers become quantised as the shapes of the arrays say.
+        """Load weights into a module and evaluate them. Layers are quantised as the shapes of their arrays tell.
 
-        Raises: ModelError: weights are missing, superfluous or of another shape, are quantised in another way than MLX
-            does it, or are to be quantised a second time.
+        Raises: ModelError: weights are missing, superfluous or of another shape, are quantised in a way that MLX does
+            not have, or are to be quantised a second time.
         """
         if foreign := next((name for name in weights if name.endswith(_OF_OTHERS)), None):
             how = self.config.get("quantization_config")
@@ -110,7 +110,7 @@ class DrafterFiles:
 
 
 def _misfit(own: Mapping[str, mx.array], weights: Mapping[str, mx.array]) -> str:
-    """What is wrong with weights for a module that has others; empty if nothing is."""
+    """How weights differ from those that a module has; empty if names and shapes are the same."""
 
     def listed(names: set[str]) -> str:
         some = sorted(names)[:_NUM_NAMED]
@@ -128,7 +128,7 @@ def _misfit(own: Mapping[str, mx.array], weights: Mapping[str, mx.array]) -> str
 
 @contextmanager
 def reading_config() -> Iterator[None]:
-    """Raises: ModelError: what is read inside of a drafter's configuration is missing, or of another type."""
+    """Raises: ModelError: a setting that is read inside the block is missing, or of a wrong type."""
     try:
         yield
     except KeyError as missing:
@@ -156,8 +156,8 @@ def flatten_rope(layer: dict[str, Any]) -> None:
 
 
 def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:
-    """Raises: ModelError: a target lacks some of the layers whose inputs a drafter reads; their number stands for what
-    the last one gives.
+    """Raises: ModelError: a target lacks some of the layers whose inputs a drafter reads. The number of layers, as an
+    id, means the output of the last one.
     """
     if len(set(ids)) != len(ids) or not all(0 <= layer <= num_layers for layer in ids):
         raise ModelError(
@@ -167,7 +167,7 @@ def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:
 
 
 def target_ids_of(offsets: mx.array | None, draft_vocab_size: int, vocab_size: int, folder: Path) -> mx.array | None:
-    """The target's id of each id of a drafter's, from the differences of the two ids that a file has as `d2t`.
+    """The target's id for each of a drafter's ids, from the differences between the two, which a file has as `d2t`.
 
     Returns: (draft_vocab_size,) int32; None if the vocabularies are the same.
     Raises: ModelError: the vocabularies differ, and `d2t` is missing, has another length, or leads to no id of the
@@ -192,7 +192,7 @@ def target_ids_of(offsets: mx.array | None, draft_vocab_size: int, vocab_size: i
 
 
 def widened(logits: mx.array, target_ids: mx.array | None, vocab_size: int) -> mx.array:
-    """(n, draft_vocab_size) logits by the target's ids, (n, vocab_size), -inf for those that a drafter lacks; lazy."""
+    """(n, draft_vocab_size) logits to (n, vocab_size), by the target's ids; -inf for ids that a drafter lacks; lazy."""
     if target_ids is None:
         return logits
     nothing = mx.full((logits.shape[0], vocab_size), -mx.inf, dtype=logits.dtype)
@@ -200,9 +200,9 @@ def widened(logits: mx.array, target_ids: mx.array | None, vocab_size: int) -> m
 
 
 def check_named_target(config: Mapping[str, Any], target: Module, named: str) -> None:
-    """Raises: ModelError: the target is of another kind than a drafter's `config.json` names, as Speculators has it.
+    """Raises: ModelError: the target is of another kind than a drafter's `config.json` names in Speculators' form.
 
-    The name of the target is no reason: conversions and fine-tuned models have other names.
+    The target's own name is not compared: conversions and fine-tuned models have other names.
     """
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
@@ -212,7 +212,7 @@ def check_named_target(config: Mapping[str, Any], target: Module, named: str) ->
     wanted = {_family(str(name)) for name in (architectures if isinstance(architectures, list) else ())}
     module = type(target).__module__.rpartition(".")[2]
     given = {_family(str(name)) for name in (module, getattr(getattr(target, "args", None), "model_type", module))}
-    # Only kinds that mlx-lm has: others may be other names of the same.
+    # Only if mlx-lm knows the named kinds: another name may mean the same kind.
     if wanted and wanted <= _known_families() and not wanted & given:
         made_for = f" ({name})" if (name := verifier.get("name_or_path")) else ""
         raise ModelError(
@@ -222,7 +222,7 @@ def check_named_target(config: Mapping[str, Any], target: Module, named: str) ->
 
 
 def _family(name: str) -> str:
-    """What the names of a kind of models have in common: `Qwen3MoeForCausalLM` and `qwen3_moe`."""
+    """What all names of a kind of models have in common, such as `Qwen3MoeForCausalLM` and `qwen3_moe`."""
     spelled = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|_text)$", "", name)
     return spelled.replace("_", "").lower()
 

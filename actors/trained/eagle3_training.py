@@ -49,7 +49,7 @@ def _attend(attention: Any, inputs: mx.array, cache: _LayerSteps) -> mx.array:
     keys = _heads(attention.k_proj(inputs), attention.n_kv_heads, getattr(attention, "k_norm", None))
     values = _heads(attention.v_proj(inputs), attention.n_kv_heads, None)
     groups = attention.n_heads // attention.n_kv_heads
-    # Step s at position t stands where position t + s does.
+    # For the rotary embedding, step s at position t is at position t + s.
     queries = attention.rope(queries, offset=step)
     cache.append((mx.repeat(attention.rope(keys, offset=step), groups, axis=1), mx.repeat(values, groups, axis=1)))
     (text_keys, text_values), *own = cache

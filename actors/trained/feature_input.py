@@ -1,4 +1,4 @@
-"""What the draft actor knows of a text that reads its target's features, whatever kind of drafter reads them."""
+"""What the draft actor knows of a sequence that reads its target's features, whatever the kind of its drafter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class FeatureInput(ABC):
     """The part of a sequence that takes features. They are given in any thread.
 
     Attributes:
-        acceptance: the drafter's own estimate, for each row of logits of the last feed, of how likely a token that is
-            drafted there is accepted, whichever it is; (num_logits,) in [0, 1], lazy. None if it has none.
+        acceptance: for each row of logits of the last feed, the drafter's own estimate of how likely a token drafted
+            there is accepted, whichever token it is; (num_logits,) in [0, 1], lazy. None if it makes no estimates.
     """
 
     acceptance: mx.array | None = None
@@ -28,7 +28,7 @@ class FeatureInput(ABC):
     @property
     @abstractmethod
     def awaits_features(self) -> bool:
-        """Whether no features were given yet of the text that it is used for."""
+        """Whether no features of the present text were given yet."""
 
     @property
     @abstractmethod
@@ -38,7 +38,7 @@ class FeatureInput(ABC):
     @property
     @abstractmethod
     def staleness(self) -> int:
-        """How many hidden states of the drafter's own stand for the target's where it drafts after the text now."""
+        """In a draft after the present text, how many of the drafter's own hidden states stand for the target's."""
 
     @property
     def foreseen(self) -> int | None:

@@ -81,11 +81,11 @@ class RecordedFeatures:
 
 
 class FeatureRecorder:
-    """Records what enters some layers of a model, while `evaluating_layers` is in force for it."""
+    """Records the inputs of some layers of a model, while `evaluating_layers` is in force for it."""
 
     def __init__(self, model: Module, layer_ids: Sequence[int], *, named: str = "the target") -> None:
-        """Record the input of `layer_ids`, each in [0, number of layers]; that number stands for what the last layer
-        gives. `named` is the model, in messages.
+        """Record the inputs of `layer_ids`, each in [0, number of layers]; that number means the output of the last
+        layer. Messages call the model `named`.
         """
         layers = list(model.layers)
         self._named = named
@@ -109,7 +109,7 @@ class FeatureRecorder:
     def take(self, shape: tuple[int, int]) -> mx.array:
         """The features of the last pass, over (B, W) tokens: (B, W, layers · hidden size), lazy.
 
-        Raises: ModelError: a layer gave nothing of the kind, so that the model's features cannot be recorded.
+        Raises: ModelError: a layer has no such input, so that the model's features cannot be recorded.
         """
         seen, self._seen = self._seen, {}
         parts = [seen.get(layer) for layer in self._layer_ids]

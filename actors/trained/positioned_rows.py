@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-# Rows are copied into the piece before as long as that stays this small.
+# Rows are merged into the last piece as long as that has no more than this.
 MAX_MERGED = 64
 
 
@@ -34,7 +34,7 @@ class PositionedRows:
     def add(self, start: int, rows: mx.array) -> None:
         """Add the rows of positions from `start` on, (n, width), lazy or not.
 
-        Those before are dropped if some between are missing, or if they are of another width.
+        Earlier rows are dropped if some in between are missing, or if their width differs.
         """
         if start != self.end or not self.pieces or self.pieces[-1].shape[1] != rows.shape[1]:
             self.begin, self.pieces = start, [rows]

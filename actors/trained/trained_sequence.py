@@ -1,4 +1,4 @@
-"""What the texts of trained drafters have in common, whatever they read the target's features for."""
+"""What the sequences of all kinds of trained drafters have in common."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class DrafterReader(Protocol):
 class TrainedSequence(StatefulSequence, FeatureInput):
     """A `CachedSequence` that takes features, in any thread, and can go back to any length.
 
-    It reads the tokens of its text, and the features that have come, as logits are wanted.
+    Features that are given wait until the sequence is next fed, reused or saved.
     """
 
     def __init__(self, feature_width: int) -> None:
         self._feature_width = feature_width
         self._tokens: list[int] = []
-        # Features that were given and not looked at yet, and the position after the last of all that were given.
+        # Features that were given but not looked at yet, and the position after the last of all that were given.
         self._arrived: deque[tuple[int, mx.array]] = deque()
         self._num_given = 0
         self._awaits_features = True
@@ -78,7 +78,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
 
     @property
     def staleness(self) -> int:
-        """What is drafted lacks the features of the positions after the first one without."""
+        """The number of positions without features, except the last, whose features a draft after it does not need."""
         return max(0, len(self._tokens) - 1 - self._num_known)
 
     @property
@@ -86,7 +86,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
         return len(self._tokens)
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """The logits where nothing is foreseen are all zero."""
+        """Logits are all zero where nothing can be predicted."""
         self._tokens += tokens
         self._look_at_arrived()
         if num_logits == 0:
@@ -127,7 +127,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
         self._arrived.clear()
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
-        """What is left of the features then is of the cached tokens."""
+        """Reads the text as far as features were given, so that these are all of cached tokens."""
         num_read = self.rewind(min(common_length(pack(tokens), pack(text)), self.length))
         # The token at a position is read with the features of the position before.
         end = min(self._num_given + 1, len(text)) if self._num_given else num_read
@@ -150,7 +150,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
 
     @abstractmethod
     def _look_at(self, start: int, features: mx.array) -> None:
-        """Take the features of positions from `start` on, which may be known in part, or come after some missing."""
+        """Take the features of positions from `start` on. Some may be known already, or some before them be missing."""
 
     def _read_text(self) -> None:
         """Read what can be read without logits."""
@@ -172,16 +172,16 @@ def taken_layers(cache: Sequence[Any], num_rows: int) -> tuple[LayerState, ...]:
 
 
 def check_state(state: SequenceState, *, num_layers: int, has_features: bool) -> None:
-    """Raises: MisfitError: a drafter with so many caches, and with features besides or without, cannot have it."""
+    """Raises: MisfitError: a drafter with so many caches, with or without features, cannot have this state."""
     state.check(num_layers=num_layers, has_features=has_features)
     if state.prefix_checkpoints:
         raise MisfitError("it has prefix checkpoints, which a trained drafter has none of")
 
 
 def put_layers(state: SequenceState, grown: Callable[[int], Sequence[Any]]) -> tuple[list[Any], int]:
-    """New caches with the states in a sequence's state, and their number of rows.
+    """New caches with the layers of a sequence's state, and their number of rows.
 
-    Shapes are compared with those of such caches that `grown` makes, with some rows.
+    Shapes are compared with those of caches that `grown` makes, with a given number of rows.
 
     Raises: MisfitError: these are not the states of such caches.
     """
@@ -194,7 +194,7 @@ def put_layers(state: SequenceState, grown: Callable[[int], Sequence[Any]]) -> t
 
 
 def check_features(features: Features, like: mx.array) -> None:
-    """Raises: MisfitError: they are no rows such as those of `like`."""
+    """Raises: MisfitError: the features are not rows of the same width as those of `like`."""
     values = features.values
     fits = values.ndim == 2 and values.shape[1] == like.shape[1] and mx.issubdtype(values.dtype, mx.floating)
     if not fits or features.start < 0 or values.shape[0] == 0:

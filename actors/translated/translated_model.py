@@ -18,8 +18,8 @@ from protocol.vocabulary_map import VocabularyMap
 class TranslatedModel:
     """A draft model on its thread, on which it must also be made.
 
-    Tokens and logits are the target's. They are a distribution over the tokens that both have, from which tokens are
-    drawn, and so these are judged exactly under either acceptance rule.
+    Tokens and logits are the target's. The logits are a distribution over the tokens that both vocabularies have, and
+    drafts are drawn from it, so all acceptance rules stay exact.
 
     Attributes:
         vocabulary_map: which tokens both have, and how the others are read.
@@ -27,7 +27,7 @@ class TranslatedModel:
     """
 
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
-        """Translate for a model with its own vocabulary, to which a map leads."""
+        """Translate for a model; the map leads to its vocabulary."""
         self._model = model
         self.vocabulary_map = vocabulary_map
         self.vocab_size = len(vocabulary_map.readings)
@@ -44,7 +44,7 @@ class TranslatedModel:
 
     @property
     def context_length(self) -> int | None:
-        """A text may have more tokens here than at the target; its sequence checks that."""
+        """In the model's own tokens, of which a text may have more than of the target's; its sequence checks that."""
         return self._model.context_length
 
     def evaluating_layers(self) -> AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from actors.model import Fork, ReusableSequence, RewindMode
 from protocol.errors import ModelError, RewindError
 from protocol.vocabulary_map import VocabularyMap
 
-# The model's own tokens that are expected for each of several tokens of the target, where those are not known yet. Most
+# How many of the model's own tokens to expect for each of several tokens of the target, before those are known. Most
 # tokens have fewer; a drafted one has one.
 TOKENS_FORESEEN = 4
 
@@ -42,7 +42,7 @@ class TokenTables:
     def translated(self, rows: mx.array) -> mx.array:
         """(n, own V) logits of the model's own tokens to (n, V) float32 ones of the target's; -inf for those it lacks.
 
-        The probabilities of all tokens of the model that stand for one are added.
+        The probabilities of all the model's tokens that stand for the same token of the target are added.
         """
         rows = rows.astype(mx.float32)
         top = mx.max(rows, axis=-1, keepdims=True)
@@ -53,18 +53,18 @@ class TokenTables:
 
 @attrs.frozen
 class Reading:
-    """Tokens of the target, as the model is fed them."""
+    """Tokens of the target, translated to be fed to the model."""
 
     tokens: tuple[int, ...]  # the model's own
     ends: tuple[int, ...]  # the length of the text in the model's own tokens after each of the target's
-    num_rows: int  # of logits to ask for, from the end: those that are wanted, and others between them
+    num_rows: int  # of logits to ask for, at the end: those that are wanted, and others between them
     wanted: tuple[int, ...]  # which of those rows are wanted
 
 
 class TranslatedSequence(ReusableSequence):
     """See `CachedSequence`. Lengths and tokens are the target's.
 
-    A text is the same in the model's own tokens however it came to be: each token of the target is read by itself.
+    Each token of the target is translated by itself, so a text always has the same tokens of the model's own.
 
     Attributes:
         own: the text in the model's own tokens.
@@ -73,12 +73,12 @@ class TranslatedSequence(ReusableSequence):
     def __init__(
         self, own: ReusableSequence, vocabulary_map: VocabularyMap, tables: TokenTables, context_length: int | None
     ) -> None:
-        """Make an empty sequence of an empty one of the model's; `context_length` is in the model's own tokens."""
+        """Make an empty sequence around an empty one of the model's; `context_length` is in the model's own tokens."""
         self.own = own
         self._map = vocabulary_map
         self._tables = tables
         self._context_length = context_length
-        # By length of the text in the target's tokens, that in the model's own; ascending.
+        # The length of the text in the model's own tokens, by its length in the target's; ascending.
         self._own_lengths = [0]
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
@@ -143,7 +143,7 @@ class TranslatedSequence(ReusableSequence):
         self._follow_own()
         if length >= len(self._own_lengths):
             raise RewindError(f"asked to rewind to {length} tokens a cache that holds {self.length}")
-        # Checkpoints of the model stand where a token of the target ends, so that one attempt is enough.
+        # Checkpoints of the model lie where a token of the target ends, so at most one further attempt is needed.
         while self.own.rewind(self._own_lengths[length]) < self._own_lengths[length]:
             length = self.length
         del self._own_lengths[length + 1 :]

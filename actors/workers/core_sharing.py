@@ -1,8 +1,8 @@
 """The cores that the models' threads share, for a BLAS with threads of its own.
 
-Two models that compute at the same time are fastest with half the cores each, and one alone with all of them. But the
-threads of OpenBLAS wait for more work in a loop, which takes the time of a core from the model that has just been
-started beside them. So a model gets all cores only after it has been alone for a while.
+Two models that compute at the same time are fastest with half the cores each, and one alone with all of them. But idle
+threads of OpenBLAS wait for more work in a loop, and so keep cores from a model that has just been started beside them.
+So a model gets all cores only after it has been alone for a while.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-# Seconds after which a model that computes alone is given all cores: several passes, so not between the rounds of one
-# text. OpenBLAS's threads wait in a loop for some 0.03 s.
+# Seconds after which a model that computes alone is given all cores: as long as several passes, so that it does not get
+# them between the rounds of one text. OpenBLAS's threads wait in a loop for some 0.03 s.
 ALONE_AFTER_S = 0.05
 
 
@@ -26,7 +26,7 @@ class CoreSharing:
         self._set_threads: Callable[[int], None] | None = None
         self._num_cores = self._num_threads = 1
         self._num_computing = 0
-        # How many computed at once when that were last several, and until when.
+        # How many models computed at once when it was last more than one, and until when.
         self._num_shared, self._shared_until = 1, -float("inf")
 
     @property

@@ -9,8 +9,8 @@ import attrs
 
 @attrs.define(eq=False)
 class Suspects:
-    """The sessions whose part may have made a job fail, each of which is repeated alone: one that fails alone was the
-    cause. If none does, all of them together were too much.
+    """The sessions whose parts may have made a shared job fail. Each part is repeated alone: one that fails alone was
+    the cause. If none does, all of them together were too much.
     """
 
     num_left: int

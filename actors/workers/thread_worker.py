@@ -28,9 +28,9 @@ logger = logging.getLogger("outrider")
 
 T = TypeVar("T")
 
-# A job counts as hanging after HANG_TIMEOUT_S seconds, unless its worker was given another time, plus HANG_FACTOR times
-# as long as the slowest job of its worker would have taken for as many tokens. Loading has no limit. A job is given up
-# only if somebody waits for the worker, or for the job to end after its cancellation.
+# A job counts as hanging after HANG_TIMEOUT_S, or what its worker was given instead, plus HANG_FACTOR times as long as
+# the worker's longest job took, or as the job's tokens take at the slowest pace so far, whichever is more. Loading has
+# no limit. A job is given up only if somebody waits for the worker, or for the job to end after its cancellation.
 HANG_TIMEOUT_S = 10.0
 HANG_FACTOR = 4.0
 WATCH_INTERVAL_S = 0.05  # the shortest pause between two looks at such a job

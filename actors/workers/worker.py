@@ -22,7 +22,7 @@ class Job(Generic[T]):
 
     Attributes:
         call: does the work, on the worker's thread. Its result crosses threads: only ints and evaluated arrays.
-        num_tokens: tokens that go through the model; once the job is done, what `count`, if given, finds in its result.
+        num_tokens: tokens that go through the model; once the job is done, what `count`, if given, makes of its result.
         prepare: called on the worker's thread as the job begins, before its price is asked for; may set `num_tokens`
             and `shares`.
         shares: see `Span.shares`.
@@ -58,8 +58,8 @@ class Job(Generic[T]):
 
 @attrs.frozen
 class Step(Generic[T]):
-    """What one of several steps returns: its result, which crosses threads, and the call that does the next step, if
-    any, with its `num_tokens` and `shares` (none if the first step was of one session).
+    """What one of several steps returns: its result, which crosses threads, and the call for the next step, if there is
+    one, with that step's `num_tokens` and `shares` (none if the first step was of one session).
     """
 
     result: T

@@ -25,7 +25,7 @@ class Status:
     Attributes:
         activity: one or two words.
         acceptance: accepted / proposed, in [0, 1]; None if nothing was proposed.
-        num_tokens, max_tokens: of the answer so far, and at most; None without one, and for no limit.
+        num_tokens, max_tokens: length of the answer so far, None without one; and its limit, None for no limit.
     """
 
     activity: str

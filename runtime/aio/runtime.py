@@ -221,5 +221,7 @@ class Runtime(
     def _completions(self, begin: Callable[[], Merged[Completion]]) -> Completions:
         return Completions(self._bridge, begin)
 
-    def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> Conversation:
-        return Conversation(self._bridge, functions, make)
+    def _new_conversation(
+        self, functions: Functions, system: str | None, make: Callable[[], TrioConversation]
+    ) -> Conversation:
+        return Conversation(self._bridge, functions, system, make)

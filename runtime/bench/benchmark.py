@@ -29,7 +29,7 @@ from runtime.measuring.reports import Report
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# A run that is slower by less may be noise.
+# A closing run below this fraction of the first speed shows that the machine became slower; above, it may be noise.
 MIN_CLOCK = 0.9
 
 # Enough to leave something to time after the first round.
@@ -43,7 +43,7 @@ def without_repeats(values: Iterable[Any]) -> tuple[Any, ...]:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """What to measure, as far as all benchmarks share it.
+    """What to measure: the options that all benchmarks share.
 
     Raises: SettingsError, PromptError: something is out of its range.
 
@@ -94,17 +94,17 @@ Progress = Callable[[str], None]
 class Benchmark(ABC, Generic[P]):
     """A benchmark, and what it has measured so far; `result` may be called at any time.
 
-    A case is a number: that of a prompt, or of streams.
+    A case is a number: the index of a prompt's turn, or a number of streams.
 
     Attributes:
-        closing: the first counted run again, after all others; it shows whether the machine's clock has sunk.
-        prefix_cache_bytes: of the runtimes. With 0 no prompt is cached from the run before: mlx-lm's batches read all
+        closing: the first contender's first case, run again after all others; shows whether the machine became slower.
+        prefix_cache_bytes: of the runtimes. With 0, no prompt is cached from an earlier run: mlx-lm's batches read all
             of them, too.
     """
 
     figures: ClassVar[tuple[Figure, ...]]  # of each row, for JSON and the table
     with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
-    is_a_time: ClassVar[bool] = False  # whether less is better in what is compared
+    is_a_time: ClassVar[bool] = False  # whether the compared value is a time, so that less is better
     prefix_cache_bytes: ClassVar[int] = 0
 
     def __init__(self, plan: P) -> None:
@@ -133,7 +133,7 @@ class Benchmark(ABC, Generic[P]):
 
     @abstractmethod
     def report(self, result: Record) -> Report:
-        """What is printed of a result."""
+        """The report of a result, to be printed."""
 
     @staticmethod
     def plot(result: Record) -> Any:
@@ -145,7 +145,7 @@ class Benchmark(ABC, Generic[P]):
         return ()
 
     def value(self, runs: Sequence[Run]) -> float | None:
-        """What is compared: here tokens per second."""
+        """The value to compare: here tokens per second."""
         return ratio(total(runs, "num_timed"), total(runs, "seconds"))
 
     # --- figures ----------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Benchmark(ABC, Generic[P]):
         }
 
     def _clock(self) -> float | None:
-        """The speed of the first contender at the end, over its median before; None where it did not run again."""
+        """The first contender's speed in the closing run, over its median before; None without a closing run."""
         entry = next(iter(self.entries(self.contest.cases[:1])))
         if self.closing is None:
             return None
@@ -241,7 +241,7 @@ class Benchmark(ABC, Generic[P]):
 
 
 def plain_failed(error: JobError) -> ModelError:
-    """What ends a benchmark, since everything is compared with it."""
+    """The error when plain decoding fails. It ends a benchmark, since everything is compared with plain decoding."""
     return ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}")
 
 
@@ -261,7 +261,7 @@ class Entry:
 
     @property
     def spread(self) -> Spread:
-        """What is compared: one value a repeat, over the cases."""
+        """The compared value: one for each repeat, over the cases."""
         by_repeat: dict[int, list[Run]] = {}
         for (repeat, _), run in self.runs.items():
             by_repeat.setdefault(repeat, []).append(run)
@@ -272,7 +272,7 @@ class Entry:
         return total(list(self.runs.values()), *names)
 
     def by(self, other: Contender) -> Entry:
-        """The same of another contender."""
+        """The entry of another contender, with the same cases."""
         return attrs.evolve(self, contender=other)
 
     def versus(self, other: Contender | None) -> float | None:
@@ -280,7 +280,7 @@ class Entry:
         return None if other is None else ratio(self.spread.median, self.by(other).spread.median)
 
     def same_texts(self) -> int | None:
-        """Number of texts that are what they should be; None above temperature 0.
+        """Number of texts that equal the expected ones; None above temperature 0.
 
         In low precision a pass of another width, or over more texts, may decide a near-tie differently.
         """
@@ -298,7 +298,7 @@ def share(part: str, *whole: str) -> Callable[[Entry], float | None]:
 
 
 def spread_figures(name: str, heading: str) -> tuple[Figure, ...]:
-    """What is compared: `name` has one value a repeat."""
+    """Figures of the compared value; `name` has one value for each repeat."""
     return (
         Figure(name, lambda entry: entry.spread.values),
         Figure("median", lambda entry: entry.spread.median, heading, ".1f"),
@@ -312,7 +312,7 @@ LABEL = Figure("name", lambda entry: entry.contender.name, "")
 LOOKAHEAD = Figure("lookahead", lambda entry: entry.contender.lookahead)
 FAILURE = Figure("failure", lambda entry: entry.benchmark.contest.failures.get(entry.contender))
 TOKENS_PER_ROUND = Figure("tokens_per_round", share("num_tokens", "rounds"), "a round", ".2f")
-# Verdicts whose text had been drafted ahead.
+# Share of verdicts whose text had been drafted ahead.
 HIT_RATE = Figure("hit_rate", share("hits", "hits", "misses"), "hits", ".0%")
 # The fraction of the time in which each model's thread worked.
 BUSY = (
@@ -344,7 +344,7 @@ def about_models(result: Record, num_texts: int | str) -> Iterator[tuple[str, st
 
 
 def failures(result: Record) -> Iterator[str]:
-    """Who cannot run, and why; and whether the machine became slower."""
+    """Which contenders cannot run, and why; and whether the machine became slower."""
     if result.clock is not None and result.clock < MIN_CLOCK:
         yield (
             f"The machine became slower meanwhile: at the end the first row had {result.clock:.2f} times its speed. "

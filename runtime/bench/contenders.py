@@ -52,7 +52,7 @@ class Contender:
     Attributes:
         lookahead: most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`.
         kind: how several prompts are decoded. "in turns" and "at once" are streams of this runtime that all begin
-            together; those "in turns" have passes of their own each (`max_batch=1`). "batched" is mlx-lm's
+            together; "in turns", each has passes of its own (`max_batch=1`). "batched" is mlx-lm's
             `BatchGenerator`, which decodes all prompts in one pass a token, and cannot speculate.
     """
 
@@ -79,7 +79,7 @@ class Contender:
 
     @property
     def runtime(self) -> tuple[Lookahead, int, str]:
-        """What its runtime is found by: contenders with the same share one, and so have the same prices."""
+        """The key of its runtime: contenders with the same key share a runtime, and so have the same prices."""
         return self.lookahead, self.max_batch, self.draft
 
 
@@ -87,7 +87,7 @@ class Contender:
 _COUNTED = ["rounds", "proposed", "accepted", "rejected_stale", "accepted_stale", "rejected_copied", "accepted_copied"]
 
 PLAIN = Contender("mlx-lm", 0)
-# Of a target that is sharded over ranks, which mlx-lm's decoding would have to run on all at once.
+# For a target that is sharded over ranks: mlx-lm's decoding would have to run on all of them at once.
 PLAIN_ON_RANKS = Contender("outrider", 0)
 BATCHED = Contender("mlx-lm", 0, "batched", named="mlx-lm BatchGenerator")
 
@@ -97,14 +97,14 @@ class Run:
     """Some prompts, decoded once. Times are in seconds.
 
     Attributes:
-        seconds: length of the timed part. It begins with the call, or when the first round of an only prompt has ended.
+        seconds: length of the timed part. It begins with the call or, for one stream, when the first round has ended.
         first_tokens: time from the call to the first token, by prompt; with prompts one after another it includes the
             earlier ones.
         rounds, proposed, accepted: rounds that committed tokens, each of one text, and their drafted tokens; None for
             mlx-lm's batches.
         rejected_stale, accepted_stale, rejected_copied, accepted_copied: see `Statistics`.
-        passes: the target's forward passes that verified or decoded; streams may share one. None for mlx-lm, as all
-            that follows.
+        passes: the target's forward passes that verified or decoded; streams may share one. None for mlx-lm, like all
+            fields below.
         hits, misses: verdicts whose text had been drafted ahead, and the others.
         target_seconds, draft_seconds: part of `seconds` in which each model's thread worked.
     """
@@ -139,7 +139,7 @@ class Run:
 
 
 def window_of(texts: Sequence[Sequence[TimedToken]], began: float, *, with_prompts: bool) -> TimingWindow:
-    """The timed part of a run: from the call to the last token of all, or without the prompt of an only text."""
+    """The timed part of a run: from the call to the last token of all, or of a single text without its prompt."""
     if with_prompts:
         return TimingWindow(0, began, max(text[-1].at for text in texts))
     (text,) = texts
@@ -190,7 +190,7 @@ class ContenderRunner:
     async def run(
         self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float = 0.0, *, with_prompts: bool
     ) -> Run:
-        """Decode some prompts. Without `with_prompts` there is one, whose own time does not count.
+        """Decode some prompts. Without `with_prompts` there is one prompt, and reading it does not count.
 
         Raises:
             JobError: mlx-lm raised.
@@ -199,7 +199,7 @@ class ContenderRunner:
         Cancellation: takes effect after the current forward passes.
         """
         gc.collect()
-        # Threads of a BLAS that the last contender has used take no time of a core any more.
+        # Until the BLAS threads that the last contender used have gone to sleep, and take no core's time.
         if blas.shares_cores():
             await trio.sleep(BLAS_IDLE_S)
         held = begin_peak()

@@ -91,14 +91,14 @@ class StreamsPlan(Plan):
 
 
 def _versus(kind: Kind) -> Callable[[Entry], float | None]:
-    """The median over that of the same streams in another way; None for mlx-lm."""
+    """The median over that of the same streams decoded in another way; None for mlx-lm."""
     return lambda entry: (
         None if entry.contender == BATCHED else entry.versus(streams_contender(kind, entry.contender.lookahead))
     )
 
 
 def _first_token(entry: Entry) -> float | None:
-    """With streams one after another it includes the earlier streams."""
+    """The median time to a first token; with streams one after another it includes the earlier streams."""
     firsts = [first for run in entry.runs.values() for first in run.first_tokens]
     return statistics.median(firsts) if firsts else None
 

@@ -52,7 +52,7 @@ class OneStreamPlan(Plan):
         num_draft_tokens: proposal lengths for mlx-lm's speculative decoding, each in [1, 64].
         lookaheads: of this runtime, each in [0, 64] or "auto".
         drafts: names of the drafters, if there are several. All are compared with the same plain decoding.
-        mlx_lm_drafts: those of them, or of the only one ("") that mlx-lm can speculate with, too.
+        mlx_lm_drafts: names of the drafters, "" for a single one, that mlx-lm can also speculate with.
         is_on_ranks: whether the target is sharded over ranks, where mlx-lm's decoding is left out.
     """
 
@@ -98,7 +98,7 @@ COPIED, STALE = ("accepted_copied", "rejected_copied"), ("accepted_stale", "reje
 
 
 def _rest(entry: Entry, name: str, *others: str) -> float | None:
-    """The sum of a counter without some of what it counts."""
+    """The sum of a counter, less those of others."""
     whole = entry.total(name)
     return None if whole is None else whole - (entry.total(*others) or 0)
 
@@ -267,7 +267,7 @@ class OneStream(Benchmark[OneStreamPlan]):
 
 
 def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
-    """Drafters by name: the last part of a path or hub id, or all of it where that names two of them."""
+    """Drafters by name: the last part of a path or hub id, or all of it where two of them share that part."""
     paths = [name_of(draft) for draft in drafts]
     parts = [path.rstrip("/").rpartition("/")[2] for path in paths]
     is_clear = [parts.count(part) == 1 and part != TARGET for part in parts]

@@ -1,7 +1,7 @@
 """The benchmark of the runtime itself: what it adds to a token, with a model so small that nothing else counts.
 
-Compared are mlx-lm's loops without a runtime around them: `generate_step` for one stream, and `BatchGenerator`. The
-drafter has other weights than the target, so that nearly each drafted token is rejected and each token costs a round.
+It is compared with mlx-lm's bare loops: `generate_step` for one stream, and `BatchGenerator`. The drafter has other
+weights than the target, so that nearly every drafted token is rejected and each token costs a round.
 """
 
 from __future__ import annotations
@@ -110,5 +110,5 @@ class Overhead(Benchmark[OverheadPlan]):
 
 
 def smallest_model(seed: int) -> Module:
-    """A language model whose pass takes no time worth speaking of, evaluated on this thread."""
+    """A language model whose passes take hardly any time, evaluated on this thread."""
     return small_model("llama", seed, num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16)

@@ -15,7 +15,7 @@ import attrs
 
 from protocol.errors import PromptError
 
-# `--prompts` takes this for the prompts that come with Outrider; see `examples/make_bench_prompts.py`.
+# Value of `--prompts` for the prompts that come with Outrider; see `examples/make_bench_prompts.py`.
 BUNDLED = "bundled"
 _BUNDLED_FILE = Path(__file__).parent / "prompts.jsonl"
 
@@ -29,7 +29,7 @@ class BenchPrompt:
     """
 
     turns: tuple[Any, ...]  # a text, token ids or chat messages; of a conversation, texts
-    category: str = ""  # by which figures are shown; may be empty
+    category: str = ""  # figures are also shown by category; may be empty
     is_chat: bool = False
 
     def at(self, turn: int, answers: Sequence[str], *, has_template: bool) -> Any:
@@ -48,7 +48,7 @@ class BenchPrompt:
 
 
 def bench_prompts(prompts: Iterable[BenchPrompt | str | Sequence[int]]) -> tuple[BenchPrompt, ...]:
-    """Prompts, of which some are texts or token ids."""
+    """Prompts as `BenchPrompt`; texts and token ids are wrapped."""
     return tuple([prompt if isinstance(prompt, BenchPrompt) else BenchPrompt((prompt,)) for prompt in prompts])
 
 

@@ -1,9 +1,9 @@
 """Pairs with the cost of real ones and no download: random weights in the shape of models that people use.
 
-The passes cost what those of such models do. The texts are made: after a token comes the one that a table names,
+The passes cost what those of such models do. The texts are artificial: a table gives the successor of each token,
 whatever stands before it, and the drafter knows each entry of the table with a given probability. Both models compute
-their logits first, and then set the one that leads. So the text is exact in every number format, and all ways to decode
-it (mlx-lm's too) have the same acceptance. The drafter is always sure of itself, so that its confidence tells nothing.
+their logits, and then set the successor's to lead. So the text is the same in every number format, and all ways to
+decode it (mlx-lm's too) have the same acceptance. The drafter is always sure, so its confidence tells nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from runtime.loading.device import physical_memory
 # The part of the memory that the weights may take: caches and passes need some.
 MAX_PART_OF_MEMORY = 0.75
 
-# From a token to the next one: prime, so that a text comes to every token before it repeats.
+# From a token to its successor: prime, so that a text visits every token before it repeats.
 STRIDE = 7919
-# Of a logit that leads: those of random weights are far below.
+# The leading logit; those of random weights are far below.
 LEAD = 100.0
 
 # Prompts of a shape, which has no tokenizer.
@@ -45,7 +45,7 @@ class Shape:
         return int(self.arguments["num_hidden_layers"])
 
     def lazy_model(self, seed: int, dtype: str, quantization: Mapping[str, Any] | None, **arguments: int) -> Module:
-        """A model of this shape, but for some arguments, whose weights are not drawn yet."""
+        """A model of this shape, except for some arguments, with weights that are not evaluated yet."""
         model = drawn_model(self.family, seed, **{**self.arguments, **arguments})
         model.set_dtype(getattr(mx, dtype))
         if quantization is not None:
@@ -70,7 +70,7 @@ def _shape(
     return Shape(family, arguments | more)
 
 
-# By the name that the command line has for it, with the published model whose configuration it has.
+# By name on the command line. Comments name the published models with these configurations.
 SHAPES = {
     # Llama 3.1 8B
     "8b": _shape("llama", 32, 4096, 14336, 32, 8, 128_256),
@@ -123,18 +123,18 @@ SHAPES = {
         sliding_window=1024,
         sliding_window_pattern=6,
     ),
-    # To try the rest.
+    # To try out everything else.
     "tiny": _shape("llama", 2, 64, 128, 2, 1, 512),
 }
 # Qwen2.5 0.5B, with the target's vocabulary.
 DRAFTER = _shape("qwen2", 24, 896, 4864, 14, 2, 151_936, tie_word_embeddings=True)
 TINY_DRAFTER = _shape("qwen2", 1, 64, 64, 2, 1, 512, tie_word_embeddings=True)
-# What a drafter may be: that one, or one layer of the target with its embeddings, as in MTP and EAGLE.
+# Kinds of drafters: the one above, or one layer of the target with its embeddings, as in MTP and EAGLE.
 DRAFTERS = ("0.5b", "layer")
 
 
 class ShapedModel(WrappedModel):
-    """A model of some shape that sets the logit of the token which a table (V,) of successors names."""
+    """A model of some shape that sets the logit of each token's successor, by a table (V,)."""
 
     def __init__(self, model: Module, successors: mx.array, source_name: str) -> None:
         super().__init__(model)
@@ -159,11 +159,11 @@ def shaped_pair(
     """A target and its drafter, evaluated on this thread.
 
     Args:
-        name: of the target's shape, in `SHAPES`.
+        name: name of the target's shape, in `SHAPES`.
         acceptance: how often a guess of the drafter is right, in [0, 1].
         quantization, draft_quantization: `bits`, `group_size` and `mode` of the weights; None leaves them.
-        drafter: what it is, of `DRAFTERS`.
-        memory_bytes: of the device; None asks it. Where both models do not fit, the target has fewer layers.
+        drafter: its kind, one of `DRAFTERS`.
+        memory_bytes: memory of the device; None asks it. If the two models do not fit, the target has fewer layers.
 
     Raises: ModelError: no layer of the target fits.
     """

@@ -1,4 +1,4 @@
-"""Random models of mlx-lm's classes: small ones of families that have kernels or caches of their own, and any other."""
+"""Models of mlx-lm with random weights: small ones of families with their own kernels or caches, and any other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 VOCAB_SIZE = 96
 
-# How far the weights of a nearby model are from a model's own, in parts of the way to another model.
+# How far a nearby model's weights are from a model's own, as a fraction of the way to another model's.
 NEARBY = 0.03
 
-# Heads and states are multiples of 32, for which Metal has kernels. What a family does not know it ignores.
+# Heads and states are multiples of 32, for which Metal has kernels. Families ignore arguments that they do not have.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -111,7 +111,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def small_model(family: str, seed: int, **arguments: Any) -> Module:
     """A model of a family of mlx-lm's with random weights in float32, evaluated on this thread.
 
-    The weights are so wide that the likeliest token leads clearly, and a text does not depend on the last bit of a sum.
+    The weights vary so much that the likeliest token leads clearly: a text does not depend on the last bit of a sum.
     """
     model = drawn_model(family, seed, **arguments)
     mx.eval(model.parameters())
@@ -119,7 +119,7 @@ def small_model(family: str, seed: int, **arguments: Any) -> Module:
 
 
 def drawn_model(family: str, seed: int, **arguments: Any) -> Module:
-    """As `small_model`, of any family of mlx-lm's, whose weights are not evaluated."""
+    """As `small_model`, for any family of mlx-lm's, with weights that are not evaluated yet."""
     module = importlib.import_module(f"mlx_lm.models.{family}")
     model: Module = module.Model(
         module.ModelArgs.from_dict(_COMMON | {"model_type": family} | FAMILIES.get(family, {}) | arguments)
@@ -174,7 +174,7 @@ def weights_of(model: Module) -> list[tuple[str, mx.array]]:
 
 
 def _drawn(name: str, weight: mx.array, key: mx.array) -> mx.array:
-    """Other values for a weight; the weight itself where a family sets it to something that is not random."""
+    """Other values for a weight; the weight itself where its family does not initialise it at random."""
     if name.endswith("A_log"):
         decays = mx.log(mx.linspace(1.0, 8.0, weight.shape[0])).reshape(-1, *(1,) * (weight.ndim - 1))
         return mx.broadcast_to(decays, weight.shape)

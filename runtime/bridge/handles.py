@@ -293,6 +293,7 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         self,
         bridge: RuntimeBridge[Any],
         functions: Functions,
+        system: str | None,
         make_conversation: Callable[[], TrioConversation],
         conversation: TrioConversation | None = None,
     ) -> None:
@@ -301,14 +302,18 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         """
         self._bridge = bridge
         self._caller = FunctionCaller(functions)
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._make_conversation = make_conversation
         self._conversation = conversation
         self._last: weakref.ref[StreamT] | None = None  # weak, since dropping the stream is a way to end it
 
     @property
     def messages(self) -> list[Message]:
-        """A copy of the messages so far, oldest first. A turn is part of them once a token of its answer was given."""
-        return [] if self._conversation is None else self._conversation.messages
+        """A copy of the messages so far, oldest first, the system message included. A turn is part of them once a token
+        of its answer was given.
+        """
+        known = self._system if self._conversation is None else self._conversation.messages
+        return [dict(message) for message in known]
 
     @property
     def pending_calls(self) -> tuple[ToolCall, ...]:
@@ -503,7 +508,7 @@ class RuntimeHandle(
         self._bridge.check_settings(keywords)
         functions = Functions(tools, may_be_async=self._bridge.may_await)
         make = partial(self._bridge.runtime.conversation, system, thinking=thinking, tools=functions.listed, **keywords)
-        return self._new_conversation(functions, make)
+        return self._new_conversation(functions, system, make)
 
     def load(
         self,
@@ -519,7 +524,9 @@ class RuntimeHandle(
             functions = Functions(tools, may_be_async=self._bridge.may_await)
             load = partial(self._bridge.runtime.load, path, any_draft=any_draft, tools=functions.listed, **overrides)
             conversation = await self._bridge.call(load)
-            return self._conversation_handle(self._bridge, functions, conversation.make_new, conversation)
+            first = conversation.messages[:1]
+            system = first[0]["content"] if first and first[0]["role"] == "system" else None
+            return self._conversation_handle(self._bridge, functions, system, conversation.make_new, conversation)
 
         return self._bridge.run(loaded())
 
@@ -585,7 +592,9 @@ class RuntimeHandle(
     def _completions(self, begin: Callable[[], Merged[Completion]]) -> ManyT: ...
 
     @abstractmethod
-    def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> ConversationT: ...
+    def _new_conversation(
+        self, functions: Functions, system: str | None, make: Callable[[], TrioConversation]
+    ) -> ConversationT: ...
 
     def _checked(self, settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a stream. This checks the tools and the settings."""

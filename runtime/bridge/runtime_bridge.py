@@ -83,7 +83,13 @@ class RuntimeBridge(ABC, Generic[Thread]):
 
     def open_stream(self, make_source: Callable[[], S]) -> BridgeStream[S, Any]:
         """A bridge stream from a source. Raises: RuntimeClosedError: the trio thread has ended."""
+        check_open = self.runtime.check_open  # alone: nothing in the trio thread may refer to this bridge
+
+        def make_while_open() -> S:
+            check_open()
+            return make_source()
+
         try:
-            return BridgeStream(self.thread, make_source)
+            return BridgeStream(self.thread, make_while_open)
         except trio.RunFinishedError:
             raise RuntimeClosedError(CLOSED) from None

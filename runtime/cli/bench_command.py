@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from runtime.loading.model_sources import Source
 
 PLOT_FORMATS = (".svg", ".png", ".pdf")
-# Of a good draft model on code.
+# The acceptance rate of a good draft model on code.
 ACCEPTANCE = 0.75
 
 

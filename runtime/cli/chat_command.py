@@ -1,8 +1,8 @@
 """The command `outrider chat`: a conversation in which turns are read from stdin and answers stream to stdout.
 
 Stdout has the answers and nothing else, each ended by a line break. A line that begins with a slash is a command of the
-chat: `COMMANDS` has them, and a new one goes there. If stdin is no terminal, each of its lines is a turn, and the first
-error or signal ends the program. Nothing here imports mlx before it is needed.
+chat, one of `COMMANDS`. If stdin is no terminal, each of its lines is a turn, and the first error or signal ends the
+program. Nothing here imports mlx before it is needed.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Chat:
     async def take_turns(self) -> None:
         """Take turns until the chat is over.
 
-        Raises: OutriderError: something failed after which the chat cannot go on.
+        Raises: OutriderError: a failure after which the chat cannot go on.
         """
         self._signals.is_interactive = self._lines.is_interactive
         if self._lines.is_interactive:

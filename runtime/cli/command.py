@@ -19,8 +19,8 @@ class Command:
     """A command: what `--help` says of it, its arguments, and what it does.
 
     Attributes:
-        description, epilog: above and below its own help.
-        run: does the work. It may raise an `OutriderError` where an argument is invalid; later ones are in the outcome.
+        description, epilog: texts above and below the options in its own help.
+        run: does the work. It may raise an `OutriderError` for an invalid argument; later errors are in the outcome.
         follow: what ranks other than 0 do meanwhile; None for a command of one machine.
         check_for_ranks: raises a `SettingsError` for arguments that do not go with several ranks.
     """
@@ -32,7 +32,7 @@ class Command:
     epilog: str
     add_arguments: Callable[[argparse.ArgumentParser], None]  # adds its arguments, other than the BLAS
     run: Callable[[argparse.Namespace], CommandOutcome]
-    common: str = ""  # flags that people use, which `--help` shows; with "" it shows all
-    computes: bool = True  # whether it computes in this process, and so has a BLAS
+    common: str = ""  # the common flags, which `--help` shows; with "" it shows all
+    computes: bool = True  # whether it computes in this process, and so takes `--blas`
     follow: Callable[[argparse.Namespace, Models], None] | None = None
     check_for_ranks: Callable[[argparse.Namespace], None] = lambda _: None

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    # One model computes at a time, as where nothing is drafted.
+    # `models_of` reads it. There is no flag, since nothing is drafted: one model computes at a time.
     parser.set_defaults(draft=None)
     what = parser.add_argument_group(WHAT)
     add_flags(
@@ -39,7 +39,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def distill(arguments: argparse.Namespace) -> CommandOutcome:
-    """Train until it brings no more, or a signal comes."""
+    """Train until that no longer helps, or a signal comes."""
     models = models_of(arguments)
     names = {field.name for field in attrs.fields(DistillOptions)}
     given = {name: value for name, value in vars(arguments).items() if name in names}

@@ -58,7 +58,7 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
             display.show_activity("measuring the links between the ranks")
             ranks = examine_ranks(models.options.get("group"))
             display.clear()
-            # Now, since a target may fail to load.
+            # Printed now, since the target may fail to load.
             print_sections(report_on_ranks(ranks))
         if not _examines_models(arguments):
             return CommandOutcome(finish_reason="complete")

@@ -1,4 +1,4 @@
-"""The flags of the library's arguments, and error messages in their words."""
+"""The flags of the library's arguments, and error messages worded with flags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPLACEMENTS = {
 
 
 def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> str | None:
-    """A hint about an unknown flag, as typed; None for none. Requests to a server have the settings as fields."""
+    """A hint about an unknown flag, given as typed, or None. `by_request`: requests set the settings, as fields."""
     if given in _REPLACEMENTS:
         return _REPLACEMENTS[given]
     names = {flag.removeprefix("--").replace("-", "_"): flag for flag in known}

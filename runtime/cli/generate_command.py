@@ -108,7 +108,7 @@ def _models_of(arguments: argparse.Namespace) -> Models:
             )
         return models
     spec = models.target if isinstance(models.target, ModelSpec) else ModelSpec(models.target)
-    # A file must not be able to have code run.
+    # A file must not be able to make code run.
     tokenizer_config = {name: value for name, value in file.tokenizer_config.items() if name != "trust_remote_code"}
     spec = attrs.evolve(spec, path=file.model, tokenizer_config={**tokenizer_config, **spec.tokenizer_config})
     draft = None if arguments.draft is None else models.draft
@@ -134,7 +134,7 @@ def _text_of(arguments: argparse.Namespace) -> str:
     return text
 
 
-# Stands for the prompt, to find out what a chat template puts in front of it; the same that mlx-lm takes.
+# Stands for the prompt, to find out what a chat template puts in front of it. mlx-lm uses the same text.
 _MARK = "<query>"
 
 
@@ -162,7 +162,7 @@ def _prompt_of(
         return messages(text)
     from runtime.generation.text import render_chat_template
 
-    # As mlx-lm does: the file has all up to the user's words.
+    # As in mlx-lm, the file has everything up to the user's words.
     marked, whole = (render_chat_template(messages(words), tokenizer, **template_args) for words in (_MARK, text))
     if _MARK not in marked:
         raise PromptError("the chat template does not repeat the prompt; give --raw to continue the cached prompt")

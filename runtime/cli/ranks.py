@@ -37,7 +37,7 @@ def follow(arguments: argparse.Namespace, models: Models) -> None:
     """Follow rank 0 until it closes the target, or has examined the ranks.
 
     Ctrl-C in a terminal, and a supervisor's SIGTERM, reach all ranks on the machine. Only rank 0 acts on them, and may
-    give the answers that it has begun; the others end with it. A second SIGTERM ends this rank, and with it all.
+    finish the answers that it has begun; the others end with it. A second SIGTERM ends this rank, and so all of them.
 
     Raises: OutriderError: see `runtime.follow`.
     """

@@ -1,4 +1,4 @@
-"""The command `outrider selftest`: checks on this device what Outrider promises, and finds the settings that suit it.
+"""The command `outrider selftest`: checks Outrider's guarantees on this device, and finds the settings that suit it.
 
 Nothing here imports mlx; the checks do, each in a process of its own.
 """
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from runtime.selftest.checks import Check
     from runtime.selftest.report import SelfTestReport
 
-# Of a minute that the user gives, the seconds of each check that can go on for any time: there are two.
+# Seconds for each of the two open-ended checks, for each minute that the user gives.
 SECONDS_A_MINUTE = 30.0
-# And of --quick.
+# The same with --quick.
 QUICK_S = 5.0
-# For all checks together.
+# Time limits for all checks together.
 LIMIT_S, QUICK_LIMIT_S = 900.0, 180.0
-# Of the pair with random weights that a GPU measures, too.
+# Shape of the pair with random weights that is also measured on a GPU.
 SHAPE = "8b"
 
 
@@ -70,7 +70,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selftest(arguments: argparse.Namespace) -> CommandOutcome:
-    """Run the checks, report on them, and keep the report. A check that has failed is the failure of the outcome."""
+    """Run the checks, print a report and keep it. If a check fails, that is the outcome's failure."""
     from runtime.selftest.report import SelfTestReport, summary
 
     check_number("--minutes", arguments.minutes, above=0)
@@ -97,7 +97,7 @@ def selftest(arguments: argparse.Namespace) -> CommandOutcome:
         return outcome
     is_whole = outcome.signal is None
     if is_whole:
-        # First, so that nothing is lost where stdout is closed. A report of an interrupted run is none.
+        # Before printing, so that nothing is lost if stdout is closed. An interrupted run leaves no report.
         try:
             keep(report.as_json())
         except (OSError, RuntimeError) as error:

@@ -52,11 +52,11 @@ if TYPE_CHECKING:
     from runtime.server.models.pool import ModelPool
     from runtime.server.models.served_model import ServedModel
 
-# Names of this machine, which a page of another host cannot have.
+# Host names of this machine. Pages of other hosts cannot have them.
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
-# Maximum number of connections that wait to be accepted, as far as the system allows it. One beyond them tries again
-# after 1 s, 3 s and 7 s, whoever filled the queue.
+# Maximum number of connections that wait to be accepted, as far as the system allows it. Any client beyond them tries
+# again after 1 s, 3 s and 7 s, whoever filled the queue.
 _BACKLOG = 1024
 
 # Options of `open` that are limits of a server, with their defaults here.
@@ -129,7 +129,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> CommandOutcome:
-    """Serve until a signal stops the server. A signal while the models load is an interruption; that one is not."""
+    """Serve until a signal stops the server. Only a signal while the models load counts as an interruption."""
     models = models_of(arguments)
     if missing := [name for name in _REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]:
         raise SettingsError(f"serve needs {', '.join(missing)}; pip install 'outrider[serve]'")
@@ -212,7 +212,7 @@ class _Server(SignalScope):
             memory_limit=self._memory_limit,
             used_bytes=active_memory,
             free_memory=free_memory,
-            # A display has shown the load of an only model.
+            # The display has already shown the loading of a single model.
             announce=print_message if arguments.config is not None else lambda _: None,
         )
         async with pool as models:
@@ -222,7 +222,7 @@ class _Server(SignalScope):
             if arguments.draft != "none":
                 for spec in models.specs:
                     await trio.to_thread.run_sync(_name_drafter, spec)
-            # What was imported stays: half a million objects that each collection of garbage would look at otherwise.
+            # Imported objects stay: half a million that each garbage collection would otherwise traverse.
             gc.freeze()
             # Not earlier: a client that can connect must be able to get answers.
             self._bound.listen(_BACKLOG)
@@ -242,7 +242,7 @@ class _Server(SignalScope):
         print_message("the server has ended")
 
     async def _until_over(self, models: ModelPool) -> None:
-        """Wait for a signal, or for the target of an only model to fail: a supervisor can start the server again."""
+        """Wait for a signal, or for the target of a single model to fail: a supervisor can restart the server then."""
 
         async def stop_if_broken() -> None:
             self._failure = await models.wait_broken()
@@ -255,7 +255,7 @@ class _Server(SignalScope):
 
     async def _drain(self, admission: RequestAdmission) -> None:
         admission.drain()
-        # Where the target has failed, all that is left to do is to tell them.
+        # If the target has failed, clients only have to be told so.
         if admission.num_admitted and self._failure is None:
             print_message(
                 f"stopping: {admission.num_admitted} requests may end within {self._limits.grace_s:g} s "
@@ -280,7 +280,7 @@ def _name_drafter(spec: ServedModel) -> None:
 
     if spec.draft is not None:
         return
-    with suppress(ModelError):  # it is not on this disk yet
+    with suppress(ModelError):  # the target is not on this disk yet
         for best in suggest_draft(spec.target.path if isinstance(spec.target, ModelSpec) else spec.target)[:1]:
             print_message(f"{spec.name} decodes without a drafter; {best.described} could draft for it")
 

@@ -1,7 +1,7 @@
 """The command `outrider simulate`: the speed that a draft model would bring on a machine described by a few numbers.
 
-It decodes one text, or several at once, in simulated time in each way, and compares the speeds. Nothing here imports
-mlx before the arguments are checked.
+It decodes one text, or several at once, in simulated time, and compares the speeds of the ways to decode. Nothing here
+imports mlx before the arguments are checked.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _scenario(values: dict[str, Any]) -> Scenario:
 
 
 def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | None]:
-    """The numbers of ranks, and the sharding over the first of them; none of both for a target on one machine."""
+    """The numbers of ranks, and the sharding over the first of them; () and None for a target on one machine."""
     given = {name: getattr(arguments, name) for name in _SHARDING if hasattr(arguments, name)}
     if arguments.ranks is None:
         if extra := [*map(flag, given), *([] if arguments.shape is None else ["--shape"])]:
@@ -154,7 +154,7 @@ def _sharding(arguments: argparse.Namespace) -> tuple[Sequence[int], Sharding | 
 
 
 def _table(name: str, text: str) -> tuple[tuple[int, float], ...]:
-    """Pairs (width, time), of "1,0.99,1.13" for widths from 1 on, or of "1:1,2:1.05,8:1.3". `Scenario` checks them."""
+    """(width, time) pairs, from "1,0.99,1.13" (widths from 1 on) or "1:1,2:1.05,8:1.3". `Scenario` checks them."""
     parts = [part.strip() for part in text.split(",")]
     if parts == ["none"]:
         return ()

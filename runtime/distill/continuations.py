@@ -16,12 +16,12 @@ from actors.mlx.cache_options import CacheOptions
 
 # Every second batch is greedy; the others are sampled at this temperature.
 TEMPERATURE = 0.8
-# The part of a window that is not the target's own.
+# The part of a window that is given, and not written by the target.
 PROMPT_SHARE = 0.25
 
 
 def continue_windows(target: Module, windows: mx.array, *, temperature: float, seed: int) -> mx.array:
-    """Windows (B, length) that begin as some do, and go on as the target does, greedily at temperature 0; int32."""
+    """(B, length) int32: the beginnings of windows, continued by the target; greedily at temperature 0."""
     length = windows.shape[1]
     num_given = max(1, int(length * PROMPT_SHARE))
     cache = CacheOptions().make_cache(target)
@@ -41,10 +41,10 @@ def continue_windows(target: Module, windows: mx.array, *, temperature: float, s
 
 
 class Continuations:
-    """Continuations that were written so far, each batch in a file of its own, so that an interruption loses one."""
+    """The continuations written so far, each batch in a file of its own, so that an interruption loses only one."""
 
     def __init__(self, folder: Path) -> None:
-        """Read those that were written before."""
+        """Read the batches that were written before."""
         self._folder = folder
         self.batches: list[mx.array] = []
         while (file := self._file(len(self.batches))).exists():
@@ -55,11 +55,11 @@ class Continuations:
 
     @property
     def num_windows(self) -> int:
-        """How many there are."""
+        """Number of windows written so far."""
         return sum(batch.shape[0] for batch in self.batches)
 
     def write(self, target: Module, windows: mx.array, seed: int) -> None:
-        """Add a batch that goes on from the beginnings of windows (B, length)."""
+        """Have the target continue the beginnings of windows (B, length), and add them as a batch."""
         index = len(self.batches)
         temperature = 0.0 if index % 2 == 0 else TEMPERATURE
         batch = continue_windows(target, windows, temperature=temperature, seed=seed + index)

@@ -1,4 +1,4 @@
-"""Texts to learn from: files become windows of equally many tokens, some of them held out."""
+"""Texts to learn from: files are cut into windows of equal length, some of which are held out."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def _text_of(line: str, file: Path, number: int, tokenizer: Any) -> str:
 
 
 class Windows:
-    """Windows of equally many tokens, cut from texts that follow one another.
+    """Windows of equal length, cut from texts that follow one another.
 
     Attributes:
         held_out, learnt: (n, length) int32.
-        num_tokens: of all texts.
+        num_tokens: number of tokens in all texts.
         digest: identifies the texts and the length of a window, in hexadecimal.
     """
 
     def __init__(self, texts: Iterator[str], tokenizer: Any, length: int) -> None:
-        """Cut texts, with the end-of-text token between them, into windows of `length` tokens, >= 8. Of at least
-        `HELD_OUT_EVERY` texts, whole ones are held out, else windows.
+        """Cut texts, with the end-of-text token between them, into windows of `length` tokens, >= 8. Whole texts are
+        held out if there are at least `HELD_OUT_EVERY`, else windows.
 
         Raises: SettingsError: there is less than two windows of text.
         """
@@ -92,7 +92,7 @@ class Windows:
             places = range(every.shape[0])
             kept = every[mx.array([i for i in places if i % HELD_OUT_EVERY == 0])]
             learnt = every[mx.array([i for i in places if i % HELD_OUT_EVERY > 0])]
-        # Spread over all that are held out.
+        # At most `MAX_HELD_OUT`, spread evenly.
         self.held_out = kept[:: -(-kept.shape[0] // MAX_HELD_OUT)]
         self.learnt = learnt
         self._counts = Counter(token for tokens in encoded for token in tokens)
@@ -105,10 +105,10 @@ class Windows:
         mx.eval(self.learnt)
 
     def batch(self, index: int, size: int, seed: int) -> mx.array:
-        """(size, length) windows: the `index`-th batch of an endless series. Each pass over all has its own order.
+        """(size, length) windows: the `index`-th batch of an endless series. Each epoch has its own order.
 
-        The series depends on the arguments alone, so that training goes on where it was interrupted. With fewer
-        windows than `size`, a batch has all.
+        The series depends on the arguments alone, so that training can continue where it was interrupted. If there are
+        fewer windows than `size`, a batch has all.
         """
         num_windows = self.learnt.shape[0]
         per_epoch = max(1, num_windows // size)
@@ -121,7 +121,7 @@ class Windows:
         return [self.held_out[i : i + size] for i in range(0, self.held_out.shape[0], size)]
 
     def most_frequent(self, count: int, vocab_size: int) -> list[int]:
-        """The `count` ids that occur most often, ascending; filled up with the first ones that do not occur."""
+        """The `count` ids that occur most often, ascending; filled up with the lowest ids that do not occur."""
         chosen = [token for token, _ in sorted(self._counts.items(), key=lambda item: (-item[1], item[0]))[:count]]
         others = (token for token in range(vocab_size) if token not in self._counts)
         while len(chosen) < count:

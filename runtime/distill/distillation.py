@@ -1,7 +1,7 @@
-"""Distillation of a drafter for a target: texts to windows, training until it brings no more, the drafter's files.
+"""Distillation of a drafter for a target: cutting texts into windows, training until it no longer helps, writing files.
 
-Every method is a piece of work for the one thread that the models are on. What was done so far is in the output folder,
-so that the same call goes on where another was interrupted.
+Every method is one job for the thread that the models are on. Progress is kept in the output folder, so that the same
+call continues where another was interrupted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from runtime.distill.output import config_for, model_card, write_drafter
 from runtime.distill.training import Training, acceptance_of, num_accepted
 from runtime.loading.tokenizers import wrapped
 
-# Entries of logits that a batch has at most, which decides how many windows are in one: 512 MiB in float32.
+# Most logits in a batch, 512 MiB in float32; this decides how many windows are in one.
 MAX_LOGITS = 1 << 27
-# An evaluation is due after so many batches or minutes, and once learning has taken so many times as long.
+# An evaluation is due after so many batches or minutes, if learning has taken so many times as long as one takes.
 BATCHES_PER_EVALUATION, MINUTES_PER_EVALUATION = 100, 5.0
 LEARNING_PER_EVALUATION = 10.0
-# The part of a limited time that an evaluation takes at most: it ends early if held-out text is left then.
+# The part of a limited time that an evaluation takes at most: after that it ends, even if held-out text is left.
 EVALUATION_SHARE = 0.1
 # The part of a limited time in which the learning rate falls to nothing: the schedule of Hu et al. 2024, "MiniCPM",
 # arXiv 2404.06395, section 4.2.
@@ -44,15 +44,15 @@ DECAY_SHARE = 0.3
 
 @attrs.frozen
 class Evaluation:
-    """What is known after an evaluation; a line of the log.
+    """The figures of an evaluation; a line of the log.
 
     Attributes:
-        batches, tokens: that were learnt from so far.
+        batches, tokens: how many were learnt from so far.
     """
 
     batches: int
     tokens: int
-    minutes: float  # that learning and evaluations took so far
+    minutes: float  # spent on learning and evaluations so far
     loss: float | None  # mean since the evaluation before; None before anything was learnt
     acceptance: tuple[float, ...]  # on held-out text, of each draft step where those before it were accepted
     accepted: float  # tokens of `NUM_STEPS` drafts that are accepted
@@ -82,7 +82,7 @@ class Distillation:
         self._made: LoadedEagle3 | None = None
         self._config: dict[str, Any] = {}
         self._held_out: list[mx.array] = []
-        self._counts: list[list[int]] = []  # of the batches of held-out text that were drafted for, in this evaluation
+        self._counts: list[list[int]] = []  # results of `draft` so far, for each batch of held-out text
         self._seconds_per_held_out = 0.0  # of one such batch
 
     # --- preparation ------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Distillation:
         written = self._continuations
         missing = self._options.continuations - written.num_windows
         if missing > 0:
-            # Decoding computes one token of each at a time, and so takes more windows than learning does.
+            # Decoding computes one token of each window at a time, so a batch can have more windows than in learning.
             num_at_once = 4 * max(1, self._options.batch_tokens // self._options.window)
             beginnings = self._windows.batch(len(written.batches), num_at_once, self._options.seed)
             written.write(self._target, beginnings[:missing], self._options.seed)
@@ -100,7 +100,7 @@ class Distillation:
         return max(0, missing)
 
     def begin(self) -> bool:
-        """Make the drafter, or go on with it. Returns: whether a training was begun before.
+        """Make the drafter, or continue its training. Returns: whether training had begun before.
 
         Raises:
             ModelError: the drafter to begin with cannot be loaded or is for another target, or the target's hidden
@@ -189,7 +189,7 @@ class Distillation:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds in which learning may go on, so that an evaluation is still in time; infinite without a limit."""
+        """Seconds for which learning may go on, so that an evaluation still fits; infinite without a limit."""
         return self._learning_ends_s - self.training.progress.seconds
 
     @property
@@ -200,7 +200,7 @@ class Distillation:
 
     @property
     def _evaluation_s(self) -> float:
-        """Seconds that an evaluation is expected to take: at first, as learning from as many batches does."""
+        """Seconds that an evaluation is expected to take: at first, those of learning from as many batches."""
         progress = self.training.progress
         per_batch = self._seconds_per_held_out or progress.seconds_since / max(1, progress.num_since)
         return per_batch * len(self._held_out)
@@ -224,12 +224,12 @@ class Distillation:
 
     @property
     def _decay(self) -> float:
-        """What is left of the learning rate as a limited time ends."""
+        """The factor in [0, 1] by which the learning rate falls as a limited time ends."""
         return min(1.0, max(0.0, 1.0 - self.training.progress.seconds / self._learning_ends_s) / DECAY_SHARE)
 
     @property
     def held_out_share(self) -> float:
-        """The part of the held-out text that an evaluation has drafted for, in [0, 1]; 1 where its time is up."""
+        """The part of the held-out text that an evaluation has drafted for, in [0, 1]; 1 if its time is up."""
         limit, seconds = self._options.max_minutes, len(self._counts) * self._seconds_per_held_out
         if limit is not None and seconds >= 60 * limit * EVALUATION_SHARE:
             return 1.0

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from actors.trained.kinds.eagle3 import Eagle3
 from runtime.distill.training import NUM_STEPS
 
-# Names of files in a model card.
+# Most names of files in a model card.
 MAX_FILES_SHOWN = 8
 
 # What Speculators calls the norm of the first layer.
@@ -30,8 +30,8 @@ def write_drafter(
     dtype: mx.Dtype,
     card: str,
 ) -> None:
-    """Write a drafter's folder, as Speculators has it, with the (draft_vocab_size,) ids of the target, ascending, if
-    they are other ones, and with an embedding if the drafter does not read its target's.
+    """Write a drafter's folder in the format of Speculators. `target_ids` are the (draft_vocab_size,) ids that the
+    target has for the drafter's tokens, ascending; None if they are the same. `embedding`: None if it is the target's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     flat = cast("list[tuple[str, mx.array]]", tree_flatten(drafter.parameters()))  # type: ignore[no-untyped-call]
@@ -58,8 +58,8 @@ def config_for(
     draft_vocab_size: int,
     intermediate_size: int | None,
 ) -> dict[str, Any]:
-    """The `config.json` of a new drafter, as Speculators has it, for a target with some arguments; `intermediate_size`
-    None is about the target's.
+    """The `config.json` of a new drafter, in the format of Speculators. `target` has the target's arguments;
+    `intermediate_size` None stands for about the target's.
     """
     widths = (128, 64, 32, 16, 8, 4, 2) if hidden_size >= 1024 else (64, 32, 16, 8, 4, 2)
     head_dim = next(width for width in widths if hidden_size % width == 0)
@@ -96,7 +96,7 @@ def config_for(
 
 
 def _intermediate_size(target: Mapping[str, Any], hidden_size: int) -> int:
-    """That of the target; of a mixture of experts or the like, whose parts are small, a usual multiple of the width."""
+    """The target's; for a mixture of experts or the like, whose parts are small, a usual multiple of the width."""
     given = target.get("intermediate_size")
     return given if isinstance(given, int) and given >= hidden_size else 8 * hidden_size // 3
 

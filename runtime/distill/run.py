@@ -1,4 +1,4 @@
-"""The course of a distillation: on a thread of its own, so that a cancellation comes between two batches."""
+"""The course of a distillation: on a thread of its own, so that a cancellation takes effect between two batches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def distill(
 ) -> None:
     """Train a drafter until it learns nothing more, and write it to `options.out`.
 
-    A cancellation ends the training after the batch at hand, and saves its state: the same call goes on from there.
+    A cancellation ends the training after the current batch, and saves its state: the same call continues from there.
 
     Raises:
         ModelError: a model cannot be loaded, or the target's hidden states cannot be recorded.

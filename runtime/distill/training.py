@@ -1,6 +1,6 @@
-"""The training of an EAGLE-3 drafter, from what its target makes of batches of text.
+"""The training of an EAGLE-3 drafter, from its target's hidden states and logits of batches of text.
 
-Nothing is kept of a batch: the target computes each anew, so that no hidden states are stored on disk.
+Nothing of a batch is kept: the target computes each one anew, so that no hidden states are stored on disk.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from actors.trained.kinds.eagle3 import Eagle3
 from protocol.errors import SettingsError
 from protocol.reprs import shown, shown_path
 
-# Draft steps that are trained at once, and what each counts for relative to the one before.
+# Draft steps that are trained at once, and the weight of each relative to the one before.
 NUM_STEPS, STEP_DECAY = 3, 0.8
 # The largest norm of a gradient.
 MAX_GRADIENT_NORM = 0.5
 # Batches in which the learning rate rises to its value.
 NUM_WARM_UP = 50
-# After so many evaluations that gain less than LEAST_GAIN drafts, the learning rate is multiplied by REDUCTION; after
+# After PATIENCE evaluations that gain less than LEAST_GAIN drafts, the learning rate is multiplied by REDUCTION; after
 # MAX_REDUCTIONS of those, training is over.
 PATIENCE, LEAST_GAIN, REDUCTION, MAX_REDUCTIONS = 4, 0.004, 0.3, 3
 
 
 @attrs.frozen
 class Progress:
-    """What is known of the training; kept in checkpoints.
+    """How far the training has come; kept in checkpoints.
 
     Attributes:
         num_since, loss_since, seconds_since: batches since the last evaluation; sums of their losses and times.
     """
 
     num_batches: int = 0
-    num_tokens: int = 0  # that were learnt from, each time that they were
-    seconds: float = 0.0  # that learning and evaluations took
+    num_tokens: int = 0  # learnt from; a token counts each time
+    seconds: float = 0.0  # spent on learning and evaluations
     learning_rate: float = 1e-3
     best: float = 0.0  # tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation
     num_without_gain: int = 0  # evaluations since then, and since the last reduction of the learning rate
@@ -59,7 +59,7 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Whether lower learning rates have brought nothing any more."""
+        """Whether lower learning rates no longer help."""
         return self.num_reductions > MAX_REDUCTIONS
 
     def evaluated(self, accepted: float) -> Progress:
@@ -78,7 +78,7 @@ class Progress:
 
 
 def acceptance_of(counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """How often, in [0, 1], each step's token is the target's where those before were, from `Training.draft`."""
+    """How often, in [0, 1], each step's token is the target's if those before it are. `counts`: of `Training.draft`."""
     totals = [sum(each) for each in zip(*counts, strict=True)]
     return tuple(right / max(1, asked) for asked, right in pairwise(totals))
 
@@ -94,7 +94,7 @@ def num_accepted(acceptance: Sequence[float]) -> float:
 
 @attrs.frozen
 class Lesson:
-    """What the target makes of a batch.
+    """The target's hidden states and probabilities for a batch.
 
     Attributes:
         probs: (B, T + steps - 1, draft_vocab_size) the target's distribution of the tokens at positions 2 …, among
@@ -104,7 +104,7 @@ class Lesson:
     features: mx.array  # (B, T, width) of positions 0 … T - 1
     embedded: mx.array  # (B, T + steps - 1, hidden size) of the tokens after them
     probs: mx.array
-    likeliest: mx.array  # (B, T + steps - 1) the target's likeliest tokens there, among all
+    likeliest: mx.array  # (B, T + steps - 1) the target's likeliest tokens at these positions, among all tokens
 
 
 class Training:
@@ -119,9 +119,9 @@ class Training:
         *,
         learning_rate: float = 1e-3,
     ) -> None:
-        """Begin, or go on after `restore`. The weights of mlx-lm's `target` stay, and so does the (vocab_size, hidden
-        size) embedding, which the drafter reads. `target_ids` are the target's id of each of the drafter's; None if
-        they are the same.
+        """Begin, or continue after `restore`. The weights of mlx-lm's `target` do not change, nor does the (vocab_size,
+        hidden size) embedding that the drafter reads. `target_ids` has the target's id of each of the drafter's tokens;
+        None if they are the same.
         """
         self._target = target
         self.drafter = drafter
@@ -136,7 +136,7 @@ class Training:
 
         Args:
             tokens: (B, L) ids, L > `NUM_STEPS` + 1.
-            decay: by which the learning rate is multiplied, in [0, 1].
+            decay: factor on the learning rate, in [0, 1].
         """
         began = time.monotonic()
         lesson = self._lesson(tokens)
@@ -159,10 +159,10 @@ class Training:
         return value
 
     def draft(self, tokens: mx.array) -> list[int]:
-        """How many drafts of a batch there are, and after each of `NUM_STEPS` steps how many are the target's so far.
+        """The number of drafts of a batch, and after each of `NUM_STEPS` steps how many agree with the target so far.
 
-        A draft is the target's if each of its tokens is the drafter's likeliest and the target's. A token that the
-        drafter cannot propose counts as rejected. `tokens` are as for `learn`.
+        A draft agrees if each of its tokens, the drafter's likeliest, is also the target's. A token that the drafter
+        cannot propose counts as rejected. `tokens` are as for `learn`.
         """
         began = time.monotonic()
         lesson = self._lesson(tokens)
@@ -200,7 +200,7 @@ class Training:
     # --- checkpoints ------------------------------------------------------------------------------
 
     def save(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        """Write a checkpoint, and what a training that goes on from it must share. A crash leaves the one before."""
+        """Write a checkpoint, with the identity that a training must share to continue. A crash leaves the last one."""
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {f"drafter.{name}": value for name, value in _flat(self.drafter.parameters())}  # type: ignore[no-untyped-call]
         arrays |= {f"optimizer.{name}": value for name, value in _flat(self._optimizer.state)}
@@ -210,7 +210,7 @@ class Training:
         os.replace(partial, folder / "checkpoint.safetensors")
 
     def restore(self, folder: Path, identity: Mapping[str, Any]) -> bool:
-        """Go on from a checkpoint. Returns: whether there is one.
+        """Continue from a checkpoint. Returns: whether there is one.
 
         Raises: SettingsError: the checkpoint is of another training; the message says what differs.
         """

@@ -1,4 +1,4 @@
-"""How often a trained drafter names the token that its target goes on with: as it is, quantised, and one layer off.
+"""How often a trained drafter predicts its target's next token: as it is, quantised, and one layer off.
 
 A drafter that reads other hidden states than it was trained with still drafts, and is wrong more often. Files do not
 always say which layers they mean, and what quantisation costs differs from drafter to drafter: both are measured.
@@ -15,7 +15,7 @@ from actors.mlx.model import MLXModel, is_quantized
 from actors.trained.drafter_model import TrainedDrafter
 from runtime.measuring.pass_times import time_passes
 
-# Beginnings that the target goes on with, and for how many tokens.
+# Beginnings that the target continues, and for how many tokens.
 BEGINNINGS = ("def quicksort(items):\n    ", "The first thing to know about the sea is")
 NUM_TOKENS = 60
 # Quantisations that are tried.
@@ -28,9 +28,9 @@ QUANTIZED: Mapping[str, Mapping[str, Any]] = {
 def agreement_rows(
     target: MLXModel, beginnings: Sequence[Sequence[int]], drafter: TrainedDrafter
 ) -> tuple[tuple[str, str], ...]:
-    """The rows (name, finding) of a report. On the drafter's thread, while the target rests.
+    """The rows (name, finding) of a report. Called on the drafter's thread, while the target rests.
 
-    `beginnings` are ids of texts, each at least one, which the target goes on with.
+    `beginnings` are token ids, at least one each, that the target continues.
     """
     texts = [_greedy_text(target, beginning) for beginning in beginnings]
     layers, num_layers = drafter.feature_layers, len(target.module.layers)
@@ -38,7 +38,7 @@ def agreement_rows(
     rows = [("agrees", f"with {share:.0%} of {NUM_TOKENS * len(texts)} tokens of the target's")]
     for name, by in (("a layer earlier", -1), ("a layer later", 1)):
         moved = tuple(layer + by for layer in layers)
-        # What the last layer gives is read by drafters that mean just that.
+        # A drafter that reads the last layer's output means just that.
         if num_layers not in layers and all(0 <= layer <= num_layers for layer in moved):
             rows.append((f"agrees, read {name}", f"with {agreement(drafter, target, texts, moved):.0%}"))
     if not is_quantized(drafter.module):
@@ -54,7 +54,7 @@ def agreement_rows(
 def agreement(
     drafter: TrainedDrafter, target: MLXModel, texts: Sequence[tuple[int, ...]], layers: tuple[int, ...]
 ) -> float:
-    """How often, in [0, 1], a drafter of some layers names the next of the last `NUM_TOKENS` tokens of texts."""
+    """How often, in [0, 1], a drafter that reads `layers` predicts each of the last `NUM_TOKENS` tokens of texts."""
     target.record_features(layers)
     try:
         with target.evaluating_layers():
@@ -71,7 +71,7 @@ def _named_of(drafter: TrainedDrafter, target: MLXModel, text: tuple[int, ...]) 
     assert features is not None
     sequence = drafter.open_sequence(beside_another=False)
     sequence.give(features.start, features.values)
-    sequence.rewind(0)  # looks at them
+    sequence.rewind(0)  # has it look at the features
     logits = sequence.feed(text[:-1], NUM_TOKENS)
     assert logits is not None
     named = mx.argmax(logits, axis=-1) == mx.array(text[-NUM_TOKENS:])

@@ -27,8 +27,8 @@ class Findings:
     """The findings on which the conclusion rests.
 
     Attributes:
-        is_translated: whether the two have different vocabularies, and the draft model can draft all the same.
-        exchange_seconds: what a pass of a target that is sharded over ranks exchanges, by width; None on one machine.
+        is_translated: whether the vocabularies differ, but the draft model can draft with translated tokens.
+        exchange_seconds: time that a pass of a sharded target spends exchanging, by width; None on one machine.
     """
 
     verify_seconds: Mapping[int, float]  # seconds of the target's passes, by width in tokens; width 1 is among them
@@ -115,7 +115,7 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
     is_expensive = found.draft_cost > MAX_DRAFT_COST
     if found.is_pair:
         on_ranks = found.exchange_seconds is not None
-        # What there is to gain on ranks: passes are dearest there, and no draft model is loaded in vain.
+        # The possible gain on ranks, where passes are dearest, shown before a draft model is loaded in vain.
         if on_ranks and found.draft_seconds is None and found.speedup(USUAL_ACCEPTANCE) >= MIN_SPEEDUP:
             speeds = (f"{found.speedup(each):.1f}× at {each:g}" for each in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE))
             yield "note", f"with a drafter whose steps cost nothing it would be {', '.join(speeds)} acceptance"

@@ -1,4 +1,4 @@
-"""The examination of the ranks: what they are, and what messages and collectives between them take."""
+"""The examination of the ranks: what they are, and how long messages and collectives between them take."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from runtime.simulation.sharding import links_of
 
 T = TypeVar("T")
 
-# Ranks that are out of step in spite of all checks wait for each other without end. So the measurements of the links
-# count as hanging after so many seconds; those of slow links take a tenth of that.
+# Ranks that are out of step in spite of all checks wait for each other forever. So measuring the links counts as
+# hanging after this many seconds; with slow links it takes a tenth of that.
 LIMIT_S = 300.0
 
 # The `--all-reduce` of `outrider simulate` that is closest to what each backend of MLX does.
@@ -69,7 +69,7 @@ def examine_ranks(group: RankGroup | None) -> ExaminedRanks:
 
 
 def take_part_in_examination(group: RankGroup) -> None:
-    """Take part in what rank 0 examines, until it has all. This blocks.
+    """Take part in what rank 0 examines, until it has finished. This blocks.
 
     Raises: RankError: a rank has ended, hangs or fails; it is named.
     """
@@ -107,16 +107,16 @@ def report_on_ranks(found: ExaminedRanks) -> list[tuple[str, list[tuple[str, str
 
 
 def plan(found: ExaminedRanks, diagnosis: Diagnosis) -> str | None:
-    """The command that says how fast the target would be on other numbers of ranks, with the links that were measured.
+    """The command that says how fast the target would be on other numbers of ranks, with the measured links.
 
-    Returns: None where there is one rank, or the target is no tensor-parallel one, of which alone the simulator knows.
+    Returns: None for one rank, or for a target that is not tensor parallel: the simulator knows no other.
     """
     exchange, exchanged, links = diagnosis.target.exchange, diagnosis.target.exchange_seconds, found.links
     if links is None or exchange is None or exchanged is None or set(exchange[1].collectives) != {"all_sum"}:
         return None
     num_ranks, num_sums = len(links.descriptions), exchange[1].collectives["all_sum"]
     alone = {
-        # At least a tenth: what a rank waits for the others in a pass may be less than in the exchange alone.
+        # At least a tenth: a rank may wait less for the others in a pass than in an exchange that is timed alone.
         width: num_ranks * max(seconds - exchanged[width], seconds / 10)
         for width, seconds in diagnosis.target.passes.seconds.items()
     }
@@ -127,7 +127,7 @@ def plan(found: ExaminedRanks, diagnosis: Diagnosis) -> str | None:
     return (
         f"outrider simulate --ranks {','.join(map(str, numbers))} --acceptance {USUAL_ACCEPTANCE:g} "
         f"--cost-ratio {_figure(cost_ratio)} --pass-time {_figure(alone[1] * 1e3)} --verify-table {table} "
-        # Two all-reduces a layer, of hidden states with two bytes a number, is what the simulator takes them to be.
+        # The simulator assumes two all-reduces a layer, of hidden states with two bytes a number.
         f"--layers {max(1, num_sums // 2)} --hidden-size {max(1, exchange[1].num_bytes // num_sums // 2)} "
         f"{_link_flags(found, links)}"
     )
@@ -158,7 +158,7 @@ def _links(found: ExaminedRanks, links: Links) -> Iterator[tuple[str, str]]:
 
 
 def _link(link: SmallAndLarge) -> str:
-    # A receipt goes back.
+    # The measured time includes a receipt that goes back.
     one_way = Times(*(seconds / 2 for seconds in attrs.astuple(link.small)))
     sending = max(link.large.median - one_way.median, link.large.median / 10)
     return (
@@ -183,5 +183,5 @@ def _gigabits(num_bytes: int, seconds: float) -> float:
 
 
 def _figure(value: float) -> str:
-    """A number with three digits, and all of those before the point."""
+    """A number with three significant digits, and always all those before the point."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

@@ -49,7 +49,7 @@ from runtime.ranks.sharded_target import load_target_onto
 
 @attrs.frozen
 class ExaminedModel:
-    """One model; of a sharded target, the anatomy is that of rank 0's part, and passes take all ranks together.
+    """One model; for a sharded target, the anatomy is that of rank 0's part, and the passes are those of all ranks.
 
     Attributes:
         exchange: by width, what a pass of a sharded target exchanges; None for a model on one machine.
@@ -73,8 +73,8 @@ class ExaminedDrafter:
     """One trained drafter.
 
     Attributes:
-        feature_layers: of the target, whose inputs it reads; the number of layers stands for what the last one gives.
-        num_layers, vocab_size: of the target.
+        feature_layers: layers of the target whose inputs it reads; `num_layers` stands for the last one's output.
+        num_layers, vocab_size: those of the target.
     """
 
     kind: str  # such as "EAGLE-3"
@@ -84,7 +84,7 @@ class ExaminedDrafter:
     vocab_size: int
     num_bytes: int  # memory of its weights; what it shares with the target does not count
     dtypes: tuple[str, ...]
-    passes: Passes  # of width 1 a draft step; wider ones read accepted tokens again, with hidden states of the target
+    passes: Passes  # width 1 is a draft step; wider ones read accepted tokens again, with the target's hidden states
     agreement: tuple[tuple[str, str], ...] = ()  # rows of `agreement_rows`
 
     @property
@@ -111,7 +111,7 @@ class Diagnosis:
     target: ExaminedModel
     draft: ExaminedModel | ExaminedDrafter | None
     same_vocabulary: bool | None  # whether target and draft share a vocabulary; None if that was not compared
-    is_translated: bool  # whether they do not, and the draft model can draft all the same
+    is_translated: bool  # whether they do not, but the draft model can draft with translated tokens
     vocabulary_note: str  # how much they share, what differs, or why nothing was compared
     device: str
     blas: str | None

@@ -19,12 +19,12 @@ from actors.workers.worker import Worker
 from protocol.errors import DrafterAttachedError
 from runtime.loading.model_sources import Source
 
-# How much longer than it should the running draft step may take before nobody waits for its end.
+# Seconds by which the running draft step may be overdue before nobody waits for its end any more.
 RELEASE_TIMEOUT_S = 1.0
 
 LoadedDrafter = tuple[Model, Worker] | LoadedElsewhere | Literal["ngram"]
 DrafterActor = DraftActor | LookupActor | RemoteDrafter
-# Loads a drafter, or finds none; resources that are released with it go onto the stack.
+# Loads a drafter, or finds none; resources to release with it go onto the stack.
 Load = Callable[[AsyncExitStack, Source], Awaitable[LoadedDrafter | None]]
 
 
@@ -93,7 +93,7 @@ class DrafterSlot:
         while not has_ended.is_set():
             patience_s = RELEASE_TIMEOUT_S - max(0.0, 0.0 if worker is None else worker.overdue_s)
             if patience_s <= 0.0:
-                break  # it hangs, and is given up in the background
+                break  # the step hangs, and is given up in the background
             with trio.move_on_after(patience_s):
                 await has_ended.wait()
 
@@ -120,7 +120,7 @@ class DrafterSlot:
                     task_status.started()
                     await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
-                    # A drafter in another process leaves this one's to the target.
+                    # A drafter in another process leaves this one to the target.
                     self._target.drafter.attach(actor.mailbox, has_model=isinstance(actor, DraftActor))
         finally:
             has_ended.set()

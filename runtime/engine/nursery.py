@@ -21,8 +21,8 @@ class BackgroundNursery:
 
     @trio.lowlevel.enable_ki_protection
     async def __aexit__(self, *_: object) -> None:
-        # Shielded, so that this cancellation ends the actors, and not one from further out: that one would come out
-        # here, in place of the block's own error.
+        # Shielded, so that this cancellation ends the actors, and not one from further out, which would be raised here
+        # in place of the block's own error.
         self._nursery.cancel_scope.shield = True
         self._nursery.cancel_scope.cancel()
         with interrupts_unwrapped():

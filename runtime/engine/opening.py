@@ -205,7 +205,7 @@ def check_open(target: Any, draft: Any, options: Mapping[str, Any]) -> tuple[dic
         except ModelError:
             if not options.get("draft_rank"):
                 raise
-            sources["draft"] = draft  # the path may be there where it is loaded
+            sources["draft"] = draft  # the path may exist where it is loaded
     given = OpenOptions(**options)
     if given.prefix_cache_dir is not None:
         check_folder(given.prefix_cache_dir)
@@ -458,7 +458,7 @@ async def running(
             CopyCorpus(given.copy_corpus) if given.copy_corpus else None,
         )
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
-        # A cancellation from further out ends the actors first; the block ends when it gets to it.
+        # A cancellation from further out ends the actors at once, and the block maybe later.
         target_actor.when_over(end)
         before = _current.get()
         _current.set(runtime)

@@ -40,7 +40,7 @@ from runtime.persistence.saved_session import SavedSession, SavedStream
 
 logger = logging.getLogger("outrider")
 
-_warned_of: set[str] = set()  # names of logits processors and samplers: one warning each a process
+_warned_of: set[str] = set()  # names of logits processors and samplers that this process has warned of
 
 
 class RequestValidation:
@@ -90,7 +90,7 @@ class RequestValidation:
         return checked
 
     def generation(self, prompt: Prompt, settings: SettingsLike | None, arguments: Mapping[str, Any]) -> Generation:
-        """What begins a stream; `arguments` are settings by name, and about tools.
+        """What begins a stream; `arguments` are settings by name, and arguments about tools.
 
         Raises: as `checked`, `opened` and `taken_tools`.
         """
@@ -114,14 +114,14 @@ class RequestValidation:
         return check_each(prompts, checked)
 
     def opened(self, prompt: Prompt, settings: Settings, tools: Tools | None = None) -> Open:
-        """The message that opens a session, with a new session id. The chat template, and a grammar if they need one,
-        are told of the tools.
+        """The message that opens a session, with a new session id. Tools are given to the chat template, and to a
+        grammar if they need one.
 
         Raises:
-            PromptError: the prompt is empty, longer than the context, or not encodable; or it is text, and there are
-                tools, or the model has no format for calls, and must call something.
+            PromptError: the prompt is empty, longer than the context, or not encodable; or it is text although there
+                are tools; or the model must call a tool, and has no format for calls.
             SettingsError: a grammar cannot hold the model to the tools.
-            SessionFileError: the prompt cache file is none, or not of this target.
+            SessionFileError: the prompt cache file is not one, or not of this target.
         """
         if tools is not None and isinstance(prompt, str):
             raise PromptError(
@@ -286,7 +286,7 @@ class RequestValidation:
             )
         return self._has_drafter() and settings.lookahead != 0 and _can_be_speculated(settings)
 
-    def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, /, **switches: Any) -> tuple[int, ...]:
         """See `Runtime.encode`."""
         model = self._model
         return encode_prompt(prompt, self._tokenizer, model.vocab_size, model.context_length, switches)

@@ -66,7 +66,7 @@ class Health:
 class Runtime:
     """Two models at work; made by `runtime.open` and `runtime.keep_open`.
 
-    What it tells of itself may be asked at any time and in any thread, except for `wait_broken`.
+    What it tells of itself can be asked for at any time and in any thread, except for `wait_broken`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Runtime:
         corpus: CopyCorpus | None = None,
     ) -> None:
         """A runtime over actors that are serving; see `runtime.engine.opening.running`. Generations that are begun many
-        at a time are in the nursery. `tokenizer` is the target's, for this runtime alone.
+        at a time run in the nursery. `tokenizer` is the target's, for this runtime alone.
         """
         self._target = target
         self._drafter = drafter
@@ -109,12 +109,12 @@ class Runtime:
         Args:
             prompt: text, token ids, or chat messages (through the tokenizer's chat template).
             settings: a `Settings`, which sets every field, or a mapping of some settings by name. Settings that are
-                named nowhere are the `defaults` of `open`.
+                not named have the `defaults` of `open`.
             **overrides: settings by name, each of which replaces that of `settings`; and for messages `tools`,
                 `tool_choice` and `parallel_tool_calls`, see `StreamArguments`.
 
-        Returns: a stream that generates from now on, or once fewer than `max_streams` that were begun before it are at
-            work. See `TokenStream` for how to end it.
+        Returns: a stream that generates from now on, or once fewer than `max_streams` earlier ones are at work. See
+            `TokenStream` for how to end it.
 
         Raises: before any model work:
             SettingsError: a setting is unknown or out of its range, stop strings are given and the target has no
@@ -136,11 +136,11 @@ class Runtime:
 
         Args:
             prompt: as for `stream`.
-            continuation: token ids, or text. After a prompt that is text, both are tokenised as one text, of which the
-                prompt has as many tokens as it has alone; spaces at its end belong to the continuation. After any
-                other prompt, the continuation is tokenised alone, without special tokens.
+            continuation: token ids, or text. If the prompt is text, too, both are tokenised as one text, whose first
+                tokens, as many as the prompt has alone, are the prompt's; spaces at the prompt's end belong to the
+                continuation. After any other prompt, a text is tokenised alone, without special tokens.
             logprobs: number of the likeliest tokens at each position to give log-probabilities for; 0 (default) to 128.
-            reuse_prefix, prefill_step_size: as the settings, but reused by default.
+            reuse_prefix, prefill_step_size: as the settings, but `reuse_prefix` is on by default.
 
         Raises: before any model work as `stream`, and:
             PromptError: the continuation is empty, or has no token of its own.
@@ -165,7 +165,7 @@ class Runtime:
         max_concurrent: int = 8,
         **overrides: Unpack[StreamArguments],
     ) -> Completions:
-        """Generate a whole text for each of many prompts, the one that it would have alone.
+        """Generate a whole text for each of many prompts: the text that the prompt would have alone.
 
         The exception is a logits processor that keeps a state and cannot save it: all generations share that state.
 
@@ -193,7 +193,7 @@ class Runtime:
         max_concurrent: int = 8,
         **overrides: Unpack[StreamArguments],
     ) -> TokenStreams:
-        """As `generate_many`, as an async iterator over the tokens as they come: pairs (index of the prompt, token);
+        """As `generate_many`, but as an async iterator over tokens as they come: pairs (index of the prompt, token);
         see `TokenStreams`.
         """
         self.check_open()
@@ -201,8 +201,8 @@ class Runtime:
         return self._sessions.begin_many(TokenStreams, generations, max_concurrent)
 
     async def add_corpus(self, texts: Iterable[str | Sequence[int]]) -> None:
-        """Add texts, as text or token ids, that every stream may copy from, within `copy_corpus`; in `serve`, those of
-        all clients. What was added before an error or a cancellation stays.
+        """Add texts, as text or token ids, that every stream may copy from (in `serve`, those of all clients), within
+        `copy_corpus`. What was added before an error or a cancellation stays.
 
         Raises:
             SettingsError: the runtime was opened without a `copy_corpus`.
@@ -226,10 +226,10 @@ class Runtime:
                     await trio.lowlevel.checkpoint()
                 await self._sessions.add_to_corpus(tokens, EVERYBODY)
 
-    def encode(self, prompt: Prompt, **switches: Any) -> tuple[int, ...]:
+    def encode(self, prompt: Prompt, /, **switches: Any) -> tuple[int, ...]:
         """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.
 
-        May be called in any thread, by one at a time: a long text would stop trio's for a while.
+        May be called in any thread, by one at a time: in trio's, a long text would stop everything for a while.
 
         Raises: PromptError: the prompt is empty, not encodable, or so long that it is sure to fill the context.
         """
@@ -275,7 +275,7 @@ class Runtime:
         tools: Sequence[Callable[..., Any]] = (),
         **overrides: Unpack[SettingsArguments],
     ) -> Conversation:
-        """Resume a conversation from a file of `Conversation.save`, with the text that it would have had without.
+        """Resume a conversation from a file of `Conversation.save`; its text is as if it had never been saved.
 
         The target must be the model that it was saved with, by its fingerprint (see `actors.persistence.fingerprint`);
         the tokenizer's vocabulary and `open`'s options for caches must be the same, too. Cached tokens from the file
@@ -286,12 +286,12 @@ class Runtime:
         Args:
             path: of the file; or a binary file object that can seek, such as `io.BytesIO`, which is read in another
                 thread from its position to its end.
-            any_draft: whether a drafter may differ from the one that the session was saved with. A draft model then
-                reads the text again, a trained drafter what comes from now on, as where the file has no cache of a
-                drafter; under the match rule the text that comes is the same.
+            any_draft: whether the drafter may differ from the one that the session was saved with. A draft model then
+                reads the text again, a trained drafter only what comes from now on, as if the file had no cache of a
+                drafter; under the match rule, the text to come is the same.
             tools: as for `conversation`. The file has no functions: without the ones that it was saved with, the model
                 is told of none, and the text is read again.
-            **overrides: settings by name; each replaces the saved one. Where there were `logits_processors` or a
+            **overrides: settings by name; each replaces the saved one. If there were `logits_processors` or a
                 `sampler`, they must be given again, or [] or None to continue without.
 
         Raises: and then nothing has changed:
@@ -320,7 +320,7 @@ class Runtime:
     async def load_stream(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
     ) -> TokenStream:
-        """Resume a stream from a file of `TokenStream.save`, behind the last token that was given.
+        """Resume a stream from a file of `TokenStream.save`, after the last token that was given.
 
         Token indices and `max_tokens` count from the stream's beginning, `statistics` from now on.
 
@@ -346,7 +346,7 @@ class Runtime:
             opened = self._validation.resumed(session, saved, checked, seed)
             if not saved.is_over:
                 await models.fill(path, session, opened.drafted)
-            # Nobody would take the stream.
+            # After a cancellation, nobody would take the stream.
             await trio.lowlevel.checkpoint_if_cancelled()
             return self._sessions.begin(opened, saved=saved)
 

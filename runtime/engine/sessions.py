@@ -37,13 +37,13 @@ from runtime.persistence.saved_session import SavedStream
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
 
-# Tokens of a prompt with which a scored continuation is decoded: they decide where its first spaces go, and complete
-# its first character.
+# Tokens of the prompt that are decoded together with a scored continuation: they decide where its first spaces go, and
+# complete its first character.
 _DECODED_BEFORE = 16
-# Tokens, of a scored text or named as likely ones, that are decoded without a pause; a few milliseconds.
+# Tokens, of a scored text or listed as likely, that are decoded without a pause; a few milliseconds.
 _DECODED_AT_ONCE = 64
 
-# Whose texts the streams that a task begins copy from, and add to. A server sets it for each request.
+# The owner of the texts that streams begun in this task copy from, and add to. A server sets it for each request.
 CORPUS_OWNER: ContextVar[bytes] = ContextVar("outrider_corpus_owner", default=EVERYBODY)
 
 M = TypeVar("M")
@@ -56,7 +56,7 @@ SaveStream = Callable[[Open, Arrivals, SessionFile, Callable[[], Progress]], Awa
 class Sessions:
     """The sessions of one runtime, and whether the runtime still takes any.
 
-    A session begins at both actors as soon as it is admitted: at once if there is room, else in the order of arrival.
+    A session begins at both actors when it is admitted: at once if there is room, otherwise in the order of arrival.
     It ends when its text is over, when its consumer closes or drops the stream, or with the runtime. Whatever ends it,
     its counts move to those of past sessions.
 
@@ -129,7 +129,7 @@ class Sessions:
     def while_open(self) -> Iterator[None]:
         """Run a block that asks the models for something; closing the runtime cancels it.
 
-        Raises: as `check_open`, also where the runtime was closed in the middle of the block.
+        Raises: as `check_open`, also if the runtime was closed in the middle of the block.
         """
         self.check_open()
         with trio.CancelScope() as scope:
@@ -151,8 +151,8 @@ class Sessions:
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt[: opened.num_prompt])
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         owner = CORPUS_OWNER.get()
-        # Another text of the same seed was drawn with the same numbers: a copy of it would not be independent of those
-        # that judge it.
+        # Another text of the same seed was drawn with the same random numbers: a copy of it would not be independent of
+        # the numbers that judge it.
         is_independent = opened.settings.rule == "match" or (opened.settings.seed is None and saved is None)
         session = Session(opened, send)
         if self.corpus is not None:
@@ -201,7 +201,7 @@ class Sessions:
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.
 
-        Raises: as `check_open`, and what has ended the session before it was read to its end.
+        Raises: as `check_open`, and the error that has ended the session early.
 
         Cancellation: ends the session after its running pass.
         """
@@ -233,7 +233,7 @@ class Sessions:
                 await trio.lowlevel.checkpoint()
 
     def _keep(self, opened: Open, owner: bytes, text: Sequence[int]) -> None:
-        """Add the answer of a session that has finished to the corpus, and what was predicted."""
+        """Add the answer of a session that has finished, and its `prediction`, to the corpus."""
         if self._closed is None:
             for tokens in (opened.settings.prediction, text[opened.num_prompt :]):
                 self._nursery.start_soon(self.add_to_corpus, tokens, owner)
@@ -246,7 +246,7 @@ class Sessions:
             return  # and with the event loop everything ended
 
     def attribute(self, event: Event) -> None:
-        """Count a worker's time for the session that it was spent on, and the target's passes for those in them."""
+        """Count a worker's time for the sessions that it was spent on, and the target's passes for those in them."""
         if not isinstance(event, Span):
             return
         is_pass, fractions = event.kind in ("verify", "decode"), event.fractions
@@ -275,7 +275,7 @@ class Sessions:
         self.has_failed.set()
 
     def close(self, error: OutriderError, cause: BaseException | None = None) -> None:
-        """End every session with an error, and take no others; nothing happens where this was done before."""
+        """End every session with an error, and take no others; nothing happens if this was done before."""
         if self._closed is not None:
             return
         error.__cause__ = cause
@@ -311,13 +311,13 @@ class Sessions:
             draft.open_session(session)
 
     def _end_soon(self, id: int) -> None:
-        """End a session, from any thread; harmless where it is over."""
+        """End a session, from any thread; harmless if it is over."""
         if (unwanted := self.by_id.get(id)) is not None:
             unwanted.is_unwanted = True
         self.run_soon(partial(self._end, id))
 
     def _end(self, id: int) -> None:
-        """End a session; harmless where it is over."""
+        """End a session; harmless if it is over."""
         with self._counts_lock:
             if (session := self.by_id.pop(id, None)) is None:
                 return

@@ -58,7 +58,9 @@ class ReasoningTracker:
             self.tags = (cast(str, tokenizer.think_start), cast(str, tokenizer.think_end))
             # `in` is fast, and mlx-lm's search is slow.
             if self._start[0] in prompt:
-                self.is_thinking = tokenizer.rfind_think_start(prompt) > tokenizer.rfind_think_end(prompt)
+                start, end = tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)
+                # A tag in a message that is over was only mentioned there.
+                self.is_thinking = start > end and tokenizer.eos_token_ids.isdisjoint(prompt[start:])
 
     @property
     def text(self) -> str:

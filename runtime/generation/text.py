@@ -197,6 +197,7 @@ def apply_chat_template(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: TokenizerWrapper,
     context_length: int | None = None,
+    /,
     **switches: Any,
 ) -> tuple[int, ...]:
     """The token ids of chat messages, ending where the answer begins.
@@ -207,7 +208,7 @@ def apply_chat_template(
     return tokenized(text, tokenizer, context_length, add_special_tokens=False)
 
 
-def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, **switches: Any) -> str:
+def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, /, **switches: Any) -> str:
     """The text of chat messages, ending where the answer begins.
 
     Args:
@@ -252,9 +253,9 @@ class Detokenizer:
         """Decode one text; without a tokenizer every piece is empty."""
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        # The text of ids[_context_start:_given_end] was given. Later ids are decoded together with these, since
-        # tokenizers decide by the neighbours where a space goes.
-        self._context_start = self._given_end = 0
+        # The text of ids[_context_start:_given_end] was given, but for its last `_num_held` characters. Later ids are
+        # decoded together with these, since tokenizers decide by the neighbours where a space goes.
+        self._context_start = self._given_end = self._num_held = 0
         self.unread = ""
         self._alone: dict[int, str] = {}
 
@@ -282,9 +283,11 @@ class Detokenizer:
         if self._tokenizer is None:
             return ""
         given: str = self._tokenizer.decode(self._ids[self._context_start : self._given_end])
-        fresh = self._decoded_after(given, len(self._ids))
+        num_given = len(given) - self._num_held
+        fresh = self._decoded_after(num_given, len(self._ids))
         if fresh and (is_last or not fresh.endswith("\ufffd")):
             self._context_start, self._given_end, self.unread = self._given_end, len(self._ids), ""
+            self._num_held = 0
             return fresh
         self.unread = fresh
         if len(self._ids) - self._given_end < _MAX_PENDING:
@@ -293,15 +296,19 @@ class Detokenizer:
             # Tokens without text. Those before them still decide where a space goes.
             del self._ids[self._given_end :]
             return ""
-        # More bytes than a character has. All but the last ones form no character, or they would have been given.
+        # More bytes than a character has. Either all but the last ones form no character, or each token ends within a
+        # character: then the half character at the end is held.
         end = len(self._ids) - _INCOMPLETE
-        piece = self._decoded_after(given, end)
-        self._context_start, self._given_end, self.unread = self._given_end, end, fresh[len(piece) :]
-        return piece
+        piece = self._decoded_after(num_given, end)
+        pairs = enumerate(zip(piece, fresh, strict=False))
+        num_whole = next((i for i, (early, late) in pairs if early != late), len(piece))
+        self._context_start, self._given_end, self.unread = self._given_end, end, fresh[num_whole:]
+        self._num_held = len(piece) - num_whole
+        return piece[:num_whole]
 
-    def _decoded_after(self, given: str, end: int) -> str:
+    def _decoded_after(self, num_given: int, end: int) -> str:
         assert self._tokenizer is not None
-        return cast(str, self._tokenizer.decode(self._ids[self._context_start : end]))[len(given) :]
+        return cast(str, self._tokenizer.decode(self._ids[self._context_start : end]))[num_given:]
 
 
 class GrowingText:

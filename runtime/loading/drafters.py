@@ -87,9 +87,9 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     """What can draft for a target, the best first; empty if nothing fits.
 
     First comes the MTP layer in the target's own files, if there is one. Then what is in Hugging Face's cache and, if
-    the target is a directory, in those beside it: trained drafters that were made for a model of the target's shape,
-    those that are known for the target first; then models with the target's vocabulary and at most a third of its size,
-    smaller ones first. Trained drafters and models from the tables that are not on the disk follow.
+    the target is a directory, in the directories beside it: trained drafters made for a model of the target's shape,
+    those known for the target first; then models with the target's vocabulary and at most a third of its size, smaller
+    ones first. Last come trained drafters and models from the tables that are not on the disk.
 
     Args:
         target: a path, or a hub id that was downloaded.
@@ -144,11 +144,11 @@ def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, 
         # A directory that cannot be read has no candidates.
         with suppress(OSError):
             for beside in sorted(target.parent.iterdir()):
-                if os.path.isfile(beside / "config.json"):  # unlike Path's, false where it may not be looked at
+                if os.path.isfile(beside / "config.json"):  # unlike `Path.is_file`, false where access is denied
                     yield str(beside), beside.resolve()
     try:
         repositories = scan_cache_dir(cache_dir).repos
-    except (CacheNotFound, OSError, ValueError):  # the last where the cache is no directory
+    except (CacheNotFound, OSError, ValueError):  # ValueError: the cache is not a directory
         return
     for repository in sorted(repositories, key=lambda repository: repository.repo_id):
         # The revision that opening by name uses.
@@ -173,7 +173,7 @@ def _shape(config: dict[str, Any]) -> tuple[int, int] | None:
 
 
 def _has_mtp(directory: Path, config: dict[str, Any]) -> bool:
-    """Whether the weights of a model in a directory are also those of an MTP layer."""
+    """Whether the weights of a model in a directory include those of an MTP layer."""
     model_type = str(config.get("model_type"))
     for file in directory.glob("*.safetensors"):
         with suppress(OSError, SafetensorsParsingError):
@@ -228,8 +228,8 @@ def _model_name(model: str) -> str:
 
 
 def small_models(model_type: str, vocab_size: int) -> Iterator[Suggestion]:
-    """The small models that share a vocabulary of so many embedding rows, padding included, the smallest first; none if
-    the family is not in the table. Their vocabularies are checked when they are opened.
+    """The small models of a family whose vocabulary has `vocab_size` embedding rows, padding included; the smallest
+    first, none if the family is not in the table. Their vocabularies are checked when they are opened.
     """
     for family in _table("small_models"):
         low, high = family["vocab_sizes"]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def guard_import() -> None:
-    """Have the import of mlx-lm, which is still to come, raise the limit of open files as far as it may, and no more.
+    """Have the later import of mlx-lm only raise the limit of open files, as far as the hard limit allows.
 
     The hard limit stays. While mlx-lm is imported, no other thread may set limits of the process.
     """
@@ -41,7 +41,7 @@ class _Finder:
 
 
 def run_guarded(do: Callable[..., object], *arguments: Any) -> None:
-    """Call `do`; what it sets the limit of open files to is only ever raised, and within the hard limit."""
+    """Call `do`, which may raise the limit of open files within the hard limit, but not lower it."""
     import resource
 
     set_limit = resource.setrlimit

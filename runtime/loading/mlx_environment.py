@@ -41,7 +41,7 @@ def tune() -> None:
 
 
 def untune() -> None:
-    """Remove what `tune` has set. Without effect on a variable that MLX has read already."""
+    """Remove what `tune` has set. This has no effect on a variable that MLX has read already."""
     for name, value in _set_here.items():
         if os.environ.get(name) == value:
             del os.environ[name]

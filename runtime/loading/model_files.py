@@ -61,7 +61,7 @@ def num_bytes_in(folder: Path) -> int:
 
 
 def load_error(role: str, source: Any, cause: BaseException | None) -> ModelError:
-    """What to raise from an exception of mlx-lm's, of any kind, for the role "target" or "draft"."""
+    """The error to raise for an exception of mlx-lm's, of any kind; `role` is "target" or "draft"."""
     if isinstance(source, tuple):
         reason = str(cause)
     elif (folder := folder_of(source)) is None:
@@ -74,7 +74,7 @@ def load_error(role: str, source: Any, cause: BaseException | None) -> ModelErro
 
 @contextmanager
 def load_errors(role: str, source: Any) -> Iterator[None]:
-    """Raise the `OutriderError` that a job has failed with, or a `ModelError` with what it raised as the cause."""
+    """If a job fails in the block, raise its `OutriderError`, or a `ModelError` whose cause is what the job raised."""
     try:
         yield
     except JobError as error:

@@ -74,7 +74,7 @@ class LoadedDraft:
 
 
 class DraftedModel(Protocol):
-    """What the loading of a drafter needs of its target; an `MLXModel` has it."""
+    """What loading a drafter needs from its target; an `MLXModel` has it."""
 
     @property
     def module(self) -> Module:
@@ -89,7 +89,7 @@ class DraftedModel(Protocol):
 
 
 class DraftedTarget(Protocol):
-    """The same with what comes with the model; see `Loaded`."""
+    """A `DraftedModel` with its tokenizer and folder; see `Loaded`."""
 
     @property
     def model(self) -> DraftedModel:
@@ -101,7 +101,7 @@ class DraftedTarget(Protocol):
 
     @property
     def folder(self) -> Path | None:
-        """With its files, if it was loaded from one."""
+        """The folder with its files, if it was loaded from one."""
 
 
 def check_source(role: str, source: Any) -> Source:
@@ -199,7 +199,7 @@ def trained_drafter_at(directory: Path) -> str | None:
 
 
 def _trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
-    """Download the trained drafter that a hub id names; for a language model, or if the hub cannot be asked, None."""
+    """Download the trained drafter that a hub id names; None for a language model, or if the hub cannot be asked."""
     name = str(spec)
     try:
         config = hf_hub_download(name, "config.json", revision=spec.revision)
@@ -215,7 +215,7 @@ def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
 
     Raises:
         ModelError: it is of a kind that cannot be used.
-        SettingsError: it is asked for with what only a language model has.
+        SettingsError: it is given options that only a language model has.
     """
     if (kind := trained_drafter_at(directory)) is None:
         return None
@@ -229,8 +229,8 @@ def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
 
 
 def check_of_weights(spec: ModelSpec, kind: str) -> None:
-    """Raises: SettingsError: a trained drafter is asked for with what only a language model has."""
-    # No code comes with a drafter, so that it may be trusted as the target's is.
+    """Raises: SettingsError: a trained drafter is given options that only a language model has."""
+    # No code comes with a drafter, so it may be trusted as the target's is.
     plain = attrs.evolve(spec, revision=None, quantize=None, trust_remote_code=False)
     if not plain.is_plain:
         raise SettingsError(
@@ -252,8 +252,8 @@ def check_unknown(
     positional: Collection[str] = ("target", "draft"),
     function: str = "open",
 ) -> None:
-    """Raises: SettingsError: there are `options` that a function does not have; with a hint at what was meant, among
-    its keyword-only options (`known`) and its other arguments (`positional`).
+    """Raises: SettingsError: there are `options` that a function does not have. The message has a hint at what was
+    meant, among its keyword-only options (`known`) and its other arguments (`positional`).
     """
     settings = attrs.fields_dict(Settings)
     for name in options:
@@ -308,7 +308,7 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
 
 
 def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
-    """As `load_onto`, a model and its tokenizer on this thread. A weight in a file is read when it is first used."""
+    """Load a model and its tokenizer on this thread. Weights in files are read when they are first used."""
     if isinstance(source, tuple):
         built, tokenizer = source
     else:
@@ -326,12 +326,12 @@ def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
 async def load_draft_onto(
     worker: Worker, source: Source, options: CacheOptions, loaded_target: DraftedTarget
 ) -> LoadedDraft:
-    """Load a drafter on a worker's thread: a language model, translated if it has another vocabulary, or one that was
-    trained for the target, which records what it reads from then on; see `MLXModel.record_features`.
+    """Load a drafter on a worker's thread: a language model, translated if it has another vocabulary, or a drafter that
+    was trained for the target. From then on the target records what that reads; see `MLXModel.record_features`.
 
     Raises: as `load_onto`, and
         ModelError: it was trained for another target.
-        VocabularyMismatchError: its vocabulary is another one, which cannot be translated.
+        VocabularyMismatchError: its vocabulary differs, and cannot be translated.
     """
     target, is_targets_own = loaded_target.model, not isinstance(source, tuple) and str(source) == MTP
     folder: Path | None

@@ -29,7 +29,7 @@ class ModelSpec:
 
     Attributes:
         path: a directory in Hugging Face layout, or a hub id.
-        adapter_path: a directory with a LoRA, DoRA or full adapter of `mlx_lm.lora`, which is put on the model.
+        adapter_path: a directory with a LoRA, DoRA or full adapter of `mlx_lm.lora`, which is applied to the model.
         revision: branch, tag or commit of a hub id; None for the default branch.
         trust_remote_code: whether code in the model's files may run: that of its tokenizer, and of its architecture if
             its config.json names a `model_file`.
@@ -71,7 +71,7 @@ class ModelSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it says nothing beside the path."""
+        """Whether it sets nothing but the path."""
         return self == ModelSpec(self.path)
 
     @property

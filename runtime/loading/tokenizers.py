@@ -21,7 +21,7 @@ logger = logging.getLogger("outrider")
 def wrapped(tokenizer: Any, named: str) -> TokenizerWrapper | None:
     """mlx-lm's wrapper around a Hugging Face tokenizer, or the wrapper itself; None for None.
 
-    Raises: ModelError: it has special tokens alone, as transformers makes one where its files are missing.
+    Raises: ModelError: it has only special tokens, as one that transformers makes if the files are missing.
     """
     if tokenizer is None:
         return None
@@ -32,7 +32,7 @@ def wrapped(tokenizer: Any, named: str) -> TokenizerWrapper | None:
 
 
 def check_template_args(args: Any) -> None:
-    """Raises: SettingsError: `chat_template_args` of `open` is no mapping by name, or has what the prompt decides."""
+    """Raises: SettingsError: `chat_template_args` is not a mapping by name, or has what the prompt decides."""
     if args is not None and (not isinstance(args, Mapping) or not all(isinstance(name, str) for name in args)):
         raise must_be("chat_template_args", "a mapping from names to values", args)
     if taken := set(args or ()) & {"add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}:
@@ -46,12 +46,12 @@ def copy_of(
 ) -> TokenizerWrapper | None:
     """A private copy of a tokenizer, which several threads may use at once to encode and decode.
 
-    Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes: of two
-    threads that want different ones, one gets the other's. All uses of the copy want the same, so it is never set.
-    `chat_template_args` are what the copy gives its chat template, where a call does not give others.
+    Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes: if two
+    threads want different ones, one gets the other's. All uses of the copy want the same, so its state is never set.
+    The copy gives its chat template the `chat_template_args`, unless a call gives others.
 
-    Returns: the original where it cannot be copied (with variables, a copy of the wrapper alone). Takes a second where
-        the vocabulary is large.
+    Returns: the original if it cannot be copied (with `chat_template_args`, a copy of the wrapper alone). Takes a
+        second if the vocabulary is large.
     """
     if tokenizer is None:
         return None

@@ -1,4 +1,4 @@
-"""Vocabularies of a target and a draft model: whether they are the same, and how the one is read in the other."""
+"""Vocabularies of a target and a draft model: whether they are the same, and how one is read in the other."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper, remedy
 def vocabulary_map(
     target: TokenizerWrapper, target_size: int, draft: TokenizerWrapper, draft_size: int
 ) -> VocabularyMap | None:
-    """How a draft model reads its target's tokens, by the widths of the models' logits; None if they are the same.
+    """How a draft model reads its target's tokens; None if the vocabularies are the same. Sizes are widths of logits.
 
-    To be called in the thread of the draft model: its tokenizer is used. Takes a second for large vocabularies.
+    To be called in the thread of the draft model, whose tokenizer is used. Takes a second for large vocabularies.
 
     Raises: VocabularyMismatchError: the vocabularies differ, and one of the tokenizers does not tell the bytes of its
         tokens, or they share no token.
@@ -83,8 +83,8 @@ def _difference(target: TokenizerWrapper, draft: TokenizerWrapper) -> str | None
 def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
     """The tokens of a tokenizer, for a model whose logits have a width of `size`.
 
-    Returns: None if the tokenizer does not tell the bytes of its tokens: it is none of `tokenizers`, or is neither
-        byte-level nor like SentencePiece.
+    Returns: None if the tokenizer does not tell the bytes of its tokens: it is not from the library `tokenizers`, or
+        neither byte-level nor like SentencePiece.
     """
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
@@ -97,7 +97,7 @@ def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
     names = {id: name for name, id in tokenizer.get_vocab().items()}
     special |= {id: names[id] for id in {*tokenizer.all_special_ids, *tokenizer.eos_token_ids} if id in names}
     pieces: dict[int, bytes] = {}
-    of_bytes: dict[int, bytes] = {}  # of these no text is written where there is another token
+    of_bytes: dict[int, bytes] = {}  # come last, so that other tokens with the same bytes are preferred
     for id, name in sorted(names.items()):
         if id in special:
             continue
@@ -124,12 +124,12 @@ def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
 class _Spelling:
     """How the names of tokens spell text."""
 
-    blank: str | None  # what stands for one; None where each character of a name stands for a byte
+    blank: str | None  # what stands for a blank; None if each character of a name stands for a byte
     has_byte_tokens: bool  # whether there may be tokens for single bytes
 
     @classmethod
     def of(cls, decoder: dict[str, Any]) -> _Spelling | None:
-        """By the description of a tokenizer's decoder; None for another way of spelling."""
+        """From the description of a tokenizer's decoder; None if it spells in another way."""
         parts = list(_parts(decoder))
         kinds = {part["type"] for part in parts}
         if "ByteLevel" in kinds:

@@ -20,16 +20,16 @@ class Step(Generic[C, K]):
     contender: C
     case: K
     repeat: int | None  # from 0 on; None for a run that warms up and does not count
-    progress: str  # which run it is of how many, and the time that is left, for a progress line
+    progress: str  # for a progress line: which run it is of how many, and the time left
 
 
 @attrs.define
 class Contest(Generic[C, K, R]):
-    """A contest, and its runs so far. It may be given up at any step: what is complete by then counts.
+    """A contest, and its runs so far. It may be stopped at any step: the turns that are complete by then count.
 
     Attributes:
-        warm_up: cases that each contender runs first: that builds kernels and buffers, and measures first prices.
-        size: of a case, by which the time that is left is estimated.
+        warm_up: cases that each contender runs first, to build kernels and buffers, and to measure first prices.
+        size: size of a case, for the estimate of the time left.
         turns: runs by (repeat, case); a turn that was interrupted lacks some.
         failures: why a contender cannot run. The others go on.
     """
@@ -77,7 +77,7 @@ class Contest(Generic[C, K, R]):
 
     @property
     def complete(self) -> dict[tuple[int, K], dict[C, R]]:
-        """The turns in which everyone ran who can. An incomplete turn would favour some."""
+        """The turns in which every contender has run that can. An incomplete turn would favour some."""
         return {
             (repeat, case): turn
             for (repeat, case), turn in self.turns.items()
@@ -91,7 +91,7 @@ class Contest(Generic[C, K, R]):
 
     @property
     def repeats_done(self) -> int:
-        """Number of repeats in the figures; the last may have some of the cases only."""
+        """Number of repeats in the figures; the last may have only some of the cases."""
         return len({repeat for repeat, _ in self.complete})
 
     def runs(self, contender: C) -> dict[tuple[int, K], R]:
@@ -103,7 +103,7 @@ T = TypeVar("T")
 
 
 def running_order(contenders: Sequence[T], turn: int) -> list[T]:
-    """The order of contenders in a turn: every second turn is reversed, and every two turns start one further on."""
+    """The order of contenders in a turn: every second turn is reversed, and every two turns the start moves by one."""
     begin = turn // 2 % len(contenders)
     rotated = [*contenders[begin:], *contenders[:begin]]
     return rotated if turn % 2 == 0 else rotated[::-1]

@@ -54,12 +54,12 @@ class EventSwitch:
 
 @attrs.define
 class Circumstances:
-    """What a measurement ran on.
+    """The models and the machine of a measurement.
 
     Attributes:
-        target, draft: the models, by name; of several drafters all names.
-        dtypes: of their weights, by role; or by the name of a drafter, if there are several.
-        machine: processor, versions, device and BLAS, by name; of rank 0, if there are several.
+        target, draft: names of the models; of several drafters, all names.
+        dtypes: those of their weights, by role, or by the drafter's name if there are several.
+        machine: processor, versions, device and BLAS, by name; those of rank 0, if there are several ranks.
     """
 
     target: str = ""
@@ -78,8 +78,8 @@ class LoadedModels:
         models, workers: by name: `TARGET`, `ONLY_DRAFT`, or the drafter's if there are several. A drafter that is
             missing here drafts by prompt lookup.
         cache_options: of the runtime's caches; mlx-lm's caches follow those about quantisation.
-        drafts: where they come from, by name. The first one is the drafter without a name.
-        group: the ranks that the target is sharded over; None for one machine. mlx-lm cannot decode with it there.
+        drafts: the drafters' sources, by name. The first is the drafter without a name.
+        group: the ranks that the target is sharded over, where mlx-lm cannot decode with it; None for one machine.
     """
 
     models: dict[str, AnyModel]
@@ -155,7 +155,7 @@ class LoadedModels:
         prices = Prices(core_hold_s=CORES.hold_s)
         if drafter is not None:
             # Not only for the prices: it runs each model for the first time while the other one rests. What fails here
-            # fails again in a run, where it is known whose it is.
+            # fails again in a run, where it is known which contender failed.
             with suppress(JobError):
                 await warm_up(target, drafter, prices)
         batch = self.target.bounded_batch(max_batch)
@@ -167,7 +167,7 @@ class LoadedModels:
         return runtime
 
     def encoded(self, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
-        """Prompts as token ids, of which each leaves room for `max_tokens` more in every context.
+        """Prompts as token ids. Each leaves room for `max_tokens` more in every context.
 
         Raises: PromptError.
         """

@@ -13,7 +13,7 @@ from runtime.loading.device import physical_memory, processor_name
 
 PACKAGES = ("outrider", "mlx", "mlx-metal", "mlx-cpu", "mlx-cuda", "mlx-lm", "trio")
 _PREFIXES = ("MLX_", "OUTRIDER_")
-# Variables that say who may ask, or which other machines there are.
+# Variables that hold secrets, or name other machines.
 _PRIVATE = re.compile("KEY|TOKEN|SECRET|PASS|HOST|COORDINATOR|DEVICES")
 _NVIDIA = Path("/proc/driver/nvidia/version")
 

@@ -27,7 +27,7 @@ class Passes:
     """Measured forward passes."""
 
     times: Mapping[int, Spread]  # in seconds, by width in tokens, or in texts of one token each
-    building: Mapping[int, Spread] = {}  # the part in which Python builds the graph of the pass, and holds its lock
+    building: Mapping[int, Spread] = {}  # the part in which Python builds the graph of the pass, and holds the GIL
 
     @property
     def seconds(self) -> dict[int, float]:
@@ -36,14 +36,14 @@ class Passes:
 
     @property
     def price(self) -> PassPrice:
-        """The price of a pass by its width: of the medians, so that one slow pass has no influence."""
+        """The price of a pass by its width, from the medians, so that one slow pass has no influence."""
         price = PassPrice()
         for width, seconds in self.seconds.items():
             price.observe(width, 0.0, seconds)
         return price
 
     def python_row(self, num_layers: int) -> tuple[str, str]:
-        """A row of a report: how long a pass over one token holds Python's lock."""
+        """A row of a report: how long a pass over one token holds the GIL."""
         held_s = self.building[1].median or 0.0
         a_layer = f", {held_s / num_layers * 1e6:,.0f} µs a layer" if num_layers else ""
         return "Python's lock", f"held for {held_s * 1e3:,.2f} ms to build a pass{a_layer}"

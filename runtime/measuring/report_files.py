@@ -27,7 +27,7 @@ CONTENTS = (
     "machines, no prompts and no texts."
 )
 
-# What looks like an absolute path in a message of somebody else's, and the file in a line of a traceback.
+# What looks like an absolute path in another library's message, and the file in a line of a traceback.
 _PATH = re.compile(r"(?<![\w.<>])(?:~|\.\.?)?(?:/[^\s/'\":,()]+){2,}/?")
 _REST_OF_PATH = r"(?:/[^\s'\":,()]*)?"
 _FILE_OF_TRACEBACK = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
@@ -36,7 +36,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 @attrs.frozen
 class PriceTable:
-    """Median times of forward passes, as `tests/protocol/device_prices/` has them.
+    """Median times of forward passes, in the form of `tests/protocol/device_prices/`.
 
     Attributes:
         seconds: by model ("target", "draft") and text length, one for each width.
@@ -60,7 +60,7 @@ class PriceTable:
 
 @attrs.frozen
 class DeviceReport:
-    """What a report's JSON has. `results` is what the command found, by name."""
+    """The content of a report's JSON. `results` has the command's findings, by name."""
 
     kind: Literal["selftest", "bench"]
     machine: Mapping[str, str]
@@ -110,7 +110,7 @@ def check_report(file: str | None) -> Path | None:
 
 
 def local_paths(*sources: object) -> tuple[str, ...]:
-    """The paths among sources of models, in each form in which messages may have them."""
+    """The paths among sources of models, in every form that may occur in messages."""
     paths = [Path(str(source)) for source in sources if Path(str(source)).exists()]
     return tuple(str(form) for path in paths for form in (path, path.absolute(), path.resolve()))
 
@@ -131,11 +131,11 @@ def _cell(text: str) -> str:
 
 
 def without_private(value: Any, secrets: Sequence[str] = ()) -> Any:
-    """A value of JSON with every path in its texts taken out, and other secrets, such as the paths of models."""
+    """A JSON value without the paths in its texts, and without other secrets, such as the paths of models."""
     home = os.path.expanduser("~")
     places = (home, os.getcwd(), sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(_PACKAGE))
     known = {*secrets, *places, *map(os.path.realpath, places)} - {"", "/", ".", "~"}
-    # The longest first: a path in another one goes with it.
+    # The longest first: a path may be part of another one.
     return _without(value, sorted(known, key=len, reverse=True))
 
 

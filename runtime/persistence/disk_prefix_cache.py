@@ -1,4 +1,4 @@
-"""The prefix cache on disk of one model: what leaves its prefix cache in memory, and comes back after a restart.
+"""The prefix cache of one model on disk: what leaves the one in memory, and comes back, also after a restart.
 
 Two files for each cached sequence, in the container of saved sessions. The larger one has the sequence, and the smaller
 one what a search needs: its tokens. Each is written atomically and has a checksum of its own. The smaller one is
@@ -49,7 +49,7 @@ _MAX_WAITING = 16
 
 _SEQUENCE, _INDEX = ".outrider-prefix", ".outrider-prefix-index"
 
-# A file of a writer that was killed, after this many seconds: another process may be writing the younger ones.
+# Seconds after which an unfinished file is taken for that of a writer that was killed; others may still be written.
 _ABANDONED_S = 3600
 
 
@@ -69,7 +69,7 @@ class StoredPrefix:
         return hashlib.sha256(self.packed).hexdigest()[:32]
 
     def num_reusable(self, num_common: int) -> int:
-        """How many tokens a text can reuse whose first `num_common` are the same."""
+        """How many tokens can be reused by a text whose first `num_common` tokens are the same."""
         if self.can_be_cut:
             return num_common
         return max((length for length in self.lengths if length <= num_common), default=0)
@@ -100,8 +100,8 @@ class PrefixFiles:
     def __init__(
         self, folder: Path, max_bytes: int, fingerprint: Fingerprint, cache_options: Mapping[str, Any]
     ) -> None:
-        """Of the model with a fingerprint and options. `max_bytes` is the bound of all files in the folder, which
-        exists; the least recently used ones are deleted.
+        """The files of the model with this fingerprint and these options. The folder must exist; of all files in it,
+        the least recently used are deleted beyond `max_bytes`.
         """
         self._folder = folder
         self._max_bytes = max_bytes
@@ -120,16 +120,21 @@ class PrefixFiles:
         self._delete_abandoned()
         return found
 
-    def write(self, stored: StoredPrefix, recorded: SequenceRecord) -> None:
-        """Write a sequence, and delete others beyond the bound. Raises: as `session_file.write`."""
+    def write(self, stored: StoredPrefix, recorded: SequenceRecord) -> set[str]:
+        """Write a sequence, and delete others beyond the bound.
+
+        Returns: the keys of the model's sequences that are in the folder then; that of the written one is not among
+            them if it alone exceeds the bound. Raises: as `session_file.write`.
+        """
         if sum(len(tensor.data) for tensor in recorded.tensors.values()) > self._max_bytes:
-            return
+            return self._keys()
         path = self._path(stored.key)
         session_file.write(path, Contents({**self._model, "sequence": recorded.description}, recorded.tensors))
         tokens = Tensor("U32", (len(stored.tokens),), memoryview(array("I", stored.tokens)).cast("B"))
         content = {"num_prompt": stored.num_prompt, "lengths": stored.lengths, "can_be_cut": stored.can_be_cut}
         session_file.write(path.with_suffix(_INDEX), Contents({**self._model, **content}, {"tokens": tokens}))
         self._trim()
+        return self._keys()
 
     def read(self, stored: StoredPrefix) -> SequenceRecord:
         """Read a sequence, and count that as a use of it.
@@ -142,10 +147,13 @@ class PrefixFiles:
         self.touch(stored)
         return SequenceRecord(contents.content.get("sequence"), contents.tensors)
 
-    def touch(self, stored: StoredPrefix) -> None:
-        """Count a use of a sequence; nothing happens if it is gone."""
-        with contextlib.suppress(OSError):
+    def touch(self, stored: StoredPrefix) -> bool:
+        """Count a use of a sequence. Returns: whether it is there."""
+        try:
             os.utime(self._path(stored.key))
+        except OSError:
+            return False
+        return True
 
     def delete(self, stored: StoredPrefix) -> None:
         """Delete a sequence; nothing happens if it is gone."""
@@ -153,6 +161,9 @@ class PrefixFiles:
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{self._prefix}-{key}{_SEQUENCE}"
+
+    def _keys(self) -> set[str]:
+        return {path.stem.rpartition("-")[2] for path in self._folder.glob(f"{self._prefix}-*{_SEQUENCE}")}
 
     def _check_model(self, contents: Contents, path: Path) -> None:
         content = contents.content
@@ -183,10 +194,10 @@ class PrefixFiles:
         before = time.time() - _ABANDONED_S
         for path, stat in self._stats(".outrider-*.tmp"):
             if stat.st_mtime < before:
-                path.unlink(missing_ok=True)
+                _unlink(path)
         for path, stat in self._stats(f"{self._prefix}-*{_SEQUENCE}"):
             if stat.st_mtime < before and not path.with_suffix(_INDEX).exists():
-                path.unlink(missing_ok=True)
+                _unlink(path)
 
     def _stats(self, pattern: str) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self._folder.glob(pattern):
@@ -195,8 +206,13 @@ class PrefixFiles:
 
     def _delete(self, path: Path) -> None:
         for each in (path.with_suffix(_INDEX), path):
-            with contextlib.suppress(OSError):
-                each.unlink(missing_ok=True)
+            _unlink(each)
+
+
+def _unlink(path: Path) -> None:
+    """Delete a file, if it is there and another user does not own it."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 @attrs.frozen(eq=False)
@@ -211,7 +227,7 @@ class DiskPrefixCache:
     """See `PrefixStore`. Bytes are copied by the model's thread, a layer at a time, and written by another thread."""
 
     def __init__(self, actor: ModelActor[Any], folder: Path, max_bytes: int) -> None:
-        """The store of the prefix cache of an actor with a `SavableModel`; finds nothing before `run` has looked."""
+        """The store for the prefix cache of an actor with a `SavableModel`. Finds nothing until `run` has looked."""
         self._actor = actor
         self._folder = folder
         self._max_bytes = max_bytes
@@ -240,6 +256,9 @@ class DiskPrefixCache:
         self._trio_token.run_sync_soon(self._wake)
 
     def _wake(self) -> None:
+        # At the end, all that was in memory is written.
+        while self._actor.is_serving and len(self._evicted) > _MAX_WAITING:
+            del self._evicted[1]  # the first one may be being written
         self._has_evicted.set()
 
     async def run(self) -> None:
@@ -252,8 +271,6 @@ class DiskPrefixCache:
         while self._files is not None:
             await self._has_evicted.wait()
             self._has_evicted = trio.Event()
-            while len(self._evicted) > _MAX_WAITING:
-                del self._evicted[1]  # the first one may be being written
             await self.flush()
 
     async def _open(self) -> None:
@@ -283,18 +300,18 @@ class DiskPrefixCache:
 
     async def _write(self, evicted: _Evicted, files: PrefixFiles) -> None:
         stored = evicted.stored
-        if stored.key in self._stored:
-            files.touch(stored)
+        if stored.key in self._stored and files.touch(stored):
             return
         try:
             recorded = await saved_sequence.copy(self._actor, evicted.state)
-            await trio.to_thread.run_sync(files.write, stored, recorded)
+            present = await trio.to_thread.run_sync(files.write, stored, recorded)
         except (JobError, HangError, SessionFileError, RankError) as error:
             logger.warning("a cached prefix is not stored: %s", error)
             return
         self._stored[stored.key] = stored
-        if stored.can_be_cut:
-            # A longer text has replaced its own beginning.
+        self._stored = {key: each for key, each in self._stored.items() if key in present}
+        if stored.can_be_cut and stored.key in present:
+            # A longer text replaces its own beginnings.
             for other in list(self._stored.values()):
                 if other is not stored and stored.packed.startswith(other.packed):
                     del self._stored[other.key]
@@ -327,7 +344,7 @@ class DiskPrefixCache:
             await trio.to_thread.run_sync(files.delete, best)
 
     def _best(self, read: tuple[int, ...]) -> tuple[StoredPrefix | None, int]:
-        """The stored sequence with most reusable tokens of a text, and their number."""
+        """The stored sequence of which a text can reuse most tokens, and their number."""
         packed, best, most = pack(read), None, MIN_TOKENS - 1
         for stored in self._stored.values():
             num_common = common_length(stored.packed, packed)

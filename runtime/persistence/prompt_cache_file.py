@@ -21,7 +21,7 @@ from protocol.reprs import shown_path
 # Most bytes of a header. One of a large model has some 100 kB.
 _MAX_HEADER = 64 * 2**20
 
-# Where the state of a cache has its numbers of tokens, by class; see `state` of mlx-lm's classes.
+# Where the state of a cache has its number of tokens, by class; see `state` of mlx-lm's classes.
 _OFFSET = {"KVCache": "2", "RotatingKVCache": "2", "QuantizedKVCache": "2", "ChunkedKVCache": "2", "CacheList": "0.0.2"}
 _GROUP_SIZE, _BITS = "3", "4"
 
@@ -35,7 +35,7 @@ class PromptCacheFile:
         num_tokens: tokens in its caches; 0 if they keep no count.
         model: the path or hub id of the model that it was made with, as it was given; None if it does not say.
         tokenizer_config: options with which the tokenizer was loaded.
-        kv_bits, kv_group_size: the quantisation of its caches; None where they are not quantised.
+        kv_bits, kv_group_size: the quantisation of its caches; None if they are not quantised.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Saved conversations and streams: their content, what must match it, and the way between the models and a file."""
+"""Saved conversations and streams: their content, what must match it, and how the models save to and load from it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from runtime.persistence.session_file import Contents, named
 
 logger = logging.getLogger("outrider")
 
-# Rounds that a save waits for at most, until the caches that it has taken are of use.
+# Most rounds that a save waits for, until the caches that it has taken are of use.
 _MAX_ROUNDS = 4
 # How long a save waits for the draft model, in seconds.
 DRAFTER_WAIT_S = 10.0
@@ -112,7 +112,7 @@ def check_path(path: Any) -> None:
 
 def settings_for_json(settings: Settings) -> dict[str, Any]:
     """Settings by name, as JSON has them: without processors, and for a sampler only whether there is one."""
-    # What continues a prompt cache file is not saved.
+    # A stream that continues a prompt cache file is not saved.
     left_out = ("logits_processors", "sampler", "prompt_cache_file")
     names = [field.name for field in attrs.fields(Settings) if field.name not in left_out]
     values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
@@ -247,7 +247,7 @@ def _commit_for_json(commit: Commit) -> dict[str, Any]:
 
 
 class _Unexpected(Exception):
-    """A file whose checksum matches, and whose content is not a saved session's."""
+    """A file's checksum matches, but its content is not that of a saved session."""
 
 
 def _session(contents: Contents) -> SavedSession:
@@ -437,8 +437,8 @@ class SessionSaver:
         return None
 
     async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
-        """Write a stream and its cached sequences to a file; see `TokenStream.save`. `progress` tells how far its text
-        has come, all commits included.
+        """Write a stream and its cached sequences to a file; see `TokenStream.save`. `progress` returns how far the
+        stream has come, all commits included.
         """
         check_path(path)
         progress()  # empties the channel of commits, where the models wait for a slow consumer

@@ -43,7 +43,7 @@ _CHUNK_BYTES = 1 << 22
 
 @attrs.frozen
 class Contents:
-    """The contents of a session file: a value that JSON has, and tensors by name; the name "checksum" is reserved."""
+    """The contents of a session file: a JSON value, and tensors by name; the name "checksum" is reserved."""
 
     content: Any
     tensors: Mapping[str, Tensor]
@@ -164,8 +164,8 @@ def _flush_directory(directory: Path) -> None:
 def read(path: SessionFile, check_cancelled: CheckCancelled = lambda: None) -> Contents:
     """Read a session file and check that it is unchanged.
 
-    The whole file is read twice: its data are kept in memory once the checksum was found to match, and then compared
-    with it again. A file that another one replaces meanwhile is read to its end.
+    The whole file is read twice: first for its checksum, then to keep the data in memory, which must match the checksum
+    again. A file that another one replaces meanwhile is read to its end.
 
     Args:
         path: of the file; or a seekable binary file object, such as `io.BytesIO`, which is read to its end.
@@ -290,7 +290,7 @@ class _Reader:
         self._damaged(f"tensor {name[:40]!r} is not described as it should be")
 
     def _checksum(self, head: bytes) -> bytes:
-        """The checksum at the file's end, once it is found to match: the head, and the data that are read here."""
+        """Read the data, and check the checksum at the file's end against them and the head. Returns: the checksum."""
         digest = hashlib.sha256(head)
         num_left = self.size - _DIGEST_BYTES - len(head)
         while num_left > 0:

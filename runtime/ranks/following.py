@@ -28,7 +28,7 @@ logger = logging.getLogger("outrider")
 def follow(target: Source, group: RankGroup, draft: Source | None = None) -> None:
     """Follow rank 0: load this rank's part of the target, and repeat each of its operations until rank 0 closes it.
 
-    If rank 0 has named this rank as its `draft_rank`, it loads the drafter instead, and drafts.
+    If rank 0 has named this rank as its `draft_rank`, this rank loads the drafter instead, and drafts.
 
     This blocks for as long as the runtime at rank 0 lives; a process may follow several, one after another. All options
     are rank 0's.
@@ -90,7 +90,7 @@ def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: Rank
 
 
 def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Callable[[], None]:
-    """What drafts for rank 0 until it closes the target, to be called on a thread of its own."""
+    """A function that drafts for rank 0 until it closes the target, to be called on a thread of its own."""
     for source in (target, draft):
         if isinstance(source, tuple):
             mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
@@ -109,7 +109,7 @@ def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Calla
 
 @contextmanager
 def breaking(group: RankGroup, doing: Callable[[], str]) -> Iterator[None]:
-    """Break the group with whatever is raised inside, where this rank was `doing` something: it is out of step then.
+    """Break the group if anything is raised inside, where this rank was `doing` something: it is out of step then.
 
     Raises: RankError: why the group is broken.
     """

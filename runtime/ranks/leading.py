@@ -20,15 +20,15 @@ from protocol.validation import check_integer
 from runtime.loading.model_sources import Source
 from runtime.ranks.sharded_target import check_drafter, check_sharded
 
-# Ranks that are out of step in spite of all checks wait for each other, and all send heartbeats. So a job of the target
-# counts as hanging after so many seconds, beside four times what it should take.
+# Ranks that are out of step in spite of all checks wait for each other, and still send heartbeats. So a job of the
+# target counts as hanging after this many seconds and four times what it should take.
 PASS_TIMEOUT_S = 60.0
 
 
 def check_group(group: Any, target: Source, draft: Source | None, draft_rank: Any = None) -> None:
-    """Check the options `group` and `draft_rank` of `open`, and what does not go with them.
+    """Check the options `group` and `draft_rank` of `open`, and whether the models can be opened with them.
 
-    Raises: SettingsError: one of them cannot be, or this is not rank 0. RankError: the group is broken.
+    Raises: SettingsError: they cannot, an option is invalid, or this is not rank 0. RankError: the group is broken.
     """
     if group is None and draft_rank is None:
         return
@@ -53,7 +53,7 @@ def check_group(group: Any, target: Source, draft: Source | None, draft_rank: An
 def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> int | None:
     """The rank that is to draft; None for rank 0, which drafts beside its part of the target.
 
-    Raises: SettingsError: there is no such rank, it would have nothing to load, or it cannot be left out of the others.
+    Raises: SettingsError: there is no such rank, it has nothing to load, or the others cannot be connected without it.
     """
     if draft_rank is not None:
         check_integer("draft_rank", draft_rank, 0, group.size - 1)

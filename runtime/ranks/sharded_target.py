@@ -25,10 +25,10 @@ from runtime.loading.tokenizers import wrapped
 
 logger = logging.getLogger("outrider")
 
-# Between two messages to the log about ranks that are waited for, in seconds.
+# Seconds between two log messages about ranks that have not answered.
 _REPORT_S = 10.0
 
-# Announced once all ranks have loaded the same model: each checks its part, which takes passes of all.
+# Announced once all ranks have loaded the same model: each checks its part, in passes that all take part in.
 BEGIN = "begin"
 
 M = TypeVar("M", Present, PartLoaded)
@@ -47,7 +47,7 @@ def check_sharded(source: Source) -> None:
 
 
 def check_drafter(draft: Source | None, target: Source | None = None) -> None:
-    """Check a draft model, beside a target that is given in place, or is open.
+    """Check a draft model for a target that is given, or is open already.
 
     Raises: SettingsError: its passes would need all ranks, and only rank 0 drafts.
     """
@@ -60,7 +60,7 @@ def check_drafter(draft: Source | None, target: Source | None = None) -> None:
 
 
 def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
-    """What loads this rank's part, to be called on the thread that will use it, once MLX's group is made."""
+    """A function that loads this rank's part, to be called on the thread that will use it, once MLX's group is made."""
     if isinstance(source, tuple):
         mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
     named = f"target {name_of(source)!r}"

@@ -1,1 +1,1 @@
-"""A drafter in another process, or at a rank of its own: loaded and asked from here, and at work at the other end."""
+"""A drafter in another process, or on a rank of its own: loaded from here, and working at the other end."""

@@ -1,7 +1,7 @@
 """A drafter in a process of its own on this machine: started with the runtime, and ended with it.
 
-MLX has one default device a process, and Python one lock; so a drafter on another device, or beside a fast target, is
-better off there. This module is also its program: `python -m runtime.remote.draft_process SOCKET DEVICE`.
+A process has one default device in MLX, and one GIL; so a drafter on another device, or beside a fast target, is better
+off in its own. This module is also that process's program: `python -m runtime.remote.draft_process SOCKET DEVICE`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from runtime.loading.model_sources import Source, check_source
 from runtime.loading.model_spec import ModelSpec
 from runtime.remote.drafting import draft_for
 
-# Longest time in which the process ends by itself once its runtime has closed the link, or has ended. In seconds.
+# Seconds in which the process ends by itself once its runtime has closed the link, or has ended.
 END_S = 2.0
 
-# How long one of the process's threads may hold Python's lock while another one waits for it. In seconds.
+# Seconds for which one of the process's threads may hold the GIL while another one waits for it.
 SWITCH_INTERVAL_S = 1e-4
 
 DEFAULT_DEVICE = "default"
@@ -45,7 +45,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def check_draft_process(target: Source, draft: Source | None) -> None:
-    """Raises: SettingsError: another process cannot load a drafter, since a model cannot be given to it."""
+    """Raises: SettingsError: a model is given that another process would need, and cannot be handed over to it."""
     if isinstance(draft, tuple):
         raise SettingsError.of(
             "{draft_process} loads the draft model in a process of its own, and it was given as a model; give its path "
@@ -59,7 +59,7 @@ def check_draft_process(target: Source, draft: Source | None) -> None:
 
 
 def described(source: Source) -> dict[str, Any] | None:
-    """A model source as the process can find it; None for one that was given as a model."""
+    """A model source in a form that the process can read; None for one that was given as a model."""
     if isinstance(source, tuple):
         return None
     spec = source if isinstance(source, ModelSpec) else ModelSpec(source)
@@ -68,7 +68,7 @@ def described(source: Source) -> dict[str, Any] | None:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a process that finds the modules that this one has found."""
+    """The environment of a process that finds the same modules as this one."""
     return os.environ | {"PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(_ROOT)])}
 
 
@@ -125,7 +125,7 @@ def _end_with_the_runtime() -> None:
 def main(descriptor: str, device: str) -> None:
     """Draft for the runtime at the other end of a socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A message must not wait until the model's thread has built the graph of a pass, which holds Python's lock.
+    # A message must not wait until the model's thread has built the graph of a pass, which holds the GIL.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     threading.Thread(target=_end_with_the_runtime, daemon=True).start()
     link = SocketLink(socket.socket(fileno=int(descriptor)), "the runtime")

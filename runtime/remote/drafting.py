@@ -29,20 +29,20 @@ from runtime.loading.model_sources import Source, check_draft_source, load_draft
 
 logger = logging.getLogger("outrider")
 
-# What the other end may say of a drafter that it cannot load.
+# Errors that the other end may report about a drafter that it cannot load.
 _ERRORS = {error.__name__: error for error in (ModelError, SettingsError, VocabularyMismatchError)}
 
-# The options of `open` that a drafter works by, beside those of its caches.
+# The options of `open` that a drafter needs, beside those of its caches.
 OPTIONS = ("max_batch", "prefix_cache_bytes", "work_ahead")
 
 
 async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError]) -> LoadedElsewhere:
-    """Have the other end of a link load a drafter. That end speaks first, by a heartbeat.
+    """Have the other end of a link load a drafter. That end speaks first, with a heartbeat.
 
     Raises: SettingsError, ModelError, VocabularyMismatchError: it cannot. `lost`: the link is lost, or the other end
         speaks another version.
 
-    Cancellation: the link is not used any more.
+    Cancellation: the link can no longer be used.
     """
     news: list[tuple[float, DraftNews]] = []
     answer: DrafterLoaded | DrafterNotLoaded
@@ -75,7 +75,7 @@ async def draft_for(
     """Load the drafter that a runtime at the other end of a link asks for, and draft until it closes the link.
 
     Args:
-        sources: the target and the drafter that are meant; None for what is not known here.
+        sources: gives the target and the drafter of a request; None for one that is not known here.
         forwards_warnings: whether the runtime logs this end's warnings.
 
     Raises: ProtocolError: the other end has sent nonsense; and what `Link.receive` raises.
@@ -168,7 +168,7 @@ class _TargetElsewhere:
         return self._module
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """The target does it, once it is told of the layers."""
+        """Note the layers; the target records their features once it is told."""
         self.feature_layers = None if layer_ids is None else tuple(layer_ids)
 
 

@@ -1,11 +1,11 @@
-"""The self-test: what Outrider promises, checked on the device at hand, and what that device is best set to.
+"""The self-test: checks Outrider's guarantees on this device, and finds the settings that suit it best.
 
 `checks` lists the checks. Each runs in a process of its own (`check_process`), so that a crash or a hang is a finding
 like any other; `runner` starts the processes one after the other. `exactness`, `stability` and `speed` are the checks
-themselves: functions from a `Subject` (the models under test) to a `Finding`. `report` says in words what was found,
-and is the JSON that somebody attaches to a report: it has neither paths nor prompts. `stored_report` keeps the last one
-for `outrider doctor`.
+themselves: functions from a `Subject` (the models under test) to a `Finding`. `report` puts the findings into words,
+and into JSON to attach to an issue, with neither paths nor prompts. `stored_report` keeps the last report for
+`outrider doctor`.
 
-A new check is a function in one of these three modules and a row in `checks`; a test shows that it fails on a runtime
-that was broken on purpose.
+To add a check, add a function to one of these three modules and a row to `checks`, with a test that shows that it fails
+on a runtime that was broken on purpose.
 """

@@ -21,19 +21,19 @@ NUM_TEXT_TOKENS = 256
 
 
 def plain_text(model: Module, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """The greedy text of mlx-lm's plain decoding, without an end of text."""
+    """The greedy text of mlx-lm's plain decoding; no end-of-text token ends it."""
     return [int(token) for token, _ in generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens)]
 
 
 def prefill_and_step(model: Module, tokens: mx.array) -> tuple[mx.array, mx.array]:
-    """The logits (1, V) after a prompt (1, n), and after the likeliest token behind it; lazy."""
+    """The logits (1, V) after a prompt (1, n), and after the likeliest token that follows it; lazy."""
     cache = make_prompt_cache(model)
     first = model(tokens, cache=cache)[:, -1]
     return first, model(mx.argmax(first, axis=-1)[None], cache=cache)[:, -1]
 
 
 def median_step_s(model: Module, seconds: float) -> float:
-    """The median time of a token, decoding one after another for so long, in texts of `NUM_TEXT_TOKENS` tokens."""
+    """The median time of a token, from decoding texts of `NUM_TEXT_TOKENS` tokens for `seconds`."""
     times: list[float] = []
     ends_at = time.perf_counter() + seconds
     while time.perf_counter() < ends_at or len(times) < 3:

@@ -1,7 +1,7 @@
-"""The process of one check: `python -m runtime.selftest.check_process MODULE NAME`, and a subject as JSON on stdin.
+"""The process of one check: `python -m runtime.selftest.check_process MODULE NAME`, with a subject as JSON on stdin.
 
-The subject is the first line on stdin, which stays open: at its end the process ends, since whoever started it has
-gone. The last line on stdout is the finding as JSON. Whatever else the process prints is for people.
+The subject is the first line on stdin, which stays open: when it closes, the starter has gone, and the process ends.
+The last line on stdout is the finding as JSON. Whatever else the process prints is for people.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main(module: str, name: str) -> None:
     """Run the check, and print its finding."""
     given = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_stdin, daemon=True).start()
-    # Here and not at the top: the environment of this process decides how they begin.
+    # Imported here and not at the top: the environment of this process decides how these modules start.
     from runtime.loading.device import use_device
     from runtime.selftest.checks import Finding
     from runtime.selftest.subject import Subject

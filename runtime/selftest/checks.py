@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import attrs
 
-# "failed": a promise does not hold here; "crashed" and "hung": so ended the check's process; "skipped": the check does
-# not apply to this device.
+# "failed": a guarantee does not hold here; "crashed" and "hung": the check's process did; "skipped": the check does not
+# apply to this device.
 Status = Literal["passed", "failed", "crashed", "hung", "skipped"]
 
 FAILURES: tuple[Status, ...] = ("failed", "crashed", "hung")
 
-# Float32 is float32: on CUDA and on Apple's M5 it is TF32 otherwise.
+# Makes float32 really float32: on CUDA and on Apple's M5 it is TF32 otherwise.
 EXACT = {"MLX_ENABLE_TF32": "0"}
 
 
@@ -32,7 +32,7 @@ class Check:
     meaning: str
     timeout_s: float = 600.0  # seconds after which its process counts as hung, beyond the time that the check is given
     environment: dict[str, str] = attrs.field(factory=dict)  # variables of its process
-    of_bundled_pair: bool = False  # whether it is of the bundled pair although the user has given another
+    of_bundled_pair: bool = False  # whether it checks the bundled pair although the user has given another
 
     @property
     def label(self) -> str:
@@ -48,7 +48,7 @@ class Check:
 
 @attrs.frozen
 class Finding:
-    """The result of one check: one sentence, without paths and prompts, and what was measured, as JSON has it."""
+    """The result of one check: one sentence, without paths and prompts, and what was measured, as JSON values."""
 
     status: Status
     summary: str
@@ -116,19 +116,19 @@ CHECKS = (
     _check("speed", "speeds", "tokens per second could not be measured"),
 )
 
-# Those that matter most, in the order in which they run where there is little time.
+# The checks that matter most, in the order in which they run where there is little time.
 QUICK = ("prices", "speeds", "many_streams", "python", "greedy_equality", "rows")
 
-# With the bundled pair, where the user's own is measured.
+# The speeds of the bundled pair, beside those of the user's own.
 OF_THE_BUNDLED_PAIR = attrs.evolve(CHECKS[-1], of_bundled_pair=True)
 
-# The speeds again, with layers evaluated otherwise.
+# The speeds again, with each way to evaluate layers.
 CHECKS_OF_LAYERS = tuple(
     attrs.evolve(CHECKS[-1], environment={"OUTRIDER_LAYER_EVALUATION": value})
     for value in ("whole", "waiting", "pipelined")
 )
 
-# And with other sizes of MLX's buffers, which only GPUs have.
+# The speeds again, with other sizes of MLX's command buffers, which only GPUs have.
 CHECKS_OF_BUFFERS = tuple(
     attrs.evolve(CHECKS[-1], environment=environment)
     for environment in (

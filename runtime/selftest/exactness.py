@@ -1,4 +1,4 @@
-"""Checks of what a text is: the target's own in float32, the same for the same seed, and free of what is no number."""
+"""Checks of texts: the target's own in float32, the same for the same seed, and never drawn from NaN or infinity."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LOOKAHEADS: tuple[int | Literal["auto"], ...] = (0, 1, 4, "auto")
 SEED = 20_26
 NUM_CONCURRENT_PASSES = 40
 
-# Families whose texts can share passes: with keys and values, with a sliding window, and with recurrent layers beside.
+# Families whose texts can share passes: with keys and values, with a sliding window, and also with recurrent layers.
 ROW_FAMILIES = ("llama", "gemma3_text", "lfm2", "qwen3_next")
-# Prompts of these lengths, of which some are longer than the window, and some grow beyond it.
+# Lengths of prompts: some are longer than the window, and some texts grow beyond it.
 ROW_LENGTHS = (5, 12, 21, 40)
 
 TOO_LARGE_IN_FLOAT32 = Finding("skipped", "in float32 the models are larger than this device recommends")
@@ -80,7 +80,7 @@ def seeded_equality(subject: Subject) -> Finding:
                     differences.append(f"match, lookahead {lookahead}")
             settings.update(acceptance="rejection", lookahead=4)
             twice = [await rt.generate(prompt, **settings) for _ in range(2)]
-            # Where the target did not wait for its drafter, other tokens are drawn.
+            # If the target did not wait for its drafter, other tokens are drawn.
             was_in_time = not any(completion.statistics.draft_timeouts for completion in twice)
             if was_in_time and ids(twice[0]) != ids(twice[1]):
                 differences.append("rejection, the same settings twice")
@@ -205,7 +205,7 @@ def rows(subject: Subject) -> Finding:
     if (pair := subject.load_in_float32()) is not None:
         (target, tokenizer), (draft, _) = pair
         long = subject.prompts(tokenizer)[-1]
-        # Families whose texts take turns are no failure of the device.
+        # If the target's texts take turns, that is no failure of the device.
         compare("target", target, draft, [long[: max(1, len(long) * part // 4)] for part in (1, 2, 4)])
     num_texts = 2 * (len(shared_families) * len(ROW_LENGTHS) + 3 * ("target" in shared))
     took_turns = [family for family in ROW_FAMILIES if family not in shared_families]
@@ -230,7 +230,7 @@ async def _texts_at_once(
     for max_batch in (1, len(prompts)):
         async with runtime.open((target, None), (draft, None), max_batch=max_batch, prefix_cache_bytes=0) as rt:
             for temperature in (0.0, 0.8):
-                # Some are undrafted, and go along with the proposals of others.
+                # Some have no drafts, and share passes with the proposals of others.
                 asked: list[Any] = [
                     (prompt, {"seed": SEED + index, "lookahead": (3, "auto", 0)[index % 3]})
                     for index, prompt in enumerate(prompts)
@@ -254,7 +254,7 @@ async def _texts_at_once(
 def first_difference(completion: Completion, expected: Sequence[int]) -> int | None:
     """The index of the first token that differs from the expected text's; None if none does.
 
-    A text may end early with an end-of-text token, which plain decoding goes on behind.
+    A text may end early with an end-of-text token, after which plain decoding goes on.
     """
     text = ids(completion)
     if (place := next((i for i, (a, b) in enumerate(zip(text, expected, strict=False)) if a != b), None)) is not None:

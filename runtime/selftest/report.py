@@ -33,7 +33,7 @@ class SelfTestReport:
 
     @property
     def device_report(self) -> DeviceReport:
-        """What is kept and written."""
+        """The report that is kept and written."""
         checks = {
             run.check.label: {
                 **run.finding.as_json(),

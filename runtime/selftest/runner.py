@@ -20,15 +20,15 @@ import runtime
 from runtime.loading import mlx_environment
 from runtime.selftest.checks import Check, Finding
 
-# Lines of a process's stderr that are kept where it crashed or hung: about the stacks of its threads.
+# Last lines of stderr that are kept if a process crashed or hung: about the stacks of its threads.
 NUM_LINES = 40
-# Seconds for a process that hangs to write down where its threads are.
+# Seconds that a hanging process has to print the stacks of its threads.
 GRACE_S = 5.0
 
 
 @attrs.frozen
 class CheckRun:
-    """A check that has run, and for how many seconds."""
+    """A check that has run, what it found, and how many seconds it took."""
 
     check: Check
     finding: Finding
@@ -45,7 +45,7 @@ async def run_checks(
     """Run checks in order.
 
     Args:
-        subject: fields of `Subject`, and "device"; as JSON has them.
+        subject: fields of `Subject`, and "device", as JSON values.
         on_progress: called with a description of each check before it starts.
         on_finding: called after each check.
         deadline: on trio's clock; checks that have not ended by then are skipped.
@@ -62,7 +62,7 @@ async def run_checks(
 
 
 async def run_check(check: Check, subject: dict[str, Any]) -> Finding:
-    """Run one check in a process of its own; that it crashes or hangs is its finding then. Cancelled, it is killed."""
+    """Run one check in a process of its own. A crash or a hang is a finding, too. A cancellation kills the process."""
     limit_s = check.timeout_s + float(subject.get("seconds", 0.0))
     process = await trio.lowlevel.open_process(
         # Without the current directory on the path, which may have modules of the same names.
@@ -118,9 +118,9 @@ async def _collect(stream: trio.abc.ReceiveStream | None, into: bytearray) -> No
 
 
 async def _hand_over(stdin: trio.abc.SendStream | None, data: bytes) -> None:
-    """Send the subject. The stream stays open: a process whose stdin ends has lost the one that started it."""
+    """Send the subject. The stream stays open, since the process ends with it."""
     assert stdin is not None
-    # If it has ended already, that is its finding.
+    # If the process has already ended, that becomes its finding.
     with suppress(trio.BrokenResourceError):
         await stdin.send_all(data)
 

@@ -1,6 +1,6 @@
-"""Measurements of what this device is best set to: overlap, prices, buffer sizes, and the GIL.
+"""Measurements that show the best settings of this device: overlap, prices, buffer sizes, and the GIL.
 
-They pass if they can be made, on a machine that should have nothing else to do; what they found is in their figures.
+They pass if they can be made. The machine should have nothing else to do. The results are in the findings' figures.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from runtime.selftest.subject import Subject, running_pair
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 NUMBERS_OF_TEXTS = (1, 2, 4, 8, 16)
 TEXT_LENGTHS = (64, 512)
-# Each text is read before; a CPU takes 10 ms a token.
+# Each text is read before its pass is timed; on a CPU, that takes 10 ms a token.
 SHARED_TEXT_LENGTH = 16
 BITS = 4
 _QUANTIZED: dict[str, Any] = {"bits": BITS, "group_size": 64, "mode": "affine"}
@@ -50,7 +50,7 @@ SHAPE_ACCEPTANCE = 0.75
 SWITCH_INTERVALS_S = (0.005, 0.001, 0.0002)
 NUM_TURNS = 3
 NUM_REPEATS = 2  # of benchmarks
-# Of `mx.device_info`, which has different fields on each backend.
+# Fields of `mx.device_info`, which has others on each backend.
 DEVICE_FIELDS = (
     "device_name",
     "architecture",
@@ -69,7 +69,7 @@ def prices(subject: Subject) -> Finding:
     models = {"target": subject.load("target")[0], "draft": subject.load("draft")[0]}
     for bits in (None, BITS):
         if bits is not None and any(isinstance(module, QuantizedLinear) for module in models["target"].modules()):
-            break  # as they are, they are quantised already
+            break  # the models are already quantised
         named = ", ".join(dtypes_of(models["target"])) if bits is None else f"{bits} bits"
         if bits is not None:
             for model in models.values():
@@ -87,7 +87,7 @@ def prices(subject: Subject) -> Finding:
 
 
 def _price_tables(models: Mapping[str, Module], device: str, subject: Subject) -> list[PriceTable]:
-    """Of a pair: by tokens of one text; and of the target by texts, if they can share passes."""
+    """The prices of a pair by tokens of one text, and of the target also by texts, if they can share passes."""
     wrapped = {role: MLXModel(model, CacheOptions()) for role, model in models.items()}
     repeats, lengths = (NUM_TURNS, TEXT_LENGTHS[:1]) if subject.is_quick else (REPEATS, TEXT_LENGTHS)
     by_tokens = {
@@ -118,7 +118,7 @@ def _device_name() -> str:
 
 
 def python(subject: Subject) -> Finding:
-    """How long a pass holds Python's lock: to build its graph, by the number of layers; and in the loop around it."""
+    """How long a pass holds the GIL: to build its graph, by the number of layers, and in the loop around it."""
     models = [small_model("llama", 0, num_hidden_layers=layers) for layers in NUMBERS_OF_LAYERS]
     building = [time_passes(MLXModel(model, CacheOptions()), (1,)).building[1].median or 0.0 for model in models]
     per_layer = (building[-1] - building[0]) / (NUMBERS_OF_LAYERS[-1] - NUMBERS_OF_LAYERS[0])
@@ -158,7 +158,7 @@ def many_streams(subject: Subject) -> Finding:
 
 
 def shape(subject: Subject) -> Finding:
-    """The speeds and prices of a pair with the cost of an 8B in 4 bits, which a CPU has no time for."""
+    """The speeds and prices of a pair with the cost of an 8B in 4 bits; skipped on a CPU, which takes too long."""
     if subject.shape is None:
         return Finding("skipped", "a CPU takes too long for the shape of a real pair")
     target, draft = shaped_pair(subject.shape, SHAPE_ACCEPTANCE, quantization=_QUANTIZED)
@@ -247,7 +247,7 @@ def switch_intervals(subject: Subject) -> Finding:
         sys.setswitchinterval(before)
     speeds = {interval_s: spread(contest.runs(interval_s).values()) for interval_s in SWITCH_INTERVALS_S}
     default, *others = SWITCH_INTERVALS_S
-    # The slowest turn of a better one is faster than the fastest turn of the default.
+    # A better interval is one whose slowest turn is faster than the default's fastest.
     better = [each for each in others if (speeds[each].low or 0.0) > (speeds[default].high or 0.0)]
     best = max(better, key=lambda interval_s: speeds[interval_s].median or 0.0, default=default)
     late = {interval_s: spread(each) for interval_s, each in delays_s.items()}
@@ -265,7 +265,7 @@ def switch_intervals(subject: Subject) -> Finding:
     )
 
 
-# Its checks compare the two models on the same token ids, beside everything that would translate them.
+# The checks compare the two models on the same token ids, without any translation.
 _OTHER_VOCABULARY = (
     "selftest gives both models the same token ids: check the target with a draft model of its own vocabulary, or "
     "leave both out; this pair can be used all the same if `outrider doctor --draft` says so"

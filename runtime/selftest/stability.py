@@ -1,4 +1,4 @@
-"""Checks of how things end: streams, cancellations, threads, failures, and the memory that is left."""
+"""Checks of how streams, cancellations, threads and failures end, and of the memory that is left in use."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from runtime.selftest.subject import Subject, ids, running_pair
 NUM_OPENINGS = 8
 # Memory may grow by as much as the caches of one text, over any number of streams.
 MAX_GROWTH_BYTES = 64 * 2**20
-# Far more than one forward pass takes.
+# Until cancelled sessions are closed: far more than one forward pass takes.
 SECONDS_TO_PUT_AWAY = 60.0
-# Streams after which memory is first looked at.
+# Streams after which memory is first measured.
 NUM_FIRST_STREAMS = 12
 PROMPT = tuple(1 + i % 60 for i in range(24))
 # The shape of an array of 256 TiB, more than an address space has.
@@ -63,9 +63,9 @@ def streams(subject: Subject) -> Finding:
             async with trio.open_nursery() as nursery:
                 for _ in range(3):
                     nursery.start_soon(read, rt)
-        # Not `num_streams`, which leaves out what is cancelled and not yet put away.
+        # Not `num_streams`, which leaves out sessions that are cancelled and not yet closed.
         with trio.move_on_after(SECONDS_TO_PUT_AWAY) as limit:
-            while rt._sessions:  # noqa: ASYNC110  (nobody announces that the last one is put away)
+            while rt._sessions:  # noqa: ASYNC110  (nothing announces that the last one is closed)
                 await trio.sleep(0.01)
         if limit.cancelled_caught:
             left_behind.append(len(rt._sessions))
@@ -120,12 +120,12 @@ def opening(subject: Subject) -> Finding:
 
 
 def memory_can_be_refused() -> bool:
-    """Whether MLX raises an error where memory is refused. Its CPU backend writes to the null pointer instead."""
+    """Whether MLX raises an error if an allocation fails. Its CPU backend writes to the null pointer instead."""
     return mx.default_device().type == mx.DeviceType.gpu
 
 
 def with_too_much_memory(logits: mx.array) -> mx.array:
-    """The logits, once somebody evaluates an array for which there is not enough memory."""
+    """The logits, plus an array for which there is not enough memory once they are evaluated."""
     return logits + mx.sum(mx.zeros(TOO_LARGE))
 
 
@@ -150,7 +150,7 @@ class _Hungry(WrappedModel):
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         logits = super().__call__(inputs, cache)
         if inputs.shape[1] >= self.MANY:
-            # Here and now: nobody evaluates the logits of a prompt.
+            # Here and now, since nothing evaluates the logits of a prompt.
             mx.eval(with_too_much_memory(logits))
         return logits
 
@@ -181,7 +181,7 @@ def failures(subject: Subject) -> Finding:
 
     trio.run(with_failing_drafter)
     trio.run(with_failing_target)
-    # The threads of both have ended after an error; a new runtime finds everything in order.
+    # The threads of both have ended after an error; a new runtime must work all the same.
     with runtime.open_sync((healthy, None)) as rt:
         if len(rt.generate(PROMPT, max_tokens=8).tokens) != 8:
             wrong.append("after a failure a new runtime gives no text")
@@ -218,7 +218,7 @@ def device_isolation(subject: Subject) -> Finding:
 
 
 def failing_allocation(subject: Subject) -> Finding:
-    """A stream whose prompt or whose own code needs more memory than there is ends alone."""
+    """A stream whose prompt or logits processor needs more memory than there is ends alone."""
     if not memory_can_be_refused():
         return Finding("skipped", "on a CPU, MLX ends the process where memory is refused")
     model = _Hungry(small_model("llama", 0))
@@ -270,5 +270,5 @@ def failing_allocation(subject: Subject) -> Finding:
     )
 
 
-# For a prompt of these models.
+# The prompt must be one for these models.
 assert max(PROMPT) < VOCAB_SIZE

@@ -13,7 +13,7 @@ from typing import Any
 from runtime.measuring.machine import versions
 from runtime.measuring.report_files import FORMAT
 
-# Packages of another version of which a report says nothing any more.
+# A report of another version of one of these packages is out of date.
 _DECISIVE = ("outrider", "mlx", "mlx-lm")
 
 
@@ -43,7 +43,7 @@ def keep(report: dict[str, Any]) -> None:
 
 
 def rows_of_last_report() -> list[tuple[str, str]]:
-    """What the last report says, as rows of (name, text); empty without a report, or if the file is none."""
+    """What the last report says, as rows of (name, text); empty if there is no valid report."""
     try:
         return _rows(json.loads(path_of_last_report().read_text()))
     # No file, no home directory, no JSON, or not what `keep` has written.

@@ -25,12 +25,12 @@ class Subject:
 
     Attributes:
         target, draft: paths or hub ids; by default the demo pair.
-        shape: of a pair with random weights that is measured, too; see `runtime.bench.shapes`. None for none.
+        shape: shape of a pair with random weights to measure, too (see `runtime.bench.shapes`); None for no such pair.
     """
 
     target: str = str(DEMO_TARGET)
     draft: str = str(DEMO_DRAFT)
-    seconds: float = 10.0  # how long a check that can go on for any time goes on, > 0
+    seconds: float = 10.0  # how long an open-ended check goes on, > 0
     max_tokens: int = 64  # length of a text, >= 1
     shape: str | None = None
     is_quick: bool = False  # whether less is measured
@@ -81,9 +81,9 @@ async def running_pair(
     *,
     chains: bool | None = None,
 ) -> AsyncIterator[Runtime]:
-    """A runtime over loaded models, as `runtime.open` makes it, but that chaining of draft steps can be chosen.
+    """A runtime over loaded models, like that of `runtime.open`; `chains` says whether draft steps are chained.
 
-    It keeps no prefixes: the memory that they take would hide what is lost.
+    It keeps no prefixes: the memory that they take would hide a leak.
     """
     from runtime.measuring.loaded_models import ONLY_DRAFT, load_models
 

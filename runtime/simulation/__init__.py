@@ -1,9 +1,9 @@
-"""What a draft model buys on a machine that a few numbers describe: the real scheduling in simulated time.
+"""What a draft model gains on a machine described by a few numbers: the real scheduling in simulated time.
 
-`scenario` has the numbers (and `sharding` those of a target over several machines), `scripted_models` the pair of
-models that behaves by them, and `simulation` runs the real runtime over that pair. `comparison` compares ways of
-decoding, and `plot` draws what it finds.
+`scenario` has the numbers (and `sharding` those of a target over several machines), `scripted_models` a pair of
+models that behaves accordingly, and `simulation` runs the real runtime over that pair. `comparison` compares ways of
+decoding, and `plot` draws the result.
 
-A new property of machines or models is a field of `Scenario`, and with it an option of `outrider simulate`. A new way
-of decoding to compare is one of the `ways` in `comparison`, a new figure one of its `figures`.
+To add a property of machines or models, add a field to `Scenario`: it becomes an option of `outrider simulate`. A way
+of decoding goes into the `ways` in `comparison`, a figure into its `figures`.
 """

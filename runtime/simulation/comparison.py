@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 
 @attrs.frozen
 class Simulated:
-    """A contender of a simulation, from which a row's figures are computed, and its result beside plain decoding's."""
+    """A contender, its result and that of plain decoding, from which a row's figures are computed."""
 
     scenario: Scenario
     decoding: str
@@ -45,8 +45,8 @@ class Comparison:
     """Ways of decoding in one scenario.
 
     Attributes:
-        rows: the figures of each way. Plain decoding comes first, and "auto", of which it is all about, last.
-        x_label, y_label: of its plot.
+        rows: the figures of each way. Plain decoding comes first, and "auto", which is compared with the others, last.
+        x_label, y_label: labels of the axes in its plot.
     """
 
     scenario: Scenario
@@ -153,7 +153,7 @@ class TextComparison(Comparison):
         _counted("acceptance_rate", "accepted", ".0%"),
         _counted("fresh_acceptance"),
         _counted("stale_acceptance"),
-        # Verdicts whose text had been drafted ahead.
+        # Share of verdicts whose text had been drafted ahead.
         Figure("hit_rate", _hit_rate, "hits", lambda row: "–" if _is_plain(row) else f"{row.hit_rate:.0%}"),
         _counted("target_busy", "target\nbusy", ".0%"),
         _counted("draft_busy", "draft\nbusy", lambda row: "–" if _is_plain(row) else f"{row.draft_busy:.0%}"),
@@ -166,7 +166,7 @@ class TextComparison(Comparison):
         }
 
     def report(self) -> Report:
-        """What is printed of it."""
+        """The report to print."""
         return self._report(
             f"{self.num_tokens:,} tokens",
             f"the tree is {self.over(self.best):.2f} times as fast as the best sequential decoding, lookahead "
@@ -180,7 +180,7 @@ def compare(
     lookaheads: Sequence[int] = LOOKAHEADS,
     on_progress: Progress = lambda _: None,
 ) -> TextComparison:
-    """Decode one text of so many tokens in each way; `lookaheads` are those of the sequential contenders."""
+    """Decode one text of `num_tokens` in each way; `lookaheads` are those of the sequential contenders."""
     from actors.drafters.drafter import policy_by_settings
     from protocol.auto_policy import AutoPolicy
     from protocol.lookahead_policy import ChainPolicy
@@ -251,7 +251,7 @@ class StreamsComparison(Comparison):
         }
 
     def report(self) -> Report:
-        """What is printed of it."""
+        """The report to print."""
         plain, turns = self.rows[:2]
         return self._report(
             f"{self.num_streams} stream{'s' * (self.num_streams > 1)} of {self.num_tokens:,} tokens",
@@ -324,11 +324,11 @@ class RanksComparison:
 
     @property
     def rows(self) -> list[Record]:
-        """The figures of each number."""
+        """The figures for each number of ranks."""
         return [record_of(self.figures, compared) for compared in self.comparisons]
 
     def as_json(self) -> dict[str, Any]:
-        """The comparison as a JSON object: of each number, what its passes take, and the ways of decoding."""
+        """The comparison as a JSON object: for each number of ranks, its pass times and the ways of decoding."""
         return {
             "ranks": [
                 record_of(self.figures[:4], compared).as_json() | compared.as_json() for compared in self.comparisons
@@ -336,7 +336,7 @@ class RanksComparison:
         }
 
     def report(self) -> Report:
-        """What is printed of it."""
+        """The report to print."""
         first, rows = self.comparisons[0], self.rows
         fastest = max(rows, key=lambda row: row.auto)
         ranks = ",".join(str(row.ranks) for row in rows)
@@ -364,7 +364,7 @@ def compare_ranks(
     lookaheads: Sequence[int] = LOOKAHEADS,
     on_progress: Progress = lambda _: None,
 ) -> RanksComparison:
-    """Decode one text in each way with each number of ranks; those of the scenario's sharding do not matter."""
+    """Decode one text in each way with each number of ranks; the number in the scenario's sharding is ignored."""
     assert scenario.sharding is not None
     sharding, comparisons = scenario.sharding, []
     for number in ranks:

@@ -15,8 +15,8 @@ from runtime.simulation.scenario import described
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that colour-blind readers can tell apart (Okabe and Ito), and line styles; of the curve, and of one line after
-# the other.
+# Colours that colour-blind readers can tell apart (Okabe and Ito): that of the curve, and those of the lines, with
+# their styles.
 _BLUE = "#0072B2"
 _LINES = (("#666666", ":"), ("#D55E00", "--"), ("#009E73", "-"))
 
@@ -47,7 +47,7 @@ class Chart:
 
 
 def chart_of(comparison: Comparison) -> Chart:
-    """What is shown of a comparison."""
+    """The chart of a comparison."""
     about = f"{described(comparison.scenario)}\n"
     length = f"{comparison.num_tokens:,} tokens, seed {comparison.scenario.seed}"
     speeds = {(row.decoding, row.lookahead): getattr(row, comparison.speed) for row in comparison.rows}

@@ -20,8 +20,8 @@ from runtime.simulation.sharding import Sharding, described_sharding
 
 MAX_STREAMS = 64
 
-# The acceptance of a trained drafter falls from `acceptance` to `stale_acceptance` with the number of its own hidden
-# states that it drafts on: each of them leaves this share of the difference.
+# The acceptance of a trained drafter falls from `acceptance` towards `stale_acceptance` with the number of its own
+# hidden states that it drafts on: each of them leaves this share of the difference.
 STALENESS_KEEPS = 0.75
 
 
@@ -86,8 +86,8 @@ class Scenario:
     At each position the draft's first choice is right with a probability drawn from the Beta distribution with mean
     `acceptance` and concentration `spread`. Its second choice is never likelier than the first, so it is right less
     often where the first is very unlikely. `overconfidence` multiplies its logits by 1 + overconfidence. With
-    `stale_acceptance`, each hidden state of the drafter's own takes a quarter of what is left of the difference, and
-    its confidence says nothing of that. In a table (`verify_table`, `draft_table`) times between two widths are
+    `stale_acceptance`, each hidden state of the drafter's own removes a quarter of the remaining difference, and its
+    confidence does not show that. In a table (`verify_table`, `draft_table`) times between two widths are
     interpolated, and beyond the last one they rise as between the last two, if they rise there.
 
     Raises: SettingsError: a value is out of its range.

@@ -76,7 +76,7 @@ class _Sequence(ScriptedSequence):
 
 
 class _RecordingSequence(RecordsEmptyFeatures, _Sequence):
-    """One text of a target whose hidden states a drafter reads. The drafter looks only at which have come."""
+    """One text of a target whose hidden states a drafter reads. To the drafter, it only matters which have come."""
 
 
 class _TrainedSequence(ReadsFeatures, _Sequence):

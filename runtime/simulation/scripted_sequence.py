@@ -1,6 +1,6 @@
-"""Texts in scripted models, also in those of which a target records hidden states, and a drafter reads them.
+"""Texts in scripted models, also in targets that record hidden states and in drafters that read them.
 
-Hidden states are empty. What counts is which of them have come: where one is missing, the drafter reads its own.
+Hidden states are empty. All that matters is which of them have come: where one is missing, the drafter reads its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from protocol.messages import Features
 class ScriptedSequence(ReusableSequence):
     """One text of a scripted model: the tokens that it was fed, and nothing else. Any of them can be dropped.
 
-    Subclasses say what the model says, in `row`.
+    Subclasses give the model's logits, in `row`.
     """
 
     num_bytes = 0  # a list of tokens does not count
@@ -90,7 +90,7 @@ class EmptyFeatures:
     num_taken = 0
 
     def want(self, wanted: bool) -> None:
-        """They cost nothing."""
+        """Nothing to do: empty features cost nothing."""
 
     def arrays(self) -> list[mx.array]:
         return [mx.zeros((1,))]
@@ -119,8 +119,8 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
     To read the token at position j, it needs the hidden state of position j - 1.
     """
 
-    _num_given = _num_fresh = 0  # positions whose hidden states have come, and that were looked at
-    _first_stale: int | None = None  # the first token that was read with a hidden state of its own
+    _num_given = _num_fresh = 0  # positions whose hidden states have come, and those of them that were looked at
+    _first_stale: int | None = None  # the first token that was read with a hidden state of the drafter's own
 
     def give(self, start: int, features: mx.array) -> None:
         self._num_given = max(self._num_given, start + features.shape[0])
@@ -141,7 +141,7 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
         return self.staleness_at(len(self.tokens))
 
     def staleness_at(self, length: int) -> int:
-        """Tokens before position `length` that were read with hidden states of its own."""
+        """Tokens before position `length` that were read with hidden states of the drafter's own."""
         return 0 if self._first_stale is None else max(0, length - self._first_stale)
 
     @property
@@ -152,7 +152,7 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
         return len(self.tokens)
 
     def take(self, tokens: tuple[int, ...]) -> None:
-        """Note which tokens are read with hidden states of its own."""
+        """Note which tokens are read with hidden states of the drafter's own."""
         begin, first = len(self.tokens), self._num_fresh + 1
         super().take(tokens)
         if self._first_stale is None and len(self.tokens) > first:

@@ -1,7 +1,7 @@
 """A target that is sharded over several machines: what a pass computes on each, and what they exchange.
 
 Tensor parallel, as mlx-lm shards a model: each rank computes its part of every layer, and two all-reduces a layer, of
-one hidden state a row, make the parts whole again. The computation shrinks with the ranks; the exchange does not.
+one hidden state a row, add the parts up. More ranks make the computation shorter, but not the exchange.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _integer, _number = partial(validator, check_integer), partial(validator, check_
 MAX_RANKS = 1024
 ALL_REDUCES = ("ring", "mesh", "tree")
 
-# What sending takes, at the least, of a large all-reduce that was measured.
+# The least share of a measured large all-reduce that counts as sending.
 MIN_SENDING_SHARE = 0.1
 
 # After the attention, and after the feed-forward part.
@@ -45,9 +45,9 @@ def _check_all_reduce(_: Any, attribute: attrs.Attribute[Any], value: Any) -> No
 class Sharding:
     """A target's ranks, and the links between them.
 
-    Of a latency, the software counts, too. "ring" passes parts around in 2(N − 1) steps, as MLX's ring does; "mesh" has
-    each rank send all of it to each other rank at once, over a link for each pair, as JACCL does on a mesh; "tree" goes
-    up and down a binary tree.
+    A latency includes that of the software. "ring" passes parts around in 2(N − 1) steps, as MLX's ring does; in "mesh"
+    each rank sends everything to each other rank at once, over a link for each pair, as JACCL does on a mesh; "tree"
+    goes up and down a binary tree.
 
     Attributes:
         ranks: machines, in [1, 1024].
@@ -84,7 +84,7 @@ class Sharding:
 
 
 def links_of(all_reduce: str, ranks: int, small: float, large: float, num_bytes: int) -> tuple[float, float]:
-    """The links with which all-reduces of `ranks` take the time that they were measured to take.
+    """The links with which all-reduces over `ranks` take the measured times.
 
     Args:
         small: seconds of an all-reduce of a few bytes, > 0.
@@ -93,13 +93,13 @@ def links_of(all_reduce: str, ranks: int, small: float, large: float, num_bytes:
     Returns: `Sharding.link_latency` in microseconds, and `Sharding.link_bandwidth` in gigabits per second.
     """
     steps, times_sent = _steps(all_reduce, ranks)
-    # Noise may make the larger one the shorter one, on links that are as fast as memory.
+    # On links as fast as memory, noise may make the larger all-reduce the faster one.
     sending = max(large - small, MIN_SENDING_SHARE * large)
     return small * 1e6 / steps, times_sent * num_bytes * 8 / sending / 1e9
 
 
 def _steps(all_reduce: str, ranks: int) -> tuple[int, float]:
-    """Messages of one all-reduce that wait for each other, and how often each rank sends the whole of the bytes."""
+    """Messages of one all-reduce that wait for each other, and how many times all its bytes each rank sends."""
     match all_reduce:
         case "ring":
             return 2 * (ranks - 1), 2 * (ranks - 1) / ranks

@@ -1,8 +1,8 @@
 """The real runtime over a scripted pair of models, in simulated time: one text, or several at once.
 
-A few numbers decide what a draft model buys on a machine: the price of its step beside the target's, how often it is
-right and how well it knows that, how the price of a pass grows with its width, and how much the two models slow each
-other down. A `Scenario` names them. The actors, the lookahead tree and the policy are the real ones, so they decide
+A few numbers decide what a draft model gains on a machine: the price of its step relative to the target's, how often it
+is right and how well it knows that, how the price of a pass grows with its width, and how much the two models slow each
+other down. A `Scenario` has them. The actors, the lookahead tree and the policy are the real ones, so they decide
 as they would on such a machine, but without its noise.
 
 The unit of time is T_v(1), the time that the target takes to decode one token. Rounds of several streams share a pass
@@ -167,8 +167,8 @@ def simulate_streams(
 ) -> SimulatedStreams:
     """Generate several texts on one runtime in simulated time, in a trio event loop of its own.
 
-    Each stream has a prompt of its own, one token, and with it a text and drafts that have nothing in common with those
-    of the others. The result depends on the arguments alone.
+    Each stream has its own one-token prompt, so that its text and drafts have nothing in common with those of the
+    others. The result depends on the arguments alone.
 
     Args:
         num_streams: number of texts, in [1, 64].
@@ -226,7 +226,7 @@ def simulate_streams(
 
 @contextmanager
 def _seeded_scheduler() -> Iterator[None]:
-    """Have trio run tasks that wake at the same moment in an order that is the same each time.
+    """Have trio run tasks that wake at the same moment in the same order each time.
 
     A shared pass wakes several streams at once, and the drafter serves them in the order in which they run.
     """

@@ -301,9 +301,11 @@ class Runtime(
 
         return cast(list[Completion], self._bridge.run(self._bridge.call(complete_all)))
 
-    def _new_conversation(self, functions: Functions, make: Callable[[], TrioConversation]) -> Conversation:
+    def _new_conversation(
+        self, functions: Functions, system: str | None, make: Callable[[], TrioConversation]
+    ) -> Conversation:
         async def made() -> TrioConversation:
             return make()
 
         conversation: TrioConversation = self._bridge.run(self._bridge.call(made))
-        return Conversation(self._bridge, functions, conversation.make_new, conversation)
+        return Conversation(self._bridge, functions, system, conversation.make_new, conversation)

@@ -71,7 +71,7 @@ class OutputError(OutriderError):
 class Output:
     """Stdout without Python's buffers, which would be flushed again at exit, to a reader that may have gone.
 
-    Its methods raise `OutputError` where it cannot be written.
+    Its methods raise `OutputError` if stdout cannot be written.
     """
 
     def __init__(self) -> None:
@@ -309,7 +309,7 @@ def warnings_at_the_end() -> Iterator[None]:
 
 @contextmanager
 def printing_choices() -> Iterator[None]:
-    """Print what the draft "auto" takes once that is known, inside the block."""
+    """Inside the block, print which drafter "auto" takes, once that is known."""
     logger = logging.getLogger("outrider.auto_draft")
     before = logger.level
     logger.setLevel(logging.INFO)

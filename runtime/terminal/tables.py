@@ -31,7 +31,7 @@ class TextTable:
 
     Attributes:
         num_labels: number of columns at the front, >= 1, that name a row. Each part of a split table begins with them.
-        is_grouped: whether rows with the same first label form a group, which shows it once, between lines.
+        is_grouped: whether rows with the same first label form a group, between lines, that shows this label once.
     """
 
     headings: tuple[str, ...]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("outrider")
 
-# Where `timeline.html` has its data.
+# Stands in `timeline.html` for its data.
 DATA_PLACEHOLDER = "__TIMELINE_DATA__"
 
 # Tokens that are decoded between two checkpoints: about a millisecond.
@@ -50,7 +50,7 @@ class Texts:
 
 
 async def texts_of(events: Sequence[Event], tokenizer: TokenizerWrapper | None) -> Texts:
-    """The texts of all tokens in a trace; ids in brackets where there is no tokenizer, or where it fails.
+    """The texts of all tokens in a trace; ids in brackets if there is no tokenizer, or if it fails.
 
     Cancellation: shielded; other tasks run at the checkpoints.
     """
@@ -102,14 +102,14 @@ async def _texts(events: Sequence[Event], tokenizer: Any) -> Texts:
 
 
 def render(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> str:
-    """The page, as HTML, of events in the order in which they came, and of how many were not recorded."""
+    """The page as HTML. `events` are in the order in which they came; `num_lost` more were not recorded."""
     page = resources.files("runtime.tracing").joinpath("timeline.html").read_text(encoding="utf-8")
     before, _, after = page.partition(DATA_PLACEHOLDER)
     return before + _escaped(json.dumps(data_of(events, texts, num_lost=num_lost), separators=(",", ":"))) + after
 
 
 def _escaped(text: str) -> str:
-    """The same JSON without the characters that mean something in HTML."""
+    """The same JSON with HTML's special characters escaped."""
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

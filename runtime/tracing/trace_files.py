@@ -1,10 +1,10 @@
 """Trace files: recorders that write events as Chrome trace JSON or as a timeline page.
 
 A recorder opens its file when the runtime opens and finishes it when the runtime ends, however that ends. The event
-loop only appends events to a list; JSON and the disk are the work of one of trio's threads, `EVENTS_PER_WRITE` events
-at a time. So a Chrome trace of a long run takes little memory, has all but the last few hundred events where the
-process is killed, and adds next to nothing to the end of a run. A timeline page is rendered as a whole at the end, so
-it is limited to `MAX_PAGE_EVENTS` events.
+loop only appends events to a list; one of trio's threads turns them into JSON and writes it, `EVENTS_PER_WRITE` events
+at a time. So a Chrome trace of a long run takes little memory, has all but the last few hundred events if the process
+is killed, and adds next to nothing to the end of a run. A timeline page is rendered as a whole at the end, so it is
+limited to `MAX_PAGE_EVENTS` events.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_PAGE_EVENTS = 200_000
 
 
 def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
-    """The receiver of events for an option `trace`: a function as it is; for a path a recorder, not yet entered.
+    """The receiver of events for an option `trace`: a function itself; for a path, a recorder that is not entered yet.
 
     Raises: SettingsError: `trace` is neither a function nor a path.
     """
@@ -63,7 +63,7 @@ class Recorder(ABC):
     a full disk is no reason to end a generation.
     """
 
-    max_events: ClassVar[int]  # that may wait to be written; further ones are dropped and counted
+    max_events: ClassVar[int]  # most that may wait to be written; further ones are dropped and counted
 
     def __init__(self, path: TracePath) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class Recorder(ABC):
         self._is_ending = False
         self._has_failed = False
         self._ended = trio.Event()
-        # An own limiter: a trace is finished even where the program keeps all of trio's threads busy.
+        # A limiter of its own: a trace is finished even if the program keeps all of trio's threads busy.
         self._limiter = trio.CapacityLimiter(1)
 
     async def __aenter__(self) -> Recorder:
@@ -359,7 +359,7 @@ class TimelineFile(Recorder):
     """The timeline page; see `runtime.tracing.timeline`.
 
     Attributes:
-        tokenizer: decodes the tokens; None shows their ids. To be set before the recorder is left.
+        tokenizer: decodes the tokens; None shows their ids. Set it before leaving the recorder.
     """
 
     max_events = MAX_PAGE_EVENTS

@@ -219,6 +219,7 @@ async def test_the_first_of_many_that_fails_ends_the_others_with_its_error(open:
 async def talk(rt: Any) -> Any:
     """A conversation of three turns, of which one is ended early, and another one is dropped."""
     conversation = rt.conversation("w5", max_tokens=8, ignore_eos=True, temperature=0.8, seed=3)
+    assert conversation.messages == [{"role": "system", "content": "w5"}]
     answer = await got(conversation.generate("w1 w2"))
     assert conversation.messages[2]["content"] == answer.text != ""
     async with within(conversation.stream(" w3", max_tokens=40)) as stream:
@@ -252,9 +253,9 @@ async def test_a_conversation_goes_on_as_in_trio_and_when_it_was_saved(open: Any
         found = await got(loaded.generate(" w6"))
         assert ids(found) == ids(expected)
         assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
-        # `reset` forgets the messages, not the settings.
+        # `reset` forgets the messages, not the settings and the system message.
         loaded.reset()
-        assert loaded.messages == []
+        assert loaded.messages == messages[:1]
         anew = await got(loaded.generate("w1 w2"))
         assert anew.text == messages[2]["content"]
     with ThreadPoolExecutor(1) as pool:  # uvloop and trio would both handle this thread's signals

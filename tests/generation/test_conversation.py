@@ -342,6 +342,7 @@ def parts(text: str, wrapped: TokenizerWrapper, *, prompt: str = "") -> tuple[Re
         ("<think>\nHm.\n</think>\n\nimport os", "", "\nHm.\n", "\n\nimport os"),
         ("Hm.\n</think>import os", "<|assistant|><think>\n", "Hm.\n", "import os"),
         ("import os", "<think>x</think>", "", "import os"),
+        ("import os", "<|user|>What is <think>?<|endoftext|><|assistant|>", "", "import os"),
         ("<think>Hm", "", "Hm", ""),
         ("a<think>b</think>c<think>d</think>e", "", "bd", "ace"),
         ("a</think>b", "", "", "a</think>b"),

@@ -184,6 +184,24 @@ def test_a_word_after_many_tokens_without_text_has_its_space(number: int) -> Non
     assert "".join(pieces(Vocabulary(), [2, *[0] * number, 3])) == "a b"
 
 
+class Bytes:
+    """A tokenizer whose ids stand for some bytes each."""
+
+    def __init__(self, parts: list[bytes]) -> None:
+        self._parts = parts
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(self._parts[id] for id in ids).decode(errors="replace")
+
+
+@sweep("text", ["é" * 60, "中文和日本語" * 10, "a🙂" * 30])
+@sweep("step", [2, 3, 4, 6])
+def test_tokens_that_each_end_within_a_character_lose_none(text: str, step: int) -> None:
+    data = text.encode()
+    parts = [data[:1], *(data[begin : begin + step] for begin in range(1, len(data), step))]
+    assert "".join(pieces(Bytes(parts), list(range(len(parts))))) == text
+
+
 # --- prompts --------------------------------------------------------------------------------------
 
 

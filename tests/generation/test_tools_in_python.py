@@ -167,6 +167,17 @@ async def test_the_errors_of_functions_are_results() -> None:
         assert third == "Error: there is no function 'unheard_of'"
 
 
+async def test_a_result_with_half_a_character_does_not_block_the_conversation() -> None:
+    def files() -> str:
+        """The names of the files."""
+        return "caf\udce9.txt"
+
+    async with runtime.open(*calling_pair()) as rt:
+        conversation = rt.conversation(tools=[files], **speaks(call_of("files"), "so"))
+        assert (await conversation.generate("which?")).text == "so"
+        assert conversation.messages[2]["content"] == r"caf\udce9.txt"
+
+
 async def test_rounds_of_calls_are_bounded() -> None:
     num_calls = 0
 

@@ -142,10 +142,10 @@ async def test_streams_go_on_while_a_file_is_written(
 ) -> None:
     begun, may_end, write = threading.Event(), threading.Event(), PrefixFiles.write
 
-    def write_slowly(files: PrefixFiles, *arguments: Any) -> None:
+    def write_slowly(files: PrefixFiles, *arguments: Any) -> set[str]:
         begun.set()
         assert may_end.wait(60)
-        write(files, *arguments)
+        return write(files, *arguments)
 
     monkeypatch.setattr(PrefixFiles, "write", write_slowly)
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
@@ -157,6 +157,55 @@ async def test_streams_go_on_while_a_file_is_written(
         assert stored_in(tmp_path) == []
         may_end.set()
     assert len(stored_in(tmp_path)) == 3
+
+
+async def test_only_so_many_sequences_wait_for_a_slow_disk(
+    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_end, write = threading.Event(), threading.Event(), PrefixFiles.write
+
+    def write_slowly(files: PrefixFiles, *arguments: Any) -> set[str]:
+        begun.set()
+        assert may_end.wait(60)
+        return write(files, *arguments)
+
+    monkeypatch.setattr(PrefixFiles, "write", write_slowly)
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
+        await answer(rt, prompt_of(80))
+        await answer(rt, prompt_of(80, seed=1))
+        await until_in_trio(begun.is_set)
+        for seed in range(2, 22):
+            await answer(rt, prompt_of(80, seed=seed))
+        await rt._target.settled_prefix_cache()
+        await trio.lowlevel.checkpoint()
+        num_waiting = len(cache_of(rt)._evicted)
+        may_end.set()
+    assert num_waiting == 16
+    # Those, and the one that was in memory at the end.
+    assert len(stored_in(tmp_path)) == 17
+
+
+async def test_what_the_bound_has_deleted_is_forgotten_and_written_again(
+    tmp_path: Path, model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bounds = {"prefix_cache_bytes": 100_000, "prefix_cache_dir_bytes": 60_000}
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path, **bounds) as rt:
+        cache = cache_of(rt)
+        for seed in (0, 1, 2, 3, 0, 4):
+            await answer(rt, prompt_of(80, seed=seed))
+            await until_in_trio(lambda: not cache._evicted)
+            assert {path.stem.rpartition("-")[2] for path in stored_in(tmp_path)} == set(cache._stored)
+        assert tuple(PROMPT) in {stored.tokens[: len(PROMPT)] for stored in cache._stored.values()}
+    assert "left out" not in caplog.text
+
+
+async def test_what_another_process_has_deleted_is_written_again(tmp_path: Path, model: Any, text: list[int]) -> None:
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        await until_in_trio(lambda: cache_of(rt)._stored != {})
+        assert await answer(rt, PROMPT) == (text, len(PROMPT) - 1)
+        for path in tmp_path.iterdir():
+            path.unlink()
+    assert len(stored_in(tmp_path)) == 1
 
 
 async def test_a_runtime_that_is_closed_before_it_has_looked_at_the_folder_writes_there(
@@ -365,3 +414,12 @@ def test_what_killed_writers_have_left_is_deleted_once_it_is_old(tmp_path: Path)
         os.utime(path, (1, 1))
     assert files.scan() == []
     assert [path.name for path in tmp_path.iterdir()] == [".outrider-new.tmp"]
+
+
+def test_what_cannot_be_deleted_stays_and_the_rest_is_found(tmp_path: Path) -> None:
+    files = files_in(tmp_path)
+    files.write(*sequence(1))
+    stuck = tmp_path / ".outrider-of-another-user.tmp"
+    stuck.mkdir()  # a directory is no more deleted than another user's file
+    os.utime(stuck, (1, 1))
+    assert len(files.scan()) == 1

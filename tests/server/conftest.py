@@ -57,6 +57,7 @@ def opened(server: ScriptedServer, started: Browser) -> Iterator[Open]:
 @pytest.fixture
 def tab(shared_page: Page, server: ScriptedServer) -> Iterator[Tab]:
     """A tab at the page, which nothing is left in of the tests before: each server is at another port."""
+    shared_page.bring_to_front()  # behind a page that was opened since, it draws but once a second
     tab = Tab(shared_page, server.url)
     tab.load()
     yield tab

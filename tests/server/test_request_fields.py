@@ -109,6 +109,8 @@ VARIABLES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"enable_thinking": False}, {"enable_thinking": False}),
     ({"chat_template_kwargs": {"enable_thinking": True, "a": [1]}}, {"enable_thinking": True, "a": [1]}),
     ({"chat_template_args": {"a": 1}, "reasoning_effort": "none"}, {"enable_thinking": False, "a": 1}),
+    # Names that Python functions on the way have for their own arguments.
+    *(({"chat_template_kwargs": {name: 1}}, {name: 1}) for name in ("prompt", "tokenizer", "context_length")),
 ]
 
 

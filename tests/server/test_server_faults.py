@@ -317,6 +317,19 @@ async def test_empty_lines_before_a_request_are_skipped() -> None:
             assert (await told(client)).json()["ok"] is True
 
 
+@sweep("stream", [False, True])
+@sweep("behind", [b"\r\n", REQUESTS["health"]])
+@sweep(("version", "headers"), [("1.0", {}), ("1.1", {"Connection": "close"})])
+async def test_what_comes_behind_a_last_request_is_no_error(
+    version: str, headers: dict[str, str], behind: bytes, stream: bool
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "stream": stream}
+    async with client_of() as (client, _):
+        answer = await told(client, request("POST", "/v1/completions", body, version=version, headers=headers) + behind)
+        assert (answer.status, answer.text) == (200, true_text())
+        assert await client.hear_all() == b""
+
+
 async def test_a_length_beside_a_transfer_encoding_does_not_count_and_ends_the_connection() -> None:
     async with client_of() as (client, _):
         both = REQUESTS["a body in chunks"].replace(b"Host:", b"Content-Length: 999999999\r\nHost:", 1)

@@ -1,7 +1,7 @@
 """Kinds of trained drafters.
 
 * `recognition`: which kind a folder has, by its configuration.
-* `attach`: the registry, which loads a drafter and attaches it to its target. `attached` is what comes of it.
+* `attach`: the registry, which loads a drafter and attaches it to its target. `attached` is the result.
 * `eagle3`: a layer on hidden states of several of the target's; P-EAGLE, too.
 * `mtp`: the layers that a target's own files bring.
 * `medusa`: heads on the target's last hidden state, one for each position.
@@ -10,6 +10,6 @@
 * `torch_file`: reads the files of `torch.save`.
 * `target_parts`: a target's embedding, final norm and head, which drafters share.
 
-Their texts are in `actors.trained`. A new kind is a module that loads and attaches it, its entry in `attach`, and how
-it is told apart in `recognition`.
+Their sequences are in `actors.trained`. A new kind takes a module that loads and attaches it, an entry in `attach`, and
+a way to tell it apart in `recognition`.
 """

@@ -18,7 +18,7 @@ from actors.trained.kinds.mtp import attach_mtp
 from actors.trained.kinds.recognition import kind_of
 from protocol.errors import ModelError
 
-# By what `kind_of` calls a kind: loads one from its files, and attaches it to mlx-lm's model with logits of a width.
+# By the name from `kind_of`: loads a drafter's files, and attaches it to mlx-lm's model, given the width of its logits.
 _KINDS: dict[str, Callable[[DrafterFiles, Module, int], Attached]] = {
     "EAGLE-3": attach_eagle3,
     "P-EAGLE": attach_eagle3,

@@ -23,7 +23,7 @@ class Attached:
     open_sequence: Callable[[], TrainedSequence]
     module: Module
     num_draft_tokens: int  # how many of the target's tokens it can propose
-    arrays: tuple[mx.array, ...] = ()  # those of its weights that are no parameters of the module
+    arrays: tuple[mx.array, ...] = ()  # weights that are not parameters of the module
 
 
 def check_target(

@@ -1,9 +1,9 @@
 """What later kinds add to DFlash's blocks.
 
-* DSpark: the logits of each position depend on the token before it (`MarkovHead`), and it estimates how likely what is
+* DSpark: the logits of each position depend on the token before it (`MarkovHead`), and it estimates how likely a token
   drafted at a position is accepted, whichever token that is (`AcceptanceHead`).
 * DFlash 2: each position proposes its likeliest tokens, and how well they follow the token before decides between them
-  (`CandidateSelector`); sublayers read and give a mix of neighbouring positions (`BlockConvolution`).
+  (`CandidateSelector`); inputs and outputs of sublayers are mixed over neighbouring positions (`BlockConvolution`).
 
 Sources: Speculators (https://github.com/vllm-project/speculators, `models/dspark`) for DSpark, mlx-vlm
 (https://github.com/Blaizzy/mlx-vlm, `mlx_vlm/speculative/drafters`) for both.
@@ -41,8 +41,8 @@ class MarkovHead(Module):
         return result
 
     def __call__(self, logits: mx.array, hidden: mx.array, before: Sequence[int], num_rows: int) -> mx.array:
-        """(num_rows, V) logits of the last of n positions of a block, lazy; from (n, V) logits and (n, hidden size)
-        hidden states of them all, and the n tokens before the positions.
+        """(num_rows, V) logits of the last positions of a block, lazy; from (n, V) logits and (n, hidden size) hidden
+        states of the first n positions, and the token before each of them.
         """
         rows = len(before) if self._form == "rnn" else num_rows
         embedded, hidden = self.embedded(before[-rows:]), hidden[-rows:]
@@ -70,7 +70,7 @@ class AcceptanceHead(Module):
         self.proj = Linear(num_inputs, 1)
 
     def __call__(self, *inputs: mx.array) -> mx.array:
-        """(n,) in [0, 1], of (n, width) hidden states, and of what is embedded of the tokens before if that is read."""
+        """(n,) in [0, 1], from (n, width) hidden states, and embeddings of the tokens before if these are read."""
         return mx.sigmoid(self.proj(mx.concatenate([*inputs], axis=-1))[:, 0].astype(mx.float32))
 
 
@@ -100,10 +100,9 @@ def _ids(tokens: Sequence[int], embedding: Module) -> mx.array:
 
 
 class BlockConvolution(Module):
-    """The convolutions of DFlash 2 around a sublayer: mix what it reads, and what it gives, with the positions before.
+    """The convolutions of DFlash 2 around a sublayer: mix its input, and its output, with those of positions before.
 
-    The kernels have a part that depends on the hidden state that the sublayer reads, and that neighbouring values share
-    in groups.
+    A part of the kernels depends on the hidden state that the sublayer reads. Groups of channels share that part.
     """
 
     def __init__(self, kernel_size: int, group_size: int, hidden_size: int) -> None:

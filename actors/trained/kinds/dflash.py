@@ -83,7 +83,7 @@ class DFlashConfig:
     num_target_layers: int | None = None  # None if the files do not say
     embedding_scale: float = 1.0  # of the target's embeddings
     logit_scale: float = 1.0
-    logit_cap: float | None = None  # bound of the logits after that, by a tangent
+    logit_cap: float | None = None  # bound of the scaled logits, by tanh
     markov: tuple[int, str] | None = None  # rank and form of DSpark's `MarkovHead`
     selector: tuple[int, int] | None = None  # rank and number of candidates of DFlash 2's `CandidateSelector`
     convolution: tuple[int, int] | None = None  # kernel and group size of DFlash 2's `BlockConvolution`
@@ -120,7 +120,7 @@ def read_config(config: Mapping[str, Any]) -> DFlashConfig:
             feature_layers = tuple(layer_id + 1 for layer_id in of_authors["target_layer_ids"])
         markov = _markov(flags) if kind == "DSpark" else None
         drafts_from_anchor = bool(flags.get("sample_from_anchor", kind == "DSpark"))
-        # The authors of DSpark count the tokens that are predicted, and some of them one more.
+        # In DSpark's own files, the size of a block is the number of predicted tokens, and in some one more.
         counts_predicted = kind == "DSpark" and not of_speculators
         if counts_predicted and drafts_from_anchor == bool(of_authors.get("dspark_bonus_anchor", False)):
             block_size += -1 if drafts_from_anchor else 1
@@ -191,7 +191,7 @@ def _reaches(kind: str, of_speculators: bool, layer: Mapping[str, Any], config: 
             window = layer["sliding_window"]
         whole = LayerReach(is_causal=bool(is_causal))
         sliding = LayerReach(window, slides=True, is_causal=is_causal is None or bool(is_causal))
-    else:  # the window is the block's as a whole, unless positions see those before them alone
+    else:  # the whole block has one window, unless positions see only those before them
         is_causal = bool(layer.get("causal", layer.get("dflash_query_causal", is_causal)))
         window = layer.get("swa_window_size", window)
         whole = LayerReach(is_causal=is_causal)
@@ -225,7 +225,7 @@ class DFlashAttention(Module):
         )
 
     def keys_and_values(self, hidden: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """(1, heads, n, width of a head) each, lazy; of (n, hidden size) of the context or of a block."""
+        """(1, heads, n, width of a head) each, lazy; from (n, hidden size) hidden states of the context or a block."""
         keys = self.rope(_heads(self.k_norm, self.k_proj(hidden), self._num_kv_heads), offset=position)
         return keys, _heads(None, self.v_proj(hidden), self._num_kv_heads)
 
@@ -262,7 +262,7 @@ class DFlashLayer(Module):
             self.mlp_conv = BlockConvolution(*config.convolution, config.hidden_size)
 
     def __call__(self, block: mx.array, position: int, context: tuple[mx.array, mx.array]) -> mx.array:
-        """(n, hidden size) of a block whose anchor is at a position, with keys and values of those before; lazy."""
+        """(n, hidden size) of a block whose anchor is at a position, with keys and values of the context; lazy."""
         attend = partial(self.self_attn, position=position, context=context)
         attended = block + _mixed(attend, self.input_layernorm(block), self.get("attention_conv"))
         return attended + _mixed(self.mlp, self.post_attention_layernorm(attended), self.get("mlp_conv"))
@@ -328,7 +328,7 @@ class DFlashReader:
             of_layer.update_and_fetch(*layer.self_attn.keys_and_values(hidden, position))
 
     def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> Block:
-        """Run the pass of a block whose anchor, an id, is at a position, on the first `num_context` in the caches."""
+        """Run the pass of a block: `anchor`, an id, is at `position`, after the first `num_context` in the caches."""
         config = self._model.config
         tokens = [anchor] + [config.mask_token_id] * (config.block_size - 1)
         hidden = self._embed(mx.array(tokens)) * config.embedding_scale
@@ -342,7 +342,7 @@ class DFlashReader:
         return Block(position, anchor, logits, hidden)
 
     def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
-        """See `FeatureInput.acceptance`; of the tokens of `read_after`."""
+        """See `FeatureInput.acceptance`; for the logits of `read_after`."""
         if (head := self._model.get("confidence_head")) is None:
             return None
         inputs = [block.hidden[: len(tokens)][-num_rows:]]
@@ -352,7 +352,7 @@ class DFlashReader:
         return given
 
     def read_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array:
-        """(num_rows, V) logits after the last of `tokens`, which are the anchor and those after it; lazy."""
+        """(num_rows, V) logits after the last of `tokens`, which begin with the anchor; lazy."""
         length = len(tokens)
         logits, head = block.logits[:length], self._model.get("markov_head") or self._model.get("candidate_selector")
         given = logits[-num_rows:] if head is None else head(logits, block.hidden[:length], tokens, num_rows)
@@ -360,15 +360,15 @@ class DFlashReader:
 
 
 class BlockSequence(ContextSequence):
-    """See `TrainedSequence`. The pass of a block, whose anchor is the last token that the target has committed, drafts
-    the tokens after a text. Some kinds correct each by the token before it.
+    """See `TrainedSequence`. The pass over a block, whose anchor is the last token that the target has committed,
+    drafts all tokens after a text. Some kinds correct each by the token before it.
     """
 
     def __init__(self, reader: DFlashReader) -> None:
         super().__init__(reader)
         self._reader = reader
         self._block: Block | None = None
-        # By part of the logits of a feed: its number of rows, and the estimates for them.
+        # For each part of a feed's logits: its number of rows, and the estimates for them.
         self._estimates: list[tuple[int, mx.array | None]] = []
 
     @property
@@ -398,14 +398,14 @@ class BlockSequence(ContextSequence):
         return self._reader.read_after(*read)
 
     def _block_for(self, position: int) -> Block | None:
-        """The block that predicts the token after that at a position; None if no features come before it."""
+        """The block that predicts the token after a position; None if there are no features before that position."""
         begin = min(position, self._end)
         if begin <= self._begin:
             return None
         last = self._block
         if last is not None and self._tokens[last.position : last.position + 1] == [last.anchor]:
-            # Before the last position with features, blocks follow each other without overlap, as in drafting: a block
-            # is used for all tokens that it predicts. After that position, a block must begin there.
+            # Before the end of the features, blocks follow each other without overlap, as in drafting: a block is used
+            # for all tokens that it predicts. From there on, a block must begin at the end.
             follows = 0 <= position - last.position < self._reader.num_foreseen
             if last.position == begin or (begin < self._end and follows):
                 return last
@@ -426,7 +426,7 @@ def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
         if not name.startswith(_OF_TARGET)
     }
     target_ids = target_ids_of(named.pop("d2t", None), config.draft_vocab_size, config.vocab_size, files.folder)
-    # The head is the target's, and an estimate that the configuration does not have is not read.
+    # The head is the target's, unless there are `target_ids`; estimates are read only if the configuration has them.
     left_out = [*(["lm_head."] if target_ids is None else []), *([] if config.estimates_acceptance else [_CONFIDENCE])]
     named = {name: value for name, value in named.items() if not name.startswith(tuple(left_out))}
     model = DFlash(config)

@@ -4,8 +4,8 @@ Position i reads the token at position i + 1 of the text, and the target's *feat
 that enter three of its layers, side by side, or what its head reads. It predicts the token at position i + 2. Where the
 target has not computed a position yet, the drafter's own hidden state stands for the features.
 
-P-EAGLE foresees several tokens in one pass: rows of a mask token, beside a hidden state of its own, come after the
-last position with features, and each predicts one token further on.
+P-EAGLE predicts several tokens in one pass: after the last position with features come rows that read a mask token and
+a hidden state of its own, and each predicts one token further on.
 
 Sources: Li, Wei, Zhang and Zhang 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
 Training-Time Test", arXiv 2503.01840; for P-EAGLE, Speculators' `models/peagle`. Files: those of the authors
@@ -49,12 +49,12 @@ _ARCHITECTURES: dict[str, tuple[Any, Any]] = {
     "llama": (llama.ModelArgs, llama.TransformerBlock),
     "qwen3": (qwen3.ModelArgs, qwen3.TransformerBlock),
 }
-# What the names of weights in the authors' files are in Speculators'.
+# How the names of a layer's weights begin in the authors' files, and in Speculators'.
 _AUTHORS_LAYER, _LAYER = "midlayer.", "layers.0."
 # Weights of the target that Speculators may have saved along.
 _OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "t2d")
 _EMBEDDING = "embed_tokens."
-# Tokens that P-EAGLE foresees, where the files do not say: Speculators' default.
+# Tokens that P-EAGLE predicts if the files do not say: Speculators' default.
 _NUM_DEPTHS = 8
 
 
@@ -70,7 +70,7 @@ class Eagle3Config:
     feature_layers: tuple[int, ...] | None = None  # ascending; None for the default, see `feature_layers_of`
     reads_output: bool = False  # the features are what the target's head reads
     normalizes_residual: bool = False  # the residual is the normalised hidden state
-    normalizes_features: Literal["whole", "each"] | None = None  # those of a position together, or of each layer
+    normalizes_features: Literal["whole", "each"] | None = None  # all of a position together, or each layer's
     normalizes_output: bool = False  # the hidden state that goes on is the normalised one
     mask_token_id: int = 0  # the target's id of the tokens that P-EAGLE puts after the text
     num_parallel: int = 0  # how many of them; 0 for EAGLE-3
@@ -158,10 +158,10 @@ def _masks(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _entered(ids: Any, *, is_of_speculators: bool) -> tuple[int, ...] | None:
-    """The layers that are entered by what a configuration names; None if it names nothing.
+    """The layers whose inputs a configuration means; None if it names none.
 
-    Most files name the layer that a hidden state enters. Those of SpecForge name the one that gives it, and the first
-    that they name is 1, which is the input of layer 2 that the paper begins with.
+    Most files name the layer that a hidden state enters. SpecForge's name the layer that gives it, beginning with 1:
+    its output is the input of layer 2, with which the paper begins.
     """
     if not ids:
         return None
@@ -233,7 +233,7 @@ class Eagle3(Module):
     def step(
         self, hidden: mx.array, embedded: mx.array, attend: Callable[[int, mx.array], mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """As `__call__`, with the attention of a layer, by its index, for (B, W, width) inputs as the caller has it."""
+        """As `__call__`, with the caller's attention: from a layer's index and (B, W, width) inputs to its output."""
         normalized = self.hidden_norm(hidden)
         residual = normalized if self.config.normalizes_residual else hidden
         inputs = mx.concatenate([self.layers[0].input_layernorm(embedded), normalized], axis=-1)
@@ -277,7 +277,7 @@ class Eagle3Reader:
         return self._loaded.model.make_cache()
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """P-EAGLE's logits have a row more for each of the masks, which leave no keys and values."""
+        """P-EAGLE's logits have a further row for each mask. Masks leave no keys and values."""
         num_tokens, config = tokens.shape[0], self._loaded.model.config
         if config.num_parallel > 0:
             masked = self._loaded.model.project(self._loaded.model.mask_hidden[0]).astype(hidden.dtype)
@@ -291,7 +291,7 @@ class Eagle3Reader:
         else:
             assert self._embed is not None
             embedded = self._embed(tokens)
-        # The embedding may be of another type than the drafter: the target's, or one that was not cast with it.
+        # The embedding may have another dtype than the drafter: the target's, or one that was not cast with it.
         given, logits = self._loaded.model(hidden[None], embedded[None].astype(hidden.dtype), cache)
         for layer in cache if config.num_parallel > 0 else ():
             layer.trim(config.num_parallel)
@@ -345,5 +345,5 @@ def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -
 
 def _renamed(name: str) -> str:
     name = name.replace(_AUTHORS_LAYER, _LAYER) if name.startswith(_AUTHORS_LAYER) else name
-    # The norm of the hidden states belongs to the first layer there, and to the drafter here.
+    # In the files, the norm of the hidden states belongs to the first layer; here, to the drafter.
     return name.replace(_LAYER + "hidden_norm", "hidden_norm")

@@ -1,12 +1,12 @@
 """Gemma 4's assistants: layers that draft token by token, and attend to keys and values of their target.
 
-Its sliding layers attend to keys and values of the target's last sliding layer that makes some, its full layers to
-those of the last full one. A step reads the embedding of a token, and beside it what the target's head reads at the
-position before. Where the target has not computed that position yet, what the step before gives stands for it; keys,
-values and the position of the step stay.
+An assistant's sliding layers attend to keys and values of the target's last sliding layer that makes its own, its full
+layers to those of the last such full one. A step reads the embedding of a token, and beside it what the target's head
+reads at the position before. Where the target has not computed that position yet, the output of the step before stands
+for it; the keys and values, and the position of the step, stay the same.
 
-Features are what enters these two layers, and what the last layer gives. Keys and values are made of it once more, by
-the target's own projections: so features are rows by position, as those of other drafters, and can travel.
+Features are the inputs of these two layers, and the output of the last layer. The target's own projections make keys
+and values of them once more. So features are rows by position, as those of other drafters, and can be sent.
 
 Sources: transformers (https://github.com/huggingface/transformers, `models/gemma4_assistant`), vLLM
 (https://github.com/vllm-project/vllm, `v1/spec_decode/gemma4.py`) and mlx-vlm (https://github.com/Blaizzy/mlx-vlm,
@@ -47,10 +47,10 @@ class Gemma4AssistantConfig:
 
     args: gemma4_text.ModelArgs  # of its layers
     target_hidden_size: int
-    # Of the head of assistants of small targets, the number of groups of tokens, all of one size, and of those whose
-    # tokens have logits; None for a plain head.
+    # For the head of assistants of small targets: the number of groups of tokens, all of one size, and how many groups
+    # have logits; None for a plain head.
     ordered: tuple[int, int] | None
-    ties_head: bool  # the files have the head's weights as those of an embedding, which has no other use
+    ties_head: bool  # the files have the head's weights under the name of an embedding, which has no other use
 
 
 def read_config(config: Mapping[str, Any]) -> Gemma4AssistantConfig:
@@ -138,7 +138,7 @@ class Gemma4Assistant(Module):
         return self.post_projection(normalized), logits
 
     def _seen(self, kind: str, num_rows: int, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array, Any]:
-        """The keys and values that some of the last positions see in a layer, and the mask."""
+        """The keys and values that the last `num_rows` positions see in a layer, and the mask."""
         window = self.config.args.sliding_window if kind == _SLIDING else None
         if window is not None:
             begin = max(0, keys.shape[2] - (window + num_rows - 1))
@@ -149,7 +149,7 @@ class Gemma4Assistant(Module):
 
 @attrs.frozen
 class _Writer:
-    """Stands for the cache in a call of a target's attention: what it makes becomes the context."""
+    """Stands for the cache in a call of a target's attention: the keys and values that it makes become the context."""
 
     offset: int  # position of the first key
     context: KVCache
@@ -173,13 +173,13 @@ class Gemma4AssistantReader:
         self.feature_width = (len(sources) + 1) * model.config.target_hidden_size
 
     def make_cache(self) -> list[KVCache]:
-        """One for each of the target's layers, and one with hidden states for keys."""
+        """One for each layer of the target that is attended to, and one with hidden states for keys."""
         return [KVCache() for _ in (*self._sources, "hidden states")]
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
         *entered, given = mx.split(features, len(cache), axis=-1)
         for layer, inputs, context in zip(self._sources.values(), entered, cache, strict=False):
-            # MLX is lazy: of the attention, keys and values alone are computed.
+            # MLX is lazy: only the attention's keys and values are computed.
             layer.self_attn(layer.input_layernorm(inputs[None]), cache=_Writer(position, context, self._dtype))
         hidden = self._final_norm(given).astype(self._dtype)[None, None]
         cache[-1].update_and_fetch(hidden, hidden[..., :1])
@@ -199,7 +199,7 @@ class Gemma4AssistantReader:
         *contexts, states = cache
         if hidden is None:
             hidden = states.keys[0, 0, num_context - len(tokens) : num_context]
-        # vLLM and mlx-vlm have a step stand at this position, transformers at the next.
+        # vLLM and mlx-vlm give a step this position, transformers the next.
         position = begin + num_context - 1
         context = {
             kind: (written.keys[..., :num_context, :], written.values[..., :num_context, :])
@@ -297,7 +297,7 @@ def attach_gemma4_assistant(files: DrafterFiles, target: Module, target_vocab_si
 
 
 def _sources(model: Gemma4Assistant, layers: Sequence[Any], named: str) -> dict[str, int]:
-    """By type of layer, the last of the target's layers that makes keys and values; of the types that an assistant has.
+    """For each type of layer that an assistant has, the target's last layer of that type that makes keys and values.
 
     Raises: ModelError: the target has no such layer, or its heads have another size.
     """

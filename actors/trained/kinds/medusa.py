@@ -35,7 +35,7 @@ _WEIGHT = re.compile(
     r"(?:medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.(?P<rest>(?:linear\.)?(?:weight|bias|scales|biases))"
 )
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-# Positions whose features are kept: a drafter that catches up reads no more at a time.
+# Positions whose features are kept: a drafter that catches up reads at most as many at a time.
 NUM_KEPT = 64
 
 
@@ -87,10 +87,10 @@ class Medusa(Module):
 
 
 class HeadSequence(TrainedSequence):
-    """See `TrainedSequence`. What is predicted follows from the last features, and from the distance to them."""
+    """See `TrainedSequence`. Predictions depend only on the last features, and on the distance to them."""
 
     def __init__(self, project: Layer, heads: Sequence[Layer], feature_width: int, vocab_size: int) -> None:
-        """Make an empty sequence. `project` leads from features to what the heads read; the nearest head is first."""
+        """Make an empty sequence. `project` turns features into what the heads read; the nearest head is first."""
         super().__init__(feature_width)
         self._project = project
         self._heads = heads
@@ -99,11 +99,11 @@ class HeadSequence(TrainedSequence):
         # What the heads read of the last positions, the first of which is `_begin`.
         self._begin = 0
         self._hidden: mx.array | None = None
-        # By head, at the last position: siblings in the tree have the same.
+        # Logits by head, at the last position: siblings in the tree have the same.
         self._rows: dict[int, mx.array] = {}
 
     def give_nothing(self, num_tokens: int) -> None:
-        """All are kept, so that each pass reads a head."""
+        """All positions are kept, so that each timed pass runs a head."""
         self._num_kept = num_tokens
         super().give_nothing(num_tokens)
 
@@ -116,7 +116,7 @@ class HeadSequence(TrainedSequence):
         return self._num_given + 1 + len(self._heads)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
-        """Does not look at the token, on which nothing depends."""
+        """Does not read the token, since nothing depends on it."""
         logits = self.feed((0,), 1)
         assert logits is not None
         return logits
@@ -133,7 +133,7 @@ class HeadSequence(TrainedSequence):
         return 0 if self._hidden is None else int(self._hidden.nbytes)
 
     def reuse(self, length: int) -> None:
-        """Features of what the texts do not share were of the other text."""
+        """Drops the features of what the texts do not share, which were the other text's."""
         super().reuse(length)
         num_kept = min(self._num_common, self._num_known) - self._begin
         self._hidden = None if self._hidden is None or num_kept <= 0 else self._hidden[:num_kept]
@@ -159,7 +159,7 @@ class HeadSequence(TrainedSequence):
     def _logits(self, position: int) -> mx.array:
         if position <= self._begin or self._hidden is None:
             return mx.zeros((1, self._vocab_size))
-        # The token at position p + 1 is foreseen by the first head on the features of position p - 1.
+        # The token at position p + 1 is predicted by the first head from the features of position p - 1.
         first, end = position - 1 - self._begin, min(len(self._tokens), self._num_known + 1) - 1 - self._begin
         if first + 1 < end:
             return self._heads[0](self._hidden[first:end])

@@ -1,4 +1,4 @@
-"""MTP: a decoder layer that a target brings along, and that predicts the token after the next.
+"""MTP: a decoder layer that comes with a target, and predicts the token after the next.
 
 Position t of the layer reads the hidden state that the target's head reads at position t, and the embedding of the
 token at position t + 1. It predicts the token at position t + 2. Where the target has not computed a position yet, the
@@ -7,8 +7,8 @@ layer's own hidden state stands for the target's. Embedding and head are the tar
 Of several layers, layer k reads at position t the hidden state that the layer before it gave there, and the token at
 position t + 1 + k; the last one drafts all further tokens.
 
-The weights lie in the target's own files, where mlx-lm drops them, or in a folder of their own: under the same names,
-or as mlx-vlm writes them, which leaves the beginnings of the names out and adds to norms what Qwen's files lack.
+The weights are in the target's own files, where mlx-lm drops them, or in a folder of their own: under the same names,
+or as mlx-vlm writes them, which leaves out the beginnings of the names, and adds the 1 that norms in Qwen's files lack.
 
 Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 2.2; for what lies around the
 decoder layer in each family, vLLM (https://github.com/vllm-project/vllm, `vllm/model_executor/models/*_mtp.py`); for
@@ -58,21 +58,21 @@ class _Family:
 
     module: Any  # mlx-lm's, with the family's classes
     prefix: str  # pattern of the beginning of the names of all weights; empty where mlx-vlm has left it out
-    embedding_norm: str  # the rest of their names
+    embedding_norm: str  # the rest of the name of each of these four
     hidden_norm: str
     projection: str
     output_norm: str
-    # Of the arguments of a model, so that its layers are those of MTP: arguments, configuration and the number of the
-    # layer to changed arguments.
+    # From the arguments of a model, the configuration and the number of the layer to the arguments to change, so that
+    # the model's layers are those of MTP.
     changes: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]]
     layers: str = ""  # pattern of what stands before the names of a decoder layer's weights, after the prefix
     hidden_first: bool = False  # the hidden state is the first half of what is projected
     normalizes_output: bool = True  # the hidden state that goes on is the normalised one
-    norms_from_one: bool = False  # the original files have the difference of a norm's weights to one
+    norms_from_one: bool = False  # the original files have the weights of norms minus one
     renamed: tuple[tuple[str, str], ...] = ()  # patterns in names, and what the rest of the family has in their place
-    brings_own: bool = False  # an embedding and a head beside the layer are its own, not the target's once more
+    brings_own: bool = False  # an embedding and a head beside the layer are its own, not copies of the target's
     inner: str = "model"  # where the class has its layers
-    is_chain: bool = True  # a layer after the first reads what the one before it gives; else the first alone is used
+    is_chain: bool = True  # each layer reads the output of the one before it; otherwise only the first is used
 
 
 def _one_layer(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
@@ -99,7 +99,7 @@ def _nemotron_layers(args: Mapping[str, Any], config: Mapping[str, Any], number:
 
 
 def _step_layer(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """The layer of its number: settings of each layer go on after the target's layers."""
+    """The layer of this number: lists of settings by layer go on after the target's layers."""
     number = max(number, int(args["num_hidden_layers"]))
     lists = ("layer_types", "rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared")
     changed = {
@@ -150,7 +150,7 @@ _FAMILIES: dict[str, _Family] = {
         "final_layernorm",
         _one_layer,
         hidden_first=True,
-        # Its published files have one, and its successors do not chain theirs.
+        # Its published files have one layer, and its successors do not chain theirs.
         is_chain=False,
     ),
     "nemotron_h": _Family(
@@ -174,7 +174,7 @@ _FAMILIES: dict[str, _Family] = {
 _EMBEDDING, _HEAD = "embed_tokens.", "shared_head.head."
 _OF_TARGET = (_EMBEDDING, _HEAD, "lm_head.")
 _EXPERT = re.compile(r"(?P<before>.*\.)experts\.(?P<number>\d+)\.(?P<after>.+)")
-# Ends of names that only weights have that were converted to MLX.
+# Endings of names that only weights converted to MLX have.
 _CONVERTED = (".scales", ".switch_mlp.gate_proj.weight", ".switch_mlp.fc1.weight")
 
 
@@ -238,7 +238,7 @@ class MTPLayers(Module):
 def load_mtp(files: DrafterFiles, target: Module) -> MTPLayers:
     """Load the MTP layers in the target's own folder, or in one with the layers alone, with the target's arguments.
 
-    Raises: ModelError: the target's family has no such layer, or the files do not; or the layer is another target's.
+    Raises: ModelError: the target's family has no such layer, the files have none, or the layer is another target's.
     """
     model_type, named = type(target).__module__.rpartition(".")[2], files.named
     if model_type not in _FAMILIES:
@@ -264,7 +264,7 @@ def _layer(
     weights: dict[str, mx.array],
     is_converted: bool,
 ) -> MTP:
-    """One of the layers, from what `_weights` has found of it."""
+    """One of the layers, from what `_weights` has found."""
     named, hidden_size = files.named, int(args["hidden_size"])
     norm = weights.get(f"{family.hidden_norm}.weight")
     if norm is not None and norm.size != hidden_size:
@@ -289,7 +289,7 @@ def _layer(
 
 
 def names_a_layer(names: Iterable[str], model_type: str) -> bool:
-    """Whether weights of these names, in the files of a model of this `model_type`, are also those of an MTP layer."""
+    """Whether weights of these names, in the files of a model of this `model_type`, include an MTP layer."""
     family = _FAMILIES.get(MODEL_REMAPPING.get(model_type, model_type))
     return family is not None and any(_projection(family, _renamed(family, name)) for name in names)
 
@@ -348,7 +348,7 @@ def _renamed(family: _Family, name: str) -> str:
 
 
 def _projection(family: _Family, name: str) -> re.Match[str] | None:
-    """What matches the name of a layer's projection: where the layer is one among the target's, it says which one."""
+    """The match, if a name is that of a layer's projection; it has the number of the layer, if the names have one."""
     return re.fullmatch(rf"({family.prefix}){re.escape(family.projection)}\.weight", name)
 
 
@@ -390,7 +390,7 @@ def _named(family: _Family, small: Any, weights: Mapping[str, mx.array], is_conv
         elif match := layer.match(name):
             of_layers[f"{family.inner}.layers.{match[1] if match.lastindex else 0}.{name[match.end() :]}"] = value
     if family.norms_from_one:
-        # Qwen's classes take single experts for a sign that norms lack one.
+        # Qwen's classes take separate experts as a sign that norms lack one.
         of_layers = _stacked(of_layers)
     for name, value in _stacked(small.sanitize(of_layers)).items():
         own[name.removeprefix("language_model.").removeprefix(f"{family.inner}.")] = value

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Words in the names of architectures and model types, in lower case and without separators, and the kind; a word that
-# is part of another one comes after it.
+# Words in the names of architectures and model types, in lower case and without separators, and the kind. A word that
+# is part of another one comes after that.
 _WORDS = {
     "peagle": "P-EAGLE",
     "eagle3": "EAGLE-3",
@@ -25,7 +25,7 @@ _WORDS = {
     "museglimmerassistant": "Muse Glimmer's assistant",
     "mtp": "MTP",
 }
-# Keys that only the config of a trained drafter has, and its kind. Some of the first stand beside some of the last.
+# Keys that only the config of a trained drafter has, and its kind. With a first key, a file may have a last one, too.
 _KEYS = {
     "ptd_token_id": "P-EAGLE",
     "markov_rank": "DSpark",
@@ -37,7 +37,7 @@ _KEYS = {
     "eagle_config": "EAGLE-3",
     "eagle_aux_hidden_state_layer_ids": "EAGLE-3",
 }
-# Kinds that others are told apart from by a key: their names alone do not say which it is.
+# Kinds whose names are also used for other kinds, which are told apart by a key.
 _REFINED = {"EAGLE-3": {"P-EAGLE"}, "DFlash": {"DSpark", "DFlash 2"}}
 
 # What is nearest to a kind that cannot be used.

@@ -50,7 +50,7 @@ def final_norm_of(target: Module, named: str) -> Layer:
 def head_of(target: Module, named: str) -> Layer:
     """The head of a target: (…, hidden size) normalised hidden states to (…, V) logits.
 
-    Raises: ModelError: none is found, or it is sharded over ranks, of which a drafter has one.
+    Raises: ModelError: none is found, or it is sharded over ranks: a drafter is on one of them.
     """
     for holder in (target, target.get("language_model"), target.get("model")):
         for name in _HEADS:

@@ -22,7 +22,7 @@ _STORAGES: dict[str, tuple[Literal["H", "I", "Q"], mx.Dtype]] = {
 
 
 def load_torch_file(path: Path) -> dict[str, mx.array]:
-    """The tensors, by name, in a file of a dictionary of dense ones, in the zip format of torch 1.6 and later; lazy.
+    """The tensors, by name, of a file with a dictionary of dense ones, in the zip format of torch 1.6 and later; lazy.
 
     Raises: ValueError: the file is of another format, is damaged, or has anything else in it.
     """

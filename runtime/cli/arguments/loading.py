@@ -13,7 +13,7 @@ from runtime.cli.arguments.settings import add_flags, parse_value
 from runtime.cli.flags import flag
 from runtime.loading.model_spec import ModelSpec
 
-# Flags of one model: what they set, placeholder, help. The draft model's have "draft-" in front.
+# Flags for one model: setting, placeholder, help. Those for the draft model begin with "draft-".
 _OF_EACH = (
     ("adapter_path", "DIR", "LoRA adapter, as mlx_lm.lora writes it"),
     ("revision", "NAME", "branch, tag or commit of the hub id"),
@@ -35,12 +35,12 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         ("--tokenizer-config JSON", 'options of the target\'s tokenizer, such as {"eos_token": "<|im_end|>"}'),
         ("--chat-template TEXT", "chat template in place of the tokenizer's, or the path of a file"),
     )
-    # A flag of mlx-lm, for a value of the configuration.
+    # mlx-lm's flag for a value in the model's configuration.
     group.add_argument("-qa", "--quantize-activations", action="store_true", help=argparse.SUPPRESS)
 
 
 def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
-    """The target with what the flags say of it."""
+    """The target, with the loading options that the flags give."""
     tokenizer_config = _json(arguments, "tokenizer_config")
     if arguments.chat_template is not None:
         tokenizer_config["chat_template"] = _text_or_file(arguments.chat_template)
@@ -51,7 +51,7 @@ def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | M
 
 
 def draft_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
-    """The draft model, likewise."""
+    """The draft model, with its loading options."""
     return _spec(arguments, "draft_", path, model_config=_json(arguments, "draft_model_config"))
 
 
@@ -90,7 +90,7 @@ def _json(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def parse_object(name: str, given: str) -> dict[str, Any]:
-    """The mapping in the value of an argument's flag, a JSON object."""
+    """The JSON object in the value of a flag, as a mapping."""
     try:
         value = json.loads(given)
     except ValueError as error:
@@ -101,7 +101,7 @@ def parse_object(name: str, given: str) -> dict[str, Any]:
 
 
 def _text_or_file(given: str) -> str:
-    """A template, or what is in the file that it names. No template is the path of a file."""
+    """The given template (it has a brace), or the content of the file at the given path."""
     try:
         return Path(given).expanduser().read_text(encoding="utf-8") if "{" not in given else given
     except (OSError, UnicodeDecodeError) as error:

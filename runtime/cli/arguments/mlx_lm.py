@@ -1,4 +1,4 @@
-"""Flags of `mlx_lm.generate`, `mlx_lm.chat` and `mlx_lm.server` that have no place here: accepted, with a hint."""
+"""Flags of `mlx_lm.generate`, `mlx_lm.chat` and `mlx_lm.server` that have no effect here: accepted, with a hint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.terminal.display import print_message
 _ONE_MACHINE = "the models run on one machine"
 _OWN_TEMPLATE = "a tokenizer without a chat template has no default one any more; --chat-template gives one"
 
-# By command: the flag, how many values it takes, and what to know.
+# By command: the flag, how many values it takes, and the hint.
 _WITHOUT_EFFECT: dict[str, tuple[tuple[str, int, str], ...]] = {
     "generate": (
         ("--verbose", 1, "stdout has the text alone; --stats prints statistics on stderr"),
@@ -29,7 +29,7 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[str, int, str], ...]] = {
 
 
 def add_flags_without_effect(parser: argparse.ArgumentParser, command: str) -> None:
-    """Add the flags of mlx-lm's command of this purpose that have no effect here."""
+    """Add the flags of mlx-lm's corresponding command that have no effect here."""
     for flag, num_values, hint in _WITHOUT_EFFECT[command]:
         parser.add_argument(
             flag,
@@ -42,7 +42,7 @@ def add_flags_without_effect(parser: argparse.ArgumentParser, command: str) -> N
 
 
 def add_flags_of_server(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `mlx_lm.server` that are called otherwise in `outrider serve`, or have no effect there."""
+    """Add the flags of `mlx_lm.server` that have another name in `outrider serve`, or no effect there."""
     hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     parser.add_argument("--allowed-origins", dest="allow_origin", type=_origins, **hidden)
     parser.add_argument("--decode-concurrency", dest="max_streams", type=int, **hidden)
@@ -51,7 +51,7 @@ def add_flags_of_server(parser: argparse.ArgumentParser) -> None:
 
 
 class _Hint(argparse.Action):
-    """Says on stderr what to know about a flag, which is in `const`."""
+    """Prints the hint about a flag, in `const`, on stderr."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None

@@ -23,9 +23,9 @@ from runtime.loading.model_spec import ModelSpec
 # The options of `runtime.open` that commands with models have.
 OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if option.group}
 
-# The options of what one text leaves to the next, which commands do not have that generate each text by itself.
+# Options for what one text leaves to the next. Commands that generate each text by itself do not have them.
 PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes", "copy_corpus")
-# Drafters that flags of loading say nothing of.
+# Drafters to which the loading flags do not apply.
 _NOT_NAMED = (None, NGRAM, AUTO_DRAFT)
 DRAFTER_ELSEWHERE = ("draft_rank", "draft_process", "draft_device")
 
@@ -35,18 +35,18 @@ class Models:
     """The models of a command.
 
     Attributes:
-        draft: likewise, "ngram" for prompt lookup, "auto" for what is on this disk, or None for plain decoding.
+        draft: a model, "ngram" for prompt lookup, "auto" for what is on this disk, or None for plain decoding.
     """
 
     target: str | Path | ModelSpec  # a path or hub id, with how it is loaded
     draft: str | Path | ModelSpec | None
-    options: dict[str, Any] = attrs.field(factory=dict)  # of `runtime.open`, as far as they were given
+    options: dict[str, Any] = attrs.field(factory=dict)  # those of `runtime.open` that were given
     device: str | None = None  # on which both compute, "cpu" or "gpu"; None for MLX's default
     more_drafts: tuple[str | Path | ModelSpec, ...] = ()  # further drafters, for a command that compares several
 
     @property
     def loaded(self) -> list[str | Path | ModelSpec]:
-        """The models that are named."""
+        """The models given by path, hub id or spec."""
         return [model for model in (self.target, *self.drafts) if model is not None and model not in DRAFT_WORDS]
 
     @property
@@ -92,7 +92,7 @@ def add_models(
         or 'path or hub id; "auto" takes what is on this disk and fits, or none; "ngram" drafts by prompt lookup, '
         'without a model; "none" decodes plainly (default: the demo draft model with the demo target, else none)',
     )
-    # The flag of mlx-lm.
+    # mlx-lm's name for it.
     group.add_argument("--draft-model", action=action, dest="draft", **HIDDEN)
     if not as_they_are:
         add_loading(parser)
@@ -106,7 +106,7 @@ def add_models(
 def models_of(arguments: argparse.Namespace) -> Models:
     """The models that the arguments name.
 
-    Raises: SettingsError: there is no such device, or how a model is to be loaded is not understood.
+    Raises: SettingsError: the device is unknown, or a loading flag is invalid.
     """
     if arguments.device not in (None, "cpu", "gpu"):
         raise SettingsError(f'--device must be "cpu" or "gpu", got {shown(arguments.device)}')

@@ -16,7 +16,7 @@ from protocol.settings import Settings, settings_from
 from runtime.cli.flags import flag
 
 Value = int | float | str | None
-# Keywords of a further spelling of a flag, which is accepted and not shown.
+# Keywords for another spelling of a flag, which is accepted but not shown.
 HIDDEN: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 
 
@@ -33,7 +33,7 @@ def parse_value(text: str) -> Value:
 
 
 def parse_size(text: str) -> int | str:
-    """The number of bytes in a text such as "2GB", as mlx-lm reads it; the text itself if it is none."""
+    """The number of bytes in a text such as "2GB", as mlx-lm reads it; the text itself if it is no size."""
     number = text.strip().upper().removesuffix("B")
     factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
     try:
@@ -55,7 +55,7 @@ def parse_pairs(text: str) -> dict[Value, Value] | str:
     return {parse_value(key.strip()): parse_value(number.strip()) for key, _, number in found}
 
 
-# How the values of a form are read; those of any other are numbers or words.
+# How values are parsed, by an option's form; all other forms are numbers or words.
 _READERS: dict[str | None, Callable[[str], Any]] = {
     "DIR": str,
     "HOW": str,
@@ -92,7 +92,7 @@ def add_options(
     *,
     required: bool = False,
 ) -> None:
-    """Add the options of a group that a class declares; with `required`, those without a default are."""
+    """Add the options of a group that a class declares; with `required`, those without a default are required."""
     for name, option in options_of(declaration).items():
         if option.group == of_group:
             default: Any = attrs.fields_dict(declaration)[name].default
@@ -101,7 +101,7 @@ def add_options(
 
 
 def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str] | tuple[str, str, dict[str, Any]]) -> None:
-    """Add flags, each as help shows it, its help, and what else argparse is to know.
+    """Add flags, each given as help shows it, with its help and further keywords for argparse.
 
     A flag looks like "--stats", "-p --prompt TEXT", or "--allow-host NAME ..." if it may be given more than once.
     """
@@ -117,7 +117,7 @@ def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str] | tuple
 
 
 def in_help(about: str) -> str:
-    """What an option is, in the words of the command line."""
+    """An option's description, worded for the command line."""
     about = re.sub(r"`(\w+)`", lambda name: flag(name[1]), about).replace("`", "")
     return re.sub(r"\bNone\b", '"none"', about).replace("%", "%%")
 
@@ -145,26 +145,26 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return settings
 
 
-# Settings that a server has for requests which do not set them.
+# Settings for which a server has defaults, for requests that do not set them.
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "lookahead")
 
 
 def add_defaults(parser: argparse.ArgumentParser) -> None:
-    """Add the settings of requests that do not set them; `defaults_of` reads them."""
+    """Add the flags of these defaults; `defaults_of` reads them."""
     group, defaults = parser.add_argument_group("settings of requests that do not set them"), Settings()
     for name in _DEFAULTS:
         add_option(group, name, options_of(Settings)[name], getattr(defaults, name))
 
 
 def defaults_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The settings of requests that do not set them; `open` checks them."""
+    """The defaults that were given; `open` checks them."""
     return {name: given for name, given in vars(arguments).items() if name in _DEFAULTS}
 
 
 def with_tokens_of(tokenizer: Any, settings: dict[str, Any], extra_eos_tokens: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings, completed by ids of the tokenizer, as mlx-lm's commands do.
+    """The settings, completed with the tokenizer's token ids, as in mlx-lm's commands.
 
-    XTC spares line breaks and ends of text, if the settings do not say what it spares. `extra_eos_tokens` are tokens
+    XTC spares line breaks and end-of-text tokens, unless the settings say what it spares. `extra_eos_tokens` are tokens
     or ids that end the text, beside `stop_tokens`.
     """
     completed = dict(settings)

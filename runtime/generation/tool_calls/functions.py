@@ -74,6 +74,10 @@ class Functions:
 
     async def call(self, call: ToolCall, call_function: CallFunction) -> str:
         """Call a function. Returns the result for the model: text as it is, anything else as JSON, or the error."""
+        # Half characters, such as in names of files, would make each later prompt invalid.
+        return (await self._called(call, call_function)).encode(errors="backslashreplace").decode()
+
+    async def _called(self, call: ToolCall, call_function: CallFunction) -> str:
         if (function := self._functions.get(call.name)) is None:
             return f"Error: there is no function {call.name!r}"
         # The user's code, with arguments that a model wrote.

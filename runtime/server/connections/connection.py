@@ -202,7 +202,8 @@ class Connection:
         """
         body, is_last = bytearray(), False
         try:
-            while isinstance(event := self._http.next_event(), (h11.Data, h11.EndOfMessage)):
+            # Not beyond the end of the body: h11 takes anything behind a last request for an error.
+            while self._http.their_state is h11.SEND_BODY and (event := self._http.next_event()) is not h11.NEED_DATA:
                 if isinstance(event, h11.Data):
                     body += event.data
                 else:
