@@ -147,7 +147,7 @@ class Operation:
 
 _HEADERS = {
     IGNORED_HEADER: {
-        "description": "Names of the request's fields that mean nothing here and are ignored; left out if none",
+        "description": "Names of the request's fields that are ignored; absent if there are none",
         "schema": {"type": "string"},
     }
 }

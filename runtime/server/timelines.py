@@ -25,7 +25,7 @@ MAX_EVENTS = 30_000
 
 
 class WorkSpan(TypedDict):
-    """A job of a model: its begin and end in seconds since the stream began, and how many streams shared it."""
+    """A job of a model: its start and end in seconds since the stream began, and how many streams shared it."""
 
     actor: Literal["target", "draft"]
     kind: str

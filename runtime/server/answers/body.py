@@ -18,10 +18,10 @@ class _WithoutEffect: ...
 
 
 # A field that clients send but that cannot affect any answer; of any type.
-NoEffect = Annotated[Any, _WithoutEffect(), Field(description="accepted without effect")]
+NoEffect = Annotated[Any, _WithoutEffect(), Field(description="accepted, but has no effect")]
 
 # A field of responses, which clients send back as part of a conversation; of any type.
-SentBack = Annotated[Any, Field(description="a field of responses; of no meaning in a request")]
+SentBack = Annotated[Any, Field(description="a field of responses, which may be sent back; has no effect")]
 
 
 class Body(BaseModel):
@@ -105,7 +105,7 @@ class IgnoredFields:
 class RequestBody(Body):
     """The whole body of a request."""
 
-    model: str | None = Field(None, description="the name in `/v1/models`; any name, where there is one model")
+    model: str | None = Field(None, description="a name in `/v1/models`; any name if only one model is served")
 
     _ignored: IgnoredFields = PrivateAttr(IgnoredFields())
 

@@ -86,7 +86,7 @@ class Thinking(Body):
 
 
 class Prediction(Body):
-    """A predicted text, such as the file that is edited; the drafter drafts from it."""
+    """A predicted text, such as a file being edited; the drafter drafts from it."""
 
     type: Literal["content"]
     content: Content
@@ -117,10 +117,10 @@ class Chat(Request):
     )
     parallel_tool_calls: bool | None = Field(
         None,
-        description="whether an answer may have several calls; by default only where the model decides whether to call",
+        description='whether an answer may have several tool calls; by default, only if `tool_choice` is "auto"',
     )
     reasoning_effort: Effort | None = Field(
-        None, description='a variable of the chat template; "none" switches reasoning off, if the template can'
+        None, description='passed to the chat template; "none" switches reasoning off, if the template can'
     )
     thinking: Thinking | bool | None = Field(
         None,
@@ -135,13 +135,13 @@ class Chat(Request):
     )
     continue_final_message: bool | None = Field(
         None,
-        description="true: the answer continues the last message; false: it is a new one; by default, it continues a "
-        "message of the assistant's without calls",
+        description="true: the answer continues the last message; false: it is a new message; by default, it continues "
+        "a last message of the assistant's that has no tool calls",
     )
     add_generation_prompt: bool | None = Field(
         None, description="true: the answer is a new message; false: the prompt ends with the last message"
     )
-    prediction: Prediction | None = Field(None, description="a text that the answer may resemble, to draft from")
+    prediction: Prediction | None = Field(None, description="a text that the answer may resemble; it helps the drafter")
 
     def check(self) -> None:
         super().check()

@@ -106,10 +106,12 @@ class ConstrainedRequest(GenerationBody):
     """The fields that constrain the answer; a request has at most one of them."""
 
     response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
-    json_schema: dict[str, Any] | bool | None = Field(None, description="llama.cpp's field: the answer matches it")
-    grammar: str | None = Field(None, description="llama.cpp's field: the answer matches a grammar, in GBNF or Lark's")
-    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field")
-    guided_json: _Schema | None = Field(None, description="vLLM's older field, like the next three")
+    json_schema: dict[str, Any] | bool | None = Field(
+        None, description="llama.cpp's field: a schema that the answer matches"
+    )
+    grammar: str | None = Field(None, description="llama.cpp's field: a grammar of the answer, in GBNF or Lark")
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field: a constraint on the answer")
+    guided_json: _Schema | None = Field(None, description="vLLM's older form of constraint, as all `guided_*`")
     guided_regex: str | None = None
     guided_choice: _Choices | None = None
     guided_grammar: str | None = None
@@ -161,23 +163,23 @@ class Request(ConstrainedRequest):
     max_tokens: MaxTokens | None = Field(
         None,
         validation_alias=AliasChoices("max_tokens", "n_predict"),
-        description="maximum number of tokens of the answer, -1 for as many as fit into the context; also `n_predict`",
+        description="maximum number of tokens in the answer, -1 for as many as fit into the context; also `n_predict`",
     )
     min_tokens: Id | None = Field(
-        None, description="number of tokens before which no end-of-text or stop token can end the answer"
+        None, description="minimum number of tokens: before that, no end-of-text or stop token can end the answer"
     )
     stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
-    include_stop_str_in_output: bool | None = Field(None, description="end the text with what has stopped it")
+    include_stop_str_in_output: bool | None = Field(None, description="keep the stop string or token at the end")
     skip_special_tokens: bool | None = Field(
         None, description="true: leave special tokens out of the text, except those around reasoning and calls"
     )
     logit_bias: Biases | None = Field(
         None,
-        description="added to the logits of tokens, by token id, or by text for each of its tokens; -100 practically "
-        "forbids a token; also a list of pairs of a token and its bias",
+        description="numbers to add to the logits of tokens, by token id, or by a text, which stands for each of its "
+        "tokens; -100 practically forbids a token; also a list of [id or text, number] pairs",
     )
     cache_prompt: bool | None = Field(
-        None, description="false: neither reuse what is cached of the prompt, nor keep it for later requests"
+        None, description="false: neither reuse cached tokens of the prompt, nor cache it for later requests"
     )
 
     prompt_field: ClassVar[str]

@@ -43,7 +43,7 @@ class TokenCount(TypedDict):
 
 
 class MessagesUsage(TypedDict):
-    """Token counts: of the prompt, without what was still cached; of the prompt that was; and of the answer."""
+    """Token counts: of the prompt's uncached part (`input_tokens`), of its cached part, and of the answer."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -67,7 +67,7 @@ class ThinkingContentBlock(TypedDict):
 
 
 class ToolUseContentBlock(TypedDict):
-    """A call of a tool; where its block starts, the input is empty."""
+    """A call of a tool; in the event that starts the block, `input` is empty."""
 
     type: Literal["tool_use"]
     id: str
@@ -79,7 +79,7 @@ Content = TextContentBlock | ThinkingContentBlock | ToolUseContentBlock
 
 
 class AnthropicMessage(TypedDict):
-    """A response of `/v1/messages`; as the first event of a stream, it is empty."""
+    """A response of `/v1/messages`; in the first event of a stream, `content` is empty."""
 
     id: str
     type: Literal["message"]
@@ -108,7 +108,7 @@ class Ping(TypedDict):
 
 
 class BlockStart(TypedDict):
-    """A block of content begins; it is empty yet."""
+    """A block of content begins; it is still empty."""
 
     type: Literal["content_block_start"]
     index: int
@@ -147,7 +147,7 @@ BlockDelta = TextBlockDelta | ThinkingBlockDelta | SignatureBlockDelta | InputBl
 
 
 class BlockDeltaEvent(TypedDict):
-    """A block of content goes on."""
+    """A further part of a block of content."""
 
     type: Literal["content_block_delta"]
     index: int

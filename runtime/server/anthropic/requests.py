@@ -40,7 +40,7 @@ class ThinkingBlock(Body):
 
 
 class RedactedThinkingBlock(Body):
-    """Reasoning that only Anthropic's service can read; it is left out."""
+    """Reasoning that only Anthropic's service can read; it is left out of the prompt."""
 
     type: Literal["redacted_thinking"]
     data: SentBack = None
@@ -125,14 +125,14 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
-    """The form of the answer, and how much the model reasons, as a variable of its chat template."""
+    """The form of the answer, and how much the model reasons (`effort`, passed to its chat template)."""
 
     format: JsonFormat | None = None
     effort: Effort | None = None
 
 
 class MessagesTool(CachedBody):
-    """A tool that the client runs. Tools of other types, which Anthropic's service runs, are left out."""
+    """A tool that the client runs. Tools of other types, which Anthropic's service runs, are ignored."""
 
     type: str | None = None
     name: str
@@ -154,7 +154,7 @@ class TokenCountRequest(TranslatedBody, CachedBody):
 
     messages: list[InputMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
     system: str | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
-    thinking: ThinkingConfig | None = Field(None, description="by default, as the model's chat template has it")
+    thinking: ThinkingConfig | None = Field(None, description="by default, the model's chat template decides")
     tools: Annotated[list[MessagesTool], Field(max_length=1000, fail_fast=True)] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
@@ -188,7 +188,7 @@ class TokenCountRequest(TranslatedBody, CachedBody):
 class MessagesRequest(TokenCountRequest, GenerationBody):
     """The body of a request to `/v1/messages`: a conversation to continue."""
 
-    max_tokens: MaxTokens | None = Field(None, description="maximum number of tokens of the answer")
+    max_tokens: MaxTokens | None = Field(None, description="maximum number of tokens in the answer")
     stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
 
     def fields(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ ServiceStatus = Literal["ok", "degraded", "broken"]
 class ModelDescription(TypedDict):
     """A served model.
 
-    Whether it has a chat template, and the length of its context, by vLLM's name for it, are known once it was loaded.
+    `has_chat_template` and `max_model_len`, the length of its context in tokens, are null until it was loaded once.
     """
 
     id: str
@@ -42,7 +42,7 @@ class ModelList(TypedDict):
 
 
 class ModelHealth(TypedDict):
-    """Whether a model works, and the number of its streams that run and wait."""
+    """Whether a model works, and how many of its streams are running and waiting."""
 
     state: ModelState
     status: ServiceStatus
@@ -51,9 +51,9 @@ class ModelHealth(TypedDict):
 
 
 class HealthReport(TypedDict):
-    """Whether the models work, and the number of streams that run and wait: of all together, and of each.
+    """Whether the models work, and how many streams are running and waiting: in all, and for each model.
 
-    A server whose status is "draining" is about to stop: it ends the requests that it has, and takes no others.
+    A server whose status is "draining" is about to stop: it finishes its current requests and refuses new ones.
     """
 
     status: Literal["ok", "degraded", "broken", "draining"]
@@ -78,7 +78,7 @@ class GenerationDefaults(TypedDict):
 
 
 class Modalities(TypedDict):
-    """Inputs that a prompt can have beside text."""
+    """Kinds of input, besides text, that a prompt can have."""
 
     vision: bool
     audio: bool
@@ -87,8 +87,8 @@ class Modalities(TypedDict):
 class Props(TypedDict):
     """Properties of the server and its first model, in llama.cpp's form.
 
-    The chat template is "" if the model has none, or is not loaded, and `total_slots` null; so many requests are worked
-    on at once.
+    `chat_template` is "" if the model has none or is not loaded. `total_slots` is the number of requests that are
+    worked on at once; null if it is not limited, or the model is not loaded.
     """
 
     model_path: str

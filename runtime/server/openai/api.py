@@ -29,7 +29,7 @@ OPERATIONS = (
         "/v1/fim/completions",
         lambda context: Endpoint(context, partial(parse_request, FimRequest), ChatSerializer),
         "fill_in",
-        "Write what stands between two texts",
+        "Fill in the text between two texts",
         ChatCompletion,
         "POST",
         FimRequest,

@@ -15,7 +15,7 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
 
 
 class PromptLogprob(TypedDict):
-    """The log-probability of a token of the prompt, or of a likely other one; the most probable has the rank 1."""
+    """Log-probability of a prompt token, or of a likely token at its position; rank 1 is the most probable."""
 
     logprob: float
     rank: int
@@ -30,13 +30,13 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class PromptDetails(TypedDict):
-    """Prompt tokens that were still cached."""
+    """Number of prompt tokens that were already cached."""
 
     cached_tokens: int
 
 
 class CompletionDetails(TypedDict):
-    """Answer tokens that are reasoning, and drafted tokens that were accepted and rejected."""
+    """Numbers of answer tokens that are reasoning, and of drafted tokens that were accepted and rejected."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int
@@ -44,7 +44,7 @@ class CompletionDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Token counts of a request and its answer, and of the proposed and accepted drafted tokens."""
+    """Token counts of prompt and answer, and of drafted tokens, some of which are copied from earlier text."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -58,7 +58,7 @@ class Usage(TypedDict):
 
 
 class Timings(TypedDict):
-    """Counts and times, as llama.cpp has them; see `runtime.server.openai.serializers.timings`."""
+    """Token counts, times in ms and rates per second of prompt and answer, under llama.cpp's names."""
 
     cache_n: int
     prompt_n: int
@@ -77,7 +77,7 @@ class Timings(TypedDict):
 
 
 class SpeculationToken(TypedDict):
-    """A token, and who had proposed it: see `runtime.Token`."""
+    """A token, and who proposed it: `drafted_by` is null if it is the target's own. See `runtime.Token`."""
 
     id: int
     text: str
@@ -87,7 +87,7 @@ class SpeculationToken(TypedDict):
 
 
 class SpeculationStatistics(TypedDict):
-    """Statistics of the stream so far: see `runtime.Statistics`."""
+    """Statistics of the stream so far, with times in seconds: see `runtime.Statistics`."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -122,7 +122,7 @@ class _Response(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """Log-probabilities; each list has an item per token. The first of a prompt that is repeated has none."""
+    """Log-probabilities; each list has one item per token, null for the first token of an echoed prompt."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -131,7 +131,7 @@ class CompletionLogprobs(TypedDict):
 
 
 class CompletionChoice(TypedDict):
-    """The text."""
+    """One of the texts, or the part of it that is new in a chunk."""
 
     index: int
     text: str
@@ -141,7 +141,7 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(_Response):
-    """A response of `/v1/completions`, or a chunk of one; `usage` and `timings` come at the end, or in all."""
+    """A response of `/v1/completions`, or a chunk: `usage` and `timings` are in the last one, or in all."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
@@ -176,9 +176,9 @@ class ToolCallEntry(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """The answer, and the reasoning before it if there is any; the content is null where there are only calls.
+    """The answer, and the reasoning before it if there is any; `content` is null if there are only tool calls.
 
-    `function_call` answers a request with `functions`.
+    A request with `functions` gets `function_call` instead of `tool_calls`.
     """
 
     role: Literal["assistant"]
@@ -190,7 +190,7 @@ class ChatMessage(TypedDict):
 
 
 class ChatChoice(TypedDict):
-    """The message."""
+    """One of the answers."""
 
     index: int
     message: ChatMessage
@@ -244,7 +244,7 @@ class ChunkChoice(TypedDict):
 
 
 class ChatChunk(_Response):
-    """A chunk of a response of `/v1/chat/completions`; chunks have `usage` and `timings` as there."""
+    """A chunk of a response of `/v1/chat/completions`; `usage` and `timings` are in the last one, or in all."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]

@@ -35,9 +35,9 @@ class StreamOptions(Body):
     Attributes:
         include_usage: add a last chunk with the usage.
         continuous_usage_stats: add the usage so far to each chunk, unless `include_usage` is false.
-        include_obfuscation: an option of OpenAI's without effect here: chunks are never padded.
-        include_speculation: add to each chunk its tokens, which of them the drafter proposed, the statistics, and what
-            the models did; send at least four chunks a second, also while the prompt is read.
+        include_obfuscation: OpenAI's option; it has no effect, since chunks are never padded.
+        include_speculation: add to each chunk its tokens, which of them the drafter proposed, the statistics so far,
+            and what the models did; send at least four chunks a second, also while the prompt is read.
     """
 
     include_usage: bool | None = None
@@ -57,13 +57,13 @@ class OpenAIRequest(Request):
     stream_options: StreamOptions | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
         None,
-        description="vLLM's field: give the log-probabilities of the prompt's tokens, and of so many of the most "
-        "probable others",
+        description="vLLM's field: return the log-probability of each token of the prompt, and those of this many of "
+        "the most probable tokens at its position",
     )
     timings_per_token: bool | None = Field(
-        None, description="llama.cpp's field: give the `timings` so far in each chunk, and not in the last one only"
+        None, description="llama.cpp's field: include the `timings` so far in every chunk, not only in the last"
     )
-    n: Number | None = Field(None, description="number of answers, which are worked on side by side")
+    n: Number | None = Field(None, description="number of answers, which are generated side by side")
     user: NoEffect = None
     metadata: NoEffect = None
     store: NoEffect = None
@@ -182,21 +182,21 @@ class CompletionRequest(OpenAIRequest):
 
     prompt_field = "prompt"
     prompt: str | Ids | _ListOfTexts | _ListOfIds = Field(
-        description="a text or token ids; or a list of texts or of ids"
+        description="a text or a list of token ids; for several prompts, a list of texts or of lists of token ids"
     )
     max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None,
         validation_alias=AliasChoices("max_tokens", "n_predict"),
-        description="maximum number of tokens of the answer, -1 for as many as fit into the context, 0 with `echo` for "
+        description="maximum number of tokens in the answer, -1 for as many as fit into the context, 0 with `echo` for "
         "none; also `n_predict`",
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = Field(
-        None, description="begin the answer with the prompt, and with its log-probabilities if `logprobs` are asked for"
+        None, description="begin the answer with the prompt, and with its log-probabilities if `logprobs` is set"
     )
     best_of: Number | None = Field(
         None,
-        description="generate so many texts, and answer with those of the highest mean log-probability; at least n",
+        description="number of texts to generate, at least `n`; the `n` of highest mean log-probability are returned",
     )
     suffix: str | None = Field(
         None, description="the text after the answer, for models that were trained to fill in the middle"
@@ -256,7 +256,7 @@ class CompletionRequest(OpenAIRequest):
 
 
 class FimRequest(CompletionRequest):
-    """The body of a request to `/v1/fim/completions`, in Mistral's form: what stands between two texts."""
+    """The body of a request to `/v1/fim/completions`, in Mistral's form: fill in between `prompt` and `suffix`."""
 
     prompt: str
 

@@ -23,18 +23,18 @@ from runtime.server.operations import Operation
 
 
 class TokenizeRequest(RequestBody):
-    """The body of a request to `/v1/tokenize`: a text. A body with `messages` is that of a chat."""
+    """The body of a request to `/v1/tokenize`: a text as `prompt` or `content`, or a chat as `messages`."""
 
-    prompt: str | None = Field(None, description="a text, with the special tokens that the tokenizer adds")
-    content: str | None = Field(None, description="a text, without special tokens")
-    add_special_tokens: bool | None = Field(None, description="whether special tokens are added; also `add_special`")
+    prompt: str | None = Field(None, description="a text; by default, special tokens are added")
+    content: str | None = Field(None, description="a text; by default, no special tokens are added")
+    add_special_tokens: bool | None = Field(None, description="whether to add special tokens; also `add_special`")
     add_special: bool | None = None
     parse_special: NoEffect = None
-    return_token_strs: bool | None = Field(None, description="give the text of each token as `token_strs`")
+    return_token_strs: bool | None = Field(None, description="return the text of each token as `token_strs`")
     with_pieces: bool | None = Field(
-        None, description="give each token as an object with its text; or with its bytes, if it is no whole text"
+        None, description="return each token as an object with its text, or its bytes if they are not whole characters"
     )
-    messages: Any = Field(None, description="a chat, with the other fields of a request to `/v1/chat/completions`")
+    messages: Any = Field(None, description="a chat; other fields are those of `/v1/chat/completions`")
 
     @property
     def text(self) -> str:
@@ -59,14 +59,14 @@ class DetokenizeRequest(RequestBody):
 
 
 class Piece(TypedDict):
-    """A token: its id, and its text, or its bytes if it is no whole text."""
+    """A token: its id, and its text, or its bytes if they are not whole characters."""
 
     id: int
     piece: str | list[int]
 
 
 class Tokenized(TypedDict):
-    """Token ids of a text or a chat, their number, and the context's length (null if the model names none)."""
+    """Token ids of a text or a chat, their number, and the length of the model's context (null if unknown)."""
 
     tokens: list[int | Piece]
     count: int
@@ -75,7 +75,7 @@ class Tokenized(TypedDict):
 
 
 class Detokenized(TypedDict):
-    """The text of token ids, under the names that vLLM and llama.cpp have for it."""
+    """The text of token ids, twice: under vLLM's name and llama.cpp's."""
 
     prompt: str
     content: str

@@ -69,7 +69,7 @@ OPERATIONS = (
         "/v1/responses/{id}",
         lambda context: partial(_stored, context),
         "delete_response",
-        "Drop a stored response",
+        "Delete a stored response",
         DeletedResponse,
         "DELETE",
         statuses=("404",),

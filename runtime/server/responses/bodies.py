@@ -16,7 +16,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class OutputText(TypedDict):
-    """Text of the answer; `logprobs` of its tokens, if the request includes them."""
+    """Text of the answer; `logprobs` is empty unless the request includes them."""
 
     type: Literal["output_text"]
     text: str
@@ -69,14 +69,14 @@ OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
 
 
 class InputDetails(TypedDict):
-    """Prompt tokens that were still cached."""
+    """Number of prompt tokens that were already cached."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(TypedDict):
-    """Answer tokens that are reasoning."""
+    """Number of answer tokens that are reasoning."""
 
     reasoning_tokens: int
 
@@ -105,7 +105,7 @@ class ResponseFailure(TypedDict):
 
 
 class ResponseBody(TypedDict):
-    """A response of `/v1/responses`; settings of the request are given back as they were sent, `usage` at the end."""
+    """A response of `/v1/responses`, with settings of the request as they were sent; `usage` comes at the end."""
 
     id: str
     object: Literal["response"]
@@ -160,7 +160,7 @@ _TEXT: dict[str, Any] = {**_PART, "logprobs": list[TokenLogprob]}
 _WHOLE = ("created", "in_progress", "completed", "incomplete", "failed")
 
 EVENTS: tuple[Any, ...] = (
-    _event("ResponseEvent", "The response as it is: at the beginning, and at its end.", *_WHOLE, response=ResponseBody),
+    _event("ResponseEvent", "The response so far, when it begins and when it ends.", *_WHOLE, response=ResponseBody),
     _event(
         "ItemEvent",
         "An item of the output begins, or is complete.",

@@ -58,14 +58,14 @@ class MessageItem(SentBackItem):
 
 
 class ReasoningText(Body):
-    """Text of a reasoning."""
+    """Text of the reasoning."""
 
     type: SentBack = None
     text: str
 
 
 class ReasoningItem(SentBackItem):
-    """The reasoning before an earlier answer; summaries and encrypted content are left out."""
+    """The reasoning before an earlier answer; summaries and encrypted content are ignored."""
 
     type: Literal["reasoning"]
     summary: SentBack = None
@@ -188,14 +188,14 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """How much the model reasons, as a variable of its chat template; "none" turns reasoning off, if that can."""
+    """How much the model reasons, passed to its chat template; "none" turns reasoning off, if that can."""
 
     effort: Effort | None = None
     summary: NoEffect = None
 
 
 class ResponsesTool(Body):
-    """A tool. Only functions can be called; tools of other types, which OpenAI's service runs, are left out."""
+    """A tool. Only functions can be called; tools of other types, which OpenAI's service runs, are ignored."""
 
     type: str
     name: str | None = None
@@ -205,7 +205,7 @@ class ResponsesTool(Body):
 
 
 class ResponsesToolChoice(Body):
-    """The function that the model must call, or those that it may."""
+    """The function that the model must call, or the functions that it may call."""
 
     type: str
     name: str | None = None
@@ -220,27 +220,27 @@ class ResponsesRequest(TranslatedBody, GenerationBody):
     instructions: str | None = Field(None, description="the system message; not kept for later responses")
     previous_response_id: str | None = Field(None, description="continue the conversation of a stored response")
     store: bool | None = Field(None, description="false: do not keep the response for later ones")
-    max_output_tokens: MaxTokens | None = Field(None, description="maximum number of tokens of the answer")
+    max_output_tokens: MaxTokens | None = Field(None, description="maximum number of tokens in the answer")
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     tools: Annotated[list[ResponsesTool], Field(max_length=1000, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[str], Field(max_length=100)] | None = Field(
-        None, description=f'"{LOGPROBS}": the log-probability of each token of the answer; others have no effect'
+        None, description=f'"{LOGPROBS}": the log-probability of each token of the answer; other values have no effect'
     )
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        None, description="how many of the most probable tokens to name beside each token of the answer"
+        None, description="number of most probable tokens to return with each token of the answer"
     )
-    metadata: dict[str, Any] | None = Field(None, description="given back with the response")
-    user: str | None = Field(None, description="given back with the response")
+    metadata: dict[str, Any] | None = Field(None, description="returned with the response")
+    user: str | None = Field(None, description="returned with the response")
     service_tier: NoEffect = None
     prompt_cache_key: NoEffect = None
     prompt_cache_retention: NoEffect = None
     safety_identifier: NoEffect = None
-    background: bool | None = Field(None, description="must not be true: who leaves cancels the request")
-    conversation: Any = Field(None, description="must be null: send previous_response_id")
-    prompt: Any = Field(None, description="must be null: send the text")
+    background: bool | None = Field(None, description="must not be true: a client that leaves cancels its request")
+    conversation: Any = Field(None, description="must be null; use `previous_response_id` instead")
+    prompt: Any = Field(None, description="must be null; send the text as `input` instead")
 
     @property
     def has_logprobs(self) -> bool:
