@@ -45,42 +45,44 @@ class OpenOptions:
     """The arguments of `runtime.open`, checked as far as that is possible without the models.
 
     Attributes:
-        target: a path or hub id for `mlx_lm.load`; a `ModelSpec`, which is one with an adapter, a revision or other
+        target: a path or hub id for `mlx_lm.load`; a `ModelSpec`, for a model with an adapter, a revision or other
             options of `mlx_lm.load`; or a pair `(model, tokenizer)`. If the tokenizer is None, prompts are token ids
             and texts stay empty.
         draft: likewise, also with another vocabulary; or the folder of a drafter that was trained for the target
-            (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "auto" for what of
-            these is on this disk and fits the target (`runtime.suggest_draft`), or none, which is logged; or "ngram"
-            for prompt lookup, which proposes what followed the same tokens earlier in the prompt and the text; or None
-            for plain decoding by the same actors.
+            (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "auto" for one of
+            these that is on this disk and fits the target (`runtime.suggest_draft`), or none, which is logged; or
+            "ngram" for prompt lookup, which proposes what followed the same tokens earlier in the prompt and the text;
+            or None for plain decoding by the same actors.
         rewind: how caches are rewound after a rejection: "trim", "checkpoint", "none" or "auto". *trim* drops the tail;
             *checkpoint* restores the state from before the round and feeds the accepted tokens again in front of the
             next window; *none* feeds one committed token at a time. "auto" takes, before each round, the first of them
             that every layer's cache supports at that moment.
-        max_kv_size: most tokens that a cache keeps, >= 5, for models that make no caches of their own; None for no
-            bound. All but the first four are forgotten, oldest first.
-        kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None does not.
-        kv_group_size: quantisation group, 32, 64 or 128.
+        max_kv_size: maximum number of tokens that a cache keeps, >= 5, for models that make no caches of their own;
+            None for no limit. All but the first four are forgotten, oldest first.
+        kv_bits: quantise key-value caches to 2, 3, 4, 5, 6 or 8 bits; None for no quantisation.
+        kv_group_size: group size of quantised caches: 32, 64 or 128.
         quantized_kv_start: quantise a cache once it has this many tokens, >= 0.
-        max_streams: most streams that the models work on at the same time, >= 1, which bounds the memory for caches;
-            further streams wait in the order of their calls. "auto" for 16 where streams of the target share passes, or
-            `max_batch` where that is less, and for 4 where they take turns. None for no bound.
-        max_batch: most streams that share one forward pass of the target, >= 1. With 1 each has passes of its own: in
-            low precision, a pass over several texts rounds differently from a pass over one.
-        prefix_cache_bytes: size of each model's prefix cache in bytes, such as 2GB; 0 keeps none. It has cached
+        max_streams: maximum number of streams that the models work on at the same time, >= 1, which bounds the memory
+            for caches; further streams wait, first come, first served. "auto" for 16 if streams of the target share
+            passes, or `max_batch` if that is less, and for 4 if they take turns. None for no limit.
+        max_batch: maximum number of streams that share one pass of the target, >= 1. With 1 each has its own: in low
+            precision, a pass over several texts rounds differently from a pass over one.
+        prefix_cache_bytes: maximum size of each model's prefix cache in bytes, such as 2GB; 0 for none. It has cached
             sequences of finished texts, for streams with `reuse_prefix`; the least recently used one goes first.
-        prefix_cache_dir: a directory for what leaves the models' prefix caches, or is in them at the end, to be found
-            after a restart. None keeps nothing. It is made if it is missing, and several runtimes may share it. Its
-            files have the tokens of texts, and can be used only with this model and these cache options.
-        prefix_cache_dir_bytes: bound of that directory's size in bytes, such as 40GB. The least recently used files are
-            deleted.
-        copy_corpus: memory for a corpus of copies in bytes, indices included, such as 256MB; 0 keeps none. A drafter in
-            this process proposes what followed the same tokens there, if more tokens match than in the text itself. It
-            has finished answers, predictions, and the texts of `add_corpus`; the least recently used go first.
-        defaults: settings of every stream that is not given others: a `Settings`, or a mapping of some by name. A
-            logits processor among them is shared by all streams.
-        chat_template_args: variables of the chat template, such as {"enable_thinking": false}, for every prompt of
-            messages; a conversation's `thinking` and what a request says go before them.
+        prefix_cache_dir: a directory for cached sequences that are evicted from the models' prefix caches, or are in
+            them at the end, so that they outlive a restart. None stores nothing. It is made if it is missing, and
+            several runtimes may share it. Its files have the tokens of texts, and can be used only with this model and
+            these cache options.
+        prefix_cache_dir_bytes: maximum size of `prefix_cache_dir` in bytes, such as 40GB. The least recently used files
+            are deleted.
+        copy_corpus: bytes of memory for texts to copy drafts from, such as 256MB, indices included; 0 for none. A
+            drafter in this process proposes what followed the same tokens there, if more tokens match than in the text
+            itself. The texts are finished answers, predictions, and those of `add_corpus`; the least recently used go
+            first.
+        defaults: settings for streams that do not set them: a `Settings`, or a mapping of some by name. A logits
+            processor among them is shared by all streams.
+        chat_template_args: variables of the chat template, such as {"enable_thinking": false}, for prompts that are
+            messages; a conversation's `thinking` and the fields of a request override them.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
             page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
@@ -88,16 +90,16 @@ class OpenOptions:
             room on a GPU. MLX reads them when it first computes there: False has no effect after that.
         group: the ranks that the target is sharded over, from `runtime.join_ranks`; the others call `runtime.follow`
             with the same target. This process is rank 0. None for one process.
-        draft_rank: a rank of the group, as by mlx.launch, that holds the drafter alone, and no part of the target; None
-            or 0 for rank 0, which then drafts beside its part. It calls `runtime.follow` with the drafter, too.
+        draft_rank: the rank (see mlx.launch) that runs the drafter alone, without a part of the target; None or 0 for
+            rank 0, which then also runs its part of the target. The drafter's rank calls `runtime.follow` with it, too.
         draft_process: whether the draft model works in a process of its own on this machine, which loads it from a path
             or hub id. The target then has its processor time and Python's lock to itself, but each proposal takes a
             trip between the processes. If the process ends, streams go on without it.
-        draft_device: MLX's default device in that process, "cpu" or "gpu", beside a target on the other one; implies
-            `draft_process`. None for MLX's own choice.
-        work_ahead: whether the drafter drafts while the target verifies: "always", "never", or "auto" by measured
-            prices. Drafting then slows down a target on the same device, but the next proposal is ready sooner. "never"
-            drafts after the verdict, and "always" does not ask the prices at a fixed `lookahead`.
+        draft_device: MLX's default device in the draft model's process, "cpu" or "gpu", so that the target can use the
+            other one; implies `draft_process`. None for MLX's own choice.
+        work_ahead: whether the drafter drafts while the target verifies: "always", "never", or "auto" to decide by
+            measured prices. Drafting then slows down a target on the same device, but the next proposal is ready
+            sooner. "never" drafts after the verdict, and "always" does not ask the prices at a fixed `lookahead`.
 
     Raises: SettingsError: a value is of the wrong type or out of its range.
     """

@@ -156,7 +156,7 @@ _OF_SAMPLING = (
 
 
 # Headings of flags.
-_BASIC, _ENDS, _FILTERS, _PENALTIES = "settings", "where the text ends", "filters, at a temperature", "penalties"
+_BASIC, _ENDS, _FILTERS, _PENALTIES = "settings", "where the text ends", "filters, above temperature 0", "penalties"
 
 
 @declared
@@ -169,36 +169,39 @@ class Settings:
     then the temperature is applied.
 
     Attributes:
-        max_tokens: most tokens to generate, >= 1; None for no limit. A text also ends where the target's context does.
+        max_tokens: maximum number of tokens to generate, >= 1; None for no limit. A text also ends where the target's
+            context does.
         temperature: sampling temperature, >= 0; 0 is greedy. Then the filters (`top_p` to `xtc_special_tokens`) do
             nothing.
-        draft_temperature: the drafter's own temperature, >= 0, if `temperature` is above 0; None takes that. At 0 it
+        draft_temperature: the drafter's temperature, >= 0, if `temperature` is above 0; None for the same. At 0 it
             drafts its likeliest tokens. It changes how many drafted tokens are accepted, never the distribution of the
             text.
         top_p: nucleus sampling: keep the likeliest tokens that together have this probability, in [0, 1]; 0 and 1 keep
             all.
         min_p: keep tokens at least this likely, as a fraction of the likeliest token's probability, in [0, 1]; 0 keeps
             all.
-        min_tokens_to_keep: tokens that `min_p` always keeps, >= 1.
+        min_tokens_to_keep: minimum number of tokens that `min_p` keeps, >= 1.
         top_k: keep this many of the likeliest tokens, >= 0; 0 keeps all.
-        xtc_probability: how often, in [0, 1], XTC removes a position's top choices: all tokens above `xtc_threshold`
-            except the least likely of them.
+        xtc_probability: probability, in [0, 1], that XTC removes a position's top choices: all tokens above
+            `xtc_threshold` except the least likely of them.
         xtc_threshold: probability above which a token is a top choice for XTC, in [0, 0.5].
-        xtc_special_tokens: ids that XTC never removes, such as 1,2.
+        xtc_special_tokens: token ids that XTC never removes, such as 1,2.
         seed: seed that makes sampled text repeatable, in [0, 2**64); None for a fresh one. With a seed,
             `acceptance="auto"` takes the match rule, under which the text depends on target, prompt, settings and seed
             alone.
-        stop: text that ends the generation where it appears, and is left out; there may be several. A single one may be
-            given without a list. Needs a tokenizer.
-        stop_tokens: ids that end the text, beside the tokenizer's end-of-text ids, such as 1,2.
-        ignore_eos: do not end at the tokenizer's end-of-text ids; `stop_tokens` still count.
+        stop: text at which the generation ends, and which is left out; several may be given. A single one may be given
+            without a list. Needs a tokenizer.
+        stop_tokens: token ids that end the text, besides the tokenizer's end-of-text ids, such as 1,2.
+        ignore_eos: do not end at the tokenizer's end-of-text ids; `stop_tokens` still end the text.
         logit_bias: numbers to add to the logits of tokens, by id, such as 12=-1.5,7=-inf; -inf forbids a token.
-        repetition_penalty: divides positive logits of tokens among the last `repetition_context_size`, and multiplies
-            negative ones, >= 0.01; None or 0 does nothing, 1 changes nothing.
-        presence_penalty: is subtracted from the logits of tokens among the last `presence_context_size`.
-        frequency_penalty: is subtracted once for each time that a token is among the last `frequency_context_size`.
-        repetition_context_size, presence_context_size, frequency_context_size: tokens that the penalty looks back,
-            prompt included, >= 1; None for the whole text.
+        repetition_penalty: number, >= 0.01, that divides positive logits of tokens among the last
+            `repetition_context_size`, and multiplies negative ones; None or 0 for no penalty, and 1 has no effect.
+        presence_penalty: number subtracted from the logits of tokens among the last `presence_context_size`; None for
+            no penalty.
+        frequency_penalty: number subtracted from a token's logit for each time that the token is among the last
+            `frequency_context_size`; None for no penalty.
+        repetition_context_size, presence_context_size, frequency_context_size: number of latest tokens that the penalty
+            considers, prompt included, >= 1; None for the whole text.
         logits_processors: functions `f(tokens, logits)` as in mlx-lm: they take (n,) ids of the text so far, prompt
             included, and (1, V) logits of the target's width, and return (1, V) logits. One that is marked with
             `runtime.stateless`, or has `save()` and `restore(state)` (see `runtime.Checkpointed`), runs on the models'
@@ -209,24 +212,25 @@ class Settings:
             drafted token is accepted if it is the function's choice. A function marked with `runtime.stateless` also
             chooses for drafts, on both models' threads. Any other is called only once for each token of the text, which
             means a lookahead of 0.
-        logprobs: for how many of the likeliest tokens at each position to give log-probabilities, in [0, 128], beside
-            that of the token itself; 0 gives none. They are the target's, after `logits_processors` and before the
+        logprobs: number of likeliest tokens at each position whose log-probabilities to give, in [0, 128], besides that
+            of the token itself; 0 gives none at all. They are the target's, after `logits_processors` and before the
             filters and the temperature.
-        prefill_step_size: prompt tokens per forward pass during prefill, >= 1; "auto" for as many as were measured to
-            be cheap, in at most 0.2 s. (Where the text depends on it, as with `kv_bits`: 2048.) Between two passes a
+        prefill_step_size: prompt tokens per forward pass during prefill, >= 1; "auto" to choose by measured times, with
+            at most 0.2 s a pass. (Where the text depends on it, as with `kv_bits`: 2048.) Between two passes a
             cancellation takes effect, and other streams have their turn.
-        acceptance: rule for drafted tokens: "match", "rejection", "block", or "auto", which is match at temperature 0
-            or with a seed, else rejection. At temperature 0 all rules are the same.
-        lookahead: most tokens in one proposal, in [0, 64], or "auto"; 0 is plain decoding.
-        prediction: ids of a text that the answer may resemble, such as a file that is edited. Prompt lookup drafts from
-            it, as from the prompt; a drafter that has a model does so after a miss, with `lookahead="auto"`. It changes
-            how many drafted tokens are accepted, never the distribution of the text.
+        acceptance: acceptance rule for drafted tokens: "match", "rejection", "block", or "auto", which is match at
+            temperature 0 or with a seed, else rejection. At temperature 0 all rules are the same.
+        lookahead: maximum number of tokens in one proposal, in [0, 64], or "auto" by measured prices; 0 is plain
+            decoding.
+        prediction: token ids of a text that the answer may resemble, such as a file being edited. Prompt lookup drafts
+            from it, as from the prompt; a drafter that has a model does so after a miss, with `lookahead="auto"`. It
+            changes how many drafted tokens are accepted, never the distribution of the text.
         reuse_prefix: begin with the cached tokens of an earlier text that shares a prefix with this one, and keep this
             text's cached tokens for later ones.
-        prompt_cache_file: path of a file of `mlx_lm.cache_prompt`, or of mlx-lm's `save_prompt_cache`, made with this
-            target and the same options of its caches; the text continues what is cached in it, and the prompt is what
-            comes after that. As in mlx-lm, penalties and logits processors do not see the tokens before the prompt,
-            whose ids the file does not have. None for none.
+        prompt_cache_file: path of a file written by `mlx_lm.cache_prompt`, or by mlx-lm's `save_prompt_cache`, with
+            this target and the same cache options; the prompt continues the text that is cached in it. As in mlx-lm,
+            penalties and logits processors do not see the tokens before the prompt, whose ids the file does not have.
+            None for none.
 
     Raises: SettingsError: a value is of the wrong type, out of its range or not finite.
     """

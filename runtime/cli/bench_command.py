@@ -39,8 +39,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(
         parser,
         without=(*PREFIX_CACHE, "max_kv_size", "chat_template_args", *DRAFTER_ELSEWHERE),
-        draft_help='path or hub id of a drafter; "auto" takes what is on this disk and fits; "ngram" is prompt lookup; '
-        "may be given more than once",
+        draft_help='path or hub id of a drafter; "auto" for one on this disk that fits the target; "ngram" for '
+        "prompt lookup; may be given more than once",
         several_drafts=True,
     )
     what = parser.add_argument_group("what to measure")
@@ -51,18 +51,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--prompts",
         metavar="FILE",
-        help="file of prompts: a JSON list of texts (FILE.json), or a line each: a text, or an object with prompt, "
-        'messages or turns, and category, as in Spec-Bench and SPEED-Bench; "bundled" for 40 edits, quotes and free '
-        "texts (default: some code)",
+        help="file of prompts: a JSON list of texts (FILE.json), or one prompt per line: a text, or an object with "
+        'prompt, messages or turns, and category, as in Spec-Bench and SPEED-Bench; or "bundled" for 40 prompts: '
+        "edits, quotes and free texts (default: some code)",
     )
     value: dict[str, Any] = {"type": parse_value, "default": argparse.SUPPRESS}
     add_flags(
         what,
         ("-m --max-tokens N", "tokens to generate for each prompt (default: 96)", value),
-        ("--repeats N", "number of runs of each contender and prompt (default: 3)", value),
+        ("--repeats N", "number of runs for each prompt and way of decoding (default: 3)", value),
         (
             "--cooldown SECONDS",
-            "rest before each run: a hot machine may be slower, without a warning (default: 0)",
+            "rest before each run, since a hot machine may slow down without a warning (default: 0)",
             value,
         ),
         ("-t --temperature T", "sampling temperature; 0 is greedy (default: 0)", value),
@@ -73,33 +73,33 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         (
             "--lookahead LIST",
-            "lookaheads of this runtime (default: 0,1,2,3,4,6,8,auto)",
+            "lookaheads to measure with this runtime (default: 0,1,2,3,4,6,8,auto)",
             value | {"type": _list, "dest": "lookaheads"},
         ),
         (
             "--streams LIST",
-            "measure these numbers of streams at once, against the same streams one after another and mlx-lm's "
+            "measure these numbers of concurrent streams, against the same streams one after another and mlx-lm's "
             "BatchGenerator (without LIST: %(const)s); --lookahead then defaults to auto",
             {"nargs": "?", "const": "1,2,4,8,16"},
         ),
         (
             "--shape SHAPE",
-            "measure a pair with the cost of a real one and no download: random weights in the shape of 8b, 30b-a3b, "
-            "hybrid or sliding (a 4B each); --quantize and --draft-quantize go with it",
+            "measure a pair with random weights, which costs as much time as a real one and needs no download: 8b, "
+            "30b-a3b, hybrid or sliding (4B each); can be combined with --quantize and --draft-quantize",
         ),
         (
             "--draft-shape {0.5b,layer}",
-            "with --shape: the drafter; like a 0.5B, or like one trained layer of the target (default: 0.5b)",
+            "with --shape: the drafter, like a 0.5B model or like one trained layer of the target (default: 0.5b)",
         ),
         (
             "--acceptance P",
-            f"with --shape: how often a guess of the drafter is right (default: {ACCEPTANCE:g})",
+            f"with --shape: probability that the drafter's guess is right, in [0, 1] (default: {ACCEPTANCE:g})",
             {"type": parse_value},
         ),
         (
             "--overhead",
-            "measure what this runtime adds to a token, with a model so small that nothing else counts, against "
-            "mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
+            "measure the time that this runtime adds to each token, with a model so small that nothing else matters, "
+            "against mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
         ),
         (
             "--dtype TYPE",
@@ -111,7 +111,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser.add_argument_group("output"),
         ("--json", "print one JSON object instead of tables"),
-        ("--report FILE", "also write FILE.json and FILE.md, for an issue, with nothing private in them"),
+        ("--report FILE", "also write FILE.json and FILE.md, to attach to an issue; they have nothing private in them"),
         ("--plot FILE", f"also write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"),
     )
 

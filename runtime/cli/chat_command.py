@@ -52,7 +52,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
-        help="whether the model reasons before it answers, if its chat template has the choice (default: its own)",
+        help="whether the model reasons before it answers, if its chat template has a switch for that (default: "
+        "the template's)",
     )
     group.add_argument("--stats", action="store_true", help="print statistics on stderr after each answer")
     add_flags_without_effect(parser, "chat")
@@ -230,7 +231,7 @@ async def _help(_: Chat, __: str) -> None:
     rows = [(f"{name} {command.argument or ''}".strip(), command.help) for name, command in COMMANDS.items()]
     rows += [
         ("//...", 'sends "/..." to the model'),
-        ("...\\", "goes on in the next line"),
+        ("...\\", "continues on the next line"),
         (BLOCK, "begins and ends a text of several lines; pasted lines stay together"),
         ("Ctrl-C", "stops an answer, which stays in the conversation"),
         ("Ctrl-D", "leaves"),
@@ -240,7 +241,7 @@ async def _help(_: Chat, __: str) -> None:
 
 
 COMMANDS: dict[str, ChatCommand] = {
-    "/help": ChatCommand(_help, "shows this"),
+    "/help": ChatCommand(_help, "shows this list"),
     "/reset": ChatCommand(_reset, "forgets the conversation"),
     "/save": ChatCommand(_save, "saves the conversation to a file", "FILE"),
     "/load": ChatCommand(_load, "continues a saved conversation; settings of the command line replace its own", "FILE"),
@@ -253,8 +254,8 @@ COMMAND = Command(
     usage="[options]",
     help="chat with a model",
     description="Chat with a model, turn by turn. Answers stream to stdout. Turns go through the model's chat "
-    "template; a model without one continues the text so far. If stdin is no terminal, each of its lines is a "
-    "turn.",
+    "template; a model without one continues the text so far. If stdin is not a terminal, each of its lines "
+    "is a turn.",
     epilog="""examples:
   outrider chat --target org/model --draft org/small --system "You are brief."
   outrider chat --target org/model --draft ngram -t 0.7 --no-thinking

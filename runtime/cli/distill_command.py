@@ -28,14 +28,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(
         what,
         ("--target MODEL", "path or hub id of the model to draft for (default: the demo target)"),
-        ("--data FILE", "texts to learn from", {"type": Path, "nargs": "+", "required": True}),
-        ("--out DIR", "folder of the drafter", {"type": Path, "required": True}),
-        ("--init DIR", "EAGLE-3 drafter to begin with (default: a new one)", {"type": Path}),
+        ("--data FILE", "files of texts to learn from", {"type": Path, "nargs": "+", "required": True}),
+        ("--out DIR", "folder for the drafter", {"type": Path, "required": True}),
+        ("--init DIR", "folder of an EAGLE-3 drafter to begin with (default: a new one)", {"type": Path}),
     )
     add_options(what, DistillOptions, WHAT)
     how = parser.add_argument_group(HOW)
     add_options(how, DistillOptions, HOW)
-    add_flags(how, ("--device DEVICE", '"cpu" or "gpu" (default: MLX\'s)'))
+    add_flags(how, ("--device DEVICE", 'device of the models: "cpu" or "gpu" (default: MLX\'s)'))
 
 
 def distill(arguments: argparse.Namespace) -> CommandOutcome:
@@ -82,15 +82,15 @@ COMMAND = Command(
     usage="--data FILES --out DIR [options]",
     help="train a drafter for a target",
     description="Train a drafter for a target, on this machine and from your text: a decoder layer that reads the "
-    "target's hidden states (EAGLE-3). Training ends by itself when it brings no more. The best drafter so far is "
-    "always in DIR; the same command goes on where it was stopped.",
+    "target's hidden states (EAGLE-3). Training ends by itself when it no longer helps. The best drafter so far is "
+    "always in DIR; after an interruption, the same command continues the training.",
     epilog="""examples:
   outrider distill --target org/model --data texts.jsonl --out drafter
   outrider distill --target org/model --data src/*.py --continuations 2000 --out drafter
   outrider generate "..." --target org/model --draft drafter
 
-The files of --data are .jsonl with a "text" or "messages" in each line; any other file is one text. Ctrl-C stops \
-after the batch at hand; nothing is lost.""",
+A .jsonl file of --data has a "text" or "messages" in each line; any other file is one text. Ctrl-C stops after the \
+current batch; nothing is lost.""",
     add_arguments=_add_arguments,
     run=distill,
 )

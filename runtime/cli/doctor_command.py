@@ -22,14 +22,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(
         parser,
         without=(*PREFIX_CACHE, "chat_template_args", *DRAFTER_ELSEWHERE),
-        draft_help='path or hub id of a drafter; "auto" takes what is on this disk and fits',
+        draft_help='path or hub id of the drafter; "auto" for one on this disk that fits the target, if any',
         target_first=True,
     )
     parser.add_argument(
         "--distributed",
         action="store_true",
-        help="examine the ranks that mlx.launch has started, and the links between them; also a target over all of "
-        "them, if one is named",
+        help="examine the ranks that mlx.launch has started, and the links between them; if a target is named, also "
+        "examine it sharded over all of them",
     )
 
 

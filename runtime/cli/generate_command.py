@@ -52,7 +52,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(
         chat,
         ("--system TEXT", "system message; needs a chat template"),
-        ("--prefill-response TEXT", "beginning of the answer, which continues it; needs a chat template"),
+        ("--prefill-response TEXT", "beginning of the answer, which the model continues; needs a chat template"),
     )
     chat.add_argument("--system-prompt", dest="system", **HIDDEN)
     whether = chat.add_mutually_exclusive_group()
@@ -66,7 +66,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         (
             "--prompt-cache-file FILE",
-            "file of mlx_lm.cache_prompt, which the prompt continues; its model is the default of --target",
+            "file written by mlx_lm.cache_prompt, whose text the prompt continues; --target defaults to its model",
         ),
     )
     parser.add_argument("--extra-eos-token", nargs="+", default=(), help=argparse.SUPPRESS)
@@ -82,8 +82,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=parse_value,
         default=argparse.SUPPRESS,
-        help="with --json, print log-probabilities of the tokens, and of the N likeliest tokens at each position "
-        "(default: 0)",
+        help="with --json, print the log-probability of each token, and of the N likeliest tokens at its position; 0 "
+        "prints none (default: 0)",
     )
     add_flags(
         output,

@@ -55,13 +55,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         (
             "--minutes N",
-            "about how long the checks that can go on for any time go on (default: 1)",
+            "approximate minutes for the checks that can run for any length of time (default: 1)",
             {"type": float, "default": 1.0},
         ),
         ("--quick", "only the checks that matter most and the speeds, in about three minutes"),
         (
             "--cooldown SECONDS",
-            "rest before each timed run: a hot machine may be slower, without a warning (default: 0)",
+            "rest before each timed run, since a hot machine may slow down without a warning (default: 0)",
             {"type": float, "default": 0.0},
         ),
         ("--report FILE", "write FILE.json and FILE.md, to attach to an issue"),
@@ -140,14 +140,15 @@ COMMAND = Command(
     usage="[options]",
     help="check on this device what Outrider promises",
     description="Check on this device what Outrider promises: greedy texts and seeds, two models at a time, "
-    "streams and cancellations, failures, memory. Then measure what suits the device. Each check runs in a process "
-    "of its own, so that a crash is a finding. This takes some minutes, in which nothing else should run.",
+    "streams and cancellations, failures, memory. Then measure which settings suit the device. Each check runs in a "
+    "process of its own, so that a crash is only a failed check. This takes some minutes, in which nothing else should "
+    "run.",
     epilog="""examples:
   outrider selftest
   outrider selftest --report report
   outrider selftest --target org/model --draft org/small --minutes 20
 
-The report has neither paths nor prompts, and says what it has. Attach it to an issue.""",
+The report has neither paths nor prompts, and lists what it has. Attach it to an issue.""",
     add_arguments=_add_arguments,
     run=selftest,
     computes=False,

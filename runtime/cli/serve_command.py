@@ -71,7 +71,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; other than a loopback address, it needs an API key (default: %(default)s)",
+        help="address to listen on; any but a loopback address needs an API key (default: %(default)s)",
     )
     group.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)")
     add_flags(
@@ -79,8 +79,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--api-key KEY", f"API key that requests must send (default: {KEY_VARIABLE}, else none)"),
         (
             "--allow-host NAME ...",
-            'further host name that requests may carry, or "*" for any (default: names of this machine; with an '
-            "API key, any)",
+            'further name to accept in Host headers, or "*" for any; may be repeated (default: names of this machine; '
+            "with an API key, any)",
         ),
         (
             "--allow-origin ORIGIN ...",
@@ -89,21 +89,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         (
             "--trusted-proxy ADDRESS ...",
-            "address of a proxy, or a network of proxies such as 10.0.0.0/8, whose X-Forwarded-For is believed",
+            "address of a proxy, or a network of proxies such as 10.0.0.0/8, whose X-Forwarded-For is trusted",
         ),
     )
     add_flags(
         parser.add_argument_group("names and several models"),
-        ("--model-name NAME", "name of the target in the API (default: the end of its path or id)"),
+        ("--model-name NAME", "name of the target in the API (default: the last part of its path, or its hub id)"),
         (
             "--config FILE",
-            "TOML file with several models, each loaded for its first request; in place of --target; "
-            "options of caches, and settings, are for those that have no others",
+            "TOML file with several models, each loaded at its first request; replaces --target and --draft; cache "
+            "options and settings given here are for models that do not set them in the file",
         ),
         (
             "--memory-limit SIZE",
-            "memory that the models of --config may take, such as 24GB; the least recently used one at rest "
-            "is unloaded for another (default: no limit)",
+            "memory that the models of --config may take, such as 24GB; to make room for another model, the least "
+            "recently used idle one is unloaded (default: no limit)",
         ),
     )
     add_defaults(parser)
@@ -112,8 +112,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         (
             "--strict",
-            "refuse what means nothing here instead of ignoring it: unknown fields of a request, names of other "
-            "models, and a max_tokens beyond --max-tokens-limit",
+            "refuse requests with unknown fields, unknown model names or a max_tokens above --max-tokens-limit, "
+            "instead of ignoring or lowering these",
         ),
     )
     parser.add_argument(
@@ -345,8 +345,8 @@ COMMAND = Command(
   outrider serve --config models.toml --memory-limit 24GB
 
 Ctrl-C or SIGTERM stops the server; current answers have --grace-seconds to end. A second one exits at once. If the \
-target model fails, the server exits with status 1, so that a supervisor can restart it. One of several models is \
-loaded again for its next request.""",
+target model fails, the server exits with status 1, so that a supervisor can restart it. With --config, a model \
+that fails is loaded again at its next request instead.""",
     common="--target --draft --host --port --api-key --config --memory-limit --max-streams --max-tokens --lookahead",
     add_arguments=_add_arguments,
     run=serve,

@@ -52,8 +52,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         sharding,
         (
             "--ranks LIST",
-            "machines that the target is sharded over, or several such numbers, separated by commas, to compare; the "
-            "draft model runs on one of the machines",
+            "number of machines that the target is sharded over, or several numbers to compare, separated by commas; "
+            "the draft model runs on one of the machines",
         ),
         ("--shape MODEL", f"layers and hidden size of a known model: {', '.join(SHAPES)}", {"choices": SHAPES}),
     )
@@ -72,8 +72,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         (
             "--streams N",
-            f"decode N texts at once, 1 to {MAX_STREAMS}, and compare plain batches, turns and shared passes; a pass "
-            "over several texts costs what all its rows do, padding included",
+            f"decode N texts at once, 1 to {MAX_STREAMS}, and compare plain batches, turns and shared passes; the cost "
+            "of a pass over several texts is that of all its rows, padding included",
             {"type": int},
         ),
     )

@@ -36,18 +36,18 @@ class DistillOptions:
         data: files of text; see `read_texts`.
         out: folder of the drafter; the state of the training is in its subfolder `training`.
         init: folder of an EAGLE-3 drafter to begin with; None for a new one.
-        draft_vocab_size: tokens that the drafter can propose, the most frequent ones of the texts; None for all, at
-            most 32,768.
-        intermediate_size: width of its feed-forward part; None for the target's.
-        dtype: of its weights: float32, bfloat16 or float16.
-        window: tokens of a window of text, >= 8.
-        continuations: windows that the target itself writes, to learn from as well; acceptance is measured on what it
-            writes, so they help.
-        batch_tokens: tokens of a batch at most.
-        learning_rate: to begin with.
-        max_minutes: stop after so many minutes of learning and evaluating in all; the learning rate falls in the last
-            third; None to learn until it brings nothing more.
-        seed: of the weights and of the order of texts.
+        draft_vocab_size: number of tokens that the drafter can propose, the most frequent ones of the texts; None for
+            the target's whole vocabulary, but at most 32,768.
+        intermediate_size: width of the drafter's feed-forward part; None for the target's.
+        dtype: type of the drafter's weights: float32, bfloat16 or float16.
+        window: length in tokens of the windows that texts are cut into, >= 8.
+        continuations: number of windows for the target itself to write and the drafter to learn from as well; they
+            help, since acceptance is measured on what the target writes.
+        batch_tokens: maximum number of tokens in a batch.
+        learning_rate: initial learning rate, > 0.
+        max_minutes: minutes of learning and evaluating after which to stop, > 0; the learning rate falls in the last
+            third of them; None to learn until it no longer helps.
+        seed: seed of the drafter's first weights, the order of texts and the continuations.
     """
 
     target: str

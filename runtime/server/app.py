@@ -279,7 +279,7 @@ OPERATIONS: tuple[Operation, ...] = (
         "/health",
         _health,
         "health",
-        "Whether requests are taken; degraded while the drafter has ended, hangs or is late",
+        "Whether the server takes requests; degraded while the drafter has ended, hangs or is late",
         HealthReport,
         responses={"200": "Requests are taken", "503": "The target has failed, or the server is stopping"},
     ),

@@ -21,25 +21,27 @@ class Limits:
     """Limits and timeouts of a server. Those that are flags of `serve` are declared as options.
 
     Attributes:
-        max_waiting: most requests that wait beside those that the models work on, >= 0; further ones get status 429.
-        max_tokens: most tokens of an answer if the request does not set them, >= 1.
-        max_tokens_limit: most tokens that a request may set, to which higher values are lowered, >= 1; None for the
-            model's context.
-        max_prompt_tokens: most tokens of a prompt, >= 1; None for the model's context.
-        prefill_step_size: prompt tokens per prefill pass, during which all other answers wait and no cancellation takes
-            effect, >= 1; "auto" for as many as are cheap, in 0.2 s at most.
-        max_body_bytes: most bytes of a request's body, >= 1.
-        max_bodies_bytes: most bytes of all bodies that are being read, beyond the first 16 KiB of each; at least
-            `max_body_bytes`.
-        max_connections: most connections at once, >= 1; for a further one, the longest idle one is closed, and it waits
-            if all are busy; None for 1000, or as many as the limit of open files allows.
-        stalled_s: seconds that a client may leave 64 KiB of a response unread, > 0.
-        grace_s: seconds that current answers have to end when the server is stopped, >= 0; meanwhile it refuses new
-            requests, and /health says that it is draining.
-        idle_s: seconds that a client may take for the head of its next request.
+        max_waiting: maximum number of waiting requests, besides those that the models work on, >= 0; further requests
+            get status 429.
+        max_tokens: maximum number of tokens in an answer if the request does not set it, >= 1.
+        max_tokens_limit: maximum number of tokens that a request may ask for, >= 1; higher values are lowered to it;
+            None for the model's context.
+        max_prompt_tokens: maximum number of tokens in a prompt, >= 1; None for the model's context.
+        prefill_step_size: prompt tokens per prefill pass, >= 1; other answers and cancellations wait until the pass
+            ends; "auto" to choose by measured times, with at most 0.2 s a pass.
+        max_body_bytes: maximum size of a request's body in bytes, >= 1.
+        max_bodies_bytes: maximum size in bytes of all bodies that are being read, beyond the first 16 KiB of each; at
+            least `max_body_bytes`.
+        max_connections: maximum number of open connections, >= 1; a further one replaces the one that has been idle
+            longest, or waits if all are busy; None for 1000, or as many as the limit of open files allows.
+        stalled_s: seconds for which a client may leave 64 KiB of a response unread, > 0.
+        grace_s: seconds that current answers have to end when the server is stopped, >= 0; meanwhile new requests are
+            refused, and /health reports "draining".
+        idle_s: seconds within which the head of a client's next request must arrive.
         body_s: seconds within which a whole body must arrive.
-        schema_s: seconds that a JSON schema may wait to be compiled, and then again seconds that it may take.
-        max_stored_responses, max_stored_bytes: most responses of `/v1/responses` that are kept, and bytes of them.
+        schema_s: seconds that a JSON schema may wait to be compiled, and also seconds that compiling it may take.
+        max_stored_responses, max_stored_bytes: maximum number of stored responses of `/v1/responses`, and their maximum
+            size in bytes.
 
     Raises: SettingsError: a limit is out of its range.
     """

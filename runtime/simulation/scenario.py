@@ -63,23 +63,24 @@ class Scenario:
         cost_ratio: time of a draft step over time of a decoding step of the target, T_d / T_v(1), > 0.
         contention: share of a draft step's time by which it delays the target when both run, in [0, 1]; 0 for separate
             hardware.
-        verify_slope: verifying m tokens takes T_v(1)·(1 + S·(m − 1)), >= 0.
-        draft_slope: the same for a draft pass over m tokens, in draft steps; None for that of `verify_slope`.
+        verify_slope: slope S of verification, >= 0: verifying m tokens takes T_v(1)·(1 + S·(m − 1)).
+        draft_slope: the slope of draft passes, >= 0: one over m tokens takes 1 + S·(m − 1) draft steps; None for the
+            value of `verify_slope`.
         verify_table: instead of a slope, measured times of a target pass over 1, 2, 3, … tokens, in any unit, such as
-            12.1,12.3,13.8; or WIDTH:TIME pairs, such as 1:12.1,2:12.3,8:20.5; of several streams, a width is all rows
-            of a pass.
+            12.1,12.3,13.8; or WIDTH:TIME pairs, such as 1:12.1,2:12.3,8:20.5; with several streams, a width counts all
+            rows of a pass.
         draft_table: the same for a draft pass.
         overhead: time added to each forward pass, in T_v(1), >= 0.
         second_choice: probability that the draft's second choice is right where its first is wrong, in [0, 1].
-        stale_acceptance: for a drafter that was trained for the target: what the acceptance comes down to, in [0, A],
-            as more and more of the hidden states that it reads are its own, because the target has not given them yet;
-            None for a draft model, which reads none.
+        stale_acceptance: for a drafter that was trained for the target: the limit, in [0, A], to which its acceptance
+            falls as it drafts further on hidden states of its own, before the target's are there; None for a draft
+            model, which reads none.
         spread: concentration of the Beta distribution of the draft's confidence, > 0; small for a draft that knows when
             it is right.
         overconfidence: how far the draft overstates its confidence, >= 0; 0 is calibrated.
         seed: seed of the text and of the drafts.
-        acceptance_changes: pairs (token, acceptance): from that generated token on, that acceptance holds. Tokens
-            are >= 1 and rise.
+        acceptance_changes: pairs (token, acceptance): from that generated token on, that acceptance holds. Tokens are
+            >= 1 and rise.
         sharding: the ranks of a target that is sharded over several machines, and their links; None for one machine.
             The draft model runs on one of them.
 

@@ -51,12 +51,12 @@ class Sharding:
 
     Attributes:
         ranks: machines, in [1, 1024].
-        pass_time: milliseconds in which one machine decodes a token, or would: T_v(1).
+        pass_time: T_v(1) in milliseconds: the time in which one machine decodes a token, or would if it could.
         link_latency: microseconds that a small message takes from one rank to the next.
-        link_bandwidth: gigabits per second of a link, in each direction.
-        layers: layers of the target.
-        hidden_size: numbers in its hidden state.
-        all_reduce: how parts are added up: ring, mesh or tree.
+        link_bandwidth: bandwidth of a link in gigabits per second, in each direction.
+        layers: number of layers of the target.
+        hidden_size: hidden size of the target.
+        all_reduce: algorithm of the all-reduces: ring, mesh or tree.
 
     Raises: SettingsError: a value is out of its range.
     """

@@ -124,7 +124,7 @@ def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, 
     assert all(name in err for name in chat_command.COMMANDS)
     # How several lines are typed.
     assert '"""' in err
-    assert "goes on in the next line" in err
+    assert "continues on the next line" in err
 
 
 @sweep(

@@ -40,7 +40,7 @@ def _one_more(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         top_h: int | None = attrs.field(
             default=None,
             validator=validator(check_integer, 0, or_none="all"),
-            metadata=option("BITS", "filters, at a temperature", flags="--entropy", aliases="entropy_bits"),
+            metadata=option("BITS", "filters, above temperature 0", flags="--entropy", aliases="entropy_bits"),
         )
 
     for module in (protocol.settings, runtime.cli.arguments.settings, runtime.cli.flags):

@@ -17,8 +17,8 @@ from runtime.loading.model_spec import ModelSpec
 _OF_EACH = (
     ("adapter_path", "DIR", "LoRA adapter, as mlx_lm.lora writes it"),
     ("revision", "NAME", "branch, tag or commit of the hub id"),
-    ("quantize", "BITS", "quantise the weights once they are read: 4, or bits and group size, such as 8:32; or a mode"),
-    ("model_config", "JSON", 'values in place of those of config.json, such as {"rope_theta": 1e6}'),
+    ("quantize", "BITS", "quantise the loaded weights: 4 (bits), 8:32 (bits and group size), or a mode such as mxfp4"),
+    ("model_config", "JSON", 'values that replace those of config.json, such as {"rope_theta": 1e6}'),
 )
 _MODES = ("mxfp4", "nvfp4", "mxfp8")
 
@@ -33,7 +33,7 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         group,
         ("--trust-remote-code", "run code that comes with the models, such as a tokenizer's"),
         ("--tokenizer-config JSON", 'options of the target\'s tokenizer, such as {"eos_token": "<|im_end|>"}'),
-        ("--chat-template TEXT", "chat template in place of the tokenizer's, or the path of a file"),
+        ("--chat-template TEXT", "chat template to use instead of the tokenizer's, or the path of its file"),
     )
     # mlx-lm's flag for a value in the model's configuration.
     group.add_argument("-qa", "--quantize-activations", action="store_true", help=argparse.SUPPRESS)

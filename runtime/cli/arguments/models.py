@@ -81,7 +81,7 @@ def add_models(
     target = group.add_mutually_exclusive_group()
     if target_first:
         target.add_argument("target_here", metavar="MODEL", nargs="?", help="the same as --target")
-    target.add_argument("--target", metavar="MODEL", help="path or hub id (default: the bundled demo pair)")
+    target.add_argument("--target", metavar="MODEL", help="path or hub id of the target (default: the demo target)")
     target.add_argument("--model", dest="target", **HIDDEN)
     action = "append" if several_drafts else "store"
     group.add_argument(
@@ -89,8 +89,8 @@ def add_models(
         action=action,
         metavar="MODEL",
         help=draft_help
-        or 'path or hub id; "auto" takes what is on this disk and fits, or none; "ngram" drafts by prompt lookup, '
-        'without a model; "none" decodes plainly (default: the demo draft model with the demo target, else none)',
+        or 'path or hub id of the drafter; "auto" for one on this disk that fits the target, if any; "ngram" for '
+        'prompt lookup; "none" for plain decoding (default: the demo draft model with the demo target, else none)',
     )
     # mlx-lm's name for it.
     group.add_argument("--draft-model", action=action, dest="draft", **HIDDEN)

@@ -151,7 +151,7 @@ _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "lookahead")
 
 def add_defaults(parser: argparse.ArgumentParser) -> None:
     """Add the flags of these defaults; `defaults_of` reads them."""
-    group, defaults = parser.add_argument_group("settings of requests that do not set them"), Settings()
+    group, defaults = parser.add_argument_group("defaults for requests that do not set them"), Settings()
     for name in _DEFAULTS:
         add_option(group, name, options_of(Settings)[name], getattr(defaults, name))
 

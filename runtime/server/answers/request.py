@@ -106,12 +106,10 @@ class ConstrainedRequest(GenerationBody):
     """The fields that constrain the answer; a request has at most one of them."""
 
     response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
-    json_schema: dict[str, Any] | bool | None = Field(
-        None, description="llama.cpp's field: a schema that the answer matches"
-    )
+    json_schema: dict[str, Any] | bool | None = Field(None, description="llama.cpp's field: a schema of the answer")
     grammar: str | None = Field(None, description="llama.cpp's field: a grammar of the answer, in GBNF or Lark")
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field: a constraint on the answer")
-    guided_json: _Schema | None = Field(None, description="vLLM's older form of constraint, as all `guided_*`")
+    guided_json: _Schema | None = Field(None, description="a schema of the answer; `guided_*` are vLLM's older fields")
     guided_regex: str | None = None
     guided_choice: _Choices | None = None
     guided_grammar: str | None = None

@@ -22,7 +22,7 @@ _MIN_LOGPROB = -9999.0
 
 
 class TopLogprob(TypedDict):
-    """A token and its log-probability; `bytes` is null if it is part of a character and they are unknown."""
+    """A token and its log-probability; `bytes` is null for part of a character whose bytes are unknown."""
 
     token: str
     logprob: float

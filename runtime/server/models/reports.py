@@ -21,7 +21,7 @@ ServiceStatus = Literal["ok", "degraded", "broken"]
 class ModelDescription(TypedDict):
     """A served model.
 
-    `has_chat_template` and `max_model_len`, the length of its context in tokens, are null until it was loaded once.
+    `has_chat_template` and `max_model_len`, the length of its context in tokens, are null until it has been loaded.
     """
 
     id: str

@@ -188,7 +188,7 @@ class TextConfig(Body):
 
 
 class ReasoningConfig(Body):
-    """How much the model reasons, passed to its chat template; "none" turns reasoning off, if that can."""
+    """How much the model reasons, passed to its chat template; "none" turns reasoning off, if the template can."""
 
     effort: Effort | None = None
     summary: NoEffect = None
