@@ -18,7 +18,7 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.api import Answer, Event, Serializer, encode_ascii, json_pieces
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
 from runtime.server.responses.bodies import (
@@ -48,6 +48,7 @@ class ResponseSerializer(Serializer):
         self._parsed = parsed
         self._store = store
         self._num_events = 0
+        self._encodes_events = True
         self._index = -1  # of the last item that events have begun
         self._is_open = False
         self._num_logprobs = parsed.chat.num_logprobs
@@ -57,6 +58,7 @@ class ResponseSerializer(Serializer):
         self._response = _begun(self.id, parsed, answer.model)
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ResponseBody:
+        self._encodes_events = False
         for _ in (*self._added(tokens), *self._ended(statistics)):
             pass
         return self._response
@@ -202,7 +204,7 @@ class ResponseSerializer(Serializer):
         event = {"type": type, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         # Encoded now: items and the response go on growing.
-        return Event(json.dumps(event, separators=(",", ":")), type)
+        return Event(_json(event) if self._encodes_events else "", type)
 
     def _whole_event(self, type: str) -> Event:
         return self._event(type, response=self._response)
@@ -217,15 +219,15 @@ class ResponseSerializer(Serializer):
         }
 
     def _keep(self) -> None:
-        items = {item["id"]: json.dumps(item).encode() for item in self._output}
-        answer = messages_of(ITEM.validate_json(item) for item in items.values())
+        items = {item["id"]: _json(item).encode() for item in self._output}
+        answer = messages_of(map(ITEM.validate_python, self._output))
         if (begun := self._parsed.begun) is not None:
             answer[0] = {**begun, **answer[0], "content": begun["content"] + answer[0]["content"]}
         # The messages before are a list already, to which the answer is added without reading it.
         before = [self._parsed.messages[1:-1]] if self._parsed.messages != b"[]" else []
         added = [json.dumps(message, ensure_ascii=False).encode() for message in answer]
         messages = b"[" + b", ".join(before + added) + b"]"
-        self._store.put(self.id, StoredResponse(json.dumps(self._response).encode(), messages, items))
+        self._store.put(self.id, StoredResponse(_json(self._response).encode(), messages, items))
 
 
 def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
@@ -260,6 +262,10 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
     }
     # The clients' schemas have no null for it.
     return begun if request.user is None else {**begun, "user": request.user}
+
+
+def _json(value: Any) -> str:
+    return "".join(json_pieces(value, encode_ascii))
 
 
 def _id(prefix: str) -> str:
