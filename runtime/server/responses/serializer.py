@@ -85,8 +85,7 @@ class ResponseSerializer(Serializer):
         for some in [tokens] if self._num_logprobs is None else [[token] for token in tokens]:
             if self._num_logprobs is not None:
                 # What belongs to the reasoning, its tags included, is never in the text.
-                has_reasoning = self._answer.splitter.has_reasoning
-                self._withheld += [token for token in some if not (has_reasoning and token.is_thinking)]
+                self._withheld += [token for token in some if not self._answer.splitter.is_reasoning(token)]
             for part in self._parts(some):
                 yield from self._add(part)
 
