@@ -28,7 +28,7 @@ from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.fair_threads import SHORT, Background, in_thread
 from runtime.server.limits import Limits
-from runtime.server.middleware import ApiKey, CommonHeaders, HostNames, UnversionedPaths
+from runtime.server.middleware import ApiKey, ClientPaths, CommonHeaders, HostNames
 from runtime.server.models.pool import ModelPool
 from runtime.server.models.reports import (
     HealthReport,
@@ -131,7 +131,7 @@ def application(models: ModelPool, service: Service, *, background: Background =
             ),
         ],
         middleware=[
-            Middleware(UnversionedPaths, names=_BELOW_V1),
+            Middleware(ClientPaths, names=_BELOW_V1),
             Middleware(HostNames, names=service.hosts, respond=_error_response),
             # Outside of the key's check: a browser's preflight request does not send the key.
             *([_cors(service.origins)] if service.origins else []),
@@ -139,6 +139,7 @@ def application(models: ModelPool, service: Service, *, background: Background =
         ],
         exception_handlers={ErrorResponse: _on_error, HTTPException: _on_http_error, Exception: _on_failure},
     )
+    app.router.redirect_slashes = False
     # Not in Starlette's list of middleware: the response to an unhandled exception is sent outside of that list.
     return Application(CommonHeaders(app), admission)
 

@@ -123,16 +123,20 @@ class CommonHeaders:
 
 
 @attrs.frozen
-class UnversionedPaths:
-    """Treats API paths without `/v1`, as clients of other servers send them, as the paths with it."""
+class ClientPaths:
+    """Takes paths as clients write them: without `/v1`, as for other servers, and with a slash at the end.
+
+    There is no redirection: it would lead from https to http where a proxy stands in front of the server.
+    """
 
     _app: ASGIApp
     _names: Set[str]  # the first parts of the paths below `/v1`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and _first_part(scope["path"]) in self._names:
-            # In place: outer middleware reads what is noted in this scope later.
-            scope["path"] = f"/v1{scope['path']}"
+        if scope["type"] == "http":
+            path = scope["path"].rstrip("/") or "/"
+            # In place: what is noted in the scope later is read outside of here.
+            scope["path"] = f"/v1{path}" if _first_part(path) in self._names else path
         await self._app(scope, receive, send)
 
 

@@ -79,7 +79,8 @@ class Timeline:
 
     def new_activity(self) -> ModelActivity:
         """The models' jobs and the changes of the drafter's state since the last call."""
-        new_events, self._num_reported = self.events[self._num_reported :], len(self.events)
+        new_events = self.events[self._num_reported :]
+        self._num_reported += len(new_events)
         spans: list[WorkSpan] = []
         changes: list[DrafterChange] = []
         for event in new_events:

@@ -145,6 +145,8 @@ async def test_paths_without_a_version_are_those_with_it_and_need_the_key(server
     for path, body in {**ASKED, "/v1/models": None}.items():
         headers = {} if body is None else {"content-type": "application/json"}
         short = path.removeprefix("/v1")
-        assert (await server.ask(short, body, headers=headers)).status == 401
         keyed = {**headers, "authorization": "Bearer s3cret"}
-        assert (await server.ask(short, body, headers=keyed)).status == 200
+        for same in (short, f"{short}/", f"{path}/"):
+            how = {"method": "GET" if body is None else "POST", "body": body}
+            assert (await server.ask(same, **how, headers=headers)).status == 401
+            assert (await server.ask(same, **how, headers=keyed)).status == 200

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 from sweeps import sweep
 
-from runtime.server.answers.sending import SHORT_RESPONSE, encoded_aside, json_pieces
+from runtime.server.answers.api import json_pieces
+from runtime.server.answers.sending import SHORT_RESPONSE, encoded_aside
 from runtime.server.fair_threads import SHORT, FairThreads
 
 values = st.recursive(
@@ -79,23 +80,27 @@ LONG: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "def f", "max_tokens": 100}, {"logprobs": 5}),
     (COMPLETIONS, {"prompt": "def f", "max_tokens": 90}, {"n": 6}),
     (COMPLETIONS, {"prompt": "def f" * 60, "max_tokens": 0, "echo": True}, {"logprobs": 5}),
+    (COMPLETIONS, {"prompt": "def f" * 60, "max_tokens": 1, "echo": True}, {"logprobs": 5}),
     (RESPONSES, {"input": "hello", "max_output_tokens": 100}, {"top_logprobs": 5}),
 ]
 
 
 @sweep(("path", "body", "more"), LONG)
+@sweep("stream", [False, True])
 def test_what_a_long_response_names_is_counted(
-    path: str, body: Any, more: Any, monkeypatch: pytest.MonkeyPatch
+    path: str, body: Any, more: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(asgi, "Aside", Counting)
+    # The events of several texts are short each.
+    num_long = 0 if stream and "n" in more else 1
 
     async def test(server: Served) -> None:
         num_calls = []
         for asked in (body, {**body, **more}):
             Counting.num = 0
-            answer = await server.ask(path, asked)
+            answer = await server.ask(path, {**asked, "stream": stream})
             assert answer.status == 200, answer.body
             num_calls.append(Counting.num)
-        assert num_calls[1] == num_calls[0] + 1
+        assert num_calls[1] == num_calls[0] + num_long
 
     simulated_server(test, tokenizer=Letters())

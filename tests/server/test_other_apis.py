@@ -634,8 +634,10 @@ def test_a_store_keeps_within_its_bounds_what_was_used_last(steps: Any, max_resp
         id = known[which % len(known)]
         if step == "p":
             id = f"r{i}"
-            kept[id] = StoredResponse(b"b" * size, b"m", {f"i{i}": b"i"})
-            store.put(id, kept[id])
+            response = StoredResponse(b"b" * size, b"m", {f"i{i}": b"i"})
+            store.put(id, response)
+            if response.num_bytes <= max_bytes:
+                kept[id] = response
             while len(kept) > max_responses or sum(each.num_bytes for each in kept.values()) > max_bytes:
                 del kept[next(iter(kept))]
         elif step == "g":

@@ -19,7 +19,7 @@ from runtime.server.answers.api import Answer, Choice, Choices, Serializer
 from runtime.server.answers.body import RequestBody
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import Request
-from runtime.server.answers.sending import encoded_aside, send_events, send_whole
+from runtime.server.answers.sending import encoded_aside, run_aside, send_events, send_whole
 from runtime.server.connections.client import ClientGone, client_address, corpus_owner, read_body, while_there
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
@@ -170,7 +170,8 @@ class Endpoint(Generic[B]):
         with Choices(begins, model.runtime.max_streams) as choices:
             await choices.begin_first()
             if request.stream:
-                outcome.failure = await send_events(choices, request.num_named, send)
+                aside = partial(run_aside, threads=self._context.encoding, client=client)
+                outcome.failure = await send_events(choices, request, send, aside)
                 outcome.is_sent = outcome.failure is None
                 return
             outcome.failure = await send_whole(choices, partial(self._body_of, request, client), send)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import trio
 from starlette.responses import Response
@@ -14,61 +14,34 @@ from starlette.types import Send
 
 from protocol.errors import OutriderError
 from runtime.generation.token_reader import Token
-from runtime.server.answers.api import Choice, Choices, Event
+from runtime.server.answers.api import Choice, Choices, Event, json_pieces
+from runtime.server.answers.request import Request
 from runtime.server.errors import error_response_of
 from runtime.server.fair_threads import FairThreads
 
 # Most tokens of a response that is made on trio's thread: with log-probabilities, it takes a few milliseconds.
 SHORT_RESPONSE = 512
-# Most values encoded in one call, which holds the GIL and so stops every other thread: below a millisecond.
-_MAX_AT_ONCE = 1000
 
-_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+T = TypeVar("T")
+
+Aside = Callable[[Callable[[], T], int], Awaitable[T]]
+"""Runs a function that names so many tokens: in another thread if these are more than `SHORT_RESPONSE`."""
+
+
+async def run_aside(do: Callable[[], T], num_tokens: int, *, threads: FairThreads, client: str) -> T:
+    """See `Aside`. Cancellation: as of `FairThreads.run`."""
+    return do() if num_tokens <= SHORT_RESPONSE else await threads.run(do, num_tokens, client)
 
 
 async def encoded_aside(
     make: Callable[[], Mapping[str, Any]], num_tokens: int, threads: FairThreads, client: str
 ) -> bytes:
-    """The JSON of a response, made by `make`: in another thread if it names more than `SHORT_RESPONSE` tokens.
-
-    Cancellation: as for `FairThreads.run`.
-    """
+    """The JSON of a response, made by `make`; see `run_aside`."""
 
     def encoded() -> bytes:
         return "".join(json_pieces(make())).encode()
 
-    return encoded() if num_tokens <= SHORT_RESPONSE else await threads.run(encoded, num_tokens, client)
-
-
-def json_pieces(value: Any) -> Iterator[str]:
-    """The JSON of a value, in pieces that are each encoded in a short time, unless one text in it is very long."""
-    if not isinstance(value, (dict, list, tuple)) or _num_values(value, _MAX_AT_ONCE) <= _MAX_AT_ONCE:
-        yield _encode(value)
-    elif isinstance(value, dict):
-        for i, (name, part) in enumerate(value.items()):
-            yield f"{',' if i else '{'}{_encode(name)}:"
-            yield from json_pieces(part)
-        yield "}"
-    else:
-        for i, part in enumerate(value):
-            yield "," if i else "["
-            yield from json_pieces(part)
-        yield "]"
-
-
-def _num_values(value: Any, most: int) -> int:
-    """The number of values in a value, itself included; if there are more than `most`, any number above `most`."""
-    num, waiting = 0, [value]
-    while waiting and num <= most:
-        num += len(waiting)
-        parts: list[Any] = []
-        for each in waiting:
-            if isinstance(each, dict):
-                parts += each.values()
-            elif isinstance(each, (list, tuple)):
-                parts += each
-        waiting = parts
-    return num
+    return await run_aside(encoded, num_tokens, threads=threads, client=client)
 
 
 # Most tokens of a response, with the likely others that they name, that wait for a client slower than the models; some
@@ -104,52 +77,72 @@ async def send_whole(
     return None
 
 
-async def send_events(choices: Choices, num_named: int, send: Send) -> OutriderError | None:
+async def send_events(choices: Choices, request: Request, send: Send, aside: Aside[str]) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
     Args:
         choices: its generations, the first of which have begun; their serializers make the events.
-        num_named: 1 for each token, and 1 for each likely other that comes with it.
+        aside: makes the text of events.
 
     Returns: the error of a generation, or None; the error was sent as the last event.
 
     Cancellation: ends the streams; an event may have been sent in part.
     """
 
-    async def write(events: Iterable[Event], *, otherwise: str = "", is_last: bool = False) -> None:
-        text = "".join(event.encoded() for event in events) or otherwise
+    async def write(
+        events: Callable[[], Iterable[Event]], *, num_named: int = 0, otherwise: str = "", is_last: bool = False
+    ) -> None:
+        text = await aside(lambda: "".join(event.encoded() for event in events()), num_named) or otherwise
         if text or is_last:
             await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
 
+    # An event may repeat log-probabilities: of the prompt before the answer, or of the answer at its end.
+    num_repeated = 0 if request.num_logprobs is None else request.num_named
     num_introduced = 0
+    with_echo: set[int] = set()  # choices whose next events begin with the prompt
+
+    def num_echoed(index: int) -> int:
+        if index not in with_echo:
+            return 0
+        with_echo.remove(index)
+        return num_repeated * choices.begun[index].statistics().prompt_tokens
 
     async def introduce() -> None:
         """Write the first events of the choices that have begun since the last call, one choice after the other."""
         nonlocal num_introduced
         while num_introduced < len(choices.begun):
-            choice = choices.begun[num_introduced]
+            index, choice = num_introduced, choices.begun[num_introduced]
             num_introduced += 1
-            await write(choice.serializer.first_events(choice.statistics()))
+            if request.echoes:
+                with_echo.add(index)
+            make = partial(choice.serializer.first_events, choice.statistics())
+            await write(make, num_named=num_echoed(index) if choice.stream is None else 0)
 
     first = choices.begun[0].serializer
     headers = [(b"content-type", first.content_type), *_EVENT_HEADERS]
-    max_at_once = max(1, SHORT_RESPONSE // num_named)
-    async with _tokens(choices, max(1, _MAX_BUFFERED // num_named)) as (take, failures):
+    max_at_once = max(1, SHORT_RESPONSE // request.num_named)
+    async with _tokens(choices, max(1, _MAX_BUFFERED // request.num_named)) as (take, failures):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await introduce()
         while (batch := await _batch(take, max_at_once, first.interval_s)) is not None:
             await introduce()
             for index, tokens in batch.items():
                 choice = choices.begun[index]
-                await write(choice.serializer.events(tokens, choice.statistics()))
+                make = partial(choice.serializer.events, tokens, choice.statistics())
+                await write(make, num_named=num_echoed(index))
             if not batch:
-                await write(first.idle_events(choices.begun[0].statistics()), otherwise=first.keep_alive)
+                idle_events = partial(first.idle_events, choices.begun[0].statistics())
+                await write(idle_events, otherwise=first.keep_alive)
+    if not failures:
+        await introduce()  # those for which nothing was generated
+    for choice in choices.begun:
+        choice.finish(())
+    num_named = num_repeated * sum(choice.statistics().generated_tokens for choice in choices.begun)
     if failures:
-        statistics = choices.begun[0].statistics()
-        await write(first.error_events(error_response_of(failures[0]), statistics), is_last=True)
+        error, statistics = error_response_of(failures[0]), choices.begun[0].statistics()
+        await write(partial(first.error_events, error, statistics), num_named=num_named, is_last=True)
         return failures[0]
-    await introduce()  # those for which nothing was generated
-    await write(first.last_events_of(choices.begun), is_last=True)
+    await write(partial(first.last_events_of, choices.begun), num_named=num_named, is_last=True)
     return None
 
 

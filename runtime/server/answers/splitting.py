@@ -29,16 +29,26 @@ class AnswerSplitter:
     has_reasoning: bool = attrs.field(kw_only=True)
     num_reasoning_tokens: int = attrs.field(init=False, default=0)
     has_calls: bool = attrs.field(init=False, default=False)
+    _has_left: bool = attrs.field(init=False, default=False)  # reasoning that was not closed, by a call
 
     def add(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
         """The parts that the next tokens add. Text that may be the beginning of a tag or a call is withheld."""
-        if self.has_reasoning:
-            self.num_reasoning_tokens += sum(token.is_thinking for token in tokens)
-        parts = self._reader.add("".join(token.text for token in tokens))
+        parts: list[AnswerEvent] = []
+        # What may be reasoning is read token by token, since a call may end it.
+        num_alone = max((i for i, token in enumerate(tokens, start=1) if token.is_thinking), default=0)
+        for some in (*([token] for token in tokens[:num_alone]), tokens[num_alone:]):
+            parts += self._reader.add("".join(token.text for token in some))
+            self.num_reasoning_tokens += sum(map(self.is_reasoning, some))
         if tokens and tokens[-1].finish_reason is not None:
             parts += self._reader.finish(is_complete=tokens[-1].is_complete)
         self.has_calls |= any(isinstance(part, CallEnded) for part in parts)
         return [part for part in parts if not isinstance(part, (TextPart, ReasoningPart)) or part.text]
+
+    def is_reasoning(self, token: Token) -> bool:
+        """Whether the last token, or the next one, is reasoning: between its tags, and before a call that ends it."""
+        is_between_tags = self.has_reasoning and token.is_thinking
+        self._has_left = is_between_tags and (self._has_left or self._reader.is_in_block)
+        return is_between_tags and not self._has_left
 
 
 # Attributes of a tokenizer with the texts around reasoning and tool calls, which the answer reader needs.

@@ -18,7 +18,7 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.api import Answer, Event, Serializer, encode_ascii, json_pieces
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
 from runtime.server.responses.bodies import (
@@ -48,6 +48,7 @@ class ResponseSerializer(Serializer):
         self._parsed = parsed
         self._store = store
         self._num_events = 0
+        self._encodes_events = True
         self._index = -1  # of the last item that events have begun
         self._is_open = False
         self._num_logprobs = parsed.chat.num_logprobs
@@ -57,6 +58,7 @@ class ResponseSerializer(Serializer):
         self._response = _begun(self.id, parsed, answer.model)
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ResponseBody:
+        self._encodes_events = False
         for _ in (*self._added(tokens), *self._ended(statistics)):
             pass
         return self._response
@@ -83,8 +85,7 @@ class ResponseSerializer(Serializer):
         for some in [tokens] if self._num_logprobs is None else [[token] for token in tokens]:
             if self._num_logprobs is not None:
                 # Tokens of the reasoning, its tags included, are never part of the text.
-                has_reasoning = self._answer.splitter.has_reasoning
-                self._withheld += [token for token in some if not (has_reasoning and token.is_thinking)]
+                self._withheld += [token for token in some if not self._answer.splitter.is_reasoning(token)]
             for part in self._parts(some):
                 yield from self._add(part)
 
@@ -202,7 +203,7 @@ class ResponseSerializer(Serializer):
         event = {"type": type, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         # Encoded now, because items and the response keep growing.
-        return Event(json.dumps(event, separators=(",", ":")), type)
+        return Event(_json(event) if self._encodes_events else "", type)
 
     def _whole_event(self, type: str) -> Event:
         return self._event(type, response=self._response)
@@ -217,15 +218,15 @@ class ResponseSerializer(Serializer):
         }
 
     def _keep(self) -> None:
-        items = {item["id"]: json.dumps(item).encode() for item in self._output}
-        answer = messages_of(ITEM.validate_json(item) for item in items.values())
+        items = {item["id"]: _json(item).encode() for item in self._output}
+        answer = messages_of(map(ITEM.validate_python, self._output))
         if (begun := self._parsed.begun) is not None:
             answer[0] = {**begun, **answer[0], "content": begun["content"] + answer[0]["content"]}
         # The earlier messages are a JSON list already; the answer is appended without parsing it.
         before = [self._parsed.messages[1:-1]] if self._parsed.messages != b"[]" else []
         added = [json.dumps(message, ensure_ascii=False).encode() for message in answer]
         messages = b"[" + b", ".join(before + added) + b"]"
-        self._store.put(self.id, StoredResponse(json.dumps(self._response).encode(), messages, items))
+        self._store.put(self.id, StoredResponse(_json(self._response).encode(), messages, items))
 
 
 def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
@@ -260,6 +261,10 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
     }
     # Clients' schemas do not allow null for it.
     return begun if request.user is None else {**begun, "user": request.user}
+
+
+def _json(value: Any) -> str:
+    return "".join(json_pieces(value, encode_ascii))
 
 
 def _id(prefix: str) -> str:

@@ -43,7 +43,9 @@ class ResponseStore:
     _changing: threading.RLock = attrs.field(init=False, factory=threading.RLock)
 
     def put(self, id: str, response: StoredResponse) -> None:
-        """Keep a response, with a new id; one that is larger than the bound is not kept."""
+        """Keep a response, with a new id; one that is larger than the bound is not kept, and drops no other."""
+        if response.num_bytes > self._max_bytes:
+            return
         with self._changing:
             self._responses[id] = response
             self._owners |= dict.fromkeys(response.items, id)
