@@ -283,7 +283,8 @@ class ThreadWorker:
         if self._stopped.is_set():
             return  # given up before
         self._death = death
-        while self._unfinished and death is not None:
+        # Also in the end of a thread that was left: what was handed in since waits behind its last job.
+        while self._unfinished:
             queued = self._unfinished.pop()
             # If an abandoned thread comes back after all, it does nothing more for sessions that are over.
             with queued.lock:

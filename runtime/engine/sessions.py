@@ -132,13 +132,18 @@ class Sessions:
         Raises: as `check_open`, also if the runtime was closed in the middle of the block.
         """
         self.check_open()
+        has_failed = False
         with trio.CancelScope() as scope:
             self._scopes.add(scope)
             try:
                 yield
+            except OutriderError:
+                if self._closed is None:
+                    raise
+                has_failed = True  # a shielded part has found the models gone
             finally:
                 self._scopes.remove(scope)
-        if scope.cancelled_caught:
+        if has_failed or scope.cancelled_caught:
             assert self._closed is not None
             raise _again(self._closed)
 

@@ -555,6 +555,19 @@ async def test_a_thread_that_dies_at_work_fails_waiting_and_later_jobs() -> None
     assert outrider_threads() == []
 
 
+async def test_a_job_behind_the_last_one_of_a_worker_is_an_error() -> None:
+    last, worker = Gate(), ThreadWorker("target")
+    await worker.__aenter__()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run, job(last))
+        await last.begun()
+        nursery.start_soon(worker.__aexit__)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.start_soon(trio.to_thread.run_sync, last.let_go_on)
+        with trio.fail_after(60), pytest.raises(JobError, match="thread has ended"):
+            await worker.run(job(lambda: None))
+
+
 async def test_a_job_for_a_worker_that_was_left_is_an_error() -> None:
     async with ThreadWorker("target") as worker:
         pass
