@@ -27,6 +27,7 @@ from sweeps import sweep
 
 import runtime
 from actors.persistence import saved_sequence
+from actors.workers.worker import JobError
 from runtime.persistence import saved_session, session_file
 from runtime.persistence.session_file import Contents
 
@@ -644,6 +645,20 @@ async def test_what_is_no_path_is_no_place_for_a_session(where: Any) -> None:
             await rt.load(where)
         with pytest.raises(runtime.SettingsError, match="give the path of a file"):
             await rt.conversation(**GREEDY).save(where)
+
+
+async def test_a_load_that_finds_the_models_gone_says_that_the_runtime_is_closed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with LLAMA.open() as rt:
+
+        async def close_first(*_: Any) -> None:
+            await rt.aclose()
+            raise JobError("load was not run: the target's thread has ended")
+
+        monkeypatch.setattr(saved_sequence, "keep", close_first)
+        with pytest.raises(runtime.RuntimeClosedError, match="this runtime was closed"):
+            await rt.load(path)
 
 
 async def test_a_failing_save_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
