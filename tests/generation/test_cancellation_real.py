@@ -118,8 +118,8 @@ def pair(ours: Any = None, theirs: Any = None) -> tuple[Any, Any]:
 async def opened(ours: Any = None, theirs: Any = None) -> AsyncIterator[tuple[runtime.Runtime, Trigger]]:
     """A runtime over a pair, and its trace; afterwards, the next text must be right, and nothing be left."""
     trigger = Trigger()
-    # Without what is left of the texts before, of which each begins alike.
-    async with runtime.open(*pair(ours, theirs), trace=trigger, prefix_cache_bytes=0) as rt:
+    # Without what is left of the texts before, of which each begins alike; and with hits, even if the drafter is slow.
+    async with runtime.open(*pair(ours, theirs), trace=trigger, prefix_cache_bytes=0, work_ahead="always") as rt:
         yield rt, trigger
         await the_next_text_is_right(rt)
     nothing_is_left(trigger)
