@@ -229,10 +229,11 @@ async def test_a_drafter_that_hangs_keeps_neither_the_text_nor_the_end_of_the_ru
 ) -> None:
     async with beside_a_hanging_drafter() as (rt, target, hanging):
         hanging.hang_at = hanging.num_calls + 6
-        stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
-        assert [token.id async for token in stream] == greedy(target, PROMPT, 40)
-        assert stream.statistics().draft_timeouts >= 1
-        assert rt.health() == runtime.Health(target=True, draft=False)
+        while not hanging.hangs:  # on a busy machine, the drafter may be left behind for a whole text
+            stream = rt.stream(PROMPT, max_tokens=40, lookahead=2)
+            assert [token.id async for token in stream] == greedy(target, PROMPT, 40)
+        assert rt.statistics().draft_timeouts >= 1
+        await until_in_trio(lambda: rt.health() == runtime.Health(target=True, draft=False))
         # The next stream is served as well.
         assert ids((await rt.generate([1, 2, 3], max_tokens=10)).tokens) == greedy(target, [1, 2, 3], 10)
         if is_left_open:
