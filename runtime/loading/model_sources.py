@@ -267,7 +267,7 @@ def check_unknown(
             hint = f"it is {here}=, a setting of stream() and the like{note}"
         elif name in INSTEAD:
             hint = INSTEAD[name]
-        elif near := meant(name, known):
+        elif near := meant(name, [*known, *positional]):
             hint = f"did you mean {near!r}?"
         else:
             hint = f"the options are {', '.join(known)}"
