@@ -38,7 +38,9 @@ class AnswerSplitter:
         num_alone = max((i for i, token in enumerate(tokens, start=1) if token.is_thinking), default=0)
         for some in (*([token] for token in tokens[:num_alone]), tokens[num_alone:]):
             parts += self._reader.add("".join(token.text for token in some))
-            self.num_reasoning_tokens += sum(map(self.is_reasoning, some))
+            for token in some:
+                self.num_reasoning_tokens += self.is_reasoning(token)
+                self._has_left = token.is_thinking and (self._has_left or self._reader.is_in_block)
         if tokens and tokens[-1].finish_reason is not None:
             parts += self._reader.finish(is_complete=tokens[-1].is_complete)
         self.has_calls |= any(isinstance(part, CallEnded) for part in parts)
@@ -46,9 +48,7 @@ class AnswerSplitter:
 
     def is_reasoning(self, token: Token) -> bool:
         """Whether the last token, or the next one, is reasoning: between its tags, and before a call that ends it."""
-        is_between_tags = self.has_reasoning and token.is_thinking
-        self._has_left = is_between_tags and (self._has_left or self._reader.is_in_block)
-        return is_between_tags and not self._has_left
+        return self.has_reasoning and token.is_thinking and not (self._has_left or self._reader.is_in_block)
 
 
 # Attributes of a tokenizer with the texts around reasoning and tool calls, which the answer reader needs.
