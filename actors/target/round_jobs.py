@@ -159,7 +159,6 @@ class RoundJobs:
         to_feed = (*session.state.committed, *session.fed_drafted)[:-1]
         try:
             await prefill_committed(self._worker, session, to_feed, self._chunk_size)
-            session.reads_again = len(session.cached_tokens) < len(to_feed)
         except JobError as error:
             self.fail(session, error)
         finally:
