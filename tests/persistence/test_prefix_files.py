@@ -137,9 +137,12 @@ async def test_what_is_not_the_text_of_its_index_is_closed(
     assert len(closed) == 1
 
 
-async def test_streams_go_on_while_a_file_is_written(
-    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SlowDisk = tuple[threading.Event, threading.Event]
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    """Has files written only once the second event is set; the first one says that a write has begun."""
     begun, may_end, write = threading.Event(), threading.Event(), PrefixFiles.write
 
     def write_slowly(files: PrefixFiles, *arguments: Any) -> set[str]:
@@ -148,6 +151,11 @@ async def test_streams_go_on_while_a_file_is_written(
         return write(files, *arguments)
 
     monkeypatch.setattr(PrefixFiles, "write", write_slowly)
+    return begun, may_end
+
+
+async def test_streams_go_on_while_a_file_is_written(tmp_path: Path, model: Any, slow_disk: SlowDisk) -> None:
+    begun, may_end = slow_disk
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
         for seed in range(2):
             await answer(rt, prompt_of(80, seed=seed))
@@ -159,17 +167,8 @@ async def test_streams_go_on_while_a_file_is_written(
     assert len(stored_in(tmp_path)) == 3
 
 
-async def test_only_so_many_sequences_wait_for_a_slow_disk(
-    tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, may_end, write = threading.Event(), threading.Event(), PrefixFiles.write
-
-    def write_slowly(files: PrefixFiles, *arguments: Any) -> set[str]:
-        begun.set()
-        assert may_end.wait(60)
-        return write(files, *arguments)
-
-    monkeypatch.setattr(PrefixFiles, "write", write_slowly)
+async def test_only_so_many_sequences_wait_for_a_slow_disk(tmp_path: Path, model: Any, slow_disk: SlowDisk) -> None:
+    begun, may_end = slow_disk
     async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
         await answer(rt, prompt_of(80))
         await answer(rt, prompt_of(80, seed=1))
