@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 from sweeps import sweep
 
-from runtime.server.answers.api import json_pieces
+from runtime.server.answers.json_pieces import json_pieces
 from runtime.server.answers.sending import SHORT_RESPONSE, encoded_aside
 from runtime.server.fair_threads import SHORT, FairThreads
 

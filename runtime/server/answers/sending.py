@@ -14,7 +14,8 @@ from starlette.types import Send
 
 from protocol.errors import OutriderError
 from runtime.generation.token_reader import Token
-from runtime.server.answers.api import Choice, Choices, Event, json_pieces
+from runtime.server.answers.api import Choice, Choices, Event
+from runtime.server.answers.json_pieces import json_pieces
 from runtime.server.answers.request import Request
 from runtime.server.errors import error_response_of
 from runtime.server.fair_threads import FairThreads

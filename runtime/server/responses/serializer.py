@@ -18,7 +18,8 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer, Event, Serializer, encode_ascii, json_pieces
+from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.json_pieces import encode_ascii, json_pieces
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
 from runtime.server.responses.bodies import (
