@@ -92,6 +92,7 @@ def ranks(
             errors = Path(folder, f"errors-{rank}")
             errors.touch()
             environment = {
+                **os.environ,  # the server has that of the test that started it
                 "MLX_RANK": str(rank),
                 "MLX_HOSTFILE": str(hostfile),
                 "OUTRIDER_CONTROL": f"127.0.0.1:{ports[-1]}",
