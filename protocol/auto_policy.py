@@ -61,7 +61,7 @@ class AutoPolicy:
         prices: of the runtime.
         calibration: of the drafter, under the session's rule.
         num_guesses: see `Policy`; with 1 the tree is a single chain.
-        works_ahead: whether to draft while a verdict is due.
+        works_ahead: see `Policy`; if so, `expansion` decides for each node.
         only_copies: whether only copied tokens are proposed, because there is no model or it rests.
     """
 
@@ -246,8 +246,6 @@ class AutoPolicy:
     def expansion(self, view: PolicyView) -> Node | None:
         if view.verdict_due_s is None:
             return self._best_end(view)[0]
-        if not self.works_ahead:
-            return None
         best, best_reach_per_s = None, 0.0
         for node in view.tree.frontier():
             if node.open_reach < MIN_REACH:

@@ -8,7 +8,6 @@ expect (see `actors.drafters.draft_actor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import attrs
@@ -18,16 +17,13 @@ from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.prices import Prices
 
 
-@attrs.frozen
-class PolicyView:
-    """What a policy may look at.
+class PolicyView(Protocol):
+    """What a policy may look at. Each attribute is found out when it is asked for.
 
     Attributes:
         tree: the drafted tokens.
         max_proposal: the most tokens of use in one proposal, >= 0.
         max_depth: how many tokens beyond the root are of any use, >= 0.
-        can_expand: whether anything may come after a node.
-        num_to_feed: how many tokens the drafter must feed in order to draft after a node.
         now_s: seconds on the actors' clock.
         verdict_due_s: when the verdict is expected; None on the drafter's turn.
         drafting_node: the node that is being drafted after, or None.
@@ -39,17 +35,34 @@ class PolicyView:
             `drops_stale` is not asked.
     """
 
-    tree: LookaheadTree
-    max_proposal: int
-    max_depth: int
-    can_expand: Callable[[Node], bool]
-    num_to_feed: Callable[[Node], int]
-    now_s: float
-    verdict_due_s: float | None = None
-    drafting_node: Node | None = None
-    drafting_until_s: float = 0.0
-    queue_slack_s: float = 0.0
-    num_to_refresh: int = 0
+    __slots__ = ()
+
+    @property
+    def tree(self) -> LookaheadTree: ...
+    @property
+    def max_proposal(self) -> int: ...
+    @property
+    def max_depth(self) -> int: ...
+    @property
+    def now_s(self) -> float: ...
+    @property
+    def verdict_due_s(self) -> float | None: ...
+    @property
+    def drafting_node(self) -> Node | None: ...
+    @property
+    def drafting_until_s(self) -> float: ...
+    @property
+    def queue_slack_s(self) -> float: ...
+    @property
+    def num_to_refresh(self) -> int: ...
+
+    def can_expand(self, node: Node) -> bool:
+        """Whether anything may come after a node."""
+        ...
+
+    def num_to_feed(self, node: Node) -> int:
+        """How many tokens the drafter must feed in order to draft after a node."""
+        ...
 
     def growable(self) -> Node | None:
         """The end of the chain, if drafting after it would lengthen the proposal."""
@@ -70,12 +83,20 @@ class Policy(Protocol):
         """How many tokens are wanted after a node: the drafter's choice and its runners-up."""
         ...
 
+    @property
+    def works_ahead(self) -> bool:
+        """Whether to draft while a verdict is due. Asked with each proposal; must not depend on what was drawn."""
+        ...
+
     def proposal(self, view: PolicyView) -> list[Node] | None:
         """What to propose now, possibly nothing; None to wait for more. Called on the drafter's turn."""
         ...
 
     def expansion(self, view: PolicyView) -> Node | None:
-        """The node to draft after next; None to do nothing until something changes."""
+        """The node to draft after next; None to do nothing until something changes.
+
+        Not called while a verdict is due unless the drafter works ahead.
+        """
         ...
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
@@ -130,7 +151,6 @@ class ChainPolicy:
 
     @property
     def works_ahead(self) -> bool:
-        """Whether to draft while a verdict is due. That depends on prices, and never on what was drawn."""
         return self.overlaps and (self.prices is None or self.prices.works_ahead(self.lookahead))
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
@@ -138,8 +158,6 @@ class ChainPolicy:
         return None if len(ready) < self.lookahead and view.growable() is not None else ready
 
     def expansion(self, view: PolicyView) -> Node | None:
-        if view.verdict_due_s is not None and not self.works_ahead:
-            return None
         chain = view.tree.chain()
         end = chain[-1] if chain else view.tree.root
         return end if len(chain) < self._max_depth and view.is_open(end) else None

@@ -19,7 +19,7 @@ from actors.drafters.draft_steps import (
     RewoundToCheckpoint,
     catch_up,
 )
-from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, policy_by_settings
+from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, SessionView, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
@@ -304,28 +304,35 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         now_s = self.worker.clock()
         draft_budget = EMPTY_BUDGET  # a single step if it goes alone, so that it can share again at once
         if not session.goes_alone:
-            draft_budget = session.policy.draft_budget(session.view(now_s, self._queue_slack_s(session, now_s)), node)
+            view = SessionView(session, now_s, self._queue_slack_s(session, now_s))
+            draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         step = FollowingStep(plan, node.trail, history, draft_budget)
         part = DraftPart(session.id, draft_steps, step, alone=session.goes_alone)
-        self._begin_step(session, part, node, len(plan.feed))
+        self._begin_step(session, part, node, self._step_ends_s(len(plan.feed)))
         return part
 
-    def _begin_step(self, session: DraftSession, part: DraftPart, node: Node | None, num_tokens: int) -> None:
+    def _begin_step(
+        self, session: DraftSession, part: DraftPart, node: Node | None, ends_s: tuple[float, float]
+    ) -> None:
         part.node, part.round = node, session.state.round
         part.overlaps_target = session.state.phase is SessionPhase.VERIFYING
-        part.expected_end_s = self.worker.clock() + self.prices.draft_s(
-            num_tokens, beside_target=part.overlaps_target or self._target_queue.is_busy
-        )
+        part.expected_end_s = ends_s[part.overlaps_target or self._target_queue.is_busy]
+
+    def _step_ends_s(self, num_rows: int) -> tuple[float, float]:
+        """When a step that begins now should end: if the target waits, and if it works beside it."""
+        now_s = self.worker.clock()
+        alone_s, beside_target_s = (self.prices.draft_s(num_rows, beside_target=beside) for beside in (False, True))
+        return now_s + alone_s, now_s + beside_target_s
 
     def _on_step(self, job: Job[Any], results: PartResults, goes_on: bool) -> None:
         """Apply the results of a draft step."""
-        is_first = True
+        self._price(job, results)
+        next_ends_s = self._step_ends_s(max(1, sum(result.continues for result in results)))
         for result in results:
             session = self._sessions[result.part.session]
             try:
-                self._drafted(session, job, result, goes_on and result.continues, is_first=is_first)
-                is_first = is_first and isinstance(result.outcome, outcome.Error)
+                self._drafted(session, result, next_ends_s if goes_on and result.continues else None)
             except CacheLostError:
                 session.part = None  # the tokens that the cache has lost are read again
             except Exception as error:  # of any kind: it costs this session its drafter, and no other
@@ -339,23 +346,26 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 self._look_at(session)
         self._end_if_nobody_goes_on()
 
-    def _drafted(
-        self, session: DraftSession, job: Job[Any], result: PartResult, goes_on: bool, *, is_first: bool
-    ) -> None:
+    def _price(self, job: Job[Any], results: PartResults) -> None:
+        """Learn from a finished step what steps cost, unless it drafted for nobody."""
+        for result in results:
+            if isinstance(result.outcome, outcome.Value) and isinstance(result.outcome.value, Drafted):
+                # Asked at the end of the step, since a pass may have begun while the step waited or ran.
+                beside_target = result.part.overlaps_target or self._target_queue.was_busy_since(job.began)
+                self.prices.observe_draft_step(num_rows(job), job.began, job.ended, beside_target=beside_target)
+                return
+
+    def _drafted(self, session: DraftSession, result: PartResult, next_ends_s: tuple[float, float] | None) -> None:
         """Add the guesses of a finished draft step to the tree. The step that follows it drafts after the first guess.
 
         Args:
-            is_first: whether no other session that shared the step was told of it before: it is priced only once.
+            next_ends_s: see `_step_ends_s`; None if no step follows.
         """
         part, step = result.part, result.outcome.unwrap()
         node, part.node = part.node, None
         next_node: Node | None = None
         match step:
             case Drafted():
-                # Asked at the end of the step, since a pass may have begun while the step waited or ran.
-                beside_target = part.overlaps_target or self._target_queue.was_busy_since(job.began)
-                if is_first:
-                    self.prices.observe_draft_step(num_rows(job), job.began, job.ended, beside_target=beside_target)
                 session.can_look_ahead = step.can_look_ahead
                 session.cached_tokens.follow(step.fed)
                 if session.suspects is not None:
@@ -371,13 +381,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case CannotLookAhead():
                 session.can_look_ahead = False
                 session.cached_tokens.rewind(step.length)
-        if goes_on:
-            self._propose(session)
-            self._begin_step(session, part, next_node, 1)
-            self._reconsider(session)
-        else:
+        if next_ends_s is None:
             session.part = None
             self._propose(session)
+        else:
+            self._propose(session)
+            self._begin_step(session, part, next_node, next_ends_s)
+            self._reconsider(session)
 
     def _step_failed(self, sessions: Sequence[DraftSession], error: JobError) -> None:
         """After a shared step failed, have each session draft once alone; leave a session whose own step failed."""
@@ -497,6 +507,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if (proposal := session.next_proposal(now_s, self._queue_slack_s(session, now_s), is_due=is_due)) is None:
             return
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
+        session.works_ahead = session.policy.works_ahead
         self._send_proposal(session, proposal)
 
     def _receive(self, session: DraftSession, message: FromTarget) -> None:

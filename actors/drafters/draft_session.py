@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import attrs
-
-from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession, FromTarget
-from actors.drafters.shared_steps import DraftPart
+from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession, FromTarget, SessionView
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from protocol.auto_policy import AutoPolicy
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
+from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Features, Message, PromptFeatures, Proposal, Verdict
 from protocol.session_state import Commit, SessionPhase
@@ -28,7 +25,7 @@ class DraftSession(DrafterSession):
         only_copies: whether the model rests because drafting does not pay, and only copied tokens are proposed.
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
-        verdict_due_s: when the verdict on the proposal is expected, in seconds on the worker's clock.
+        works_ahead: whether to draft while the verdict on the last proposal is due.
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
         reads_again: whether the cache has lost some of the text because a shared pass has failed.
         catches_up: whether the drafter is to read, during a rest, what the target has committed.
@@ -36,7 +33,6 @@ class DraftSession(DrafterSession):
         rests_unread: whether it began with a rest, in which its prompt was not read; None until that is decided.
         num_uncounted: rounds of a rest since the policy was last asked whether to catch up.
         node: the node to draft after next, as of the last look.
-        part: its part in the draft steps under way; None between them.
         suspects: the sessions of a shared step that has failed, until this one has drafted alone; else None.
     """
 
@@ -51,15 +47,13 @@ class DraftSession(DrafterSession):
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length
         self.is_late = False
-        self.can_look_ahead = True
-        self.verdict_due_s = 0.0
+        self.can_look_ahead = self.works_ahead = True
         self.has_read_prompt = self.reads_again = self.catches_up = False
         self.only_copies = False
         self.was_prompt_cached = False
         self.rests_unread: bool | None = None
         self.num_uncounted = 0
         self.node: Node | None = None
-        self.part: DraftPart | None = None
         self.suspects: Suspects | None = None
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
@@ -97,18 +91,12 @@ class DraftSession(DrafterSession):
         return reader is not None and reader.awaits_features and reader.num_given < max(1, num_read)
 
     @property
-    def works_ahead(self) -> bool:
-        """Whether to draft while a verdict is due; "auto" decides that for each node."""
-        return not isinstance(self.policy, AutoPolicy | ChainPolicy) or self.policy.works_ahead
-
-    @property
     def is_past_context(self) -> bool:
         """Whether the text has outgrown the drafter: the token at position n is drafted by feeding n tokens."""
         return self.context_length is not None and self.state.next_position > self.context_length
 
     @property
-    def useful_depth(self) -> int:
-        """How many drafted tokens beyond the committed text can be of use, >= 0."""
+    def max_depth(self) -> int:
         if not self.can_look_ahead:
             return 1
         depth = MAX_LOOKAHEAD * 2 + 1
@@ -125,30 +113,13 @@ class DraftSession(DrafterSession):
         """Committed tokens that the draft model has not processed."""
         return len(self.state.committed) - len(self.cached_tokens)
 
-    def view(self, now_s: float, queue_slack_s: float = 0.0, num_to_refresh: int = 0) -> PolicyView:
-        """What the policy may look at; see `PolicyView`."""
-        running = self.part
-        return PolicyView(
-            tree=self.tree,
-            max_proposal=self.max_proposed_tokens,
-            max_depth=self.useful_depth,
-            can_expand=self._can_continue,
-            num_to_feed=self._num_to_feed,
-            now_s=now_s,
-            verdict_due_s=self.verdict_due_s if self.state.phase is SessionPhase.VERIFYING else None,
-            drafting_node=running.node if running else None,
-            drafting_until_s=running.expected_end_s if running else 0.0,
-            queue_slack_s=queue_slack_s,
-            num_to_refresh=num_to_refresh,
-        )
-
     def next_expansion(self, now_s: float, queue_slack_s: float = 0.0) -> Node | None:
         """The node to draft after next, or None to do nothing until something changes."""
-        if self.state.phase not in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) or not self.is_ready:
+        phase = self.state.phase
+        may_draft = phase is SessionPhase.PROPOSING or (phase is SessionPhase.VERIFYING and self.works_ahead)
+        if not (may_draft and self.is_ready) or self.only_copies:
             return None
-        if self.only_copies:
-            return None
-        return self.policy.expansion(self.view(now_s, queue_slack_s))
+        return self.policy.expansion(SessionView(self, now_s, queue_slack_s))
 
     def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
         """The proposal to send now, or None to draft on, or if it is not the drafter's turn.
@@ -158,17 +129,15 @@ class DraftSession(DrafterSession):
         """
         if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None
-        view = self.view(now_s, queue_slack_s)
-        if is_due or self.is_late or self.is_leaving or self.only_copies:
-            view = attrs.evolve(view, can_expand=lambda _: False)
-        nodes = self.policy.proposal(view)
+        may_draft = not (is_due or self.is_late or self.is_leaving or self.only_copies)
+        nodes = self.policy.proposal(SessionView(self, now_s, queue_slack_s, may_draft=may_draft))
         if nodes is None and not is_due:
             return None
         return self.proposal(nodes or [])
 
     def has_worthwhile_copy(self, now_s: float) -> bool:
         """Whether a copy could be proposed now without the model."""
-        return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(self.view(now_s)))
+        return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(SessionView(self, now_s)))
 
     def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
         """Drop what was drafted ahead, if the policy would rather draft anew on the hidden states that have come since.
@@ -178,7 +147,7 @@ class DraftSession(DrafterSession):
         if self.state.phase is not SessionPhase.PROPOSING:
             return False
         num_to_refresh = self._num_to_refresh
-        if num_to_refresh == 0 or not self.policy.drops_stale(self.view(now_s, queue_slack_s, num_to_refresh)):
+        if num_to_refresh == 0 or not self.policy.drops_stale(SessionView(self, now_s, queue_slack_s, num_to_refresh)):
             return False
         self._dropped = self.tree.drop_ahead()
         self.tree.copy(self._copied)
@@ -225,10 +194,5 @@ class DraftSession(DrafterSession):
             return 0
         return len(committed) - min(self.cached_tokens.plan(committed).keep, self.sequence.length)
 
-    def _can_continue(self, node: Node) -> bool:
-        """Whether the text can go on after a node, that is, whether the node's token does not end it."""
-        return node is self.tree.root or node.token not in self.shared.opened.stop_tokens
-
-    def _num_to_feed(self, node: Node) -> int:
-        """How many tokens must be fed to draft after a node."""
+    def num_to_feed(self, node: Node) -> int:
         return len(self.cached_tokens.plan(self.state.committed, self.tree.path(node)).feed)

@@ -12,16 +12,18 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
+import attrs
 import trio
 
 from actors.actor import Actor, ActorSession, Mailbox
+from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.copying import MAX_MATCH, Copied, CopyIndex
 from protocol.draft_plan import Need, Waiting, next_job
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
-from protocol.lookahead_policy import ChainPolicy, Policy
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.messages import Due, Message, Overdue, Proposal, Rest, Rested, Verdict
 from protocol.open_options import WorkAhead
@@ -63,6 +65,8 @@ class DrafterSession(ActorSession):
         need: what there is to do for it, as of the last look; None for nothing until something changes.
         num_rested: rounds of the last rest.
         num_idle_rounds: rounds in a row in which the target judged no copied token.
+        verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
+        part: its part in the draft steps under way; None between them.
         since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `need` arose.
     """
 
@@ -92,6 +96,8 @@ class DrafterSession(ActorSession):
         self.is_leaving = False
         self.need: Need | None = None
         self.since = self.num_read_before = self.num_rested = self.num_idle_rounds = 0
+        self.verdict_due_s = 0.0
+        self.part: DraftPart | None = None
         self._on_message = on_message
         self._copied: list[Guess] = []  # after the root
         self._is_copying = False
@@ -213,10 +219,23 @@ class DrafterSession(ActorSession):
         return own if longer is None else itertools.chain((longer,), foreign)
 
     @property
-    def max_proposed_tokens(self) -> int:
+    def max_proposal(self) -> int:
         """Largest useful proposal. The verdict brings a token of its own, so the last one need not be proposed."""
         remaining = self.state.remaining
         return MAX_LOOKAHEAD if remaining is None else min(MAX_LOOKAHEAD, remaining - 1)
+
+    @property
+    def max_depth(self) -> int:
+        """How many drafted tokens beyond the committed text can be of use, >= 0; 0 if nothing is drafted."""
+        return 0
+
+    def can_continue(self, node: Node) -> bool:
+        """Whether a node's token does not end the text."""
+        return node is self.tree.root or node.token not in self.shared.opened.stop_tokens
+
+    def num_to_feed(self, node: Node) -> int:
+        """How many tokens must be fed to draft after a node."""
+        return 0
 
     def proposal(self, nodes: list[Node]) -> Proposal:
         """A proposal of a chain of nodes."""
@@ -231,6 +250,51 @@ class DrafterSession(ActorSession):
         num_stale = sum(1 for _ in itertools.takewhile(self.tree.is_stale, nodes))
         copied = tuple(guess.is_copied for guess in guesses)
         return Proposal(self.id, state.round, state.next_position, tokens, probs, reach, num_stale, copied)
+
+
+@attrs.define
+class SessionView(PolicyView):
+    """What a session's policy may look at now.
+
+    Attributes:
+        may_draft: False if only what has been drafted by now counts.
+    """
+
+    _session: DrafterSession
+    now_s: float
+    queue_slack_s: float = 0.0
+    num_to_refresh: int = 0
+    may_draft: bool = True
+
+    @property
+    def tree(self) -> LookaheadTree:
+        return self._session.tree
+
+    @property
+    def max_proposal(self) -> int:
+        return self._session.max_proposal
+
+    @property
+    def max_depth(self) -> int:
+        return self._session.max_depth
+
+    @property
+    def verdict_due_s(self) -> float | None:
+        return self._session.verdict_due_s if self._session.state.phase is SessionPhase.VERIFYING else None
+
+    @property
+    def drafting_node(self) -> Node | None:
+        return None if (part := self._session.part) is None else part.node
+
+    @property
+    def drafting_until_s(self) -> float:
+        return 0.0 if (part := self._session.part) is None else part.expected_end_s
+
+    def can_expand(self, node: Node) -> bool:
+        return self.may_draft and self._session.can_continue(node)
+
+    def num_to_feed(self, node: Node) -> int:
+        return self._session.num_to_feed(node)
 
 
 S = TypeVar("S", bound=DrafterSession)

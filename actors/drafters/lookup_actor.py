@@ -10,12 +10,12 @@ from actors.drafters.drafter import (
     DrafterSession,
     FromTarget,
     MakePolicy,
+    SessionView,
     policy_by_settings,
 )
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy
 from protocol.draft_plan import Need
-from protocol.lookahead_policy import PolicyView
 from protocol.lookahead_tree import Node
 from protocol.messages import Due, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
@@ -28,16 +28,7 @@ class LookupSession(DrafterSession):
 
     def worth_proposing(self, now_s: float) -> list[Node]:
         """The copied tokens that the policy wants to propose."""
-        # The tree is complete, so the policy gains nothing by waiting.
-        view = PolicyView(
-            tree=self.tree,
-            max_proposal=self.max_proposed_tokens,
-            max_depth=self.max_proposed_tokens,
-            can_expand=lambda _: False,
-            num_to_feed=lambda _: 0,
-            now_s=now_s,
-        )
-        return self.policy.proposal(view) or []
+        return self.policy.proposal(SessionView(self, now_s)) or []
 
 
 class LookupActor(Drafter[LookupSession]):

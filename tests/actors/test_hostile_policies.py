@@ -68,6 +68,7 @@ class Hostile:
     admits: Callable[[Node], bool] = lambda node: True
     drops: Callable[[Node], bool] | None = None
     rests: bool = True
+    works_ahead: bool = True
     num_guesses: int = 3
     num_from_branch: int = 0
     num_held_back: int = 0

@@ -115,15 +115,6 @@ def test_while_a_verdict_is_due_the_next_proposal_is_drafted(policy):
     assert len(following) == policy.lookahead
 
 
-@given(most=st.integers(1, 6), ready=st.integers(0, 14))
-@deterministic
-def test_without_overlap_nothing_is_drafted_while_a_verdict_is_due(most, ready):
-    policy = ChainPolicy(most, overlaps=False)
-    assert policy.expansion(view_of(chain_of(ready), verdict_due_s=1.0)) is None
-    tree = chain_of(min(ready, most - 1))
-    assert policy.expansion(view_of(tree)) is view_of(tree).growable()
-
-
 def test_a_fixed_lookahead_grows_no_branches():
     tree = tree_of(((1, 0.1), (2, 0.1)), ((5, 0.9),))
     assert ChainPolicy(4).expansion(view_of(tree)) is at(tree, 1, 2)
