@@ -142,6 +142,7 @@ class DraftSteps:
             mx.async_eval(*lazy.arrays())
             launched = self.guess(self.sequence.feed_lazy(lazy.choice), position + 1, 0, history)
             mx.async_eval(*launched.arrays())
+        mx.eval(*lazy.arrays())
         if launched is None:
             drafted, following = self.conclude(fed, lazy, trail, history, draft_budget)
             return Step(drafted, None if following is None else following.of(self))
@@ -162,7 +163,7 @@ class DraftSteps:
     def conclude(
         self, fed: FeedPlan, lazy: LazyGuesses, trail: int, history: TokenHistory, draft_budget: DraftBudget
     ) -> tuple[Drafted, FollowingStep | None]:
-        """Read guesses back. Returns: the outcome, and the step that follows if the budget allows one.
+        """Read evaluated guesses. Returns: the outcome, and the step that follows if the budget allows one.
 
         Raises: NotANumberError: no token can be chosen.
         """
@@ -283,8 +284,7 @@ class LazyGuesses:
         self.logit_check.check(self.row, position, "draft")
 
     def read(self) -> tuple[Guess, ...]:
-        """The guesses, the choice first."""
-        mx.eval(*self.arrays())
+        """The guesses, the choice first. Reads arrays back, which should have been evaluated together before."""
         choice, *others = self._read()
         # Where processors have left no token, none is likely, whatever the drafter estimates.
         if self.acceptance is not None and choice.raw > 0.0:
@@ -388,7 +388,7 @@ def guesses_together(
     filtered = shared.logits_pipeline.filter(pad(rows, first.vocab_size), 0)
     settings, num_guesses = shared.opened.settings, first.num_guesses
     lazy = _guesses_by_match(filtered, LogitCheck.of(rows, rows), settings, decisions, first.vocab_size, num_guesses)
-    return [attrs.evolve(lazy, row=row) for row in range(len(steps))]
+    return [LazyGuesses(lazy.choice, lazy.logit_check, lazy.likeliest_tokens, row) for row in range(len(steps))]
 
 
 def _zero_if_nan(confidence: float) -> float:
