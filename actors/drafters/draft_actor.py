@@ -308,7 +308,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         step = FollowingStep(plan, node.trail, history, draft_budget)
-        part = DraftPart(session.id, draft_steps, step, alone=session.goes_alone)
+        state = session.state
+        part = DraftPart(session.id, draft_steps, step, (state.round, state.phase), alone=session.goes_alone)
         self._begin_step(session, part, node, self._step_ends_s(len(plan.feed)))
         return part
 
@@ -381,13 +382,15 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case CannotLookAhead():
                 session.can_look_ahead = False
                 session.cached_tokens.rewind(step.length)
-        if next_ends_s is None:
-            session.part = None
-            self._propose(session)
-        else:
+        if next_ends_s is not None and part.decided_in == (session.state.round, session.state.phase):
+            self._begin_step(session, part, next_node, next_ends_s)  # as the policy has decided with the budget
+        elif next_ends_s is not None:
             self._propose(session)
             self._begin_step(session, part, next_node, next_ends_s)
             self._reconsider(session)
+        else:
+            session.part = None
+            self._propose(session)
 
     def _step_failed(self, sessions: Sequence[DraftSession], error: JobError) -> None:
         """After a shared step failed, have each session draft once alone; leave a session whose own step failed."""

@@ -26,6 +26,7 @@ from actors.drafters.draft_steps import (
 from actors.model import Feed, Model, feed_each
 from actors.workers.worker import Job, Step
 from protocol.lookahead_tree import Node
+from protocol.session_state import SessionPhase
 from protocol.trace import Share
 
 
@@ -37,6 +38,7 @@ class DraftPart:
         session: of the text.
         draft_steps: of the text.
         step: the next step. Read and written on the worker's thread once the steps have begun.
+        decided_in: the round of the session and its phase when the policy gave the draft budget.
         alone: whether it has its passes to itself, and its cache stays apart from those of others.
         node: the node that is being drafted after; None if its result is not wanted any more.
         round: of the session, for the trace.
@@ -48,6 +50,7 @@ class DraftPart:
     session: int
     draft_steps: DraftSteps
     step: FollowingStep
+    decided_in: tuple[int, SessionPhase]
     alone: bool = False
     node: Node | None = None
     round: int = 0
