@@ -85,7 +85,7 @@ class Policy(Protocol):
 
     @property
     def works_ahead(self) -> bool:
-        """Whether to draft while a verdict is due. Asked with each proposal; must not depend on what was drawn."""
+        """Whether to draft while a verdict is due. Must not depend on what was drawn."""
         ...
 
     def proposal(self, view: PolicyView) -> list[Node] | None:

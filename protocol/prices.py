@@ -153,6 +153,7 @@ class Prices:
     _speculative: dict[int, tuple[float, float]] = attrs.field(factory=dict)
     _draft_steps: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))  # (began, ended)
     _unpriced_passes: deque[tuple[int, float, float]] = attrs.field(factory=deque)  # (width, began, ended)
+    _pays_ahead: dict[tuple[int, int], bool] = attrs.field(factory=dict)  # by lookahead and number of texts
 
     # --- measurements -----------------------------------------------------------------------------
 
@@ -404,6 +405,13 @@ class Prices:
         """
         if not (self.is_known and self.hit_rate.is_known) or self._num_rounds % TRIED_EVERY_ROUNDS < TRIED_ROUNDS:
             return True
+        # Until something is measured, texts that share passes have one answer, which is computed once.
+        known = self._pays_ahead.get((lookahead, self.num_texts))
+        if known is None:
+            known = self._pays_ahead[lookahead, self.num_texts] = self._pays_to_work_ahead(lookahead)
+        return known
+
+    def _pays_to_work_ahead(self, lookahead: int) -> bool:
         pass_s = self.verify(self.num_texts * (1 + lookahead))
         drafting_s = self.num_texts * lookahead * self.draft_share_s(1, beside_target=False)
         if self.core_hold_s:
@@ -465,6 +473,7 @@ class Prices:
 
     def _price_passes(self, until_s: float) -> None:
         """Price the passes that ended by then, since every draft step beside them is known now."""
+        self._pays_ahead.clear()
         while self._unpriced_passes and self._unpriced_passes[0][2] <= until_s:
             width, began_s, ended_s = self._unpriced_passes.popleft()
             overlap_s, next_began = 0.0, math.inf

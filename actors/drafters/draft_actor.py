@@ -510,7 +510,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if (proposal := session.next_proposal(now_s, self._queue_slack_s(session, now_s), is_due=is_due)) is None:
             return
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
-        session.works_ahead = session.policy.works_ahead
         self._send_proposal(session, proposal)
 
     def _receive(self, session: DraftSession, message: FromTarget) -> None:
@@ -567,7 +566,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         else:
             now_s = self.worker.clock()
             was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))
-            if session.works_ahead:
+            if session.policy.works_ahead:
                 # A miss costs the target no more than a hit if it has passes of other sessions to do.
                 was_hidden = (was_hit and not was_dropped) or self._target_queue.is_busy
                 self.prices.hit_rate.observe(float(was_hidden))

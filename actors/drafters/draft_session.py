@@ -25,7 +25,6 @@ class DraftSession(DrafterSession):
         only_copies: whether the model rests because drafting does not pay, and only copied tokens are proposed.
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
-        works_ahead: whether to draft while the verdict on the last proposal is due.
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
         reads_again: whether the cache has lost some of the text because a shared pass has failed.
         catches_up: whether the drafter is to read, during a rest, what the target has committed.
@@ -47,7 +46,7 @@ class DraftSession(DrafterSession):
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length
         self.is_late = False
-        self.can_look_ahead = self.works_ahead = True
+        self.can_look_ahead = True
         self.has_read_prompt = self.reads_again = self.catches_up = False
         self.only_copies = False
         self.was_prompt_cached = False
@@ -116,7 +115,7 @@ class DraftSession(DrafterSession):
     def next_expansion(self, now_s: float, queue_slack_s: float = 0.0) -> Node | None:
         """The node to draft after next, or None to do nothing until something changes."""
         phase = self.state.phase
-        may_draft = phase is SessionPhase.PROPOSING or (phase is SessionPhase.VERIFYING and self.works_ahead)
+        may_draft = phase is SessionPhase.PROPOSING or (phase is SessionPhase.VERIFYING and self.policy.works_ahead)
         if not (may_draft and self.is_ready) or self.only_copies:
             return None
         return self.policy.expansion(SessionView(self, now_s, queue_slack_s))
