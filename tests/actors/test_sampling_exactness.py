@@ -127,7 +127,6 @@ def drafter(
 # --- the rejection rule ---------------------------------------------------------------------------
 
 SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "lookahead 1": ({}, {}, {"lookahead": 1}),
     "lookahead 2": ({}, {}, {"lookahead": 2}),
     "lookahead 4": ({}, {}, {"lookahead": 4}),
     # Otherwise the drafter would rest, and a rest is longer than these texts.
@@ -153,7 +152,7 @@ def test_under_rejection_texts_have_the_targets_distribution(situation: str) -> 
     of_target, of_draft, settings = SITUATIONS[situation]
     models = target(**of_target), drafter(**of_draft)
     # The common case is tested with more sessions.
-    num_sessions = 3 * NUM_SESSIONS if situation == "lookahead 2" else NUM_SESSIONS
+    num_sessions = 2 * NUM_SESSIONS if situation == "lookahead 2" else NUM_SESSIONS
     tokens = run(lambda: sample(num_sessions, *models, max_tokens=6, **settings))
     assert_drawn_of(TARGET, tokens)
     assert share_drafted(tokens) > 0.2
@@ -185,10 +184,12 @@ def test_under_rejection_a_stop_far_ahead_of_the_text_changes_nothing_before_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["ngram", "copies"])
-@pytest.mark.parametrize(("lookahead", "undo"), [(1, always), (3, always), ("auto", always), (3, never)])
+@pytest.mark.parametrize(
+    ("draft", "lookahead", "undo"),
+    [("ngram", 1, always), ("ngram", 3, never), ("copies", 3, always), ("copies", "auto", always)],
+)
 def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_up_or_copied(
-    lookahead: Any, undo: Any, draft: Any, monkeypatch: pytest.MonkeyPatch
+    draft: Any, lookahead: Any, undo: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert QUOTABLE[-1] == PROMPT[-1], "what comes next hangs on the last token alone"
     models, asked = (target(undo=undo), "ngram"), {"prompt": QUOTABLE, "max_tokens": 6, "lookahead": lookahead}
@@ -205,9 +206,9 @@ def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_
 
 @pytest.mark.slow
 def test_under_rejection_a_long_text_has_the_targets_distribution_whatever_is_looked_up() -> None:
-    (tokens,) = run(lambda: sample(1, target(), "ngram", max_tokens=3000, lookahead=2))
+    (tokens,) = run(lambda: sample(1, target(), "ngram", max_tokens=1500, lookahead=2))
     assert pooled_p_value(triples([PROMPT + ids(tokens)])) > SIGNIFICANCE
-    assert sum(token.from_draft for token in tokens) > 500
+    assert sum(token.from_draft for token in tokens) > 250
 
 
 def copy_at_a_fixed_lookahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,8 +288,8 @@ def test_a_pass_that_fails_because_of_drafted_tokens_chooses_none(acceptance: st
     )
     models = FailingAtDrafts(markov(table), bad_token, vocab_size=len(table)), drafter(draft_table)
     asked = {"max_tokens": 5, "lookahead": 3, "acceptance": acceptance}
-    texts = [ids(text) for text in run(lambda: sample(450, *models, draft_part=0.1, **asked))]
-    assert models[0].num_failures > 100
+    texts = [ids(text) for text in run(lambda: sample(2 * NUM_SESSIONS, *models, draft_part=0.1, **asked))]
+    assert models[0].num_failures > 60
     assert p_value(Counter(tuple(text[:3]) for text in texts), outcomes(table, 3)) > SIGNIFICANCE
 
 
@@ -296,9 +297,7 @@ def test_a_pass_that_fails_because_of_drafted_tokens_chooses_none(acceptance: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("acceptance", "draft_temperature"), [("rejection", 0.0), ("rejection", 0.4), ("match", 0.4), ("match", 3.0)]
-)
+@pytest.mark.parametrize(("acceptance", "draft_temperature"), [("rejection", 0.0), ("rejection", 0.4), ("match", 3.0)])
 def test_whatever_temperature_the_drafter_has_texts_have_the_targets_distribution(
     acceptance: str, draft_temperature: float
 ) -> None:
@@ -321,8 +320,8 @@ def test_with_its_temperature_a_greedy_drafter_proposes_what_it_holds_likeliest(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lookahead", "is_marked"), [(0, False), (2, False), ("auto", True)])
-def test_what_a_sampler_draws_at_random_has_the_targets_distribution(lookahead: Any, is_marked: bool) -> None:
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_what_a_sampler_draws_at_random_has_the_targets_distribution(is_marked: bool) -> None:
     mx.random.seed(7)
 
     def drawn(logprobs: mx.array) -> mx.array:
@@ -333,13 +332,13 @@ def test_what_a_sampler_draws_at_random_has_the_targets_distribution(lookahead: 
             target(), drafter(), price=random_price(1), draft_price=random_price(2, 0.1)
         ) as simulation:
             sampler = stateless(drawn) if is_marked else drawn
-            asked: dict[str, Any] = {"max_tokens": 5, "lookahead": lookahead, "sampler": sampler}
+            asked: dict[str, Any] = {"max_tokens": 5, "lookahead": 2, "sampler": sampler}
             return [(await simulation.runtime.generate(PROMPT, **asked)).tokens for _ in range(2 * NUM_SESSIONS)]
 
     tokens = run(sampled)
     assert_drawn_of(TARGET, tokens)
     # Two independent draws are equal in about one case of four.
-    assert (share_drafted(tokens) > 0.05) == (is_marked and lookahead == 2) or lookahead == "auto"
+    assert (share_drafted(tokens) > 0.05) == is_marked
 
 
 # --- filters --------------------------------------------------------------------------------------
@@ -365,9 +364,7 @@ FILTERS: dict[str, Any] = {"min_p": 0.4, "xtc_probability": 0.5, "xtc_threshold"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("acceptance", "lookahead"), [("rejection", 0), ("rejection", 2), ("rejection", "auto"), ("match", 2)]
-)
+@pytest.mark.parametrize(("acceptance", "lookahead"), [("rejection", 0), ("rejection", 2), ("match", 2)])
 def test_filtered_texts_have_the_targets_filtered_distribution(acceptance: str, lookahead: Any) -> None:
     num_sessions = 2 * NUM_SESSIONS
     tokens = run(
@@ -411,9 +408,9 @@ def successors(
 
 @pytest.mark.slow
 def test_under_rejection_long_texts_have_the_targets_distribution() -> None:
-    tokens = run(lambda: sample(3, target(), drafter(), max_tokens=2000, lookahead=2))
+    tokens = run(lambda: sample(3, target(), drafter(), max_tokens=1000, lookahead=2))
     assert pooled_p_value(successors([PROMPT + ids(text) for text in tokens])) > SIGNIFICANCE
-    assert sum(token.from_draft for text in tokens for token in text) > 2500
+    assert sum(token.from_draft for text in tokens for token in text) > 1250
 
 
 # --- the coupled match rule -----------------------------------------------------------------------

@@ -60,16 +60,13 @@ async def test_greedy_texts_are_the_targets_however_it_rewinds(kind: str, rewind
         *(
             pytest.param(kind, family, marks=pytest.mark.slow)
             for kind, family in (
-                ("eagle3", "lfm2"),
                 ("peagle", "llama"),
                 ("medusa", "gemma3_text"),
                 ("dflash", "gemma3_text"),
                 ("dspark", "lfm2"),
                 ("dflash2", "llama"),
                 ("gemma4", "gemma4"),
-                ("mtp", "glm4_moe_lite"),
                 ("mtp", "qwen3_5"),
-                ("mtp_deep", "glm4_moe_deep"),
                 ("mtp_deep", "step3p5_deep"),
             )
         ),
@@ -194,8 +191,9 @@ async def test_nothing_is_recorded_of_texts_that_are_not_drafted(
         assert taken == []
 
 
+# Drafters that differ from another one only in their layers draw as that one does.
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("mtp", "dflash")])
 def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
