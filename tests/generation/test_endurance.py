@@ -18,7 +18,7 @@ import runtime
 from actors.session import Session
 
 NUM_STREAMS = 250
-NUM_MEASUREMENTS = 4
+NUM_MEASUREMENTS = 3
 
 # What the streams of one measurement may leave. One object a stream is 250 blocks, and 4 KiB a stream 1 MiB, each time.
 # Where nothing leaks, up to a thousand blocks of other tests of this process come and go, but not each time.
