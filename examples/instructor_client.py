@@ -7,25 +7,15 @@ Start `outrider serve` first, with a model that can call tools, then this progra
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import instructor
 import openai
 from pydantic import BaseModel, ConfigDict, Field
+from weather import BASE_URL, KEY, MODEL, Weather
 
-BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
 QUESTION: Any = [{"role": "user", "content": "How is the weather?"}]
-
-
-class Weather(BaseModel):
-    """What the model is held to: with no other fields, or a small model invents them."""
-
-    model_config = ConfigDict(extra="forbid")
-    sky: Literal["clear", "cloudy", "rainy"]
-    degrees: Annotated[int, Field(ge=-40, le=50)]
 
 
 class Days(BaseModel):
@@ -36,8 +26,7 @@ class Days(BaseModel):
 
 
 def client(mode: instructor.Mode, of: Any = openai.OpenAI) -> Any:
-    key = os.environ.get("OUTRIDER_API_KEY", "none")
-    return instructor.from_openai(of(base_url=BASE_URL, api_key=key), mode=mode)
+    return instructor.from_openai(of(base_url=BASE_URL, api_key=KEY), mode=mode)
 
 
 def stream() -> Iterator[Weather]:

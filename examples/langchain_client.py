@@ -6,35 +6,19 @@ Start `outrider serve` first, with a model that can call tools, then this progra
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel, Field
+from weather import BASE_URL, KEY, MODEL, Weather, forecast
 
-BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
-
-
-class Weather(BaseModel):
-    """What the model is held to."""
-
-    sky: Literal["clear", "cloudy", "rainy"]
-    degrees: Annotated[int, Field(ge=-40, le=50)]
-
-
-@tool
-def forecast(city: Literal["Lisbon", "Oslo"], days: Annotated[int, Field(ge=1, le=9)]) -> str:
-    """The weather in a city, some days from now."""
-    return f"{city} in {days} days: clear, 20 degrees"
+FORECAST = tool(forecast)
 
 
 def chat_model(**options: Any) -> ChatOpenAI:
-    key = os.environ.get("OUTRIDER_API_KEY", "none")
-    return ChatOpenAI(model=MODEL, base_url=BASE_URL, api_key=key, **{"max_tokens": 200, **options})
+    return ChatOpenAI(model=MODEL, base_url=BASE_URL, api_key=KEY, **{"max_tokens": 200, **options})
 
 
 def stream() -> Iterator[str]:
@@ -46,13 +30,13 @@ def stream() -> Iterator[str]:
 def call() -> tuple[dict[str, Any], str]:
     """The arguments of the model's streamed tool call, and its reply to the result."""
     question = "human", "What is the weather in Oslo?"
-    with_tools = chat_model().bind_tools([forecast], tool_choice="forecast", parallel_tool_calls=False)
+    with_tools = chat_model().bind_tools([FORECAST], tool_choice="forecast", parallel_tool_calls=False)
     called = AIMessageChunk("")
     for chunk in with_tools.stream([question]):
         called += chunk
     (wanted,) = called.tool_calls
-    after = chat_model(max_tokens=8).bind_tools([forecast], tool_choice="none")
-    return wanted["args"], after.invoke([question, called, forecast.invoke(wanted)]).text
+    after = chat_model(max_tokens=8).bind_tools([FORECAST], tool_choice="none")
+    return wanted["args"], after.invoke([question, called, FORECAST.invoke(wanted)]).text
 
 
 def structured() -> Weather:

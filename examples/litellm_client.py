@@ -7,15 +7,11 @@ Start `outrider serve` first, with a model that can call tools, then this progra
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import litellm
-from pydantic import BaseModel, Field
-
-BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
+from weather import BASE_URL, KEY, MODEL, Weather
 
 CITY = {"type": "string", "enum": ["Lisbon", "Oslo"]}
 DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
@@ -28,18 +24,11 @@ PARAMETERS = {
 FORECAST = {"type": "function", "function": {"name": "forecast", "parameters": PARAMETERS}}
 
 
-class Weather(BaseModel):
-    """What the model is held to."""
-
-    sky: Literal["clear", "cloudy", "rainy"]
-    degrees: Annotated[int, Field(ge=-40, le=50)]
-
-
 def complete(*messages: dict[str, Any], **options: Any) -> Any:
     return litellm.completion(
         model=f"openai/{MODEL}",
         api_base=BASE_URL,
-        api_key=os.environ.get("OUTRIDER_API_KEY", "none"),
+        api_key=KEY,
         messages=list(messages),
         **{"max_tokens": 200, **options},
     )

@@ -4,37 +4,18 @@ Only the base URL is Outrider's. Run with llama-index-llms-openai-like 0.8.1 (ll
 Start `outrider serve` first, with a model that can call tools, then this program.
 """
 
-import os
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from pydantic import BaseModel, ConfigDict, Field
-
-BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
-
-
-class Weather(BaseModel):
-    """What the model is held to: with no other fields, or a small model invents them."""
-
-    model_config = ConfigDict(extra="forbid")
-    sky: Literal["clear", "cloudy", "rainy"]
-    degrees: Annotated[int, Field(ge=-40, le=50)]
-
-
-# LlamaIndex evaluates the annotations in a module of its own: they must not be strings.
-def forecast(city: Literal["Lisbon", "Oslo"], days: Annotated[int, Field(ge=1, le=9)]) -> str:
-    """The weather in a city, some days from now."""
-    return f"{city} in {days} days: clear, 20 degrees"
+from weather import BASE_URL, KEY, MODEL, Weather, forecast
 
 
 def llm(**options: Any) -> OpenAILike:
-    key = os.environ.get("OUTRIDER_API_KEY", "none")
     has = {"is_chat_model": True, "is_function_calling_model": True}
-    return OpenAILike(model=MODEL, api_base=BASE_URL, api_key=key, **has, **{"max_tokens": 200, **options})
+    return OpenAILike(model=MODEL, api_base=BASE_URL, api_key=KEY, **has, **{"max_tokens": 200, **options})
 
 
 def user(text: str) -> list[ChatMessage]:

@@ -31,11 +31,12 @@ from pathlib import Path
 import attrs
 import mlx.core as mx
 import trio
-from mlx_lm.models import llama
+from mlx.nn import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 import runtime
 from actors.distributed.rank_address import rank_address
+from runtime.bench.small_models import small_model
 
 TOKEN = 7
 PROMPT = (TOKEN,) * 16
@@ -57,26 +58,13 @@ class Times:
         return self.round - self.alone
 
 
-def small_model(hidden_size: int, num_layers: int) -> llama.Model:
+def llama(width: int, num_layers: int) -> Module:
     """A Llama with random weights, the same in each process."""
-    mx.random.seed(0)
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=hidden_size,
-            num_hidden_layers=num_layers,
-            intermediate_size=2 * hidden_size,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            rms_norm_eps=1e-5,
-            vocab_size=1024,
-        )
-    )
-    mx.eval(model.parameters())
-    return model
+    shape = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": num_layers, "vocab_size": 1024}
+    return small_model("llama", 0, **shape, num_attention_heads=8, num_key_value_heads=4, head_dim=width // 8)
 
 
-def passes_alone(model: llama.Model, width: int, num_rounds: int) -> list[float]:
+def passes_alone(model: Module, width: int, num_rounds: int) -> list[float]:
     """Seconds of passes over `width` tokens one after another; each rank calls this at the same time."""
     cache, seconds = make_prompt_cache(model), []
     mx.eval(model(mx.array([PROMPT]), cache=cache))
@@ -87,7 +75,7 @@ def passes_alone(model: llama.Model, width: int, num_rounds: int) -> list[float]
     return seconds[NUM_WARM:]
 
 
-async def rounds(model: llama.Model, width: int, num_rounds: int, group: object) -> tuple[list[float], list[float]]:
+async def rounds(model: Module, width: int, num_rounds: int, group: object) -> tuple[list[float], list[float]]:
     """Seconds of the passes of a runtime's rounds over `width` tokens, and from one verdict to the next."""
     spans: list[runtime.Span] = []
 
@@ -113,7 +101,7 @@ async def rounds(model: llama.Model, width: int, num_rounds: int, group: object)
 
 def times_of(arguments: argparse.Namespace, group: runtime.RankGroup | None = None) -> Times | None:
     """The times on one process, or on the ranks of a group; None on ranks other than 0."""
-    alone, model = (small_model(arguments.hidden_size, arguments.layers) for _ in range(2))
+    alone, model = (llama(arguments.hidden_size, arguments.layers) for _ in range(2))
     if group is not None:
         alone.shard(group.mlx)
     in_alone: list[float] = []

@@ -7,34 +7,17 @@ Start `outrider serve` first, with a model that can call tools, then this progra
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import openai
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from openai.types.responses import ResponseTextDeltaEvent
-from pydantic import BaseModel, Field
-
-BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
-
-
-class Weather(BaseModel):
-    """What the model is held to."""
-
-    sky: Literal["clear", "cloudy", "rainy"]
-    degrees: Annotated[int, Field(ge=-40, le=50)]
-
-
-@function_tool
-def forecast(city: Literal["Lisbon", "Oslo"], days: Annotated[int, Field(ge=1, le=9)]) -> str:
-    """The weather in a city, some days from now."""
-    return f"{city} in {days} days: clear, 20 degrees"
+from weather import BASE_URL, KEY, MODEL, Weather, forecast
 
 
 def agent(*, model: type = OpenAIResponsesModel, settings: dict[str, Any], **options: Any) -> Agent[Any]:
-    client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=os.environ.get("OUTRIDER_API_KEY", "none"))
+    client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=KEY)
     return Agent(
         name="weather",
         model=model(MODEL, client),
@@ -55,7 +38,7 @@ async def stream() -> AsyncIterator[str]:
 async def call() -> str:
     """What the tool returned to the model's call, which ends the run."""
     settings = {"tool_choice": "required", "parallel_tool_calls": False}
-    caller = agent(settings=settings, tools=[forecast], tool_use_behavior="stop_on_first_tool")
+    caller = agent(settings=settings, tools=[function_tool(forecast)], tool_use_behavior="stop_on_first_tool")
     return (await Runner.run(caller, "What is the weather in Oslo?")).final_output
 
 

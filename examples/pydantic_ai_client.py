@@ -7,38 +7,22 @@ Start `outrider serve` first, with a model that can call tools, then this progra
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from openai import AsyncOpenAI
-from pydantic import BaseModel, Field
 from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.messages import ToolCallPart
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
-BASE_URL = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")
-MODEL = os.environ.get("OUTRIDER_MODEL", "outrider-demo-target")
-
-
-class Weather(BaseModel):
-    """What the model is held to."""
-
-    sky: Literal["clear", "cloudy", "rainy"]
-    degrees: Annotated[int, Field(ge=-40, le=50)]
-
-
-def forecast(city: Literal["Lisbon", "Oslo"], days: Annotated[int, Field(ge=1, le=9)]) -> str:
-    """The weather in a city, some days from now."""
-    return f"{city} in {days} days: clear, 20 degrees"
+from weather import BASE_URL, KEY, MODEL, Weather, forecast
 
 
 @asynccontextmanager
 async def agent(settings: dict[str, Any], **options: Any) -> AsyncIterator[Agent[None, Any]]:
     """An agent, whose connections are closed on exit."""
-    async with AsyncOpenAI(base_url=BASE_URL, api_key=os.environ.get("OUTRIDER_API_KEY", "none")) as client:
+    async with AsyncOpenAI(base_url=BASE_URL, api_key=KEY) as client:
         model = OpenAIChatModel(MODEL, provider=OpenAIProvider(openai_client=client))
         yield Agent(model, model_settings={"max_tokens": 200, **settings}, **options)
 

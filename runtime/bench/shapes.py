@@ -53,36 +53,28 @@ class Shape:
         return model
 
 
-def _shape(
-    family: str, layers: int, hidden: int, mlp: int, heads: int, kv_heads: int, vocab: int, **more: Any
-) -> Shape:
-    arguments = {
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        "head_dim": hidden // heads,
-        "max_position_embeddings": 32_768,
-        "rope_theta": 1e6,
-    }
-    return Shape(family, arguments | more)
+_SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "vocab_size"),
+)
+
+
+def _shape(family: str, sizes: tuple[int, ...], **more: Any) -> Shape:
+    """A shape of the `_SIZES`, with further arguments."""
+    arguments = dict(zip(_SIZES, sizes, strict=True))
+    head_dim = arguments["hidden_size"] // arguments["num_attention_heads"]
+    usual = {"head_dim": head_dim, "max_position_embeddings": 32_768, "rope_theta": 1e6}
+    return Shape(family, arguments | usual | more)
 
 
 # By name on the command line. Comments name the published models with these configurations.
 SHAPES = {
     # Llama 3.1 8B
-    "8b": _shape("llama", 32, 4096, 14336, 32, 8, 128_256),
+    "8b": _shape("llama", (32, 4096, 14336, 32, 8, 128_256)),
     # Qwen3 30B-A3B
     "30b-a3b": _shape(
         "qwen3_moe",
-        48,
-        2048,
-        6144,
-        32,
-        4,
-        151_936,
+        (48, 2048, 6144, 32, 4, 151_936),
         head_dim=128,
         num_experts=128,
         num_experts_per_tok=8,
@@ -94,12 +86,7 @@ SHAPES = {
     # Qwen3.5 4B
     "hybrid": _shape(
         "qwen3_5",
-        32,
-        2560,
-        9216,
-        16,
-        4,
-        248_320,
+        (32, 2560, 9216, 16, 4, 248_320),
         head_dim=256,
         linear_num_value_heads=32,
         linear_num_key_heads=16,
@@ -112,23 +99,18 @@ SHAPES = {
     # Gemma 3 4B
     "sliding": _shape(
         "gemma3_text",
-        34,
-        2560,
-        10240,
-        8,
-        4,
-        262_208,
+        (34, 2560, 10240, 8, 4, 262_208),
         head_dim=256,
         query_pre_attn_scalar=256,
         sliding_window=1024,
         sliding_window_pattern=6,
     ),
     # To try out everything else.
-    "tiny": _shape("llama", 2, 64, 128, 2, 1, 512),
+    "tiny": _shape("llama", (2, 64, 128, 2, 1, 512)),
 }
 # Qwen2.5 0.5B, with the target's vocabulary.
-DRAFTER = _shape("qwen2", 24, 896, 4864, 14, 2, 151_936, tie_word_embeddings=True)
-TINY_DRAFTER = _shape("qwen2", 1, 64, 64, 2, 1, 512, tie_word_embeddings=True)
+DRAFTER = _shape("qwen2", (24, 896, 4864, 14, 2, 151_936), tie_word_embeddings=True)
+TINY_DRAFTER = _shape("qwen2", (1, 64, 64, 2, 1, 512), tie_word_embeddings=True)
 # Kinds of drafters: the one above, or one layer of the target with its embeddings, as in MTP and EAGLE.
 DRAFTERS = ("0.5b", "layer")
 

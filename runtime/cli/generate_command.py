@@ -71,22 +71,16 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--extra-eos-token", nargs="+", default=(), help=argparse.SUPPRESS)
     add_flags_without_effect(parser, "generate")
-    output = parser.add_argument_group("output")
     add_flags(
-        output,
+        parser.add_argument_group("output"),
         ("--json", "print one JSON object at the end instead of streaming text"),
         ("--json-schema FILE", "generate JSON that follows the schema in this file (needs llguidance)"),
-    )
-    output.add_argument(
-        "--logprobs",
-        metavar="N",
-        type=parse_value,
-        default=argparse.SUPPRESS,
-        help="with --json, print the log-probability of each token, and of the N likeliest tokens at its position; 0 "
-        "prints none (default: 0)",
-    )
-    add_flags(
-        output,
+        (
+            "--logprobs N",
+            "with --json, print the log-probability of each token, and of the N likeliest tokens at its position; 0 "
+            "prints none (default: 0)",
+            {"type": parse_value, "default": argparse.SUPPRESS},
+        ),
         ("--stats", "print statistics on stderr at the end"),
         ("--trace FILE", "write a trace for Perfetto and chrome://tracing (JSON)"),
         ("--timeline FILE", "write a page with a timeline of both models (HTML)"),

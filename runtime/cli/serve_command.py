@@ -67,15 +67,14 @@ _REQUIRED_PACKAGES = ("h11", "prometheus_client", "pydantic", "starlette")
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser)
-    group = parser.add_argument_group("address")
-    group.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; any but a loopback address needs an API key (default: %(default)s)",
-    )
-    group.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: %(default)s)")
     add_flags(
-        group,
+        parser.add_argument_group("address"),
+        (
+            "--host HOST",
+            "address to listen on; any but a loopback address needs an API key (default: %(default)s)",
+            {"default": "127.0.0.1"},
+        ),
+        ("--port PORT", "port; 0 picks a free one (default: %(default)s)", {"type": int, "default": 8000}),
         ("--api-key KEY", f"API key that requests must send (default: {KEY_VARIABLE}, else none)"),
         (
             "--allow-host NAME ...",
@@ -115,12 +114,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             "refuse requests with unknown fields, unknown model names or a max_tokens above --max-tokens-limit, "
             "instead of ignoring or lowering these",
         ),
-    )
-    parser.add_argument(
-        "--no-access-log",
-        dest="access_log",
-        action="store_false",
-        help="do not log each request on stderr (the log has no prompts and no keys)",
+        ("--no-access-log", "do not log each request on stderr (the log has no prompts and no keys)"),
     )
     group = parser.add_argument_group("limits")
     for name, default in _STREAM_LIMITS.items():
@@ -232,7 +226,7 @@ class _Server(SignalScope):
             what = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} are"
             print_message(f"{what} served at {url(self._bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
             self._is_serving = True
-            outer: ASGIApp = AccessLog(app, print_stderr) if arguments.access_log else app
+            outer: ASGIApp = app if arguments.no_access_log else AccessLog(app, print_stderr)
             if self._proxies:
                 outer = ForwardedClients(outer, self._proxies)
             until_over, drain = partial(self._until_over, models), partial(self._drain, app.admission)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any, cast
 
 import attrs
@@ -139,21 +138,11 @@ class Distillation:
         return self._training.restore(self._folder, self._identity())
 
     def _new(self, vocab_size: int, hidden_size: int) -> tuple[dict[str, Any], LoadedEagle3]:
-        options = self._options
-        draft_vocab_size = min(vocab_size, options.draft_vocab_size or 32_768)
-        config = config_for(
-            _config_of(self._target),
-            target_name=options.target,
-            num_layers=len(self._target.layers),
-            hidden_size=hidden_size,
-            vocab_size=vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            intermediate_size=options.intermediate_size,
-        )
+        config = config_for(self._options, self._target, hidden_size=hidden_size, vocab_size=vocab_size)
         model = Eagle3(read_config(config))
-        initialize(model, options.seed)
+        initialize(model, self._options.seed)
         ids = None
-        if draft_vocab_size < vocab_size:
+        if (draft_vocab_size := model.config.draft_vocab_size) < vocab_size:
             ids = mx.array(self._windows.most_frequent(draft_vocab_size, vocab_size), mx.int32)
         return config, LoadedEagle3(model, ids, None)
 
@@ -275,23 +264,13 @@ class Distillation:
     def _write(self, acceptance: tuple[float, ...]) -> None:
         assert self._made is not None
         options, progress = self._options, self.training.progress
-        write_drafter(
-            options.out,
-            self._drafter,
-            self._config,
-            target_ids=self._made.target_ids,
-            embedding=None if self._made.embedding is None else self._made.embedding.weight,
-            dtype=getattr(mx, options.dtype),
-            card=model_card(
-                Path(options.target).name,
-                acceptance=acceptance,
-                num_tokens=progress.num_tokens,
-                num_windows=self._windows.learnt.shape[0],
-                window=options.window,
-                num_continuations=options.continuations,
-                files=[file.name for file in options.data],
-            ),
+        card = model_card(
+            options,
+            acceptance=acceptance,
+            num_tokens=progress.num_tokens,
+            num_windows=self._windows.learnt.shape[0],
         )
+        write_drafter(options.out, self._made, self._config, getattr(mx, options.dtype), card)
 
 
 def load_target(name: str) -> tuple[Module, Any]:
@@ -317,10 +296,3 @@ def initialize(model: Eagle3, seed: int) -> None:
         drawn.append((name, value))
     model.load_weights(drawn)
     mx.eval(model.state)
-
-
-def _config_of(target: Module) -> dict[str, Any]:
-    args: Any = getattr(target, "args", None)
-    config = {name: getattr(args, name) for name in dir(args) if not name.startswith("_")}
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config

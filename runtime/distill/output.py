@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from actors.trained.kinds.eagle3 import Eagle3
+from actors.trained.kinds.eagle3 import LoadedEagle3
+from runtime.distill.options import DistillOptions
 from runtime.distill.training import NUM_STEPS
 
 # Most names of files in a model card.
@@ -20,27 +22,17 @@ MAX_FILES_SHOWN = 8
 _HIDDEN_NORM = "layers.0.hidden_norm.weight"
 
 
-def write_drafter(
-    folder: Path,
-    drafter: Eagle3,
-    config: Mapping[str, Any],
-    *,
-    target_ids: mx.array | None,
-    embedding: mx.array | None,
-    dtype: mx.Dtype,
-    card: str,
-) -> None:
-    """Write a drafter's folder in the format of Speculators. `target_ids` are the (draft_vocab_size,) ids that the
-    target has for the drafter's tokens, ascending; None if they are the same. `embedding`: None if it is the target's.
-    """
+def write_drafter(folder: Path, drafter: LoadedEagle3, config: Mapping[str, Any], dtype: mx.Dtype, card: str) -> None:
+    """Write a drafter's folder in the format of Speculators."""
     folder.mkdir(parents=True, exist_ok=True)
-    flat = cast("list[tuple[str, mx.array]]", tree_flatten(drafter.parameters()))  # type: ignore[no-untyped-call]
+    parameters = drafter.model.parameters()  # type: ignore[no-untyped-call]
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(parameters))
     weights = {_HIDDEN_NORM if name == "hidden_norm.weight" else name: value.astype(dtype) for name, value in flat}
-    if embedding is not None:
-        weights["embed_tokens.weight"] = embedding.astype(dtype)
-    if target_ids is not None:
-        vocab_size = drafter.config.vocab_size
-        ids = target_ids.astype(mx.int64)
+    if drafter.embedding is not None:
+        weights["embed_tokens.weight"] = drafter.embedding.weight.astype(dtype)
+    if drafter.target_ids is not None:
+        vocab_size = drafter.model.config.vocab_size
+        ids = drafter.target_ids.astype(mx.int64)
         weights["d2t"] = ids - mx.arange(ids.size, dtype=mx.int64)
         weights["t2d"] = mx.zeros((vocab_size,), mx.bool_).at[ids].add(mx.array(True))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
@@ -48,19 +40,8 @@ def write_drafter(
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def config_for(
-    target: Mapping[str, Any],
-    *,
-    target_name: str,
-    num_layers: int,
-    hidden_size: int,
-    vocab_size: int,
-    draft_vocab_size: int,
-    intermediate_size: int | None,
-) -> dict[str, Any]:
-    """The `config.json` of a new drafter, in the format of Speculators. `target` has the target's arguments;
-    `intermediate_size` None stands for about the target's.
-    """
+def config_for(options: DistillOptions, target: Module, *, hidden_size: int, vocab_size: int) -> dict[str, Any]:
+    """The `config.json` of a new drafter, in the format of Speculators; the sizes are the target's."""
     widths = (128, 64, 32, 16, 8, 4, 2) if hidden_size >= 1024 else (64, 32, 16, 8, 4, 2)
     head_dim = next(width for width in widths if hidden_size % width == 0)
     num_heads = hidden_size // head_dim
@@ -68,8 +49,8 @@ def config_for(
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
-        "draft_vocab_size": draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": _feature_layers(num_layers),
+        "draft_vocab_size": min(vocab_size, options.draft_vocab_size or 32_768),
+        "eagle_aux_hidden_state_layer_ids": _feature_layers(len(target.layers)),
         "norm_before_residual": False,
         "target_hidden_size": hidden_size,
         "tie_word_embeddings": False,
@@ -77,12 +58,12 @@ def config_for(
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": NUM_STEPS}],
-            "verifier": {"architectures": [], "name_or_path": target_name},
+            "verifier": {"architectures": [], "name_or_path": options.target},
         },
         "transformer_layer_config": {
             "model_type": "llama",
             "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size or _intermediate_size(target, hidden_size),
+            "intermediate_size": options.intermediate_size or _intermediate_size(target, hidden_size),
             "num_attention_heads": num_heads,
             "num_key_value_heads": num_kv_heads,
             "head_dim": head_dim,
@@ -95,23 +76,19 @@ def config_for(
     }
 
 
-def _intermediate_size(target: Mapping[str, Any], hidden_size: int) -> int:
+def _intermediate_size(target: Module, hidden_size: int) -> int:
     """The target's; for a mixture of experts or the like, whose parts are small, a usual multiple of the width."""
-    given = target.get("intermediate_size")
+    args: Any = getattr(target, "args", None)
+    text = getattr(args, "text_config", None)
+    given = getattr(args, "intermediate_size", None)
+    if isinstance(text, dict):
+        given = text.get("intermediate_size", given)
     return given if isinstance(given, int) and given >= hidden_size else 8 * hidden_size // 3
 
 
-def model_card(
-    target_name: str,
-    *,
-    acceptance: Sequence[float],
-    num_tokens: int,
-    num_windows: int,
-    window: int,
-    num_continuations: int,
-    files: Sequence[str],
-) -> str:
+def model_card(options: DistillOptions, *, acceptance: Sequence[float], num_tokens: int, num_windows: int) -> str:
     """The model card of a drafter; `acceptance` is that of an `Evaluation`."""
+    target_name, files = Path(options.target).name, [file.name for file in options.data]
     num_more = len(files) - MAX_FILES_SHOWN
     shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (f" and {num_more} more" if num_more > 0 else "")
     rows = "\n".join(f"| {step} | {rate:.3f} |" for step, rate in enumerate(acceptance, 1))
@@ -125,15 +102,15 @@ states of its target and is of no use with another one:
 
     outrider generate "..." --target {target_name} --draft DIR
 
-How often the drafter's token was the target's own likeliest, on held-out windows of {window} tokens, where the drafts
-before it were:
+How often the drafter's token was the target's own likeliest, on held-out windows of {options.window} tokens, where the
+drafts before it were:
 
 | draft | acceptance |
 |---|---|
 {rows}
 
-It has seen {num_tokens:,} tokens, of {num_windows:,} windows, of which the target wrote {num_continuations:,} itself.
-Texts: {shown_files}.
+It has seen {num_tokens:,} tokens, of {num_windows:,} windows, of which the target wrote {options.continuations:,}
+itself. Texts: {shown_files}.
 """
 
 

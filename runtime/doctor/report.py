@@ -70,52 +70,21 @@ class ExaminedModel:
 
 @attrs.frozen
 class ExaminedDrafter:
-    """One trained drafter.
+    """One trained drafter."""
 
-    Attributes:
-        feature_layers: layers of the target whose inputs it reads; `num_layers` stands for the last one's output.
-        num_layers, vocab_size: those of the target.
-    """
-
-    kind: str  # such as "EAGLE-3"
-    feature_layers: tuple[int, ...]
-    num_layers: int
-    num_draft_tokens: int
-    vocab_size: int
-    num_bytes: int  # memory of its weights; what it shares with the target does not count
-    dtypes: tuple[str, ...]
+    rows: list[tuple[str, str]]  # (name, finding) of the report
     passes: Passes  # width 1 is a draft step; wider ones read accepted tokens again, with the target's hidden states
-    agreement: tuple[tuple[str, str], ...] = ()  # rows of `agreement_rows`
-
-    @property
-    def rows(self) -> list[tuple[str, str]]:
-        """The rows (name, finding) of the report."""
-        return [
-            ("kind", self.kind),
-            ("reads", _read(self.feature_layers, self.num_layers)),
-            ("proposes", f"{self.num_draft_tokens:,} of the target's {self.vocab_size:,} tokens"),
-            ("weights", f"{_size(self.num_bytes)}, {', '.join(self.dtypes)}"),
-            *self.agreement,
-            *self.passes.rows("T_d", lambda width: "a draft step" if width == 1 else f"a refresh of {width}"),
-        ]
 
 
 @attrs.frozen
 class Diagnosis:
-    """The findings of `examine`.
-
-    Attributes:
-        suggestions: draft models that fit the target, if there is no draft model or one with another vocabulary.
-    """
+    """The findings of `examine`."""
 
     target: ExaminedModel
     draft: ExaminedModel | ExaminedDrafter | None
-    same_vocabulary: bool | None  # whether target and draft share a vocabulary; None if that was not compared
-    is_translated: bool  # whether they do not, but the draft model can draft with translated tokens
-    vocabulary_note: str  # how much they share, what differs, or why nothing was compared
+    findings: Findings  # of both
+    vocabulary_note: str  # how much of their vocabularies they share, what differs, or why nothing was compared
     device: str
-    blas: str | None
-    suggestions: tuple[Suggestion, ...] = ()
 
 
 async def examine(
@@ -180,16 +149,19 @@ async def examine(
             with suppress(JobError):
                 path = target.path if isinstance(target, ModelSpec) else target
                 suggestions = await worker.run(Job("load", partial(suggest_draft, path)))
-    return Diagnosis(
-        examined,
-        examined_draft,
-        same,
-        is_translated,
-        note,
-        mx.default_device().type.name,
-        blas_in_use(),
-        suggestions,
+    findings = Findings(
+        verify_seconds=examined.passes.seconds,
+        draft_seconds=None if examined_draft is None else examined_draft.passes.seconds,
+        same_vocabulary=same,
+        is_translated=is_translated,
+        can_rewind=examined.anatomy.rewind_mode is not RewindMode.SINGLE,
+        dtypes=examined.anatomy.dtypes,
+        blas=blas_in_use(),
+        suggestions=tuple(suggestion.described for suggestion in suggestions),
+        exchange_seconds=examined.exchange_seconds,
+        num_ranks=examined.num_ranks,
     )
+    return Diagnosis(examined, examined_draft, findings, note, mx.default_device().type.name)
 
 
 def check_examined(
@@ -217,21 +189,17 @@ async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions
 
     def examine_here() -> ExaminedDrafter:
         passes = time_passes(model)
-        agreement: tuple[tuple[str, str], ...] = ()
+        rows = [
+            ("kind", kind),
+            ("reads", described_layers(model.feature_layers, len(target.model.module.layers))),
+            ("proposes", f"{model.num_draft_tokens:,} of the target's {target.model.vocab_size:,} tokens"),
+            # What it shares with the target does not count.
+            ("weights", f"{_size(model.num_bytes)}, {', '.join(dtypes_of(model.module))}"),
+        ]
         if target.tokenizer is not None and target.model.num_ranks == 1:
-            beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
-            agreement = agreement_rows(target.model, beginnings, model)
-        return ExaminedDrafter(
-            kind,
-            model.feature_layers,
-            len(target.model.module.layers),
-            model.num_draft_tokens,
-            target.model.vocab_size,
-            model.num_bytes,
-            dtypes_of(model.module),
-            passes,
-            agreement,
-        )
+            rows += agreement_rows(target.model, [target.tokenizer.encode(text) for text in BEGINNINGS], model)
+        rows += passes.rows("T_d", lambda width: "a draft step" if width == 1 else f"a refresh of {width}")
+        return ExaminedDrafter(rows, passes)
 
     return await worker.run(Job("load", examine_here))
 
@@ -274,7 +242,7 @@ async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -
 
 def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     """The report: sections, each a title and rows of (name, finding)."""
-    obstacle = diagnosis.target.anatomy.sharing_obstacle
+    findings, obstacle = diagnosis.findings, diagnosis.target.anatomy.sharing_obstacle
     shares = "share passes" if obstacle is None else f"take turns, a pass for each, because {obstacle}"
     sections = [("target", [*_rows(diagnosis.target, "T_v"), ("several streams", shares)])]
     if (draft := diagnosis.draft) is not None:
@@ -284,35 +252,19 @@ def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
             rows = draft.rows
         else:
             rows = _rows(draft, "T_d")
-            match diagnosis.same_vocabulary:
+            match findings.same_vocabulary:
                 case True:
                     said = "the same, "
                 case False:
-                    said = "translated: the draft model can propose " if diagnosis.is_translated else "DIFFERENT: "
+                    said = "translated: the draft model can propose " if findings.is_translated else "DIFFERENT: "
                 case None:
                     said = "not compared: "
             pair.insert(0, ("vocabularies", said + diagnosis.vocabulary_note))
         sections += [("draft", rows), ("pair", pair)]
     machine = [("device", diagnosis.device)]
-    if diagnosis.blas is not None:
-        machine.append(("linear algebra", diagnosis.blas))
-    return [*sections, ("machine", machine), ("conclusion", conclude(_findings(diagnosis)))]
-
-
-def _findings(diagnosis: Diagnosis) -> Findings:
-    target, draft = diagnosis.target, diagnosis.draft
-    return Findings(
-        verify_seconds=target.passes.seconds,
-        draft_seconds=None if draft is None else draft.passes.seconds,
-        same_vocabulary=diagnosis.same_vocabulary,
-        is_translated=diagnosis.is_translated,
-        can_rewind=target.anatomy.rewind_mode is not RewindMode.SINGLE,
-        dtypes=target.anatomy.dtypes,
-        blas=diagnosis.blas,
-        suggestions=tuple(suggestion.described for suggestion in diagnosis.suggestions),
-        exchange_seconds=target.exchange_seconds,
-        num_ranks=target.num_ranks,
-    )
+    if findings.blas is not None:
+        machine.append(("linear algebra", findings.blas))
+    return [*sections, ("machine", machine), ("conclusion", conclude(findings))]
 
 
 def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
@@ -356,7 +308,8 @@ _REWIND_MODES = {
 }
 
 
-def _read(layers: Sequence[int], num_layers: int) -> str:
+def described_layers(layers: Sequence[int], num_layers: int) -> str:
+    """What a drafter reads: the inputs of layers of its target, where `num_layers` stands for the last one's output."""
     entered = [str(layer) for layer in layers if layer < num_layers]
     parts = []
     if entered:

@@ -6,6 +6,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import mlx.core as mx
@@ -58,25 +59,18 @@ def in_parallel(functions: dict[str, Callable[[], T]]) -> dict[str, T]:
 
     Raises: what one of them raised.
     """
-    results: dict[str, T] = {}
-    errors: list[BaseException] = []
+    together = threading.Barrier(len(functions))
 
-    def call(name: str, function: Callable[[], T]) -> None:
+    def call(function: Callable[[], T]) -> T:
+        together.wait()  # until each has a thread of its own
         try:
-            results[name] = function()
-        except Exception as error:  # raised again on the caller's thread
-            errors.append(error)
+            return function()
         finally:
             release_streams()
 
-    threads = [threading.Thread(target=call, args=item, name=f"selftest-{item[0]}") for item in functions.items()]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
-    return results
+    with ThreadPoolExecutor(len(functions), thread_name_prefix="selftest") as threads:
+        results = {name: threads.submit(call, function) for name, function in functions.items()}
+    return {name: result.result() for name, result in results.items()}
 
 
 def threads_at_work() -> list[str]:

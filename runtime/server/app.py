@@ -230,10 +230,6 @@ def _version(context: ServerContext, request: Request) -> Version:
     return {"version": importlib.metadata.version("outrider")}
 
 
-def _props(context: ServerContext, request: Request) -> Props:
-    return properties(context.models)
-
-
 async def _timeline(context: ServerContext, request: Request) -> Response:
     for loaded in context.models.in_memory():
         html = await loaded.timelines.page(request.path_params["id"], loaded.runtime.tokenizer, context.background)
@@ -272,7 +268,7 @@ OPERATIONS: tuple[Operation, ...] = (
     *responses_api.OPERATIONS,
     *anthropic_api.OPERATIONS,
     *openai_tokens.OPERATIONS,
-    _get_json("/v1/props", _props, "props", "Properties of the server", Props),
+    _get_json("/v1/props", lambda context, _: properties(context.models), "props", "Properties of the server", Props),
     _get_json("/version", _version, "version", "The server's version", Version),
     _get_json("/v1/models", _list_models, "models", "The served models", ModelList),
     _get_json("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),

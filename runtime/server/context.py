@@ -53,14 +53,6 @@ class ServerContext:
         kept: T = self._kept[kind]
         return kept
 
-    def requested_model(self, name: str | None) -> str:
-        """The name of the model that a body asks for. A server of one model takes any name, as clients have their own.
-
-        Raises: ErrorResponse: there are several models or the server is strict, and none has this name.
-        """
-        is_any = len(self.models.specs) == 1 and not self.is_strict
-        return self.find_model(None if is_any else name, param="model")
-
     def find_model(self, name: str | None, *, param: str | None = None) -> str:
         """The name of a model; None asks for the first. Raises: ErrorResponse: it is unknown; the field is `param`."""
         names = [spec.name for spec in self.models.specs]

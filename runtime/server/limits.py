@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import attrs
 
 from protocol.options import option
 from protocol.validation import check_integer, check_number, validator
 
-_integer = partial(validator, check_integer)
-_seconds = partial(validator, check_number)
-
 DEFAULT_CONNECTIONS = 1000
+
+
+def _flag(default: Any, check: Callable[..., None], *bounds: float, **options: Any) -> Any:
+    """A field with a flag of `serve`, whose value is a number."""
+    return attrs.field(default=default, validator=validator(check, *bounds, **options), metadata=option("N"))
 
 
 @attrs.frozen(kw_only=True)
@@ -46,24 +48,16 @@ class Limits:
     Raises: SettingsError: a limit is out of its range.
     """
 
-    max_waiting: int = attrs.field(default=256, validator=_integer(0), metadata=option("N"))
-    max_tokens: int = attrs.field(default=512, validator=_integer(1), metadata=option("N"))
-    max_tokens_limit: int | None = attrs.field(
-        default=None, validator=_integer(1, or_none="the model's context"), metadata=option("N")
-    )
-    max_prompt_tokens: int | None = attrs.field(
-        default=None, validator=_integer(1, or_none="the model's context"), metadata=option("N")
-    )
-    prefill_step_size: int | Literal["auto"] = attrs.field(
-        default="auto", validator=_integer(1, or_auto=True), metadata=option("N")
-    )
-    max_body_bytes: int = attrs.field(default=2 * 2**20, validator=_integer(1), metadata=option("N"))
+    max_waiting: int = _flag(256, check_integer, 0)
+    max_tokens: int = _flag(512, check_integer, 1)
+    max_tokens_limit: int | None = _flag(None, check_integer, 1, or_none="the model's context")
+    max_prompt_tokens: int | None = _flag(None, check_integer, 1, or_none="the model's context")
+    prefill_step_size: int | Literal["auto"] = _flag("auto", check_integer, 1, or_auto=True)
+    max_body_bytes: int = _flag(2 * 2**20, check_integer, 1)
     max_bodies_bytes: int = attrs.Factory(lambda self: max(64 * 2**20, self.max_body_bytes), takes_self=True)
-    max_connections: int | None = attrs.field(
-        default=None, validator=_integer(1, or_none="as many as are possible"), metadata=option("N")
-    )
-    stalled_s: float = attrs.field(default=60, validator=_seconds(above=0), metadata=option("N"))
-    grace_s: float = attrs.field(default=5, validator=_seconds(0), metadata=option("N"))
+    max_connections: int | None = _flag(None, check_integer, 1, or_none="as many as are possible")
+    stalled_s: float = _flag(60, check_number, above=0)
+    grace_s: float = _flag(5, check_number, 0)
     idle_s: float = 30.0
     body_s: float = 30.0
     schema_s: float = 10.0

@@ -7,8 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import trio
-
-# pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
 from protocol.trace import Event, Instant, Span

@@ -266,15 +266,9 @@ class ChromeTrace:
             # Keys that name the sessions, so that a viewer's search for one finds the passes that it shared.
             shares = {f"session {s.session}": {"round": s.round, "tokens": s.num_tokens} for s in span.shares}
             facts |= {"sessions": len(shares), "shares": shares}
-        return {
-            "name": span.kind,
-            "cat": span.actor,
-            "ph": "X",
-            **_during(span.began, span.ended),
-            "pid": 1,
-            "tid": _LANES[span.actor],
-            "args": {name: fact for name, fact in facts.items() if fact is not None},
-        }
+        known = {name: fact for name, fact in facts.items() if fact is not None}
+        during = _during(span.began, span.ended)
+        return _entry("X", span.kind, _LANES[span.actor], cat=span.actor, **during, args=known)
 
     def _instant(self, instant: Instant) -> dict[str, Any]:
         facts: dict[str, Any] = {"session": instant.session, "round": instant.round, "tokens": instant.num_tokens}
@@ -283,16 +277,8 @@ class ChromeTrace:
         if (commit := instant.commit) is not None:
             facts |= {"committed": commit.tokens, "from_draft": commit.num_from_draft, "rejected": commit.num_rejected}
             facts |= {} if commit.finish_reason is None else {"finish_reason": commit.finish_reason}
-        return {
-            "name": instant.kind,
-            "cat": instant.actor,
-            "ph": "i",
-            "s": "t",
-            "ts": _nanoseconds(instant.at) / 1000,
-            "pid": 1,
-            "tid": _LANES[instant.actor],
-            "args": facts,
-        }
+        lane, at = _LANES[instant.actor], _microseconds(instant.at)
+        return _entry("i", instant.kind, lane, cat=instant.actor, s="t", ts=at, args=facts)
 
     def _verified(self, proposal: Instant, verify: Span) -> Iterator[dict[str, Any]]:
         """A proposal while it waits for its verify, and the arrow from one to the other."""
@@ -303,32 +289,25 @@ class ChromeTrace:
             yield _named("thread_name", thread, name=f"proposals of stream {lane + 1}")
             yield _named("thread_sort_index", thread, sort_index=thread)
         self._num_flows += 1
-        origin = {"cat": "proposal", "pid": 1, "tid": _FIRST_STREAM_LANE + lane}
         facts = {"session": proposal.session, "round": proposal.round, "proposed": proposal.tokens}
         waiting = _during(proposal.at, verify.began)
-        yield {"name": "proposal", "ph": "X", **waiting, **origin, "args": facts}
-        flow = {"name": "judged", "id": self._num_flows}
-        yield {**flow, "ph": "s", "ts": waiting["ts"], **origin}
-        begins = _nanoseconds(verify.began) / 1000
-        yield {**flow, "ph": "f", "bp": "e", "ts": begins, "cat": "proposal", "pid": 1, "tid": _LANES["target"]}
+        thread, flow = _FIRST_STREAM_LANE + lane, {"cat": "proposal", "id": self._num_flows}
+        yield _entry("X", "proposal", thread, cat="proposal", **waiting, args=facts)
+        yield _entry("s", "judged", thread, **flow, ts=waiting["ts"])
+        yield _entry("f", "judged", _LANES["target"], **flow, bp="e", ts=_microseconds(verify.began))
 
     def _counted(self, verdict: Instant) -> Iterator[dict[str, Any]]:
         commit = verdict.commit
         assert commit is not None
         num_copied = sum(commit.copied[: commit.num_from_draft])
-        yield {
-            "name": f"tokens a round, stream {self._lane(verdict.session) + 1}",
-            "ph": "C",
-            "ts": _nanoseconds(verdict.at) / 1000,
-            "pid": 1,
-            "tid": _LANES["target"],
-            "args": {
-                "accepted": commit.num_from_draft - num_copied,
-                "copied": num_copied,
-                "rejected": commit.num_rejected,
-                "target's own": len(commit.tokens) - commit.num_from_draft,
-            },
+        counts = {
+            "accepted": commit.num_from_draft - num_copied,
+            "copied": num_copied,
+            "rejected": commit.num_rejected,
+            "target's own": len(commit.tokens) - commit.num_from_draft,
         }
+        name = f"tokens a round, stream {self._lane(verdict.session) + 1}"
+        yield _entry("C", name, _LANES["target"], ts=_microseconds(verdict.at), args=counts)
 
     def _lane(self, session: int) -> int:
         """A lane that no other session has now; there are as many lanes as sessions ever ran at once."""
@@ -338,18 +317,23 @@ class ChromeTrace:
         return self._lanes[session]
 
 
+def _entry(phase: str, name: str, lane: int, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "ph": phase, "pid": 1, "tid": lane, **fields}
+
+
 def _named(what: str, lane: int, **facts: Any) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "ts": 0, "pid": 1, "tid": lane, "args": facts}
+    return _entry("M", what, lane, ts=0, args=facts)
 
 
-def _nanoseconds(seconds: float) -> int:
-    return round(seconds * 1e9)
+def _microseconds(seconds: float) -> float:
+    """Microseconds with whole nanoseconds."""
+    return round(seconds * 1e9) / 1000
 
 
 def _during(began: float, ended: float) -> dict[str, float]:
     """Begin and duration in microseconds, from whole nanoseconds, so that adjacent spans do not overlap."""
-    begins = _nanoseconds(began)
-    return {"ts": begins / 1000, "dur": max(0, _nanoseconds(ended) - begins) / 1000}
+    nanoseconds = round(began * 1e9), round(ended * 1e9)
+    return {"ts": nanoseconds[0] / 1000, "dur": max(0, nanoseconds[1] - nanoseconds[0]) / 1000}
 
 
 # --- the timeline page ----------------------------------------------------------------------------

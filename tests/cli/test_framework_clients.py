@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(params=["langchain_client", "pydantic_ai_client"])
 def example(request: pytest.FixtureRequest, caller: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module(request.param)  # takes seconds
-    monkeypatch.setenv("OUTRIDER_API_KEY", KEY)
+    monkeypatch.setattr(module, "KEY", KEY)
     monkeypatch.setattr(module, "BASE_URL", f"{caller.url}v1")
     monkeypatch.setattr(module, "MODEL", MODEL)
     return module

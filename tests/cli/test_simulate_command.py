@@ -32,7 +32,7 @@ from runtime.simulation.comparison import (
     compare,
     compare_streams,
 )
-from runtime.simulation.plot import chart_of
+from runtime.simulation.plot import labels_of
 from runtime.simulation.scenario import Scenario, described
 from runtime.simulation.simulation import run_simulation, simulate_streams
 
@@ -420,7 +420,7 @@ def test_the_same_arguments_give_the_same_plot(capfd, tmp_path, suffix):
 def test_every_label_stands_at_the_speed_that_it_names():
     comparison = compare(Scenario(0.8, 0.1), 200, [4, 64])
     assert comparison.best.lookahead == 4
-    labels = chart_of(comparison).labels
+    labels = labels_of(comparison)
     for speed, text, _ in labels:
         assert text.endswith(f": {speed:.2f}×")
     assert comparison.best.speed in {speed for speed, _, _ in labels}

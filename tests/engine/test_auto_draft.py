@@ -230,7 +230,7 @@ async def test_the_doctor_examines_what_is_taken(target: str) -> None:
     save(Path(target).parent / "small", llama())
     diagnosis = await examine(target, "auto")
     assert isinstance(diagnosis.draft, ExaminedModel)
-    assert diagnosis.same_vocabulary is True
+    assert diagnosis.findings.same_vocabulary is True
 
 
 def test_bench_measures_what_is_taken_and_needs_one(target: str, capfd: Any) -> None:

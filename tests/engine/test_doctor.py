@@ -276,7 +276,7 @@ async def test_a_pair_without_tokenizers_is_timed_and_not_compared() -> None:
     # No thread is left, and the layers are what they were.
     assert outrider_threads() == before
     assert [type(layer) for model in (ours, theirs) for layer in model.layers] == layers
-    assert diagnosis.same_vocabulary is None
+    assert diagnosis.findings.same_vocabulary is None
     assert isinstance(diagnosis.draft, ExaminedModel)
     assert [diagnosis.target.anatomy.family, diagnosis.draft.anatomy.family] == ["llama", "mamba"]
     assert_measured(diagnosis.target.passes)
@@ -288,8 +288,8 @@ async def test_a_draft_model_of_another_vocabulary_can_propose_what_both_have() 
     other = byte_level(2500)
     pair = (llama(vocab_size=4096), demo()), (llama(vocab_size=2500), other.tokenizer)
     diagnosis = await examine(*pair)
-    assert diagnosis.same_vocabulary is False
-    assert diagnosis.is_translated
+    assert diagnosis.findings.same_vocabulary is False
+    assert diagnosis.findings.is_translated
     said = rows(diagnosis, "pair")["vocabularies"]
     assert said == "translated: the draft model can propose 2,500 of the target's 4,096 tokens"
     (_, conclusion) = report(diagnosis)[-1]

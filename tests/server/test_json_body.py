@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from sweeps import sweep
 
 from runtime.server.answers.json_pieces import json_pieces
-from runtime.server.answers.sending import SHORT_RESPONSE, encoded_aside
+from runtime.server.answers.sending import SHORT_RESPONSE, run_aside
 from runtime.server.fair_threads import SHORT, FairThreads
 
 values = st.recursive(
@@ -53,17 +53,18 @@ def test_no_piece_is_long_and_they_are_not_too_many(whole: Any) -> None:
 async def test_trio_goes_on_while_a_long_response_is_made(num_tokens: int) -> None:
     others_went_on = threading.Event()
 
-    def make() -> dict[str, Any]:
+    def make() -> bytes:
         # On trio's thread, nobody could set it.
-        return {"others went on": others_went_on.wait(10)}
+        return b"others went on" if others_went_on.wait(10) else b""
 
     async def go_on() -> None:
         others_went_on.set()
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(go_on)
-        body = await encoded_aside(make, num_tokens, FairThreads(trio.to_thread.run_sync), "10.0.0.1")
-    assert json.loads(body) == {"others went on": True}
+        threads = FairThreads(trio.to_thread.run_sync)
+        body = await run_aside(make, num_tokens, threads=threads, client="10.0.0.1")
+    assert body == b"others went on"
 
 
 class Counting(Aside):

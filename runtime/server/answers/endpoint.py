@@ -19,7 +19,7 @@ from runtime.server.answers.api import Answer, Choice, Choices, Serializer
 from runtime.server.answers.body import RequestBody
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import Request
-from runtime.server.answers.sending import encoded_aside, run_aside, send_events, send_whole
+from runtime.server.answers.sending import run_aside, send_events, send_whole
 from runtime.server.connections.client import ClientGone, client_address, corpus_owner, read_body, while_there
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
@@ -27,7 +27,6 @@ from runtime.server.fair_threads import SHORT
 from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
 from runtime.server.models.loaded_model import LoadedModel
-from runtime.server.models.served_model import ModelLoadError
 from runtime.server.timelines import Timeline
 
 B = TypeVar("B")
@@ -57,11 +56,14 @@ async def read_request(
 def model_of(context: ServerContext, request: Any) -> str:
     """The name of a request's model.
 
+    A server of one model takes any name, as clients have their own, unless it is strict.
+
     Raises: ErrorResponse: there is none of that name; or the server is strict, and the request has an unknown field.
     """
     if context.is_strict:
         request.ignored.refuse()
-    return context.requested_model(request.model)
+    is_any = len(context.models.specs) == 1 and not context.is_strict
+    return context.find_model(None if is_any else request.model, param="model")
 
 
 @attrs.frozen
@@ -150,12 +152,9 @@ class Endpoint(Generic[B]):
         try:
             async with self._context.models.use(outcome.model) as model:
                 preparation = Preparation(self._context, model, request, client)
-                try:
-                    await self._generate(preparation, body, client, outcome, send)
-                except OutriderError as error:
-                    raise error_response_of(error, request.prompt_field) from error
-        except ModelLoadError as error:
-            raise error_response_of(error) from error
+                await self._generate(preparation, body, client, outcome, send)
+        except OutriderError as error:
+            raise error_response_of(error, request.prompt_field) from error
 
     async def _generate(
         self, preparation: Preparation, body: B, client: str, outcome: RequestOutcome, send: Send
@@ -169,23 +168,12 @@ class Endpoint(Generic[B]):
         begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_candidates))
         with Choices(begins, model.runtime.max_streams) as choices:
             await choices.begin_first()
-            if request.stream:
-                aside = partial(run_aside, threads=self._context.encoding, client=client)
-                outcome.failure = await send_events(choices, request, send, aside)
-                outcome.is_sent = outcome.failure is None
-                return
-            outcome.failure = await send_whole(choices, partial(self._body_of, request, client), send)
-            if outcome.failure is not None:
+            aside = partial(run_aside, threads=self._context.encoding, client=client)
+            send_answer = send_events if request.stream else send_whole
+            outcome.failure = await send_answer(choices, request, send, aside)
+            outcome.is_sent = outcome.failure is None
+            if outcome.failure is not None and not request.stream:
                 raise error_response_of(outcome.failure) from outcome.failure
-            outcome.is_sent = True
-
-    async def _body_of(self, request: Request, client: str, choices: Sequence[Choice]) -> bytes:
-        num_named = sum(
-            request.num_named_with_prompt * choice.statistics().prompt_tokens + request.num_named * len(choice.tokens)
-            for choice in choices
-        )
-        make = partial(choices[0].serializer.whole_of, choices)
-        return await encoded_aside(make, num_named, self._context.encoding, client)
 
     def _begun(
         self,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
 
 import trio
 from starlette.responses import Response
@@ -14,7 +13,7 @@ from starlette.types import Send
 
 from protocol.errors import OutriderError
 from runtime.generation.token_reader import Token
-from runtime.server.answers.api import Choice, Choices, Event
+from runtime.server.answers.api import Choices, Event
 from runtime.server.answers.json_pieces import json_pieces
 from runtime.server.answers.request import Request
 from runtime.server.errors import error_response_of
@@ -23,26 +22,13 @@ from runtime.server.fair_threads import FairThreads
 # Most tokens of a response that is made on trio's thread: with log-probabilities, it takes a few milliseconds.
 SHORT_RESPONSE = 512
 
-T = TypeVar("T")
-
-Aside = Callable[[Callable[[], T], int], Awaitable[T]]
+Aside = Callable[[Callable[[], bytes], int], Awaitable[bytes]]
 """Runs a function that names so many tokens: in another thread if these are more than `SHORT_RESPONSE`."""
 
 
-async def run_aside(do: Callable[[], T], num_tokens: int, *, threads: FairThreads, client: str) -> T:
+async def run_aside(do: Callable[[], bytes], num_tokens: int, *, threads: FairThreads, client: str) -> bytes:
     """See `Aside`. Cancellation: as of `FairThreads.run`."""
     return do() if num_tokens <= SHORT_RESPONSE else await threads.run(do, num_tokens, client)
-
-
-async def encoded_aside(
-    make: Callable[[], Mapping[str, Any]], num_tokens: int, threads: FairThreads, client: str
-) -> bytes:
-    """The JSON of a response, made by `make`; see `run_aside`."""
-
-    def encoded() -> bytes:
-        return "".join(json_pieces(make())).encode()
-
-    return await run_aside(encoded, num_tokens, threads=threads, client=client)
 
 
 # Most tokens of a response, with the likely others that they name, that wait for a client slower than the models; some
@@ -55,10 +41,8 @@ _EVENT_HEADERS = [
 ]
 
 
-async def send_whole(
-    choices: Choices, body_of: Callable[[Sequence[Choice]], Awaitable[bytes]], send: Send
-) -> OutriderError | None:
-    """Send the response as one body, once all of its generations have ended; `body_of` makes it.
+async def send_whole(choices: Choices, request: Request, send: Send, aside: Aside) -> OutriderError | None:
+    """Send the response as one body, once all of its generations have ended; `aside` makes its JSON.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
 
@@ -72,18 +56,24 @@ async def send_whole(
         return failures[0]
     for index, choice in enumerate(choices.begun):
         choice.finish(tokens[index])
-    response = Response(await body_of(choices.begun), media_type="application/json")
+    num_named = sum(
+        request.num_named_with_prompt * choice.statistics().prompt_tokens + request.num_named * len(choice.tokens)
+        for choice in choices.begun
+    )
+    whole = partial(choices.begun[0].serializer.whole_of, choices.begun)
+    body = await aside(lambda: "".join(json_pieces(whole())).encode(), num_named)
+    response = Response(body, media_type="application/json")
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
     return None
 
 
-async def send_events(choices: Choices, request: Request, send: Send, aside: Aside[str]) -> OutriderError | None:
+async def send_events(choices: Choices, request: Request, send: Send, aside: Aside) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
     Args:
         choices: its generations, the first of which have begun; their serializers make the events.
-        aside: makes the text of events.
+        aside: makes the bytes of events.
 
     Returns: the error of a generation, or None; the error was sent as the last event.
 
@@ -93,9 +83,10 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
     async def write(
         events: Callable[[], Iterable[Event]], *, num_named: int = 0, otherwise: str = "", is_last: bool = False
     ) -> None:
-        text = await aside(lambda: "".join(event.encoded() for event in events()), num_named) or otherwise
-        if text or is_last:
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": not is_last})
+        made = await aside(lambda: "".join(event.encoded() for event in events()).encode(), num_named)
+        body = made or otherwise.encode()
+        if body or is_last:
+            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
     # An event may repeat log-probabilities: of the prompt before the answer, or of the answer at its end.
     num_repeated = 0 if request.num_logprobs is None else request.num_named

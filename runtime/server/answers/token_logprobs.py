@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-# pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
 from runtime.loading.vocabularies import byte_fallback, byte_level_piece

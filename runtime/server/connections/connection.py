@@ -174,7 +174,7 @@ class Connection:
         names = {name for name, _ in request.headers}
         self._must_close = {b"content-length", b"transfer-encoding"} <= names
         if self._http.they_are_waiting_for_100_continue:
-            await self._send(self._http.send(h11.InformationalResponse(status_code=100, headers=[])))
+            await self._send(self._encoded(h11.InformationalResponse(status_code=100, headers=[])))
         # Before the application runs: if the end of the body came together with the head, the answer need not be the
         # last of its connection.
         is_listening = await self._hand_on(put)
@@ -238,7 +238,7 @@ class Connection:
                 if not message.get("more_body", False):
                     events.append(h11.EndOfMessage())
             try:
-                data = b"".join(self._http.send(event) or b"" for event in events)
+                data = self._encoded(*events)
             except h11.LocalProtocolError:
                 # The client was sent an error in place of this answer.
                 if self._http.their_state is not h11.ERROR:
@@ -268,22 +268,19 @@ class Connection:
         if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             kind = "server_error" if status == 500 else "invalid_request_error"
             body = json.dumps(ErrorResponse(status, _ERRORS.get(status, _ERRORS[400]), type=kind).body()).encode()
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(body)),
-                (b"connection", b"close"),
-                (b"date", formatdate(usegmt=True).encode()),
-            ]
-            events: list[h11.Event] = [h11.Response(status_code=status, headers=headers)]
-            if not self._is_head_request:
-                events.append(h11.Data(data=body))
-            await self._send(b"".join(self._http.send(event) or b"" for event in [*events, h11.EndOfMessage()]))
+            self._must_close = True
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+            data = [] if self._is_head_request else [h11.Data(data=body)]
+            await self._send(self._encoded(self._response(status, headers), *data, h11.EndOfMessage()))
 
-    async def _send(self, data: bytes | None) -> None:
+    def _encoded(self, *events: h11.Event) -> bytes:
+        return b"".join(self._http.send(event) or b"" for event in events)
+
+    async def _send(self, data: bytes) -> None:
         """Send; if the client has left or does not read, the connection is over."""
         async with self._sending:
             try:
-                await send_in_pieces(lambda piece, _: self._stream.send_all(piece), data or b"", self._stalled_s)
+                await send_in_pieces(lambda piece, _: self._stream.send_all(piece), data, self._stalled_s)
             except (*_STREAM_ERRORS, trio.TooSlowError):
                 self._break()
             except trio.Cancelled:

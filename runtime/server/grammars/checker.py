@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import attrs
 import trio
@@ -27,14 +27,11 @@ class CheckerGoneError(OutriderError):
     """The process that checks grammars has ended; the next check starts another."""
 
 
-class GrammarCheck(Protocol):
-    """Finds out whether a grammar is cheap to compile."""
+GrammarCheck = Callable[[str], Awaitable[Outcome]]
+"""Compiles a grammar, in llguidance's own format, and says how that has ended.
 
-    async def __call__(self, grammar: str, /) -> Outcome:
-        """How compiling `grammar`, which is in llguidance's own format, has ended.
-
-        Raises: OutriderError: that cannot be found out. Cancellation: ends the compilation at once.
-        """
+Raises: OutriderError: that cannot be found out. Cancellation: ends the compilation at once.
+"""
 
 
 @attrs.define

@@ -36,13 +36,6 @@ _PROBLEMS: dict[Outcome, str] = {
 }
 
 
-def compile_any_object(tokenizer: Any) -> Grammar:
-    """The grammar of any JSON object. Raises: SettingsError: no llguidance, or one that cannot read the tokenizer."""
-    from runtime.generation.grammar import Grammar
-
-    return Grammar.from_json_schema(ANY_OBJECT, tokenizer)
-
-
 @contextmanager
 def _errors_of(field: str) -> Iterator[None]:
     """Turn the errors of a request's field, and of a check that fails, into error responses."""
@@ -65,14 +58,13 @@ class Schemas:
     Attributes:
         tokenizer: the target's.
         timeout_s: seconds that a schema may wait for its turn, and then again seconds that its check may take.
-        any_object: what `compile_any_object` has returned; None to compile it for the first request that needs it.
     """
 
     _tokenizer: Any
     _check: GrammarCheck
     _background: Background
     _timeout_s: float
-    _any_object: Grammar | None = None
+    _any_object: Grammar | None = attrs.field(init=False, default=None)
     _slots: ClientSlots = attrs.field(factory=lambda: ClientSlots(_MAX_COMPILING, _MAX_COMPILING_PER_CLIENT))
     _compiling: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MAX_COMPILING))
     _compiling_any_object: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
@@ -88,7 +80,7 @@ class Schemas:
         """
         with _errors_of(constraint.field):
             if constraint.kind == "json" and constraint.value == ANY_OBJECT:
-                return await self._grammar_of_any_object()
+                return await self.any_object()
             return await self._grammar_in_turn(constraint.write, constraint.name, constraint.field, client)
 
     async def grammar_of_calls(self, write: Callable[[bool], str], client: str, *, is_strict: bool) -> Grammar:
@@ -109,7 +101,11 @@ class Schemas:
                     raise
                 return await self._grammar_in_turn(partial(write, True), name, "tools", client)
 
-    async def _grammar_of_any_object(self) -> Grammar:
+    async def any_object(self) -> Grammar:
+        """The grammar of any JSON object, which all requests for one share.
+
+        Raises: SettingsError: llguidance is not installed, or cannot read the tokenizer.
+        """
         if self._any_object is not None:
             return self._any_object
         return await self._background(
@@ -117,8 +113,10 @@ class Schemas:
         )
 
     def _compile_any_object(self) -> Grammar:
+        from runtime.generation.grammar import Grammar
+
         if self._any_object is None:
-            self._any_object = compile_any_object(self._tokenizer)
+            self._any_object = Grammar.from_json_schema(ANY_OBJECT, self._tokenizer)
         return self._any_object
 
     async def _grammar_in_turn(self, write: Callable[[], str], name: str, field: str, client: str) -> Grammar:

@@ -19,7 +19,7 @@ from runtime.generation.grammar_vocabulary import tokenizer_json
 from runtime.server.answers.fill_in_middle import FillInMiddle, fill_in_middle
 from runtime.server.fair_threads import in_thread
 from runtime.server.grammars.checker import grammar_checker
-from runtime.server.grammars.schemas import Schemas, compile_any_object
+from runtime.server.grammars.schemas import Schemas
 from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
 
@@ -76,11 +76,10 @@ async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[Loa
         open_runtime(spec.target, spec.draft, trace=timelines, defaults=spec.settings, **spec.options) as runtime,
         grammar_checker(lambda: tokenizer_json(runtime.tokenizer)) as check,
     ):
+        schemas = Schemas(runtime.tokenizer, check, in_thread, schema_s)
         # Now, so that no request for JSON waits for it. If it fails, the first such request gets the error.
-        any_object = None
         with suppress(SettingsError):
-            any_object = await trio.to_thread.run_sync(compile_any_object, runtime.tokenizer)
-        schemas = Schemas(runtime.tokenizer, check, in_thread, schema_s, any_object)
+            await schemas.any_object()
         yield LoadedModel(spec, runtime, timelines, schemas)
 
 

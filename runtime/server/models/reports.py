@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 from typing import TYPE_CHECKING, Literal
 
-# pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
 from runtime.server.models.loaded_model import ModelState

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired
 
-# pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
 from runtime.server.answers.token_logprobs import TokenLogprob

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any, NotRequired
 
 from pydantic import Field
-
-# pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
 
 from runtime.engine.runtime import Runtime

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
 from runtime.server.answers.chat import Chat, Effort, TranslatedBody, call_of, function_of, joined, parse_translated
-from runtime.server.answers.request import AnyText, MaxTokens
+from runtime.server.answers.request import AnyText, MaxTokens, NamedSchema
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse, short_json
 from runtime.server.responses.store import ResponseStore
@@ -171,14 +171,10 @@ class JsonObjectFormat(Body):
     type: Literal["json_object"]
 
 
-class JsonSchemaFormat(Body):
+class JsonSchemaFormat(NamedSchema):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
-    name: str | None = None
-    description: NoEffect = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
-    strict: bool | None = None
 
 
 class TextConfig(Body):
