@@ -70,7 +70,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selftest(arguments: argparse.Namespace) -> CommandOutcome:
-    """Run the checks, print a report and keep it. If a check fails, or most are skipped, that is the outcome's failure."""
+    """Run the checks, print a report and keep it. The outcome fails if a check does, or if most were skipped."""
     from runtime.selftest.report import SelfTestReport, summary
 
     check_number("--minutes", arguments.minutes, above=0)

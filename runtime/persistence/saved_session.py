@@ -130,7 +130,7 @@ def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, An
             `sampler`, and none are given.
         SessionFileError: the saved settings are invalid.
     """
-    settings_from(dict(given))
+    settings_from(dict(given), ("any_draft", "tools"))
     if session.num_processors and "logits_processors" not in given:
         raise SettingsError(
             f"{named(path)} had {session.num_processors} logits_processors, which are functions of a program and not "
