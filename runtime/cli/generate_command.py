@@ -322,7 +322,7 @@ COMMAND = Command(
     epilog="""examples:
   outrider generate "def quicksort(items):" -m 120 --stats
   outrider generate "What is a monad?" --target org/model --draft org/small
-  outrider generate - --target org/model --draft ngram --raw < file.py
+  outrider generate - --target org/model --draft ngram < question.txt
 
 Ctrl-C stops the generation and still prints statistics; a second Ctrl-C exits at once.""",
     common="--target --draft --max-tokens --temperature --seed --stop --lookahead --system --json --stats",
