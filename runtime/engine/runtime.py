@@ -323,9 +323,9 @@ class Runtime:
 
         Token indices and `max_tokens` count from the stream's beginning, `statistics` from now on.
 
-        Args: as `load`, and `tools`, `tool_choice` and `parallel_tool_calls` as for `stream`: the prompt in the file has
-            the tools, and without them here, calls are text. Processors that can save and restore their state find it
-            again; any other must be in the state that it had.
+        Args: as `load`, and `tools`, `tool_choice` and `parallel_tool_calls` as for `stream`: without those that the
+            stream had, calls are text. Processors that can save and restore their state find it again; any other must
+            be in the state that it had.
 
         Returns: a stream that generates from now on; see `stream`. One that was saved at its end is over.
 
@@ -344,7 +344,7 @@ class Runtime:
             grammar = self._validation.grammar(tools, session.tokens[: saved.progress.num_prompt])
             keywords = saved_session.settings_of(session, path, given, grammar)
             checked = self._validation.checked({**keywords, "reuse_prefix": True})
-            seed = saved.seed if given.get("seed") is None else given["seed"]
+            seed = saved.seed if (own := overrides.get("seed")) is None else own
             opened = self._validation.resumed(session, saved, checked, seed)
             if not saved.is_over:
                 await models.fill(path, session, opened.drafted)
