@@ -66,7 +66,7 @@ class Serializer(ABC):
     id: str
     interval_s: float = _KEEP_ALIVE_S
 
-    def __init__(self, request: Request, answer: Answer) -> None:
+    def __init__(self, request: Request, answer: BegunAnswer) -> None:
         self._answer = answer
         self._shown = ShownTokens(request, answer.tokenizer)
         self._last_token: Token | None = None
@@ -186,7 +186,7 @@ class Choices:
 
 
 @attrs.frozen
-class Answer:
+class BegunAnswer:
     """A generation that has begun, as its serializer sees it.
 
     Attributes:

@@ -18,7 +18,7 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.answers.json_pieces import encode_ascii, json_pieces
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
@@ -43,7 +43,7 @@ class ResponseSerializer(Serializer):
     Each method that yields events changes the output, and the events say how.
     """
 
-    def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
+    def __init__(self, parsed: ParsedRequest, answer: BegunAnswer, store: ResponseStore) -> None:
         super().__init__(parsed.chat, answer)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._parsed = parsed
