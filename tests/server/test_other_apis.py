@@ -281,6 +281,13 @@ async def test_settings_are_given_back_with_a_response(server: Served) -> None:
     assert answer.json["text"] == {"format": {"type": "text"}}
 
 
+@on_server(settings={"temperature": 0.7})
+async def test_a_response_names_the_servers_default_where_the_request_sets_none(server: Served) -> None:
+    for sent, temperature in (({}, 0.7), ({"temperature": None}, 0.7), ({"temperature": 0}, 0.0)):
+        body = (await server.ask(RESPONSES, {**RESPONSE, **sent})).json
+        assert (body["temperature"], body["top_p"]) == (temperature, 1.0)
+
+
 # --- requests -------------------------------------------------------------------------------------
 
 

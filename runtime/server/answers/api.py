@@ -197,6 +197,7 @@ class BegunAnswer:
         echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
         is_empty: whether nothing is generated.
         first: the serializer of the response's first choice; None if this is the first.
+        defaults: the model's settings, for requests that do not set them.
     """
 
     model: str
@@ -209,3 +210,4 @@ class BegunAnswer:
     score: Score | None = None
     is_empty: bool = False
     first: Serializer | None = None
+    defaults: Mapping[str, Any] = attrs.field(factory=dict)
