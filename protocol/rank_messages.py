@@ -110,7 +110,7 @@ class Recorded:
 
 
 @attrs.frozen
-class Answer:
+class OperationResult:
     """A rank's answer to an operation whose failure on one rank leaves all in step: why it has failed, or None."""
 
     error: str | None
@@ -144,7 +144,9 @@ class Measured:
     description: dict[str, str] = attrs.field(factory=dict)
 
 
-_OfTarget = OpenTarget | Present | ConnectRanks | Loaded | Operations | Recorded | Answer | ForDrafter | CloseTarget
+_OfTarget = (
+    OpenTarget | Present | ConnectRanks | Loaded | Operations | Recorded | OperationResult | ForDrafter | CloseTarget
+)
 RankMessage = Beat | Broken | Hello | Welcome | _OfTarget | Measure | Measured
 
 _CODEC: Codec[RankMessage] = Codec(get_args(RankMessage), "of another rank")

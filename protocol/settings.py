@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
@@ -441,8 +441,11 @@ def with_overrides(settings: SettingsLike | None, overrides: Mapping[str, Any]) 
     return {**keywords_of(settings, "settings"), **overrides}
 
 
-def settings_from(keywords: dict[str, Any]) -> Settings:
-    """Settings from keyword arguments. Raises: SettingsError: as `Settings`, and for an unknown name."""
+def settings_from(keywords: dict[str, Any], beside: Sequence[str] = ()) -> Settings:
+    """Settings from keyword arguments of a function that has others `beside` them.
+
+    Raises: SettingsError: as `Settings`, and for an unknown name.
+    """
     known = [field.name for field in attrs.fields(Settings)]
     for name in keywords:
         if name not in known:
@@ -450,7 +453,7 @@ def settings_from(keywords: dict[str, Any]) -> Settings:
                 hint = f"it is {argument}= of open()"
             elif name in INSTEAD:
                 hint = INSTEAD[name]
-            elif near := meant(name, known, cutoff=0.7):
+            elif near := meant(name, [*known, *beside], cutoff=0.7):
                 hint = f"did you mean {near!r}?"
             else:
                 hint = f"the settings are {', '.join(known)}"

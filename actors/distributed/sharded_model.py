@@ -27,7 +27,7 @@ from actors.model import Feed, RewindMode
 from actors.persistence.fingerprint import fingerprint
 from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
-from protocol.rank_messages import Answer, Operation, Operations
+from protocol.rank_messages import Operation, OperationResult, Operations
 from protocol.text_ledger import TextLedger
 
 
@@ -413,7 +413,7 @@ class FollowingModel:
                     raise RankError(f"rank {self._group.rank} has caches that cannot be saved, and rank 0's can")
                 self._states[state] = taken
             case "put_state", (tokens, *kept):
-                self._group.send(Answer(self._put_state(sequence, tuple(tokens), *kept)))
+                self._group.send(OperationResult(self._put_state(sequence, tuple(tokens), *kept)))
             case _:
                 raise RankError(f"rank {self._group.rank} does not know the operation {name}{arguments}")
 

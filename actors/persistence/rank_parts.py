@@ -7,7 +7,7 @@ from typing import Any
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.sequence_state import Recorder, SequenceRecord
 from protocol.errors import RankError
-from protocol.rank_messages import Answer, Recorded
+from protocol.rank_messages import OperationResult, Recorded
 
 # How long rank 0 waits for the next message about a saved text, in seconds. A rank may have to copy a layer first.
 WAIT_S = 60.0
@@ -34,13 +34,13 @@ def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
 
 
 def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
-    """Wait for the `Answer` of each of some ranks. Returns: their errors, which name the rank. Raises: as
+    """Wait for the `OperationResult` of each of some ranks. Returns: their errors, which name the rank. Raises: as
     `received`.
     """
     errors, waiting = [], set(ranks)
     while waiting:
         rank, answer = received(group, waiting)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, OperationResult)
         waiting.discard(rank)
         if answer.error is not None:
             errors.append(f"on rank {rank}: {answer.error}")

@@ -531,7 +531,7 @@ class RuntimeHandle(
         return self._bridge.run(loaded())
 
     def load_stream(
-        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[StreamArguments]
     ) -> LoadedStreamT:
         """Load a stream from a file, and continue it; see `runtime.Runtime.load_stream`."""
         load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)

@@ -20,7 +20,7 @@ from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, Runt
 from protocol.reprs import shown
 from runtime.cli.arguments.mlx_lm import add_flags_without_effect
 from runtime.cli.arguments.models import add_models, models_of
-from runtime.cli.arguments.settings import HIDDEN, add_settings, settings_of, with_tokens_of
+from runtime.cli.arguments.settings import HIDDEN, add_settings, check_template_flags, settings_of, with_tokens_of
 from runtime.cli.command import Command
 from runtime.cli.flags import in_flags
 from runtime.cli.ranks import follow_target
@@ -47,7 +47,7 @@ HOW_TO_LEAVE = "Ctrl-C again, Ctrl-D or /exit leaves"
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser)
     group = parser.add_argument_group("conversation")
-    group.add_argument("--system", metavar="TEXT", help="system message, the first of the conversation")
+    group.add_argument("--system", metavar="TEXT", help="system message; needs a chat template")
     group.add_argument("--system-prompt", dest="system", **HIDDEN)
     group.add_argument(
         "--thinking",
@@ -70,6 +70,7 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
             models.use_device()
             opened = opening.open(models.target, models.draft, trace=display.on_event, **models.options)
         async with opened as runtime:
+            check_template_flags(arguments, runtime.tokenizer)
             completed = with_tokens_of(runtime.tokenizer, settings)
             conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **completed)
             chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, completed)

@@ -17,7 +17,15 @@ from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import settings_from
 from runtime.cli.arguments.mlx_lm import add_flags_without_effect
 from runtime.cli.arguments.models import PREFIX_CACHE, Models, add_models, models_of
-from runtime.cli.arguments.settings import HIDDEN, add_flags, add_settings, parse_value, settings_of, with_tokens_of
+from runtime.cli.arguments.settings import (
+    HIDDEN,
+    add_flags,
+    add_settings,
+    check_template_flags,
+    parse_value,
+    settings_of,
+    with_tokens_of,
+)
 from runtime.cli.command import Command
 from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
@@ -135,13 +143,8 @@ _MARK = "<query>"
 def _prompt_of(
     arguments: argparse.Namespace, text: str, tokenizer: TokenizerWrapper | None, template_args: dict[str, Any]
 ) -> Prompt:
-    if tokenizer is None or not tokenizer.has_chat_template:
-        for name in ("chat", "system", "prefill_response"):
-            if getattr(arguments, name) not in (None, False):
-                flag = f"--{name.replace('_', '-')}"
-                raise PromptError(f"{flag} needs a chat template, and the target's tokenizer has none; leave it out")
-        return text
-    if arguments.raw:
+    check_template_flags(arguments, tokenizer)
+    if arguments.raw or tokenizer is None or not tokenizer.has_chat_template:
         return text
 
     def messages(prompt: str) -> list[dict[str, Any]]:
@@ -313,7 +316,7 @@ COMMAND = Command(
     epilog="""examples:
   outrider generate "def quicksort(items):" -m 120 --stats
   outrider generate "What is a monad?" --target org/model --draft org/small
-  outrider generate - --target org/model --draft ngram --raw < file.py
+  outrider generate - --target org/model --draft ngram < question.txt
 
 Ctrl-C stops the generation and still prints statistics; a second Ctrl-C exits at once.""",
     common="--target --draft --max-tokens --temperature --seed --stop --lookahead --system --json --stats",

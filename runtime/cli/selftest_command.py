@@ -46,7 +46,7 @@ SHAPE = "8b"
 
 
 class CheckError(OutriderError):
-    """A check has failed."""
+    """A check has failed, or most were skipped."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selftest(arguments: argparse.Namespace) -> CommandOutcome:
-    """Run the checks, print a report and keep it. If a check fails, that is the outcome's failure."""
+    """Run the checks, print a report and keep it. The outcome fails if a check does, or if most were skipped."""
     from runtime.selftest.report import SelfTestReport, summary
 
     check_number("--minutes", arguments.minutes, above=0)
@@ -109,6 +109,8 @@ def selftest(arguments: argparse.Namespace) -> CommandOutcome:
         print_message(summary(report.runs) if is_whole else f"interrupted after {len(report.runs)} checks")
     if report.failures and is_whole:
         outcome.failure = CheckError(f"these checks failed: {', '.join(run.check.label for run in report.failures)}")
+    elif report.is_hollow and is_whole:
+        outcome.failure = CheckError("most checks were skipped; try again when nothing else runs here")
     return outcome
 
 

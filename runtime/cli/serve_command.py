@@ -338,7 +338,7 @@ COMMAND = Command(
   OUTRIDER_API_KEY=... outrider serve --host 0.0.0.0 --max-streams 8
   outrider serve --config models.toml --memory-limit 24GB
 
-Ctrl-C or SIGTERM stops the server; current answers have --grace-seconds to end. A second one exits at once. If the \
+Ctrl-C or SIGTERM stops the server; current answers have some seconds to end. A second one exits at once. If the \
 target model fails, the server exits with status 1, so that a supervisor can restart it. With --config, a model \
 that fails is loaded again at its next request instead.""",
     common="--target --draft --host --port --api-key --config --memory-limit --max-streams --max-tokens --lookahead",

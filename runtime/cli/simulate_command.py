@@ -193,15 +193,12 @@ COMMAND = Command(
     epilog="""examples:
   outrider simulate --acceptance 0.8 --cost-ratio 0.1
   outrider simulate --acceptance 0.7 --cost-ratio 0.1 --plot speeds.svg
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1,0.99,1.13
   outrider simulate --acceptance 0.8 --cost-ratio 0.1 --verify-table 1:1,8:1.3
   outrider simulate --acceptance 0.8 --cost-ratio 0.1 --streams 8
-  outrider simulate --acceptance 0.8 --cost-ratio 0.1 --ranks 1,2,4,8 \\
-      --shape llama-70b --pass-time 170 --link-latency 50 --link-bandwidth 10
 
 The same arguments give the same figures on any machine. `outrider doctor` measures the cost ratio, the slopes and \
 the times of a pair of models.""",
-    common="--acceptance --cost-ratio --contention --streams --ranks --shape --lookahead --tokens --json --plot",
+    common="--acceptance --cost-ratio --contention --verify-table --streams --lookahead --tokens --json --plot",
     add_arguments=_add_arguments,
     run=simulate,
     computes=False,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import attrs
 
+from protocol.pass_price import PassPrice
 from protocol.prices import Prices
 
 # Acceptance rates for which the report gives speed-ups: a usual one and a good one.
@@ -49,8 +50,8 @@ class Findings:
 
     @property
     def width_cost(self) -> float:
-        """Cost of each further token of a pass, on average, as a fraction of the first."""
-        return self._prices().verify.per_row(max(self.verify_seconds)) / self.verify_seconds[1]
+        """See `width_cost`."""
+        return width_cost(self.verify_seconds)
 
     @property
     def draft_cost(self) -> float:
@@ -74,14 +75,21 @@ class Findings:
         return next((acceptance for acceptance in steps if self.speedup(acceptance) >= MIN_SPEEDUP), None)
 
     def _prices(self) -> Prices:
-        prices = Prices()
-        # Several times, so that the measurements outweigh the priors.
-        for _ in range(10):
-            for width, seconds in self.verify_seconds.items():
-                prices.verify.observe(width, 0.0, seconds)
-            for width, seconds in (self.draft_seconds or {}).items():
-                prices.draft_alone.observe(width, 0.0, seconds)
-        return prices
+        return Prices(verify=_price(self.verify_seconds), draft_alone=_price(self.draft_seconds or {}))
+
+
+def width_cost(pass_seconds: Mapping[int, float]) -> float:
+    """Cost of each further token of a pass, on average, as a fraction of the first; from seconds by width."""
+    return _price(pass_seconds).per_row(max(pass_seconds)) / pass_seconds[1]
+
+
+def _price(pass_seconds: Mapping[int, float]) -> PassPrice:
+    price = PassPrice()
+    # Several times, so that the measurements outweigh the priors.
+    for _ in range(10):
+        for width, seconds in pass_seconds.items():
+            price.observe(width, 0.0, seconds)
+    return price
 
 
 def conclude(found: Findings) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from protocol.open_options import OpenOptions
 from protocol.settings import AUTO_DRAFT, MTP
 from protocol.trace import Actor
 from runtime.doctor.agreement import BEGINNINGS, agreement_rows
-from runtime.doctor.conclusion import Findings, conclude
+from runtime.doctor.conclusion import Findings, conclude, width_cost
 from runtime.loading.blas import blas_in_use
 from runtime.loading.drafters import Suggestion, suggest_draft
 from runtime.loading.model_files import name_of
@@ -292,8 +292,7 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
         collectives = ", ".join(f"{count} × {name}" for name, count in examined.exchange[1].collectives.items())
         rows.append(("a pass exchanges", f"{_size(examined.exchange[1].num_bytes)} a token, by {collectives}"))
     rows.append(passes.python_row(anatomy.num_layers))
-    slope = passes.price.per_row(max(passes.seconds)) / passes.seconds[1]
-    rows.append(("each further token", f"adds {slope:.0%} of {symbol}(1)"))
+    rows.append(("each further token", f"adds {width_cost(passes.seconds):.0%} of {symbol}(1)"))
     return rows
 
 

@@ -132,8 +132,7 @@ class RequestValidation:
         if context_length is not None:
             context_length -= self._num_cached(settings)
         ids = self.encode(prompt, **({} if tools is None else tools.template_variables))
-        if tools is not None and (grammar := self._grammar(tools, ids)) is not None:
-            settings = attrs.evolve(settings, logits_processors=(grammar, *settings.logits_processors))
+        settings = attrs.evolve(settings, logits_processors=(*self.grammar(tools, ids), *settings.logits_processors))
         check_prompt_length(len(ids), context_length)
         seed = secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed
         return self._open(ids, settings, seed, context_length)
@@ -268,13 +267,16 @@ class RequestValidation:
                 )
         return self._open(session.tokens, settings, seed, context_length, num_resumed)
 
-    def _grammar(self, tools: Tools, prompt: tuple[int, ...]) -> Grammar | None:
-        format = check_callable(tools, self._tokenizer)
-        if format is None or not tools.needs_grammar:
-            return None
+    def grammar(self, tools: Tools | None, prompt: tuple[int, ...]) -> tuple[Grammar, ...]:
+        """The grammar of an answer to a prompt that holds the model to its tools; empty if they need none.
+
+        Raises: as `opened`.
+        """
+        if tools is None or (format := check_callable(tools, self._tokenizer)) is None or not tools.needs_grammar:
+            return ()
         reasoning = ReasoningTracker(self._tokenizer, prompt)
         written = call_grammar(tools, format, self._tokenizer, **marks_of(reasoning))
-        return Grammar(written, self._tokenizer, what="the grammar of the tools")
+        return (Grammar(written, self._tokenizer, what="the grammar of the tools"),)
 
     def is_drafted(self, settings: Settings) -> bool:
         """Whether a session with these settings is drafted; logs once what prevents it."""

@@ -33,7 +33,7 @@ from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Arrivals, Progress
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.functions import Functions
-from runtime.generation.tool_calls.tools import StreamArguments
+from runtime.generation.tool_calls.tools import StreamArguments, taken_tools
 from runtime.loading.model_sources import Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SessionSaver
@@ -308,8 +308,7 @@ class Runtime:
             saved_session.check_path(path)
             models = self._models()
             session = await models.read(path, any_draft=any_draft)
-            # A session without processors continues without: this runtime's defaults are not its own.
-            keywords = {"logits_processors": (), **saved_session.settings_of(session, path, overrides)}
+            keywords = saved_session.settings_of(session, path, overrides)
             begins = [message["content"] for message in session.messages[:1] if message["role"] == "system"]
             past = session.messages[len(begins) :]
             system = begins[0] if begins else None
@@ -318,14 +317,15 @@ class Runtime:
         return conversation
 
     async def load_stream(
-        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[SettingsArguments]
+        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[StreamArguments]
     ) -> TokenStream:
         """Resume a stream from a file of `TokenStream.save`, after the last token that was given.
 
         Token indices and `max_tokens` count from the stream's beginning, `statistics` from now on.
 
-        Args: as `load`. Processors that can save and restore their state find it again; any other must be in the state
-            that it had.
+        Args: as `load`, and `tools`, `tool_choice` and `parallel_tool_calls` as for `stream`: without those that the
+            stream had, calls are text. Processors that can save and restore their state find it again; any other must
+            be in the state that it had.
 
         Returns: a stream that generates from now on; see `stream`. One that was saved at its end is over.
 
@@ -340,15 +340,17 @@ class Runtime:
             session = await models.read(path, any_draft=any_draft, is_stream=True)
             saved = session.stream
             assert saved is not None
-            keywords = saved_session.settings_of(session, path, overrides)
+            tools = taken_tools(given := dict(overrides))
+            grammar = self._validation.grammar(tools, session.tokens[: saved.progress.num_prompt])
+            keywords = saved_session.settings_of(session, path, given, grammar)
             checked = self._validation.checked({**keywords, "reuse_prefix": True})
-            seed = saved.seed if (given := overrides.get("seed")) is None else given
+            seed = saved.seed if (own := overrides.get("seed")) is None else own
             opened = self._validation.resumed(session, saved, checked, seed)
             if not saved.is_over:
                 await models.fill(path, session, opened.drafted)
             # After a cancellation, nobody would take the stream.
             await trio.lowlevel.checkpoint_if_cancelled()
-            return self._sessions.begin(opened, saved=saved)
+            return self._sessions.begin(opened, tools, saved=saved)
 
     def _conversation(
         self,

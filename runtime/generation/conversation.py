@@ -112,7 +112,7 @@ class Conversation:
         self._open_stream = open_stream
         self._write = write
         self._tokenizer = tokenizer
-        self._settings = _checked(settings)
+        self._settings = _checked(settings, ("system", "thinking", "tools"))
         self._thinking = thinking
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._state = _State([dict(message) for message in past])
@@ -324,14 +324,14 @@ def turn_settings(settings: SettingsLike | None, overrides: Mapping[str, Any]) -
     return {**keywords, **overrides}
 
 
-def _checked(settings: dict[str, Any]) -> dict[str, Any]:
+def _checked(settings: dict[str, Any], beside: Sequence[str] = ()) -> dict[str, Any]:
     if "reuse_prefix" in settings and settings["reuse_prefix"] is not True:
         raise SettingsError(
             f"a conversation always reuses what it has read, got reuse_prefix={shown(settings['reuse_prefix'])}; use "
             "stream() with messages to prefill each prompt as a whole"
         )
     settings = {**settings, "reuse_prefix": True}
-    settings_from(settings)
+    settings_from(settings, beside)
     return settings
 
 

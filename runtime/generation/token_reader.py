@@ -70,7 +70,7 @@ class Token:
     @property
     def is_complete(self) -> bool:
         """Whether the model has ended the text with this token, an end-of-text or stop token."""
-        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        return _is_complete(self.finish_reason, self.stop_reason)
 
     def __repr__(self) -> str:
         told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "drafted_by": self.drafted_by}
@@ -83,6 +83,10 @@ class Token:
         if self.top_logprobs:
             told["top_logprobs"] = self.top_logprobs
         return brief("Token", told)
+
+
+def _is_complete(finish_reason: FinishReason | None, stop_reason: str | int | None) -> bool:
+    return finish_reason == "stop" and not isinstance(stop_reason, str)
 
 
 @attrs.frozen
@@ -158,6 +162,7 @@ class TokenReader:
         self._given: list[int] = []
         self._commit: Commit | None = None
         self._next_in_commit = 0
+        self._num_resumed = 0  # tokens that were given before the stream was saved
         self._num_in_first_round = 0  # tokens of the first commit that were given
         self._first_at: float | None = None
         self._last_at: float | None = None
@@ -168,9 +173,13 @@ class TokenReader:
             is_last = progress.finish_reason is not None and i == len(progress.given)
             text = self._text.add(token, is_last=is_last)
             self.answer.add(token, self._text.readable, text, self._text.tail)
+            if self._calls is not None and self.parts is not None:
+                self.parts.add(self._calls.add(text))
         self._given = list(progress.given)
-        self.num_given = len(progress.given)
+        self.num_given = self._num_resumed = len(progress.given)
         self.finish_reason, self.stop_reason = progress.finish_reason, progress.stop_reason
+        if self.finish_reason is not None and self._calls is not None and self.parts is not None:
+            self.parts.add(self._calls.finish(is_complete=_is_complete(self.finish_reason, self.stop_reason)))
 
     @property
     def progress(self) -> Progress:
@@ -199,7 +208,7 @@ class TokenReader:
         self._last_at = self._clock()
         if self._first_at is None:
             self._first_at = self._last_at
-        self._num_in_first_round += self.num_given == index
+        self._num_in_first_round += self.num_given - self._num_resumed == index
         self._on_token(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
         text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)

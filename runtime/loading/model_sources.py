@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import attrs
 import mlx.core as mx
 import trio
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -200,14 +200,15 @@ def trained_drafter_at(directory: Path) -> str | None:
 
 def _trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
     """Download the trained drafter that a hub id names; None for a language model, or if the hub cannot be asked."""
-    name = str(spec)
+    download = partial(snapshot_download, str(spec), revision=spec.revision)
     try:
-        config = hf_hub_download(name, "config.json", revision=spec.revision)
+        # `hf_hub_download` would try again for half a minute without a network.
+        folder = Path(download(allow_patterns=["config.json"]))
     except (OSError, ValueError):
         return None  # loading the model reports what is wrong
-    if check_trained_drafter(spec, Path(config).parent) is None:
+    if check_trained_drafter(spec, folder) is None:
         return None
-    return Path(snapshot_download(name, revision=spec.revision, allow_patterns=["*.json", "*.safetensors", "*.pt"]))
+    return Path(download(allow_patterns=["*.json", "*.safetensors", "*.pt"]))
 
 
 def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:

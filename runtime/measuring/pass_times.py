@@ -12,7 +12,6 @@ from actors.mlx.model import MLXModel
 from actors.model import CachedSequence, Feed, RewindMode
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.feature_input import FeatureInput
-from protocol.pass_price import PassPrice
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Spread, spread
 
@@ -31,16 +30,8 @@ class Passes:
 
     @property
     def seconds(self) -> dict[int, float]:
-        """The median times."""
+        """The median times, on which one slow pass has no influence."""
         return {width: times.median for width, times in self.times.items() if times.median is not None}
-
-    @property
-    def price(self) -> PassPrice:
-        """The price of a pass by its width, from the medians, so that one slow pass has no influence."""
-        price = PassPrice()
-        for width, seconds in self.seconds.items():
-            price.observe(width, 0.0, seconds)
-        return price
 
     def python_row(self, num_layers: int) -> tuple[str, str]:
         """A row of a report: how long a pass over one token holds the GIL."""

@@ -115,7 +115,7 @@ class PrefixFiles:
             try:
                 found.append(self._stored(session_file.read(path)))
             except SessionFileError as error:
-                logger.warning("a stored prefix is left out: %s", error)
+                _warn(error)
                 self._delete(path.with_suffix(_SEQUENCE))
         self._delete_abandoned()
         return found
@@ -207,6 +207,11 @@ class PrefixFiles:
     def _delete(self, path: Path) -> None:
         for each in (path.with_suffix(_INDEX), path):
             _unlink(each)
+
+
+def _warn(error: Exception) -> None:
+    # The remedy of a `SessionFileError` is for files that a user has saved.
+    logger.warning("a stored prefix is left out: %s", str(error).partition("; ")[0])
 
 
 def _unlink(path: Path) -> None:
@@ -337,11 +342,13 @@ class DiskPrefixCache:
                 call = partial(put, beside_another=beside_another, num_prompt=best.num_prompt)
                 await self._actor.worker.run(Job("load", call))
         except (SessionFileError, JobError, RankError) as error:
-            logger.warning("a stored prefix is left out: %s", error)
-            if isinstance(error, RankError) or isinstance(error.__cause__, RankError):
-                return  # nothing is wrong with the file
-            self._stored.pop(best.key, None)
-            await trio.to_thread.run_sync(files.delete, best)
+            # Another process may have deleted it, for its own bound.
+            if not isinstance(error.__cause__, FileNotFoundError):
+                _warn(error)
+            # What the model's thread raises, such as for want of memory, says nothing about the file.
+            if isinstance(error, SessionFileError) and not isinstance(error.__cause__, RuntimeError):
+                self._stored.pop(best.key, None)
+                await trio.to_thread.run_sync(files.delete, best)
 
     def _best(self, read: tuple[int, ...]) -> tuple[StoredPrefix | None, int]:
         """The stored sequence of which a text can reuse most tokens, and their number."""

@@ -32,6 +32,11 @@ class SelfTestReport:
         return [run for run in self.runs if run.finding.status in FAILURES]
 
     @property
+    def is_hollow(self) -> bool:
+        """Whether most checks were skipped, so that little is known about the device."""
+        return 2 * sum(run.finding.status == "skipped" for run in self.runs) > len(self.runs)
+
+    @property
     def device_report(self) -> DeviceReport:
         """The report that is kept and written."""
         checks = {
@@ -122,4 +127,4 @@ def summary(runs: Sequence[CheckRun]) -> str:
     skipped = f", {num_skipped} skipped" if num_skipped else ""
     if num_failed:
         return f"{num_failed} of {len(runs)} checks failed{skipped}; attach the report of --report to an issue"
-    return f"{len(runs) - num_skipped} checks passed{skipped}"
+    return f"{len(runs) - num_skipped} of {len(runs)} checks passed{skipped}"

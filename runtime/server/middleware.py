@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import string
 from collections.abc import Callable, Sequence, Set
@@ -167,6 +168,10 @@ class HostNames:
         await self._app(scope, receive, send)
 
 
+# An address that some proxies write with a port; IPv6 is in brackets then.
+_PORT = re.compile(r"^(?:\[(.+)\]|([^:]+))(?::[0-9]+)?$")
+
+
 @attrs.frozen
 class ForwardedClients:
     """Takes the address of a client from X-Forwarded-For, if a trusted proxy has sent the request.
@@ -191,7 +196,7 @@ class ForwardedClients:
         client = peer
         while hops and self._is_trusted(client):
             try:
-                client = str(ip_address(hops.pop().strip()))
+                client = str(ip_address(_PORT.sub(r"\1\2", hops.pop().strip())))
             except ValueError:
                 break
         return client

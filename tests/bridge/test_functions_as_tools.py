@@ -34,6 +34,11 @@ async def where_async() -> list[str]:
     return [threading.current_thread().name]
 
 
+def where_wrapped() -> Any:
+    """The name of the thread, by an async function."""
+    return where_async()
+
+
 def fails(city: str) -> str:
     """Fail.
 
@@ -50,17 +55,18 @@ def results_in(conversation: runtime.aio.Conversation | runtime.sync.Conversatio
 @on_every_face
 async def test_functions_are_called_and_the_model_goes_on_with_their_results(open: Any) -> None:
     is_async = open is runtime.aio.open
-    tools = [where, *([where_async] if is_async else ()), fails]
+    tools = [where, where_wrapped, *([where_async] if is_async else ()), fails]
     asked = "".join(call_of(tool.__name__) for tool in tools[:-1]) + call_of("fails", '{"city": "Oslo"}')
     async with within(open(*calling_pair())) as rt:
         conversation = rt.conversation("Be kind.", tools=tools, **speaks(asked, "so", call_of("where"), "there"))
         assert conversation.pending_calls == ()
         completion = await got(conversation.generate("where?"))
         assert (completion.text, completion.tool_calls) == ("so", ())
-        called_in, *in_loop, error = results_in(conversation)
+        called_in, wrapped, *in_loop, error = results_in(conversation)
         ours = threading.current_thread().name
         assert (called_in == ours) == (not is_async)
         assert in_loop == [f'["{ours}"]'] * is_async
+        assert wrapped == f'["{ours}"]' or (not is_async and wrapped.startswith("Error: TypeError: the tool is async"))
         assert error == "Error: ValueError: no Oslo"
 
         # Streamed, saved with a call pending, and loaded: whoever is given the functions makes the call.

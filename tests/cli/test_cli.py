@@ -522,11 +522,11 @@ def test_help_names_every_option_and_its_default(capfd):
 
 @sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
 def test_a_short_help_has_ten_options_that_exist(command, capfd):
-    shown = []
-    for flag in ("--help", "--help-all"):
-        shown.append(re.findall(r"^  (-.*?)(?:   |$)", ran(capfd, command, flag).out, re.MULTILINE))
-    short, full = shown
+    texts = [ran(capfd, command, flag).out for flag in ("--help", "--help-all")]
+    short, full = (re.findall(r"^  (-.*?)(?:   |$)", text, re.MULTILINE) for text in texts)
     named = {word for each in short for word in re.findall(r"--[\w-]+", each)}
+    examples = texts[0].partition("examples:")[2].replace("--hostfile", "")  # of mlx.launch
+    assert named >= set(re.findall(r"--\w[\w-]*", examples))
     assert named >= {"--help-all", *cli.COMMANDS[command].common.split()}
     assert len(short) <= 12
     assert len(full) >= 2 * len(short) - 2

@@ -80,11 +80,14 @@ def test_without_a_chat_template_a_prompt_is_continued_and_nothing_is_said_of_it
     assert generated(capfd, PROMPT, "--target", base) == (expected(base, PROMPT), 3, "")
 
 
-@pytest.mark.parametrize("flags", [["--chat"], ["--system", "w4"]])
-def test_what_needs_a_chat_template_is_refused_where_there_is_none(flags: list[str], base: str, capfd: Any) -> None:
-    out, err = ran(capfd, "generate", PROMPT, "--target", base, *flags, status=2)
+@pytest.mark.parametrize(
+    "command", [["generate", PROMPT, "--chat"], ["generate", PROMPT, "--system", "w4"], ["chat", "--system", "w4"]]
+)
+def test_what_needs_a_chat_template_is_refused_where_there_is_none(command: list[str], base: str, capfd: Any) -> None:
+    out, err = ran(capfd, *command, "--target", base, status=2)
     assert (out, err.count("\n")) == ("", 1)
-    assert f"error: {flags[0]} needs a chat template, and the target's tokenizer has none" in err
+    flag = next(word for word in command if word.startswith("--"))
+    assert f"error: {flag} needs a chat template, and the target's tokenizer has none" in err
 
 
 def test_a_system_message_and_no_template_contradict_each_other(capfd: Any) -> None:

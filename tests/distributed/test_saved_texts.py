@@ -17,7 +17,7 @@ from actors.mlx.cache_kinds import LayerState
 from actors.mlx.sequence_state import Recorder, SequenceState, recall
 from actors.persistence import rank_parts
 from protocol.errors import RankError
-from protocol.rank_messages import Answer, RankMessage, decode, encode
+from protocol.rank_messages import OperationResult, RankMessage, decode, encode
 
 
 @pytest.mark.slow
@@ -92,8 +92,8 @@ def test_a_part_arrives_layer_by_layer_as_it_was():
 
 
 def test_another_message_than_a_part_is_an_error():
-    with pytest.raises(RankError, match="rank 1 has sent Answer and not its part of a saved text"):
-        rank_parts.added(rank_parts.NO_PART, Answer(None), 1)
+    with pytest.raises(RankError, match="rank 1 has sent OperationResult and not its part of a saved text"):
+        rank_parts.added(rank_parts.NO_PART, OperationResult(None), 1)
 
 
 def test_a_rank_that_sends_nothing_of_a_saved_text_is_named():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from faces import got, on_every_face, within
 from huggingface_hub import scan_cache_dir
 from models import greedy, llama, prompt_of, save
 from sweeps import sweep
@@ -172,6 +173,13 @@ async def test_beside_a_target_that_is_given_as_a_model_nothing_is_looked_for(li
         assert not await is_drafted(rt, large())
     (line,) = lines
     assert "takes none: the target was given as a model" in line
+
+
+@on_every_face
+async def test_asyncio_and_plain_threads_take_one_too(open: Any, lines: list[str]) -> None:
+    async with within(open(runtime.DEMO_TARGET, draft="auto")) as rt:
+        assert (await got(rt.generate("def f(", max_tokens=12, lookahead=2))).statistics.proposed > 0
+    assert lines[-1].startswith(f'draft "auto" takes {runtime.DEMO_TRAINED_DRAFT} (')
 
 
 # --- attaching, and what does not go with it ------------------------------------------------------

@@ -87,6 +87,7 @@ async def test_a_drafter_is_attached_and_detached_and_its_memory_and_thread_go_w
             model = weakref.ref(rt._draft.model._model)  # type: ignore[union-attr]
             await rt.detach_draft()
             assert model() is None
+            assert (rt._target.drafter.mailbox, rt._target.drafter.has_model) == (None, False)
             assert draft_threads() == []
             assert rt.health().draft is None
             assert rt.busy_seconds[1] >= busy > 0.0

@@ -54,15 +54,16 @@ async def test_a_conversation_has_them_too_and_still_reuses_what_it_has_read() -
             rt.conversation(reuse_prefix=False)
 
 
-async def test_a_loaded_conversation_goes_on_as_it_was_saved_whatever_the_defaults(tmp_path: Any) -> None:
+@sweep("own", [{}, {"logits_processors": [runtime.stateless(lambda _, logits: logits * 2 - logits[..., ::-1])]}])
+async def test_a_loaded_conversation_goes_on_as_it_was_saved_whatever_the_defaults(tmp_path: Any, own: Any) -> None:
     async with runtime.open(runtime.DEMO_DRAFT) as rt:
-        conversation = rt.conversation(max_tokens=4, ignore_eos=True)
+        conversation = rt.conversation(max_tokens=4, ignore_eos=True, **own)
         await conversation.generate("def f(")
         await conversation.save(tmp_path / "session")
         expected = await conversation.generate("def g(")
     defaults = {"max_tokens": 9, "logit_bias": {5: 100.0}, "logits_processors": [runtime.stateless(lambda _, x: -x)]}
     async with runtime.open(runtime.DEMO_DRAFT, defaults=defaults) as rt:
-        loaded = await rt.load(tmp_path / "session")
+        loaded = await rt.load(tmp_path / "session", **own)
         assert texts([await loaded.generate("def g(")]) == texts([expected])
 
 

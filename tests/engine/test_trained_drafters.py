@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +70,12 @@ class FakeHub:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self.asked: list[tuple[str, str | None, Any]] = []  # (hub id, revision, files) of each download
-        monkeypatch.setattr(model_sources, "hf_hub_download", self.download)
         monkeypatch.setattr(model_sources, "snapshot_download", self.snapshot)
-
-    def download(self, name: str, file: str, revision: str | None = None) -> str:
-        self.asked.append((name, revision, file))
-        if name != "org/head":
-            raise OSError("there is no such repository")
-        return str(self.folder / file)
 
     def snapshot(self, name: str, revision: str | None = None, allow_patterns: Any = None) -> str:
         self.asked.append((name, revision, allow_patterns))
+        if name != "org/head":
+            raise OSError("there is no such repository")
         return str(self.folder)
 
 
@@ -90,7 +87,7 @@ async def test_one_on_the_hub_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> 
             completion = await rt.generate("def quicksort(items):", max_tokens=12, lookahead=2)
         assert completion.statistics.proposed > 0
         config, files = hub.asked
-        assert config == ("org/head", revision, "config.json")
+        assert config == ("org/head", revision, ["config.json"])
         assert files[:2] == ("org/head", revision)
         assert "*.safetensors" in files[2]
 
@@ -113,6 +110,19 @@ async def test_where_the_hub_cannot_be_asked_loading_says_so(tmp_path: Path, mon
     with pytest.raises(runtime.ModelError, match="cannot load draft 'org/other'"):
         async with runtime.open(runtime.DEMO_TARGET, draft="org/other"):
             pass
+
+
+async def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*_: Any, **__: Any) -> None:
+        raise socket.gaierror("no network")
+
+    pauses: list[float] = []
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with pytest.raises(runtime.ModelError, match=r"the Hugging Face hub it could not be fetched: .* no network$"):
+        async with runtime.open(runtime.DEMO_TARGET, draft="org/other"):
+            pass
+    assert pauses == []
 
 
 @sweep(

@@ -270,6 +270,7 @@ async def test_a_conversation_ends_with_its_runtime() -> None:
 async def test_what_is_wrong_is_said_as_the_conversation_is_made() -> None:
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"temprature": 1}, runtime.SettingsError, "there is no setting 'temprature'"),
+        ({"thinkng": True}, runtime.SettingsError, "there is no setting 'thinkng'; did you mean 'thinking'"),
         ({"max_tokens": 0}, runtime.SettingsError, "max_tokens must be"),
         ({"stop_tokens": [10**6]}, runtime.SettingsError, "vocabulary"),
         ({"reuse_prefix": False}, runtime.SettingsError, "always reuses"),

@@ -19,6 +19,7 @@ from polling import until_in_trio
 from sweeps import sweep
 
 import runtime
+from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import Fingerprint
@@ -232,6 +233,29 @@ async def test_models_that_share_a_folder_find_their_own(tmp_path: Path, model: 
         assert await answer(rt, PROMPT) == (greedy(others[1][0], PROMPT, NUM_TOKENS), len(PROMPT) - 1)
 
 
+async def test_what_another_process_has_deleted_is_read_again_without_a_warning(
+    tmp_path: Path, model: Any, text: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        await until_in_trio(lambda: cache_of(rt)._stored != {})
+        stored_in(tmp_path)[0].unlink()
+        assert await answer(rt, PROMPT) == (text, 0)
+    assert "left out" not in caplog.text
+
+
+async def test_a_prefix_that_finds_no_memory_stays_on_the_disk(
+    tmp_path: Path, model: Any, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put_state(*_: Any) -> None:
+        raise RuntimeError("[malloc_or_wait] Unable to allocate 1 bytes.")
+
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        await until_in_trio(lambda: cache_of(rt)._stored != {})
+        monkeypatch.setattr(MLXSequence, "put_state", put_state)
+        assert await answer(rt, PROMPT) == (text, 0)
+        assert len(cache_of(rt)._stored) == len(stored_in(tmp_path)) == 1
+
+
 @pytest.mark.parametrize("cut", [0, 100, -1])
 async def test_a_damaged_file_is_left_out_and_the_text_is_right(
     tmp_path: Path, model: Any, text: list[int], cut: int, caplog: pytest.LogCaptureFixture
@@ -242,7 +266,8 @@ async def test_a_damaged_file_is_left_out_and_the_text_is_right(
         await until_in_trio(lambda: cache_of(rt)._stored != {})
         assert await answer(rt, PROMPT) == (text, 0)
         assert cache_of(rt)._stored == {}
-    assert "a stored prefix is left out" in caplog.text
+    assert "a stored prefix is left out: session file" in caplog.text
+    assert "; " not in caplog.messages[-1]  # no remedy
     assert list(tmp_path.iterdir()) == []
 
 

@@ -316,6 +316,16 @@ async def test_a_stream_that_is_over_stays_over(tmp_path: Path) -> None:
         assert rt.num_streams == 0
 
 
+async def test_the_first_token_of_a_resumed_stream_is_not_timed(tmp_path: Path) -> None:
+    async with LLAMA.open(drafted=False) as rt:
+        async with rt.stream(PROMPT, max_tokens=20) as stream:
+            await read(stream, 4)
+            await stream.save(tmp_path / "stream")
+        async with await rt.load_stream(tmp_path / "stream") as resumed:
+            await anext(resumed)
+            assert resumed.statistics().generation_tps is None
+
+
 async def test_what_is_cached_is_left_out_where_it_is_not_known_of_which_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,7 +163,7 @@ async def test_checks_run_in_order_and_the_report_has_words_and_json_without_pat
     assert said == ["check 1 of 2: finds", "check 2 of 2: raises"]
     assert [run.check.name for run in report.failures] == ["raises"]
     assert summary(report.runs) == "1 of 2 checks failed; attach the report of --report to an issue"
-    assert summary(report.runs[:1]) == "1 checks passed"
+    assert summary(report.runs[:1]) == "1 of 1 checks passed"
     sections = dict(report.sections())
     assert sections["what that means"] == [("raises", "it is broken")]
     assert sections["checks"][1][1].startswith("FAILED: the check ended with RuntimeError")
@@ -262,13 +262,13 @@ def test_the_command_writes_its_report_and_keeps_it_for_the_doctor(
     assert command("loads", "finds", arguments=["--report", str(tmp_path / "report")]) == 0
     printed = capsys.readouterr()
     assert "all is well for 30 s" in printed.out
-    assert "2 checks passed" in printed.err
+    assert "2 of 2 checks passed" in printed.err
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["results"]["checks"]["finds"]["status"] == "passed"
     page = (tmp_path / "report.md").read_text()
     assert page.startswith(f"## outrider selftest\n\n{written['contents']}\n\n### machine\n\n- processor: ")
     assert "- finds: all is well for 30 s" in page
-    assert rows_of_last_report()[0][1].startswith("2 checks passed")
+    assert rows_of_last_report()[0][1].startswith("2 of 2 checks passed")
 
 
 async def test_a_check_is_skipped_when_the_time_is_up() -> None:
@@ -285,7 +285,7 @@ def test_quick_runs_the_checks_that_matter_most(
     printed = capsys.readouterr()
     assert "all is well for 5 s" in printed.out
     assert "raises" not in printed.out
-    assert "2 checks passed" in printed.err
+    assert "2 of 2 checks passed" in printed.err
 
 
 def test_beside_a_pair_of_ones_own_the_bundled_one_is_measured_too(
@@ -301,6 +301,16 @@ def test_a_failed_check_is_the_commands_status(command: Callable[..., int], caps
     printed = capsys.readouterr()
     assert "these checks failed: raises, exits" in printed.err
     assert "this could not be checked" in printed.out
+
+
+def test_a_run_that_skips_most_checks_does_not_count_as_passed(
+    command: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("loads", "skips", "skips") == 1
+    said = capsys.readouterr().err
+    assert "1 of 3 checks passed, 2 skipped" in said
+    assert "most checks were skipped" in said
+    assert command("loads", "skips") == 0
 
 
 def test_nothing_else_is_checked_where_the_models_do_not_load(

@@ -37,7 +37,7 @@ def test_a_report_is_kept_and_read(caches: Path) -> None:
     keep(kept)
     assert path_of_last_report() == caches / "outrider" / "selftest.json"
     assert [path.name for path in path_of_last_report().parent.iterdir()] == ["selftest.json"]
-    assert rows_of_last_report() == [("result", f"2 checks passed ({kept['date']})")]
+    assert rows_of_last_report() == [("result", f"2 of 2 checks passed ({kept['date']})")]
 
 
 def test_failures_and_their_meaning_are_said() -> None:

@@ -16,7 +16,7 @@ from tool_letters import TOOLS as TOLD
 
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.anthropic.requests import MessagesRequest, parse_chat
 from runtime.server.anthropic.serializer import MessageSerializer
@@ -45,11 +45,11 @@ CASES = {
 }
 
 
-def answer(tokenizer: Any = None) -> Answer:
+def answer(tokenizer: Any = None) -> BegunAnswer:
     ids = (f"call_{i}" for i in itertools.count())
     reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS, new_id=lambda: next(ids))
     splitter = AnswerSplitter(reader, has_reasoning=False)
-    return Answer("tiny", tokenizer, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
+    return BegunAnswer("tiny", tokenizer, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
 
 
 def tokens_of(text: str, size: int, *, is_complete: bool) -> list[Token]:

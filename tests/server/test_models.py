@@ -344,10 +344,13 @@ async def test_a_model_whose_target_fails_is_unloaded_and_loaded_anew(server: Se
 # --- reports --------------------------------------------------------------------------------------
 
 
-@with_models(A, spec("b", draft_name="small"))
+@with_models(A, spec("b", draft_name="small"), spec("c", draft="auto", draft_name="auto"))
 async def test_the_models_are_listed_loaded_or_not(server: ServedModels) -> None:
     await server.complete("b")
-    listed = (await ask(server.app, "/v1/models")).json["data"]
+    assert (await ask(server.app, "/v1/models/c")).json["draft"] == "auto"
+    await server.complete("c")  # in which "auto" finds none
+    *listed, found_none = (await ask(server.app, "/v1/models")).json["data"]
+    assert (found_none["state"], found_none["draft"]) == ("loaded", None)
     assert [(each["id"], each["state"], each["draft"], each["has_chat_template"]) for each in listed] == [
         ("a", "unloaded", None, None),
         ("b", "loaded", "small", True),

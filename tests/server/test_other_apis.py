@@ -34,7 +34,7 @@ from sweeps import sweep
 from protocol.settings import settings_from
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.server.answers.api import Answer
+from runtime.server.answers.api import BegunAnswer
 from runtime.server.answers.chat import Chat
 from runtime.server.answers.request import SchemaJson
 from runtime.server.answers.splitting import AnswerSplitter
@@ -252,7 +252,8 @@ def test_log_probabilities_come_beside_reasoning_opened_by_the_template() -> Non
     letters: Any = Letters(thinks=True)
     parsed = parse_response_request(json.dumps({**RESPONSE, **LOGPROBS}).encode(), ResponseStore(1, 1))
     splitter = AnswerSplitter(AnswerReader(tags=None, is_thinking=False, format=None, tools=()), has_reasoning=False)
-    serializer = ResponseSerializer(parsed, Answer("x", letters, splitter, watch=lambda id: None), ResponseStore(1, 1))  # type: ignore[arg-type, return-value]
+    begun = BegunAnswer("x", letters, splitter, watch=lambda id: None)  # type: ignore[arg-type, return-value]
+    serializer = ResponseSerializer(parsed, begun, ResponseStore(1, 1))
     texts, statistics = list("yes"), cast(Any, None)
     tokens = [
         Token(letters.encode(text)[0], text, i, drafted_by=None, logprob=-1.0, is_thinking=True)
@@ -278,6 +279,13 @@ async def test_settings_are_given_back_with_a_response(server: Served) -> None:
     assert {name: answer.json[name] for name in given} == given
     assert answer.json["reasoning"] == {"effort": "low", "summary": "auto"}
     assert answer.json["text"] == {"format": {"type": "text"}}
+
+
+@on_server(settings={"temperature": 0.7})
+async def test_a_response_names_the_servers_default_where_the_request_sets_none(server: Served) -> None:
+    for sent, temperature in (({}, 0.7), ({"temperature": None}, 0.7), ({"temperature": 0}, 0.0)):
+        body = (await server.ask(RESPONSES, {**RESPONSE, **sent})).json
+        assert (body["temperature"], body["top_p"]) == (temperature, 1.0)
 
 
 # --- requests -------------------------------------------------------------------------------------

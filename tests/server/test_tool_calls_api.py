@@ -91,12 +91,18 @@ async def test_a_call_that_is_cut_off_by_its_length_is_text(server: Served) -> N
     assert "tool_calls" not in choice["message"]
 
 
-@sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"functions": []}])
+@sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tools": None, "functions": []}])
 @on_calling_server(OSLO)
 async def test_without_tools_nothing_is_told_apart(server: Served, body: dict[str, Any]) -> None:
     choice = (await server.ask(CHAT, {**ASKED, **body})).json["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
     assert server.tokenizer.told == [None]
+
+
+@on_calling_server(OSLO)
+async def test_an_empty_list_in_the_older_form_takes_no_tools_away(server: Served) -> None:
+    choice = (await server.ask(CHAT, {**ASKED, "functions": []})).json["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 @on_calling_server(OSLO)
@@ -157,6 +163,7 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
         ({"tools": [{"function": {"name": "a b"}}]}, "got 'a b'"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name 'weather'"),
         ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "parameters must be a JSON schema"),
+        ({"functions": [{"name": "f"}]}, "functions are the older form of tools; give one of them"),
         ({"tool_choice": "some"}, 'tool_choice must be "none", "auto", "required" or the name of a tool'),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "got 'x'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice must be"),

@@ -16,6 +16,10 @@ def finds(subject: Any) -> Finding:
     return Finding("passed", f"all is well for {subject.seconds:g} s", {"variable": os.environ.get("OUTRIDER_TEST")})
 
 
+def skips(subject: Any) -> Finding:
+    return Finding("skipped", "the time was up")
+
+
 def dies_of_a_signal(subject: Any) -> Finding:
     os.kill(os.getpid(), signal.SIGSEGV)
     raise AssertionError("still alive")

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from protocol.errors import SettingsError
+from protocol.errors import PromptError, SettingsError
 from protocol.options import Option, options_of
 from protocol.reprs import shown
 from protocol.settings import Settings, settings_from
@@ -159,6 +159,15 @@ def add_defaults(parser: argparse.ArgumentParser) -> None:
 def defaults_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """The defaults that were given; `open` checks them."""
     return {name: given for name, given in vars(arguments).items() if name in _DEFAULTS}
+
+
+def check_template_flags(arguments: argparse.Namespace, tokenizer: Any) -> None:
+    """Raises: PromptError: a flag was given that needs a chat template, and the target's tokenizer has none."""
+    if tokenizer is not None and tokenizer.has_chat_template:
+        return
+    for name in ("chat", "system", "prefill_response"):
+        if getattr(arguments, name, None) not in (None, False):
+            raise PromptError(f"{flag(name)} needs a chat template, and the target's tokenizer has none; leave it out")
 
 
 def with_tokens_of(tokenizer: Any, settings: dict[str, Any], extra_eos_tokens: Sequence[str] = ()) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from transformers.utils.chat_template_utils import get_json_schema
 
@@ -40,6 +40,12 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     return schema
 
 
+def _refuse(awaitable: Any) -> NoReturn:
+    if inspect.iscoroutine(awaitable):
+        awaitable.close()  # else Python warns that it was never awaited
+    raise TypeError("the tool is async, and nothing awaits it here; use runtime.aio.open")
+
+
 class Functions:
     """Functions that a model may call, by name; `schemas` has them in OpenAI's form."""
 
@@ -53,6 +59,7 @@ class Functions:
             raise SettingsError(f"tools must be a list of functions, got {shown(functions)}")
         self._functions: dict[str, Callable[..., Any]] = {}
         self.listed = tuple(functions)
+        self._may_be_async = may_be_async
         self.schemas: list[dict[str, Any]] = []
         for function in self.listed:
             if not callable(function):
@@ -83,9 +90,12 @@ class Functions:
         # The user's code, with arguments that a model wrote.
         try:
             if inspect.iscoroutinefunction(function):
-                result = await function(**call.values)
+                result = function(**call.values)
             else:
                 result = await call_function(partial(function, **call.values))
+            # A function that wraps an async one is not async itself.
+            if inspect.isawaitable(result):
+                result = await result if self._may_be_async else _refuse(result)
             return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except Exception as error:
             return f"Error: {type(error).__name__}: {error}"

@@ -66,7 +66,7 @@ class Serializer(ABC):
     id: str
     interval_s: float = _KEEP_ALIVE_S
 
-    def __init__(self, request: Request, answer: Answer) -> None:
+    def __init__(self, request: Request, answer: BegunAnswer) -> None:
         self._answer = answer
         self._shown = ShownTokens(request, answer.tokenizer)
         self._last_token: Token | None = None
@@ -186,7 +186,7 @@ class Choices:
 
 
 @attrs.frozen
-class Answer:
+class BegunAnswer:
     """A generation that has begun, as its serializer sees it.
 
     Attributes:
@@ -197,6 +197,7 @@ class Answer:
         echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
         is_empty: whether nothing is generated.
         first: the serializer of the response's first choice; None if this is the first.
+        defaults: the model's settings, for requests that do not set them.
     """
 
     model: str
@@ -209,3 +210,4 @@ class Answer:
     score: Score | None = None
     is_empty: bool = False
     first: Serializer | None = None
+    defaults: Mapping[str, Any] = attrs.field(factory=dict)

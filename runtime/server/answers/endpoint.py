@@ -15,7 +15,7 @@ from protocol.errors import OutriderError
 from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import CORPUS_OWNER
-from runtime.server.answers.api import Answer, Choice, Choices, Serializer
+from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
 from runtime.server.answers.body import RequestBody
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import Request
@@ -115,7 +115,7 @@ class Endpoint(Generic[B]):
 
     _context: ServerContext
     _parse: Callable[[bytes], B]
-    _serializer: Callable[[B, Answer], Serializer]
+    _serializer: Callable[[B, BegunAnswer], Serializer]
     _request: Callable[[B], Any] = lambda body: body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -194,7 +194,7 @@ class Endpoint(Generic[B]):
             assert stream is not None, "a request that watches its answer has one"
             return model.timelines.watch(id, stream.session, stream.began)
 
-        answer = Answer(
+        answer = BegunAnswer(
             model.name,
             preparation.tokenizer,
             preparation.splitter(stream),
@@ -205,6 +205,7 @@ class Endpoint(Generic[B]):
             score=prompt.score,
             is_empty=stream is None,
             first=before[0].serializer if before else None,
+            defaults=model.spec.settings,
         )
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
         return Choice(self._serializer(body, answer), stream, statistics)

@@ -51,7 +51,7 @@ class PreparedPrompt:
 
     Attributes:
         settings: of its generations; with a `max_tokens` of 0, nothing is generated.
-        echo, score: see `Answer`.
+        echo, score: see `BegunAnswer`.
     """
 
     ids: tuple[int, ...]

@@ -16,7 +16,7 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.answers.chat import Chat
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`. Each method that yields events changes the content, and the events say how."""
 
-    def __init__(self, request: Chat, answer: Answer) -> None:
+    def __init__(self, request: Chat, answer: BegunAnswer) -> None:
         super().__init__(request, answer)
         self.id = f"msg_{secrets.token_hex(16)}"
         self._content: list[Content] = []

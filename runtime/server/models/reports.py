@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from typing_extensions import TypedDict
 
+from protocol.settings import AUTO_DRAFT
 from runtime.server.models.loaded_model import ModelState
 from runtime.server.models.pool import ModelPool
 
@@ -115,12 +116,16 @@ def service_status(health: Health) -> ServiceStatus:
 def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
     """The description of a model."""
     slot = models[name]
+    # "auto" may have found no drafter.
+    has_none = str(slot.spec.draft) == AUTO_DRAFT and any(
+        loaded.runtime.health().draft is None for loaded in models.in_memory(name)
+    )
     return {
         "id": name,
         "object": "model",
         "created": started,
         "owned_by": "outrider",
-        "draft": slot.spec.draft_name,
+        "draft": None if has_none else slot.spec.draft_name,
         "has_chat_template": slot.has_chat_template,
         "max_model_len": slot.context_length,
         "state": slot.state,

@@ -155,15 +155,17 @@ class ChatRequest(OpenAIRequest, Chat):
         return bool(self.tools or self.functions)
 
     def checked_tools(self) -> Tools | None:
-        if self.functions is None:
+        if not self.functions:
             return super().checked_tools()
+        if self.tools:
+            raise _error("functions are the older form of tools; give one of them", "tools")
         listed = [{"type": "function", "function": function} for function in self.functions]
         return checked_tools(listed, self.function_call, None, "function_call")
 
     @property
     def has_functions(self) -> bool:  # type: ignore[override]
         """Whether the request has tools in the older form; then the answer has its calls in that form, too."""
-        return self.functions is not None
+        return bool(self.functions)
 
     @property
     def max_answer_tokens(self) -> int | None:

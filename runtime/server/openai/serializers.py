@@ -15,9 +15,8 @@ from protocol.scores import Score, ScoredToken
 from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.generation.token_reader import Token
-from runtime.generation.tool_calls.events import Answer as WholeAnswer
-from runtime.generation.tool_calls.events import AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
-from runtime.server.answers.api import Answer, Choice, Event, Serializer
+from runtime.generation.tool_calls.events import Answer, AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
+from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer
 from runtime.server.answers.preparation import Echo
 from runtime.server.answers.token_logprobs import finite, text_tokens, token_logprobs
 from runtime.server.errors import ErrorResponse
@@ -112,7 +111,7 @@ class ChunkSerializer(Serializer):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
 
-    def __init__(self, request: OpenAIRequest, answer: Answer) -> None:
+    def __init__(self, request: OpenAIRequest, answer: BegunAnswer) -> None:
         super().__init__(request, answer)
         first = answer.first
         assert first is None or isinstance(first, ChunkSerializer), "the choices of a response are alike"
@@ -250,7 +249,7 @@ class ChatSerializer(ChunkSerializer):
     id_prefix = "chatcmpl"
     kind = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest | FimRequest, answer: Answer) -> None:
+    def __init__(self, request: ChatRequest | FimRequest, answer: BegunAnswer) -> None:
         super().__init__(request, answer)
         self._is_first = True
 
@@ -266,7 +265,7 @@ class ChatSerializer(ChunkSerializer):
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         tokens = self._shown(tokens)
-        answer = WholeAnswer()
+        answer = Answer()
         answer.add(self._split(tokens))
         content = None if answer.calls and not answer.content else answer.content
         message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
@@ -350,7 +349,7 @@ class CompletionSerializer(ChunkSerializer):
     id_prefix = "cmpl"
     kind = "text_completion"
 
-    def __init__(self, request: CompletionRequest, answer: Answer) -> None:
+    def __init__(self, request: CompletionRequest, answer: BegunAnswer) -> None:
         super().__init__(request, answer)
         self._echo = answer.echo  # None once it was given
         # Length of the text so far, including text that is withheld because it may become a stop string.

@@ -18,7 +18,7 @@ from runtime.generation.tool_calls.events import (
     ReasoningPart,
     TextPart,
 )
-from runtime.server.answers.api import Answer, Event, Serializer
+from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.answers.json_pieces import encode_ascii, json_pieces
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
@@ -43,7 +43,7 @@ class ResponseSerializer(Serializer):
     Each method that yields events changes the output, and the events say how.
     """
 
-    def __init__(self, parsed: ParsedRequest, answer: Answer, store: ResponseStore) -> None:
+    def __init__(self, parsed: ParsedRequest, answer: BegunAnswer, store: ResponseStore) -> None:
         super().__init__(parsed.chat, answer)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._parsed = parsed
@@ -56,7 +56,7 @@ class ResponseSerializer(Serializer):
         # Kept only for log-probabilities: tokens whose text is withheld, and those of the call that is being written.
         self._withheld: list[Token] = []
         self._of_call: list[Token] = []
-        self._response = _begun(self.id, parsed, answer.model)
+        self._response = _begun(self.id, parsed, answer)
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ResponseBody:
         self._encodes_events = False
@@ -230,8 +230,9 @@ class ResponseSerializer(Serializer):
         self._store.put(self.id, StoredResponse(_json(self._response).encode(), messages, items))
 
 
-def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
-    request, settings = parsed.request, parsed.request.given_settings()
+def _begun(id: str, parsed: ParsedRequest, answer: BegunAnswer) -> ResponseBody:
+    request, settings = parsed.request, dict(answer.defaults)
+    settings |= {name: value for name, value in request.given_settings().items() if value is not None}
     repeated = {"reasoning", "text", "tools", "tool_choice"}
     given = request.model_dump(mode="json", include=repeated, by_alias=True, exclude_none=True)
     begun: ResponseBody = {
@@ -242,7 +243,7 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
-        "model": model,
+        "model": answer.model,
         "output": [],
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
@@ -251,12 +252,12 @@ def _begun(id: str, parsed: ParsedRequest, model: str) -> ResponseBody:
         "previous_response_id": request.previous_response_id,
         "reasoning": given.get("reasoning", {}),
         "store": request.store is not False,
-        "temperature": settings.get("temperature") or 0.0,
+        "temperature": settings.get("temperature", 0.0),
         "text": {"format": {"type": "text"}} | given.get("text", {}),
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": given.get("tools", []),
         "top_logprobs": request.top_logprobs or 0,
-        "top_p": 1.0 if settings.get("top_p") is None else settings["top_p"],
+        "top_p": settings.get("top_p", 1.0),
         "truncation": "disabled",
         "background": False,
     }
