@@ -1,4 +1,4 @@
-"""Forty clients at a real server: what each was told in full is right, and afterwards nothing is left of them."""
+"""A hundred clients at a real server: what each was told in full is right, and afterwards nothing is left of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import trio
 from polling import until_in_trio
 
 # Each comes once, and some twice.
-NUM_CLIENTS = 40
+NUM_CLIENTS = 100
 SECONDS = 2
 
 # What each model may keep of texts that are over, so little that it cannot hide what is left of requests.
