@@ -526,27 +526,6 @@ async def nobody_is_let_in(port: int) -> None:
             (await connect(port)).leave()
 
 
-@pytest.mark.slow
-async def test_a_client_that_does_not_read_is_dropped_unnoticed_by_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sending, "_MAX_BUFFERED", 100)
-    async with served(sending_bytes=SMALL, patience=Limits(stalled_s=2)) as server:
-        with await connect(server.port, buffer_bytes=SMALL) as stalled:
-            await stalled.send(ENDLESS)
-            await quiet(server.simulation)
-            state = (await server.health()).json()
-            assert state["streams"] == 1
-            given = server.simulation.runtime.statistics().generated_tokens
-            assert given < 2000
-            assert (await ask(server.port, completion(stream=True))).text == true_text()
-            while (await server.health()).json()["streams"]:
-                pass
-            heard = await stalled.hear_all()
-            assert 0 < len(heard) < 2**18
-        await server.assert_unharmed()
-
-
 async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_MAX_BUFFERED", 100)
     async with served(sending_bytes=SMALL, patience=Limits(stalled_s=MANY, grace_s=0.1)) as server:
