@@ -18,43 +18,58 @@ from protocol.prices import Prices
 
 
 class PolicyView(Protocol):
-    """What a policy may look at. Each attribute is found out when it is asked for.
-
-    Attributes:
-        tree: the drafted tokens.
-        max_proposal: the most tokens of use in one proposal, >= 0.
-        max_depth: how many tokens beyond the root are of any use, >= 0.
-        now_s: seconds on the actors' clock.
-        verdict_due_s: when the verdict is expected; None on the drafter's turn.
-        drafting_node: the node that is being drafted after, or None.
-        drafting_until_s: when that step should end.
-        queue_slack_s: seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is
-            the drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
-        num_to_refresh: how many tokens the drafter must feed in order to draft after the root anew, with hidden states
-            of the target that it did not have when it drafted there; 0 if there are none, and where
-            `drops_stale` is not asked.
-    """
+    """What a policy may look at. Each property is found out when it is asked for."""
 
     __slots__ = ()
 
     @property
-    def tree(self) -> LookaheadTree: ...
+    def tree(self) -> LookaheadTree:
+        """The drafted tokens."""
+        ...
+
     @property
-    def max_proposal(self) -> int: ...
+    def max_proposal(self) -> int:
+        """The most tokens of use in one proposal, >= 0."""
+        ...
+
     @property
-    def max_depth(self) -> int: ...
+    def max_depth(self) -> int:
+        """How many tokens beyond the root are of any use, >= 0."""
+        ...
+
     @property
-    def now_s(self) -> float: ...
+    def now_s(self) -> float:
+        """Seconds on the actors' clock."""
+        ...
+
     @property
-    def verdict_due_s(self) -> float | None: ...
+    def verdict_due_s(self) -> float | None:
+        """When the verdict is expected; None on the drafter's turn."""
+        ...
+
     @property
-    def drafting_node(self) -> Node | None: ...
+    def drafting_node(self) -> Node | None:
+        """The node that is being drafted after, or None."""
+        ...
+
     @property
-    def drafting_until_s(self) -> float: ...
+    def drafting_until_s(self) -> float:
+        """When that step should end."""
+        ...
+
     @property
-    def queue_slack_s(self) -> float: ...
+    def queue_slack_s(self) -> float:
+        """Seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is the
+        drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
+        """
+        ...
+
     @property
-    def num_to_refresh(self) -> int: ...
+    def num_to_refresh(self) -> int:
+        """How many tokens the drafter must feed in order to draft after the root anew, with hidden states of the target
+        that it did not have when it drafted there; 0 if there are none, and where `drops_stale` is not asked.
+        """
+        ...
 
     def can_expand(self, node: Node) -> bool:
         """Whether anything may come after a node."""

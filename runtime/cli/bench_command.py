@@ -266,7 +266,7 @@ COMMAND = Command(
     "in which nothing else should run; fewer with a shorter --lookahead or --max-tokens.",
     epilog="""examples:
   outrider bench --target org/model --draft org/small
-  outrider bench --target org/model --draft ngram --prompt "Once upon a time" -m 200
+  outrider bench --target org/model --draft ngram --prompt "Once more" -m 200
   outrider bench --target org/model --draft org/small --draft ngram
   outrider bench --streams 1,4 --json
 

@@ -268,7 +268,8 @@ async def test_the_cost_of_width_is_the_same_figure_in_the_table_and_the_conclus
     diagnosis = await examine((llama(), None))
     seconds = {1: 0.020, 2: 0.027, 3: 0.031, 5: 0.050, 9: 0.070}
     passes = attrs.evolve(diagnosis.target.passes, times={width: spread([each]) for width, each in seconds.items()})
-    diagnosis = attrs.evolve(diagnosis, target=attrs.evolve(diagnosis.target, passes=passes), blas=None)
+    findings = attrs.evolve(diagnosis.findings, verify_seconds=passes.seconds, blas=None)
+    diagnosis = attrs.evolve(diagnosis, target=attrs.evolve(diagnosis.target, passes=passes), findings=findings)
     assert rows(diagnosis, "target")["each further token"] == "adds 31% of T_v(1)"
     assert rows(diagnosis, "conclusion")["note"].startswith("each further token of a pass costs 31% of the first")
 
