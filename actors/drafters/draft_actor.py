@@ -329,11 +329,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _on_step(self, job: Job[Any], results: PartResults, goes_on: bool) -> None:
         """Apply the results of a draft step."""
         self._price(job, results)
-        next_ends_s = self._step_ends_s(max(1, sum(result.continues for result in results)))
+        num_going_on = sum(result.continues for result in results) if goes_on else 0
+        next_ends_s = self._step_ends_s(num_going_on) if num_going_on else None
         for result in results:
             session = self._sessions[result.part.session]
             try:
-                self._drafted(session, result, next_ends_s if goes_on and result.continues else None)
+                self._drafted(session, result, next_ends_s if result.continues else None)
             except CacheLostError:
                 session.part = None  # the tokens that the cache has lost are read again
             except Exception as error:  # of any kind: it costs this session its drafter, and no other
