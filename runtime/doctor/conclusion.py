@@ -50,7 +50,7 @@ class Findings:
 
     @property
     def width_cost(self) -> float:
-        """See `width_cost`."""
+        """The `width_cost` of the target's passes."""
         return width_cost(self.verify_seconds)
 
     @property
