@@ -15,6 +15,7 @@ from actors.sampling.logit_check import LogitCheck
 from actors.sampling.logits_pipeline import TokenHistory, pad
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
+from actors.workers.core_sharing import CORES
 from actors.workers.worker import Step
 from protocol.acceptance import Decisions, distribution, draw, likeliest, likeliest_only, scores, scores_together
 from protocol.cached_tokens import FeedPlan
@@ -219,7 +220,10 @@ class DraftSteps:
         logits_pipeline = self.shared.logits_pipeline
         if self.shared.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
             return False
-        return mx.default_device().type == mx.DeviceType.gpu if self.chains is None else self.chains
+        if self.chains is not None:
+            return self.chains
+        # Beside another model, a CPU has no core left that would compute while the next step is prepared.
+        return mx.default_device().type == mx.DeviceType.gpu or CORES.num_computing == 1
 
 
 @attrs.frozen

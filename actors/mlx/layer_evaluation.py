@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
+from actors.workers.core_sharing import CORES
+
 
 class LayerEvaluation(Enum):
     """When the layers of a pass are evaluated, while another model may work.
@@ -28,7 +30,9 @@ class LayerEvaluation(Enum):
     `runtime.loading.mlx_environment`."""
 
     WAITING = "waiting"
-    """Layer by layer, each waited for. The default on CPUs, where it makes the target itself no slower."""
+    """As `PIPELINED`, but each layer is waited for while another model computes. The default on CPUs: alone, a pass
+    takes 0.93 to 1.02 of the time that it takes in one go, since layers are computed while Python builds the next ones;
+    if each layer of such a pass was waited for, 1.05 to 1.17."""
 
     PIPELINED = "pipelined"
     """Layer by layer, with at most `MAX_LAYERS_IN_FLIGHT` submitted and not done, so that a GPU never runs dry."""
@@ -49,13 +53,14 @@ _on_layer = contextvars.ContextVar[OnLayer | None]("on_layer", default=None)
 _observer = contextvars.ContextVar[Observer | None]("observer", default=None)
 
 
-def _pipeline() -> OnLayer:
+def _pipeline(*, waits_beside_another: bool) -> OnLayer:
     in_flight: deque[Any] = deque()
 
     def submit(result: Any) -> None:
         mx.async_eval(result)
         in_flight.append(result)
-        if len(in_flight) > MAX_LAYERS_IN_FLIGHT - 1:
+        max_unfinished = 0 if waits_beside_another and CORES.num_computing > 1 else MAX_LAYERS_IN_FLIGHT - 1
+        while len(in_flight) > max_unfinished:
             mx.eval(in_flight.popleft())
 
     return submit
@@ -67,9 +72,9 @@ def evaluating(evaluation: LayerEvaluation) -> AbstractContextManager[None]:
         case LayerEvaluation.WHOLE:
             return _set(_on_layer, None)
         case LayerEvaluation.WAITING:
-            return _set(_on_layer, mx.eval)
+            return _set(_on_layer, _pipeline(waits_beside_another=True))
         case LayerEvaluation.PIPELINED:
-            return _set(_on_layer, _pipeline())
+            return _set(_on_layer, _pipeline(waits_beside_another=False))
 
 
 def observing(observer: Observer) -> AbstractContextManager[None]:

@@ -34,6 +34,11 @@ class CoreSharing:
         """Seconds after which a model that computes alone is given all cores; 0 if the number of threads stays."""
         return 0.0 if self._set_threads is None or self._num_cores < 2 else ALONE_AFTER_S
 
+    @property
+    def num_computing(self) -> int:
+        """How many models compute now."""
+        return self._num_computing
+
     def control(self, set_threads: Callable[[int], None], num_cores: int) -> None:
         """Control the number of threads of the process: `set_threads` sets it, on any thread, one call at a time."""
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from actors.mlx import layer_evaluation
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import MAX_LAYERS_IN_FLIGHT, LayerEvaluation, evaluating
 from actors.mlx.model import MLXModel
+from actors.workers.core_sharing import CORES
 from runtime.loading.model_sources import LAYER_EVALUATION_VARIABLE
 
 MAX_ACTIVE_TASKS = 10  # mlx/transforms.cpp
@@ -62,15 +64,20 @@ def run_layers(evaluation: LayerEvaluation) -> None:
 def test_passes_stay_below_the_throttle_and_pipelined_ones_keep_busy(
     tasks_a_layer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for how, most_active, waits in (
-        (LayerEvaluation.PIPELINED, MAX_LAYERS_IN_FLIGHT * tasks_a_layer, 0),
-        (LayerEvaluation.WAITING, tasks_a_layer, NUM_LAYERS),
-        (LayerEvaluation.WHOLE, 0, 0),
+    in_flight = MAX_LAYERS_IN_FLIGHT * tasks_a_layer
+    for how, num_computing, most_active, waits in (
+        (LayerEvaluation.PIPELINED, 2, in_flight, 0),
+        (LayerEvaluation.WAITING, 1, in_flight, 0),
+        (LayerEvaluation.WAITING, 2, tasks_a_layer, NUM_LAYERS),
+        (LayerEvaluation.WHOLE, 2, 0, 0),
     ):
         scheduler = FakeScheduler(tasks_a_layer)
         monkeypatch.setattr(mx, "eval", scheduler.eval)
         monkeypatch.setattr(mx, "async_eval", scheduler.async_eval)
-        run_layers(how)
+        with ExitStack() as stack:
+            for _ in range(num_computing):
+                stack.enter_context(CORES.computing())
+            run_layers(how)
         assert (scheduler.most_active, scheduler.waits) == (most_active, waits)
         assert scheduler.most_active + 2 <= MAX_ACTIVE_TASKS  # a drafter's pass beside it
 
@@ -103,6 +110,27 @@ async def test_the_text_is_the_same_however_layers_are_evaluated(
     async with runtime.open((target, None), (llama(seed=1), None)) as rt:
         completion = await rt.generate(prompt, max_tokens=12, lookahead=3)
     assert [token.id for token in completion.tokens] == expected
+
+
+def test_a_pass_waits_for_its_layers_from_the_moment_when_another_model_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = FakeScheduler(tasks_a_layer=1)
+    monkeypatch.setattr(mx, "eval", scheduler.eval)
+    monkeypatch.setattr(mx, "async_eval", scheduler.async_eval)
+    num_active = []
+    with CORES.computing(), evaluating(LayerEvaluation.WAITING), ExitStack() as another:
+        for number in range(NUM_LAYERS):
+            if number == 10:
+                another.enter_context(CORES.computing())
+            if number == 15:
+                another.close()
+            on_layer = layer_evaluation._on_layer.get()
+            assert on_layer is not None
+            on_layer([number])
+            num_active.append(scheduler.num_active)
+    ahead = MAX_LAYERS_IN_FLIGHT - 1
+    assert num_active == [1, *[ahead] * 9, *[0] * 5, 1, *[ahead] * 8]
 
 
 async def test_a_wrong_value_of_the_variable_is_an_error_before_anything_is_loaded(
