@@ -34,7 +34,7 @@ from runtime.generation.merged_streams import Generation
 from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.text import Prompt, check_prompt_length, encode_prompt
 from runtime.generation.tool_calls.call_grammar import call_grammar
-from runtime.generation.tool_calls.tools import Tools, check_callable, split_tools, taken_tools
+from runtime.generation.tool_calls.tools import TOOL_ARGUMENTS, Tools, check_callable, split_tools, taken_tools
 from runtime.persistence.prompt_cache_file import read_header
 from runtime.persistence.saved_session import SavedSession, SavedStream
 
@@ -70,12 +70,12 @@ class RequestValidation:
         """Settings as keyword arguments, completed by the defaults."""
         return {**self._defaults, **settings}
 
-    def checked(self, settings: Mapping[str, Any]) -> Settings:
-        """The settings of keyword arguments, completed by the defaults.
+    def checked(self, settings: Mapping[str, Any], beside: Sequence[str] = TOOL_ARGUMENTS) -> Settings:
+        """The settings of keyword arguments, completed by the defaults, of a function that has others `beside` them.
 
         Raises: SettingsError: one is unknown, out of its range, or cannot be used with this target.
         """
-        checked = settings_from(self.keywords(settings))
+        checked = settings_from(self.keywords(settings), beside)
         check_vocabulary_size(checked, self._model.vocab_size)
         if checked.ignore_eos and any(isinstance(processor, Grammar) for processor in checked.logits_processors):
             raise SettingsError.of(
@@ -104,7 +104,8 @@ class RequestValidation:
         """What begins the stream of each of many prompts; see `Runtime.generate_many`. Raises: as `generation`."""
         about_tools, overrides = split_tools(arguments)
         keywords = with_overrides(settings, overrides)
-        shared, shared_tools = self.checked(keywords), taken_tools(dict(about_tools))
+        shared = self.checked(keywords, (*TOOL_ARGUMENTS, "max_concurrent"))
+        shared_tools = taken_tools(dict(about_tools))
 
         def checked(prompt: Prompt, own: Mapping[str, Any]) -> Generation:
             own_about_tools, own = split_tools(own)

@@ -204,6 +204,10 @@ async def test_settings_are_checked_with_what_overrides_them() -> None:
             rt.generate_many([PROMPT, (PROMPT, runtime.Settings(stop_tokens=(VOCAB_SIZE,)))])
         with pytest.raises(runtime.SettingsError, match="there is no setting 'max_token'"):
             rt.stream(PROMPT, FIVE, max_token=3)  # type: ignore[call-arg]
+        with pytest.raises(runtime.SettingsError, match="did you mean 'tool_choice'"):
+            rt.stream(PROMPT, tool_choise="auto")  # type: ignore[call-arg]
+        with pytest.raises(runtime.SettingsError, match="did you mean 'max_concurrent'"):
+            rt.generate_many([PROMPT], max_concurent=2)  # type: ignore[call-arg]
 
 
 async def test_the_former_name_of_keep_open_still_works_and_names_the_new_one() -> None:

@@ -70,6 +70,9 @@ class Tools:
         return {"tools": [dict(tool) for tool in self.listed]}
 
 
+TOOL_ARGUMENTS = ("tools", "tool_choice", "parallel_tool_calls")
+
+
 class StreamArguments(SettingsArguments, total=False):
     """The keyword arguments of `Runtime.stream`: settings, and tools.
 
