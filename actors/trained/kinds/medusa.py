@@ -113,7 +113,7 @@ class HeadSequence(TrainedSequence):
 
     @property
     def foreseen(self) -> int:
-        return self._num_given + 1 + len(self._heads)
+        return self.num_given + 1 + len(self._heads)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         """Does not read the token, since nothing depends on it."""
@@ -137,7 +137,7 @@ class HeadSequence(TrainedSequence):
         super().reuse(length)
         num_kept = min(self._num_common, self._num_known) - self._begin
         self._hidden = None if self._hidden is None or num_kept <= 0 else self._hidden[:num_kept]
-        self._num_given = 0 if self._hidden is None else self._num_known
+        self.num_given = 0 if self._hidden is None else self._num_known
         self._rows.clear()
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
@@ -152,7 +152,7 @@ class HeadSequence(TrainedSequence):
         assert state.features is not None
         check_features(state.features, self._project(mx.zeros((1, self._feature_width))))
         self._begin, self._hidden = state.features.start, state.features.values
-        self._tokens, self._num_given = [*state.tokens], self._num_known
+        self._tokens, self.num_given = [*state.tokens], self._num_known
 
     # --- logits -----------------------------------------------------------------------------------
 
