@@ -6,7 +6,8 @@ A bool is not a number here: Python takes it for one, and nobody means it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeGuard
 
 import attrs
@@ -118,7 +119,10 @@ def check_flag(name: str, value: Any) -> None:
 
 @attrs.frozen
 class Check:
-    """A validator of an attrs field: one of these checks, with its bounds and options."""
+    """A validator of an attrs field: a check of a name and a value, with its bounds and options.
+
+    Servers describe fields of requests by the `bounds` of their numbers.
+    """
 
     check: Callable[..., None]
     bounds: tuple[Any, ...]
@@ -129,8 +133,24 @@ class Check:
 
 
 def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
-    """A `Check`."""
+    """A `Check`; also a decorator."""
     return Check(check, bounds, options)
+
+
+integer, number, flag = partial(validator, check_integer), partial(validator, check_number), validator(check_flag)
+
+
+def one_of(*allowed: object, spelled: str | None = None) -> Any:
+    """A validator of a field that has one of a few values, which are `spelled` in the message."""
+    bound = "one of " + ", ".join(map(repr, allowed)) if spelled is None else spelled
+
+    @validator
+    def check(name: str, value: Any) -> None:
+        # An array that is compared with a value gives an array.
+        if not isinstance(value, Hashable) or value not in allowed:
+            raise must_be(name, bound, value)
+
+    return check
 
 
 def _is_integer_in(value: Any, low: int, high: int | None) -> bool:
