@@ -95,17 +95,12 @@ def _bias(name: str, value: Any) -> None:
     for id, bias in value.items():
         if not is_integer(id) or id < 0:
             raise SettingsError.of(
-                "{option} must have token ids of at least 0 for keys, got {value} among them",
-                option=name,
-                value=id,
+                "{option} must have token ids of at least 0 for keys, got {value} among them", option=name, value=id
             )
         # -inf forbids a token; +inf and NaN would make the choice meaningless.
         if not is_number(bias) or not (bias == -math.inf or -_LARGEST <= bias <= _LARGEST):
             raise SettingsError.of(
-                "{option} must have numbers for values, or -inf, got {value} for {id}",
-                option=name,
-                value=bias,
-                id=id,
+                "{option} must have numbers for values, or -inf, got {value} for {id}", option=name, value=bias, id=id
             )
 
 
