@@ -80,7 +80,7 @@ class PolicyView(Protocol):
 
 
 class Policy(Protocol):
-    """Decides for one session."""
+    """Decides for one session. Unless it says otherwise, what was drafted is kept, and there are no rests."""
 
     @property
     def num_guesses(self) -> int:
@@ -109,9 +109,11 @@ class Policy(Protocol):
         Under the rejection rule the answer must not depend on the tokens that would be dropped, nor on what was drafted
         after them.
         """
+        return False
 
     def should_rest(self) -> bool:
         """Whether to leave some rounds to the target alone. Called when the drafter's turn begins."""
+        return False
 
     def should_rest_on(self, num_behind: int) -> bool:
         """Whether to prolong a rest. Called shortly before it ends; if False, speculating begins anew.
@@ -119,6 +121,7 @@ class Policy(Protocol):
         Args:
             num_behind: tokens that the drafter must read first.
         """
+        return False
 
     def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
         """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right.
@@ -127,10 +130,11 @@ class Policy(Protocol):
             num_tokens: how many these are.
             num_rounds: rounds of the rest since the last such question.
         """
+        return False
 
 
 @attrs.frozen
-class ChainPolicy:
+class ChainPolicy(Policy):
     """A fixed lookahead over a single chain.
 
     Attributes:
@@ -167,15 +171,3 @@ class ChainPolicy:
         # On the drafter's turn, up to a proposal.
         max_depth = min(self.lookahead, view.max_proposal) if view.verdict_due_s is None else self._max_depth
         return DraftBudget(min(max_depth, view.max_depth) - view.tree.depth(node) - 1)
-
-    def drops_stale(self, view: PolicyView) -> bool:
-        return False
-
-    def should_rest(self) -> bool:
-        return False
-
-    def should_rest_on(self, num_behind: int) -> bool:
-        return False
-
-    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
-        return False
