@@ -261,17 +261,14 @@ class Eagle3Reader:
     def __init__(self, loaded: LoadedEagle3, embed: Layer | None = None, final_norm: Layer | None = None) -> None:
         """Make a reader, with the target's embedding for a drafter that has none of its own, and with the target's norm
         before the head for one that reads what the head reads.
-
-        Raises: ModelError: there is no embedding.
         """
         own: Any = loaded.embedding
         if own is not None:
             # An index out of bounds would read other memory.
             self._embed: Layer = lambda tokens: own(mx.minimum(tokens, own.weight.shape[0] - 1))
-        elif embed is not None:
-            self._embed = embed
         else:
-            raise ModelError("the drafter has no embedding of its own, and its target gives none")
+            assert embed is not None
+            self._embed = embed
         self._loaded, self._final_norm = loaded, final_norm
         config = loaded.model.config
         self.vocab_size, self.feature_width = config.vocab_size, config.num_feature_layers * config.target_hidden_size
