@@ -93,7 +93,8 @@ class SimulatedRun:
     """The result of one stream in a scenario."""
 
     speed: float  # tokens per T_v(1); plain decoding without overhead has 1
-    statistics: Statistics  # its times are in units of T_v(1)
+    seconds: float  # simulated time from the call to the last token, in units of T_v(1)
+    statistics: Statistics
 
 
 def run_simulation(
@@ -117,7 +118,7 @@ def run_simulation(
                 async for _ in stream:
                     pass
             statistics = stream.statistics()
-        return SimulatedRun(statistics.generated_tokens / statistics.elapsed, statistics)
+        return SimulatedRun(statistics.generated_tokens / statistics.elapsed, statistics.elapsed, statistics)
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
