@@ -32,15 +32,12 @@ class Checkpointed(Protocol):
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Must accept any tokens, also ones that it would not have allowed."""
-        ...
 
     def save(self) -> Any:
         """The present state. It must follow from the tokens alone, must not change later, and has no lazy arrays."""
-        ...
 
     def restore(self, state: Any) -> None:
         """Go to a state that was saved; the same state may be restored more than once."""
-        ...
 
 
 @attrs.frozen

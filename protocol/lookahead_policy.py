@@ -25,59 +25,48 @@ class PolicyView(Protocol):
     @property
     def tree(self) -> LookaheadTree:
         """The drafted tokens."""
-        ...
 
     @property
     def max_proposal(self) -> int:
         """The most tokens of use in one proposal, >= 0."""
-        ...
 
     @property
     def max_depth(self) -> int:
         """How many tokens beyond the root are of any use, >= 0."""
-        ...
 
     @property
     def now_s(self) -> float:
         """Seconds on the actors' clock."""
-        ...
 
     @property
     def verdict_due_s(self) -> float | None:
         """When the verdict is expected; None on the drafter's turn."""
-        ...
 
     @property
     def drafting_node(self) -> Node | None:
         """The node that is being drafted after, or None."""
-        ...
 
     @property
     def drafting_until_s(self) -> float:
         """When that step should end."""
-        ...
 
     @property
     def queue_slack_s(self) -> float:
         """Seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is the
         drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
         """
-        ...
 
     @property
     def num_to_refresh(self) -> int:
         """How many tokens the drafter must feed in order to draft after the root anew, with hidden states of the target
         that it did not have when it drafted there; 0 if there are none, and where `drops_stale` is not asked.
         """
-        ...
 
     def can_expand(self, node: Node) -> bool:
         """Whether anything may come after a node."""
-        ...
 
     def num_to_feed(self, node: Node) -> int:
         """How many tokens the drafter must feed in order to draft after a node."""
-        ...
 
     def growable(self) -> Node | None:
         """The end of the chain, if drafting after it would lengthen the proposal."""
@@ -91,32 +80,27 @@ class PolicyView(Protocol):
 
 
 class Policy(Protocol):
-    """Decides for one session."""
+    """Decides for one session. Unless it says otherwise, what was drafted is kept, and there are no rests."""
 
     @property
     def num_guesses(self) -> int:
         """How many tokens are wanted after a node: the drafter's choice and its runners-up."""
-        ...
 
     @property
     def works_ahead(self) -> bool:
         """Whether to draft while a verdict is due. Must not depend on what was drawn."""
-        ...
 
     def proposal(self, view: PolicyView) -> list[Node] | None:
         """What to propose now, possibly nothing; None to wait for more. Called on the drafter's turn."""
-        ...
 
     def expansion(self, view: PolicyView) -> Node | None:
         """The node to draft after next; None to do nothing until something changes.
 
         Not called while a verdict is due unless the drafter works ahead.
         """
-        ...
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """How far to go on without asking, after the drafter's own choices, beyond a node that `expansion` returned."""
-        ...
 
     def drops_stale(self, view: PolicyView) -> bool:
         """Whether to drop what was drafted ahead without hidden states that the target has given since, and to draft
@@ -125,11 +109,11 @@ class Policy(Protocol):
         Under the rejection rule the answer must not depend on the tokens that would be dropped, nor on what was drafted
         after them.
         """
-        ...
+        return False
 
     def should_rest(self) -> bool:
         """Whether to leave some rounds to the target alone. Called when the drafter's turn begins."""
-        ...
+        return False
 
     def should_rest_on(self, num_behind: int) -> bool:
         """Whether to prolong a rest. Called shortly before it ends; if False, speculating begins anew.
@@ -137,7 +121,7 @@ class Policy(Protocol):
         Args:
             num_behind: tokens that the drafter must read first.
         """
-        ...
+        return False
 
     def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
         """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right.
@@ -146,11 +130,11 @@ class Policy(Protocol):
             num_tokens: how many these are.
             num_rounds: rounds of the rest since the last such question.
         """
-        ...
+        return False
 
 
 @attrs.frozen
-class ChainPolicy:
+class ChainPolicy(Policy):
     """A fixed lookahead over a single chain.
 
     Attributes:
@@ -187,15 +171,3 @@ class ChainPolicy:
         # On the drafter's turn, up to a proposal.
         max_depth = min(self.lookahead, view.max_proposal) if view.verdict_due_s is None else self._max_depth
         return DraftBudget(min(max_depth, view.max_depth) - view.tree.depth(node) - 1)
-
-    def drops_stale(self, view: PolicyView) -> bool:
-        return False
-
-    def should_rest(self) -> bool:
-        return False
-
-    def should_rest_on(self, num_behind: int) -> bool:
-        return False
-
-    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
-        return False

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import attrs
@@ -11,7 +10,7 @@ import attrs
 from protocol.argument_aliases import MISSING
 from protocol.errors import SettingsError
 from protocol.options import declared, option
-from protocol.validation import check_flag, check_integer, must_be, validator
+from protocol.validation import flag, integer, one_of
 from protocol.wording import Message
 
 # When the drafter drafts; see `OpenOptions.work_ahead`.
@@ -25,18 +24,7 @@ AUTO_STREAMS, AUTO_TURNS = 16, 4
 # Default bounds of one model's prefix cache, and of the target's on disk, in bytes.
 PREFIX_CACHE_BYTES, PREFIX_CACHE_DIR_BYTES = 2 * 1024**3, 16 * 1024**3
 
-_integer = partial(validator, check_integer)
 _CACHES = "caches and devices"
-
-
-def _one_of(*allowed: object, spelled: str | None = None) -> Callable[..., None]:
-    bound = "one of " + ", ".join(map(repr, allowed)) if spelled is None else spelled
-
-    def check(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value not in allowed:
-            raise must_be(attribute.name, bound, value)
-
-    return check
 
 
 @declared
@@ -122,37 +110,37 @@ class OpenOptions:
     )
     rewind: str = attrs.field(
         default="auto",
-        validator=_one_of("auto", "trim", "checkpoint", "none"),
+        validator=one_of("auto", "trim", "checkpoint", "none"),
         metadata=option("HOW", _CACHES),
     )
     max_kv_size: int | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_integer(5)), metadata=option("N", _CACHES)
+        default=None, validator=attrs.validators.optional(integer(5)), metadata=option("N", _CACHES)
     )
     kv_bits: int | None = attrs.field(
         default=None,
-        validator=_one_of(2, 3, 4, 5, 6, 8, None, spelled=Message("2, 3, 4, 5, 6, 8 or {none}")),
+        validator=one_of(2, 3, 4, 5, 6, 8, None, spelled=Message("2, 3, 4, 5, 6, 8 or {none}")),
         metadata=option("N", _CACHES, aliases="cache_bits kv_cache_bits"),
     )
     kv_group_size: int = attrs.field(
-        default=64, validator=_one_of(32, 64, 128, spelled="32, 64 or 128"), metadata=option("N", _CACHES)
+        default=64, validator=one_of(32, 64, 128, spelled="32, 64 or 128"), metadata=option("N", _CACHES)
     )
-    quantized_kv_start: int = attrs.field(default=5000, validator=_integer(0), metadata=option("N", _CACHES))
+    quantized_kv_start: int = attrs.field(default=5000, validator=integer(0), metadata=option("N", _CACHES))
     max_streams: int | Literal["auto"] | None = attrs.field(
         default=None,
-        validator=attrs.validators.optional(_integer(1, or_auto=True)),
+        validator=attrs.validators.optional(integer(1, or_auto=True)),
         metadata=option("N", aliases="max_concurrent_requests max_num_seqs"),
     )
-    max_batch: int = attrs.field(default=MAX_BATCH, validator=_integer(1), metadata=option("N"))
+    max_batch: int = attrs.field(default=MAX_BATCH, validator=integer(1), metadata=option("N"))
     prefix_cache_bytes: int = attrs.field(
         default=PREFIX_CACHE_BYTES,
-        validator=_integer(0),
+        validator=integer(0),
         metadata=option("SIZE", _CACHES, aliases="max_cache_bytes prompt_cache_bytes"),
     )
     prefix_cache_dir: Any = attrs.field(default=None, metadata=option("DIR", _CACHES))
     prefix_cache_dir_bytes: int = attrs.field(
-        default=PREFIX_CACHE_DIR_BYTES, validator=_integer(0), metadata=option("SIZE", _CACHES)
+        default=PREFIX_CACHE_DIR_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)
     )
-    copy_corpus: int = attrs.field(default=0, validator=_integer(0), metadata=option("SIZE", _CACHES))
+    copy_corpus: int = attrs.field(default=0, validator=integer(0), metadata=option("SIZE", _CACHES))
     defaults: Any = attrs.field(default=None, metadata=option())
     chat_template_args: Mapping[str, Any] | None = attrs.field(
         default=None,
@@ -161,18 +149,18 @@ class OpenOptions:
         ),
     )
     trace: Any = attrs.field(default=None, metadata=option("FILE"))
-    tune_mlx: bool = attrs.field(default=True, validator=validator(check_flag), metadata=option())
+    tune_mlx: bool = attrs.field(default=True, validator=flag, metadata=option())
     group: Any = attrs.field(default=None, metadata=option())
     draft_rank: int | None = attrs.field(default=None, metadata=option("R", _CACHES))
-    draft_process: bool = attrs.field(default=False, validator=validator(check_flag), metadata=option("", _CACHES))
+    draft_process: bool = attrs.field(default=False, validator=flag, metadata=option("", _CACHES))
     draft_device: str | None = attrs.field(
         default=None,
-        validator=_one_of("cpu", "gpu", None, spelled=Message('"cpu", "gpu" or {none}')),
+        validator=one_of("cpu", "gpu", None, spelled=Message('"cpu", "gpu" or {none}')),
         metadata=option("DEVICE", _CACHES),
     )
     work_ahead: WorkAhead = attrs.field(
         default="auto",
-        validator=_one_of(*WORK_AHEAD),
+        validator=one_of(*WORK_AHEAD),
         metadata=option("WHEN", _CACHES),
     )
 

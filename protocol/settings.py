@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, Final, Literal, get_args
 
 import attrs
@@ -16,7 +15,7 @@ from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.open_options import OpenOptions
 from protocol.options import declared, option
 from protocol.reprs import brief, shown
-from protocol.validation import check_flag, check_integer, check_number, is_integer, is_number, must_be, validator
+from protocol.validation import check_number, flag, integer, is_integer, is_number, must_be, number, one_of, validator
 from protocol.wording import Message
 
 Acceptance = Literal["auto", "match", "rejection", "block"]
@@ -36,16 +35,7 @@ MTP: Final = "mtp"
 AUTO_DRAFT: Final = "auto"
 DRAFT_WORDS: Final = (NGRAM, MTP, AUTO_DRAFT)
 
-
-_integer = partial(validator, check_integer)
-_number = partial(validator, check_number)
-
 _LARGEST = sys.float_info.max
-
-
-def _rule(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, str) or value not in get_args(Acceptance):
-        raise must_be(attribute.name, '"auto", "match", "rejection" or "block"', value)
 
 
 def _tupled(value: Any) -> tuple[Any, ...]:
@@ -72,47 +62,45 @@ def _copied(value: Any) -> Mapping[int, float]:
     return {} if value is None else value
 
 
-def _ids(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+@validator
+def _ids(name: str, value: Any) -> None:
     if not isinstance(value, tuple):
-        raise must_be(attribute.name, "a sequence of token ids", value)
+        raise must_be(name, "a sequence of token ids", value)
     for i in value:
         if not is_integer(i) or i < 0:
-            raise must_be(attribute.name, "token ids of at least 0", i, among=True)
+            raise must_be(name, "token ids of at least 0", i, among=True)
 
 
-def _strings(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+@validator
+def _strings(name: str, value: Any) -> None:
     if not isinstance(value, tuple):
-        raise must_be(attribute.name, "a text or a sequence of texts", value)
+        raise must_be(name, "a text or a sequence of texts", value)
     for text in value:
         if not isinstance(text, str):
-            raise must_be(attribute.name, "texts", text, Message("ids go into {stop_tokens}"), among=True)
+            raise must_be(name, "texts", text, Message("ids go into {stop_tokens}"), among=True)
         if not 0 < len(text) <= MAX_STOP_LENGTH:
             raise SettingsError.of(
                 "a text in {option} must have 1 to {most} characters, got one of {length}",
-                option=attribute.name,
+                option=name,
                 most=MAX_STOP_LENGTH,
                 length=len(text),
             )
 
 
-def _bias(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+@validator
+def _bias(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         template = "{option} must map token ids to numbers, got {value}"
-        raise SettingsError.of(template, option=attribute.name, value=value)
+        raise SettingsError.of(template, option=name, value=value)
     for id, bias in value.items():
         if not is_integer(id) or id < 0:
             raise SettingsError.of(
-                "{option} must have token ids of at least 0 for keys, got {value} among them",
-                option=attribute.name,
-                value=id,
+                "{option} must have token ids of at least 0 for keys, got {value} among them", option=name, value=id
             )
         # -inf forbids a token; +inf and NaN would make the choice meaningless.
         if not is_number(bias) or not (bias == -math.inf or -_LARGEST <= bias <= _LARGEST):
             raise SettingsError.of(
-                "{option} must have numbers for values, or -inf, got {value} for {id}",
-                option=attribute.name,
-                value=bias,
-                id=id,
+                "{option} must have numbers for values, or -inf, got {value} for {id}", option=name, value=bias, id=id
             )
 
 
@@ -122,30 +110,31 @@ def _check_repetition_penalty(name: str, value: Any, low: float) -> None:
         raise must_be(name, f"0 for no penalty, or at least {MIN_REPETITION_PENALTY}", value, "1 changes nothing")
 
 
-def _processors(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+@validator
+def _processors(name: str, value: Any) -> None:
     if not isinstance(value, tuple):
-        raise must_be(attribute.name, "a sequence of functions f(tokens, logits)", value)
+        raise must_be(name, "a sequence of functions f(tokens, logits)", value)
     for processor in value:
         if not callable(processor):
-            raise must_be(attribute.name, "functions f(tokens, logits)", processor, among=True)
+            raise must_be(name, "functions f(tokens, logits)", processor, among=True)
         if hasattr(processor, "save") != hasattr(processor, "restore"):
-            raise SettingsError(
-                f"{shown(processor)} in {attribute.name} must have both save() and restore(state), or neither"
-            )
+            raise SettingsError(f"{shown(processor)} in {name} must have both save() and restore(state), or neither")
 
 
-def _sampler(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+@validator
+def _sampler(name: str, value: Any) -> None:
     if value is not None and not callable(value):
-        raise must_be(attribute.name, "a function f(logprobs), or None for the temperature", value)
+        raise must_be(name, "a function f(logprobs), or None for the temperature", value)
 
 
 def _path(value: Any) -> Any:
     return value.__fspath__() if hasattr(value, "__fspath__") else value
 
 
-def _file(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+@validator
+def _file(name: str, value: Any) -> None:
     if value is not None and (not isinstance(value, str) or not value):
-        raise must_be(attribute.name, Message("the path of a file or {none}"), value)
+        raise must_be(name, Message("the path of a file or {none}"), value)
 
 
 # The settings that a user's sampler replaces.
@@ -237,7 +226,7 @@ class Settings:
 
     max_tokens: int | None = attrs.field(
         default=256,
-        validator=_integer(1, or_none="no limit"),
+        validator=integer(1, or_none="no limit"),
         metadata=option(
             "N",
             _BASIC,
@@ -248,38 +237,38 @@ class Settings:
     temperature: float = attrs.field(
         default=0.0,
         converter=_real,
-        validator=_number(0, remedy="use 0 for greedy decoding"),
+        validator=number(0, remedy="use 0 for greedy decoding"),
         metadata=option("T", _BASIC, flags="-t --temp", aliases="temp"),
     )
     draft_temperature: float | None = attrs.field(
         default=None,
         converter=_real,
-        validator=_number(0, remedy="0 drafts greedily", or_none="the temperature"),
+        validator=number(0, remedy="0 drafts greedily", or_none="the temperature"),
         metadata=option("T", _BASIC),
     )
     top_p: float = attrs.field(
         default=0.0,
         converter=_real,
-        validator=_number(0, 1, remedy="0 and 1 keep all tokens"),
+        validator=number(0, 1, remedy="0 and 1 keep all tokens"),
         metadata=option("P", _FILTERS),
     )
     min_p: float = attrs.field(
         default=0.0,
         converter=_real,
-        validator=_number(0, 1, remedy="0 keeps all tokens"),
+        validator=number(0, 1, remedy="0 keeps all tokens"),
         metadata=option("P", _FILTERS),
     )
     min_tokens_to_keep: int = attrs.field(
-        default=1, validator=_integer(1), metadata=option("N", _FILTERS, in_requests=False)
+        default=1, validator=integer(1), metadata=option("N", _FILTERS, in_requests=False)
     )
-    top_k: int = attrs.field(default=0, validator=_integer(0), metadata=option("K", _FILTERS))
+    top_k: int = attrs.field(default=0, validator=integer(0), metadata=option("K", _FILTERS))
     xtc_probability: float = attrs.field(
-        default=0.0, converter=_real, validator=_number(0, 1, remedy="0 turns XTC off"), metadata=option("P", _FILTERS)
+        default=0.0, converter=_real, validator=number(0, 1, remedy="0 turns XTC off"), metadata=option("P", _FILTERS)
     )
     xtc_threshold: float = attrs.field(
         default=0.1,
         converter=_real,
-        validator=_number(0, 0.5, remedy="above a half it could not act"),
+        validator=number(0, 0.5, remedy="above a half it could not act"),
         metadata=option("P", _FILTERS),
     )
     xtc_special_tokens: tuple[int, ...] = attrs.field(
@@ -287,7 +276,7 @@ class Settings:
     )
     seed: int | None = attrs.field(
         default=None,
-        validator=_integer(0, MAX_SEED, or_none="a fresh seed"),
+        validator=integer(0, MAX_SEED, or_none="a fresh seed"),
         metadata=option("N", _BASIC, aliases="random_seed", fields="random_seed"),
     )
     stop: tuple[str, ...] = attrs.field(
@@ -302,7 +291,7 @@ class Settings:
         validator=_ids,
         metadata=option("IDS", _ENDS, aliases="eos_token_id stop_token_ids", fields="stop_token_ids"),
     )
-    ignore_eos: bool = attrs.field(default=False, validator=validator(check_flag), metadata=option("", _ENDS))
+    ignore_eos: bool = attrs.field(default=False, validator=flag, metadata=option("", _ENDS))
     logit_bias: Mapping[int, float] = attrs.field(
         factory=dict, hash=False, converter=_copied, validator=_bias, metadata=option("ID=B,...", _PENALTIES)
     )
@@ -314,43 +303,47 @@ class Settings:
     )
     repetition_context_size: int | None = attrs.field(
         default=20,
-        validator=_integer(1, or_none="the whole text"),
+        validator=integer(1, or_none="the whole text"),
         metadata=option("N", _PENALTIES, aliases="repeat_last_n"),
     )
     presence_penalty: float | None = attrs.field(
         default=None,
         converter=_real,
-        validator=_number(remedy="0 changes nothing", or_none="no penalty"),
+        validator=number(remedy="0 changes nothing", or_none="no penalty"),
         metadata=option("X", _PENALTIES),
     )
     presence_context_size: int | None = attrs.field(
-        default=20, validator=_integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
+        default=20, validator=integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
     )
     frequency_penalty: float | None = attrs.field(
         default=None,
         converter=_real,
-        validator=_number(remedy="0 changes nothing", or_none="no penalty"),
+        validator=number(remedy="0 changes nothing", or_none="no penalty"),
         metadata=option("X", _PENALTIES),
     )
     frequency_context_size: int | None = attrs.field(
-        default=20, validator=_integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
+        default=20, validator=integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
     )
     logits_processors: tuple[LogitsProcessor, ...] = attrs.field(
         default=(), converter=_tupled, validator=_processors, metadata=option(in_requests=False)
     )
     sampler: Sampler | None = attrs.field(default=None, validator=_sampler, metadata=option(in_requests=False))
     logprobs: int = attrs.field(
-        default=0, validator=_integer(0, MAX_LOGPROBS), metadata=option("N", aliases="top_logprobs")
+        default=0, validator=integer(0, MAX_LOGPROBS), metadata=option("N", aliases="top_logprobs")
     )
     prefill_step_size: int | Literal["auto"] = attrs.field(
         default="auto",
-        validator=_integer(1, or_auto=True),
+        validator=integer(1, or_auto=True),
         metadata=option("N", _BASIC, aliases="prefill_chunk_size", in_requests=False),
     )
-    acceptance: Acceptance = attrs.field(default="auto", validator=_rule, metadata=option("RULE", _BASIC))
+    acceptance: Acceptance = attrs.field(
+        default="auto",
+        validator=one_of(*get_args(Acceptance), spelled='"auto", "match", "rejection" or "block"'),
+        metadata=option("RULE", _BASIC),
+    )
     lookahead: int | Literal["auto"] = attrs.field(
         default="auto",
-        validator=_integer(0, MAX_LOOKAHEAD, or_auto=True, remedy="use 0 for plain decoding"),
+        validator=integer(0, MAX_LOOKAHEAD, or_auto=True, remedy="use 0 for plain decoding"),
         metadata=option(
             "N",
             _BASIC,
@@ -363,7 +356,7 @@ class Settings:
     prediction: tuple[int, ...] = attrs.field(
         default=(), converter=_tupled, validator=_ids, metadata=option(in_requests=False)
     )
-    reuse_prefix: bool = attrs.field(default=False, validator=validator(check_flag), metadata=option(in_requests=False))
+    reuse_prefix: bool = attrs.field(default=False, validator=flag, metadata=option(in_requests=False))
     prompt_cache_file: str | None = attrs.field(
         default=None, converter=_path, validator=_file, metadata=option("FILE", in_requests=False)
     )

@@ -27,8 +27,44 @@ LOW_ACCEPTANCE = 0.3
 MAX_SHARE_OF_ROUNDS = 0.8
 
 
-@attrs.frozen
-class Statistics:
+# The key of a field's metadata for the function that combines the counters of two streams; by default they are added.
+_COMBINE = "combine"
+
+
+@attrs.define
+class ShownCounts:
+    """The counters that `Statistics` shows as they are, and describes."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    accepted_stale: int = 0
+    rejected_stale: int = 0
+    accepted_copied: int = 0
+    rejected_copied: int = 0
+    bonus: int = 0
+    rounds: int = 0
+    n1_rounds: int = 0
+    settling_rounds: int = 0
+    resting_rounds: int = 0
+    replayed_tokens: int = 0
+    draft_replayed_tokens: int = 0
+    stale_proposals: int = 0
+    lookahead_hits: int = 0
+    lookahead_misses: int = 0
+    draft_failures: int = 0
+    draft_timeouts: int = 0
+    passes: int = 0
+    pass_rows: int = 0
+    wait_seconds: float = 0.0
+    longest_wait_seconds: float = attrs.field(default=0.0, metadata={_COMBINE: max})
+    prefilled_tokens: int = 0
+
+
+@attrs.frozen(kw_only=True)
+class Statistics(ShownCounts):
     """A snapshot, of one stream or of a whole runtime.
 
     Attributes:
@@ -85,34 +121,8 @@ class Statistics:
         advice: sentences on what would be faster, most important first; usually empty.
     """
 
-    prompt_tokens: int
-    cached_tokens: int
-    prefilled_tokens: int
-    generated_tokens: int
     proposed: int
-    accepted: int
-    rejected: int
-    bonus: int
-    rounds: int
-    n1_rounds: int
-    settling_rounds: int
-    resting_rounds: int
-    replayed_tokens: int
-    draft_replayed_tokens: int
-    stale_proposals: int
-    lookahead_hits: int
-    lookahead_misses: int
-    draft_failures: int
-    draft_timeouts: int
-    passes: int
-    pass_rows: int
     rows_per_pass: float | None
-    wait_seconds: float
-    longest_wait_seconds: float
-    accepted_stale: int
-    rejected_stale: int
-    accepted_copied: int
-    rejected_copied: int
     accepted_by_position: tuple[int, ...]
     proposed_by_position: tuple[int, ...]
     acceptance_rate: float | None
@@ -146,12 +156,8 @@ class Statistics:
         return f"<outrider Statistics: {', '.join(said)}>"
 
 
-# The key of a field's metadata for the function that combines the counters of two streams; by default they are added.
-_COMBINE = "combine"
-
-
 @attrs.define
-class Counts:
+class Counts(ShownCounts):
     """Counters that only grow, and that can be added up over streams; see `Statistics`.
 
     Attributes:
@@ -159,35 +165,9 @@ class Counts:
         pass_shares: passes that the rounds took: a round in a pass of n streams took 1/n of it.
     """
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    accepted: int = 0
-    rejected: int = 0
-    accepted_stale: int = 0
-    rejected_stale: int = 0
-    accepted_copied: int = 0
-    rejected_copied: int = 0
     accepted_at: Counter[int] = attrs.field(factory=Counter)
     proposed_at: Counter[int] = attrs.field(factory=Counter)
-    bonus: int = 0
-    rounds: int = 0
-    n1_rounds: int = 0
-    settling_rounds: int = 0
-    resting_rounds: int = 0
-    replayed_tokens: int = 0
-    draft_replayed_tokens: int = 0
-    stale_proposals: int = 0
-    lookahead_hits: int = 0
-    lookahead_misses: int = 0
-    draft_failures: int = 0
-    draft_timeouts: int = 0
-    passes: int = 0
-    pass_rows: int = 0
     pass_shares: float = 0.0
-    wait_seconds: float = 0.0
-    longest_wait_seconds: float = attrs.field(default=0.0, metadata={_COMBINE: max})
-    prefilled_tokens: int = 0
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -255,9 +235,8 @@ class Counts:
         accepted_by_model = self.accepted - self.accepted_copied
         places = sorted(self.proposed_at)
         num_timed = self.generated_tokens - num_untimed
-        shared = attrs.asdict(self, filter=lambda field, _: field.name in attrs.fields_dict(Statistics))
         statistics = Statistics(
-            **shared,
+            **{field.name: getattr(self, field.name) for field in attrs.fields(ShownCounts)},
             proposed=proposed,
             accepted_by_position=tuple(self.accepted_at[place] for place in places),
             proposed_by_position=tuple(self.proposed_at[place] for place in places),

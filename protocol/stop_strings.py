@@ -23,20 +23,16 @@ class Stop:
 class StopMatcher:
     """Finds stop strings, at least one and none empty, in a text that comes in pieces.
 
-    It withholds the end of the text while that may become a stop string. `found` is the one that ended the text, or
-    None so far.
+    Attributes:
+        found: the stop string that ended the text; None so far.
+        withheld: the end of the text so far, if it may be the beginning of a stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found: str | None = None
         self._stops = tuple(stops)
         self._longest = max(map(len, stops))
-        self._withheld = ""
-
-    @property
-    def withheld(self) -> str:
-        """The end of the text so far, if it may be the beginning of a stop string."""
-        return self._withheld
+        self.withheld = ""
 
     def add(self, piece: str, ahead: str = "") -> str:
         """Add a piece of the text; gives what is certainly before any stop string; "" once one was found.
@@ -45,21 +41,21 @@ class StopMatcher:
         """
         if self.found is not None:
             return ""
-        text = self._withheld + piece
+        text = self.withheld + piece
         known = text + ahead
         found = [(begin, i) for i, stop in enumerate(self._stops) if (begin := known.find(stop)) >= 0]
         if found:
             begin, index = min(found)
-            self.found, self._withheld = self._stops[index], ""
+            self.found, self.withheld = self._stops[index], ""
             return known[:begin]
         begin = self._may_begin(text)
-        self._withheld = text[begin:]
+        self.withheld = text[begin:]
         return text[:begin]
 
     def finish(self, rest: str = "") -> str:
         """Add the last piece of the text; gives what is left, with what was withheld unless a stop string was found."""
         given = self.add(rest)
-        given, self._withheld = given + self._withheld, ""
+        given, self.withheld = given + self.withheld, ""
         return given
 
     def _may_begin(self, text: str) -> int:

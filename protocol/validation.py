@@ -6,32 +6,25 @@ A bool is not a number here: Python takes it for one, and nobody means it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeGuard
 
 import attrs
 
-from protocol.errors import OutriderError, SettingsError
+from protocol.errors import SettingsError
 from protocol.wording import Message
 
 _LARGEST = sys.float_info.max
 
 
-def must_be(
-    option: str,
-    bound: str,
-    value: Any,
-    remedy: str | None = None,
-    *,
-    among: bool = False,
-    error: type[OutriderError] = SettingsError,
-) -> OutriderError:
+def must_be(option: str, bound: str, value: Any, remedy: str | None = None, *, among: bool = False) -> SettingsError:
     """An error for a value that is not allowed; with `among`, for one of several values."""
     template = "{option} must be {bound}, got {value}" + (" among them" if among else "")
     fields = {"option": option, "bound": bound, "value": value}
     if remedy is None:
-        return error(Message(template, **fields))
-    return error(Message(template + "; {remedy}", **fields, remedy=remedy))
+        return SettingsError(Message(template, **fields))
+    return SettingsError(Message(template + "; {remedy}", **fields, remedy=remedy))
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -53,34 +46,26 @@ def check_integer(
     or_none: str | None = None,
     or_auto: bool = False,
     remedy: str | None = None,
-    error: type[OutriderError] = SettingsError,
 ) -> None:
     """Check a whole number in [low, high], or of any size with None for `high`.
 
-    `or_none` says what None means, if it is allowed. Raises: `error`: the value is not allowed.
+    `or_none` says what None means, if it is allowed. Raises: SettingsError: the value is not allowed.
     """
     if (value is None and or_none) or (or_auto and _is_auto(value)):
         return
     if not _is_integer_in(value, low, high):
         allowed = f"a whole number {_integer_bounds(low, high)}" + (', or "auto"' if or_auto else "")
-        raise must_be(name, _or_none(allowed, or_none), value, remedy, error=error)
+        raise must_be(name, _or_none(allowed, or_none), value, remedy)
 
 
 def check_integers(
-    name: str,
-    values: Iterable[Any],
-    low: int,
-    high: int | None = None,
-    *,
-    or_auto: bool = False,
-    remedy: str | None = None,
-    error: type[OutriderError] = SettingsError,
+    name: str, values: Iterable[Any], low: int, high: int | None = None, *, or_auto: bool = False
 ) -> None:
     """Check each of several whole numbers; see `check_integer`."""
     for value in values:
         if not (_is_integer_in(value, low, high) or (or_auto and _is_auto(value))):
             allowed = f"whole numbers {_integer_bounds(low, high)}" + (' or "auto"' if or_auto else "")
-            raise must_be(name, allowed, value, remedy, among=True, error=error)
+            raise must_be(name, allowed, value, among=True)
 
 
 def check_number(
@@ -92,11 +77,10 @@ def check_number(
     above: float | None = None,
     or_none: str | None = None,
     remedy: str | None = None,
-    error: type[OutriderError] = SettingsError,
 ) -> None:
     """Check a finite number in [low, high] that a float can represent; None is no bound.
 
-    `above` is a lower bound that is not included, in place of `low`. Raises: `error`: the value is not allowed.
+    `above` is a lower bound that is not included, in place of `low`. Raises: SettingsError: the value is not allowed.
     """
     if value is None and or_none:
         return
@@ -107,7 +91,7 @@ def check_number(
         and (above is None or above < value)
     )
     if not is_allowed:
-        raise must_be(name, _or_none(_number_bounds(low, high, above), or_none), value, remedy, error=error)
+        raise must_be(name, _or_none(_number_bounds(low, high, above), or_none), value, remedy)
 
 
 def check_flag(name: str, value: Any) -> None:
@@ -118,7 +102,10 @@ def check_flag(name: str, value: Any) -> None:
 
 @attrs.frozen
 class Check:
-    """A validator of an attrs field: one of these checks, with its bounds and options."""
+    """A validator of an attrs field: a check of a name and a value, with its bounds and options.
+
+    Servers describe fields of requests by the `bounds` of their numbers.
+    """
 
     check: Callable[..., None]
     bounds: tuple[Any, ...]
@@ -129,8 +116,24 @@ class Check:
 
 
 def validator(check: Callable[..., None], *bounds: Any, **options: Any) -> Any:
-    """A `Check`."""
+    """A `Check`; also a decorator."""
     return Check(check, bounds, options)
+
+
+integer, number, flag = partial(validator, check_integer), partial(validator, check_number), validator(check_flag)
+
+
+def one_of(*allowed: object, spelled: str | None = None) -> Any:
+    """A validator of a field that has one of a few values, which are `spelled` in the message."""
+    bound = "one of " + ", ".join(map(repr, allowed)) if spelled is None else spelled
+
+    @validator
+    def check(name: str, value: Any) -> None:
+        # An array that is compared with a value gives an array.
+        if not isinstance(value, Hashable) or value not in allowed:
+            raise must_be(name, bound, value)
+
+    return check
 
 
 def _is_integer_in(value: Any, low: int, high: int | None) -> bool:

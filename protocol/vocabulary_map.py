@@ -50,10 +50,6 @@ class Vocabulary:
                 found.setdefault(piece, token)
         return found
 
-    def special_by_name(self) -> dict[str, int]:
-        """Special tokens by name."""
-        return {name: token for token, name in self.special.items() if token < self.size}
-
 
 @attrs.frozen(eq=False)
 class VocabularyMap:
@@ -142,7 +138,8 @@ def _beginnings(target: Vocabulary, draft: Vocabulary, shared: Mapping[int, int]
 
 def _same_role(token: int, target: Vocabulary, draft: Vocabulary) -> int | None:
     """The draft model's special token for one of the target's; None if there is none."""
-    named = draft.special_by_name().get(target.special[token])
+    by_name = {name: token for token, name in draft.special.items() if token < draft.size}
+    named = by_name.get(target.special[token])
     # A token of the same name may end texts in one model only, and then has another role in the other.
     if named is not None and (named in draft.ends) == (token in target.ends):
         return named

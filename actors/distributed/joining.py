@@ -93,7 +93,9 @@ def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: floa
                 raise RankError(f"rank {rank} has ended before all ranks were there ({error})") from error
     except RankError as error:
         for connection in connections.values():
-            _turn_away(connection, str(error))
+            with suppress(OSError):  # it has gone, too
+                connection.send(Broken(str(error)))
+            connection.close()
         raise
     return connections
 
@@ -128,12 +130,6 @@ def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, 
             raise RankError(
                 f"rank {message.rank} has {package} {other}, rank 0 has {own_version}; install the same version on all"
             )
-
-
-def _turn_away(connection: Connection, reason: str) -> None:
-    with suppress(OSError):  # it has gone, too
-        connection.send(Broken(reason))
-    connection.close()
 
 
 # --- the others -----------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ class RankGroup:
                 given=Message("{draft_rank=}", draft_rank=draft_rank),
             )
 
-    def connect_mlx(self, draft_rank: int | None = None, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    def connect_mlx(self, draft_rank: int | None = None) -> None:
         """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before. All of them call
         this at the same time.
 
@@ -113,11 +113,14 @@ class RankGroup:
 
         def connect() -> mx.distributed.Group:
             with left_out(draft_rank):
-                return _group_of_all()
+                group = mx.distributed.init(strict=True)
+            mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))  # until all ranks have made it
+            return group
 
+        late = f"has not got MLX's group within {CONNECT_TIMEOUT_S:g} s"
         try:
             # On a thread, since MLX waits for the other ranks without end, and ignores Ctrl-C meanwhile.
-            group = self.run("outrider-connects", connect, timeout_s, f"has not got MLX's group within {timeout_s:g} s")
+            group = self.run("outrider-connects", connect, CONNECT_TIMEOUT_S, late)
         except (RuntimeError, ValueError) as error:
             raise self.fail(f"rank {self.rank} cannot make MLX's group: {error}") from error
         ranks = self.target_ranks(draft_rank)
@@ -364,13 +367,6 @@ class RankGroup:
                 connection.send_unless_busy(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")
-
-
-def _group_of_all() -> mx.distributed.Group:
-    """MLX's group, once all ranks have made it."""
-    group = mx.distributed.init(strict=True)
-    mx.eval(mx.distributed.all_sum(mx.array(1.0), group=group))
-    return group
 
 
 def _tell(connection: Connection, reason: str, *, wait: bool = False) -> bool:

@@ -143,18 +143,17 @@ def _in_order(model: Module) -> Module:
 
 
 def _order(module: Module) -> None:
-    if not type(module).__name__.startswith(_ORDERED):
-        module.__class__ = _ordered_class(type(module))
+    base = type(module)
+    if base.__name__.startswith(_ORDERED):
+        return
 
-
-def _ordered_class(base: type) -> type:
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         result = base.__call__(self, *args, **kwargs)
         if _submits.get():
             mx.async_eval(result)
         return result
 
-    return type(_ORDERED + base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
+    module.__class__ = type(_ORDERED + base.__name__, (base,), {"__call__": call, "__module__": base.__module__})
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class RemoteDrafter:
     that has drawn; only what has arrived is proposed. The other end handles errors of single sessions.
 
     Attributes:
-        busy_seconds: see `Actor.busy_seconds`.
+        busy_seconds, is_serving: see `Actor`.
     """
 
     name: ActorName = "draft"
@@ -81,18 +81,14 @@ class RemoteDrafter:
         self._target_vocab_size = target_vocab_size
         self._sessions: dict[int, _Relayed] = {}
         self._measured = deque[Measurement](maxlen=MAX_MEASURED)
-        self._is_serving, self._is_alive = False, True
+        self.is_serving, self._is_alive = False, True
 
     # --- what the runtime asks --------------------------------------------------------------------
 
     @property
-    def is_serving(self) -> bool:
-        return self._is_serving
-
-    @property
     def is_alive(self) -> bool:
         """Whether the drafter can do its work. May be read in any thread."""
-        return self._is_serving and self._is_alive
+        return self.is_serving and self._is_alive
 
     @property
     def mailbox(self) -> Mailbox:
@@ -110,7 +106,7 @@ class RemoteDrafter:
         self._prices.tell = self._note_measurement
         for arrived_s, news in self._first_news:
             self._take_news(news, arrived_s)
-        self._is_serving = True
+        self.is_serving = True
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._link.run)
@@ -123,7 +119,7 @@ class RemoteDrafter:
                 nursery.cancel_scope.cancel()
             await trio.sleep_forever()
         finally:
-            self._is_serving, self._prices.tell = False, None
+            self.is_serving, self._prices.tell = False, None
             self._link.close()
             for session in list(self._sessions.values()):
                 self._forget(session)
@@ -279,7 +275,7 @@ class RemoteDrafter:
 
     def _lose(self, error: LinkLostError | ProtocolError) -> None:
         """Leave every session to the target: the drafter is gone."""
-        self._is_serving = False
+        self.is_serving = False
         how = f"{self._link.name} sent nonsense: {error}" if isinstance(error, ProtocolError) else error
         logger.warning("the drafter is lost: %s", how)
         for session in list(self._sessions.values()):

@@ -55,7 +55,7 @@ class ContextSequence(TrainedSequence):
         end = max(self._begin, min(self._end, self._num_common))
         for layer in self._cache:
             layer.trim(self._end - end)
-        self._num_given = self._end = end
+        self.num_given = self._end = end
         self._drop_drafts()
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
@@ -68,7 +68,7 @@ class ContextSequence(TrainedSequence):
     def put_state(self, state: SequenceState) -> None:
         check_state(state, num_layers=len(self._cache), has_features=False)
         self._cache, self._end = put_layers(state, self._grown)
-        self._tokens, self._num_given = [*state.tokens], self._end
+        self._tokens, self.num_given = [*state.tokens], self._end
 
     def _grown(self, num_positions: int) -> list[Any]:
         cache = self._context_reader.make_cache()

@@ -72,7 +72,7 @@ class DepthSequence(TrainedSequence):
 
     @property
     def foreseen(self) -> int | None:
-        return self._num_given + 2 + self._num_parallel if self._num_parallel else None
+        return self.num_given + 2 + self._num_parallel if self._num_parallel else None
 
     def rewind(self, length: int) -> int:
         super().rewind(length)
@@ -112,7 +112,7 @@ class DepthSequence(TrainedSequence):
         super().reuse(length)
         self._hidden[0].drop_from(self._num_common)
         self._cut(-1, self._num_known)
-        self._num_given = self._num_known
+        self.num_given = self._num_known
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """None also if features are missing. The last positions are left out: they are read again, since their outputs
@@ -144,7 +144,7 @@ class DepthSequence(TrainedSequence):
         rest = iter(layers)
         self._caches = [[*islice(rest, len(cache))] for cache in self._caches]
         self._ends = [num_rows] * len(self._modules)
-        self._tokens, self._num_given = [*state.tokens], end
+        self._tokens, self.num_given = [*state.tokens], end
         self._hidden[0].add(features.start, features.values)
 
     def _grown(self, num_rows: int) -> list[Any]:

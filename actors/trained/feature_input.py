@@ -13,9 +13,14 @@ class FeatureInput(ABC):
     Attributes:
         acceptance: for each row of logits of the last feed, the drafter's own estimate of how likely a token drafted
             there is accepted, whichever token it is; (num_logits,) in [0, 1], lazy. None if it makes no estimates.
+        awaits_features: whether no features of the present text were given yet.
+        num_given: the position after the last one whose features were given; 0 before any were. May be read in any
+            thread.
     """
 
     acceptance: mx.array | None = None
+    awaits_features: bool = True
+    num_given: int = 0
 
     @abstractmethod
     def give(self, start: int, features: mx.array) -> None:
@@ -24,16 +29,6 @@ class FeatureInput(ABC):
     @abstractmethod
     def give_nothing(self, num_tokens: int) -> None:
         """Give zeros for features, to time passes with. On the model's thread."""
-
-    @property
-    @abstractmethod
-    def awaits_features(self) -> bool:
-        """Whether no features of the present text were given yet."""
-
-    @property
-    @abstractmethod
-    def num_given(self) -> int:
-        """The position after the last one whose features were given; 0 before any were. May be read in any thread."""
 
     @property
     @abstractmethod

@@ -83,12 +83,11 @@ class RecordedFeatures:
 class FeatureRecorder:
     """Records the inputs of some layers of a model, while `evaluating_layers` is in force for it."""
 
-    def __init__(self, model: Module, layer_ids: Sequence[int], *, named: str = "the target") -> None:
+    def __init__(self, model: Module, layer_ids: Sequence[int]) -> None:
         """Record the inputs of `layer_ids`, each in [0, number of layers]; that number means the output of the last
-        layer. Messages call the model `named`.
+        layer.
         """
         layers = list(model.layers)
-        self._named = named
         self._layer_ids = tuple(layer_ids)
         self._index = {id(layer): i for i, layer in enumerate(layers)}
         self._num_layers = len(layers)
@@ -116,7 +115,7 @@ class FeatureRecorder:
         fitting = [part for part in parts if part is not None and part.ndim == 3 and part.shape[:2] == shape]
         if len(fitting) < len(parts):
             raise ModelError(
-                f"{self._named} cannot have a drafter that reads its hidden states: what enters its layers is not one "
+                "the target cannot have a drafter that reads its hidden states: what enters its layers is not one "
                 "vector for each token"
             )
         return mx.concatenate(fitting, axis=-1)

@@ -46,30 +46,20 @@ class TrainedSequence(StatefulSequence, FeatureInput):
     def __init__(self, feature_width: int) -> None:
         self._feature_width = feature_width
         self._tokens: list[int] = []
-        # Features that were given but not looked at yet, and the position after the last of all that were given.
+        # Features that were given but not looked at yet.
         self._arrived: deque[tuple[int, mx.array]] = deque()
-        self._num_given = 0
-        self._awaits_features = True
         # Tokens that the next text shares with this one, if it reuses it.
         self._num_common = 0
 
     def give(self, start: int, features: mx.array) -> None:
-        self._awaits_features = False
+        self.awaits_features = False
         self._arrived.append((start, features))
-        self._num_given = max(self._num_given, start + features.shape[0])
+        self.num_given = max(self.num_given, start + features.shape[0])
 
     def give_nothing(self, num_tokens: int) -> None:
         zeros = mx.zeros((num_tokens, self._feature_width))
         mx.eval(zeros)
         self.give(0, zeros)
-
-    @property
-    def awaits_features(self) -> bool:
-        return self._awaits_features
-
-    @property
-    def num_given(self) -> int:
-        return self._num_given
 
     @property
     @abstractmethod
@@ -130,7 +120,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
         """Reads the text as far as features were given, so that these are all of cached tokens."""
         num_read = self.rewind(min(common_length(pack(tokens), pack(text)), self.length))
         # The token at a position is read with the features of the position before.
-        end = min(self._num_given + 1, len(text)) if self._num_given else num_read
+        end = min(self.num_given + 1, len(text)) if self.num_given else num_read
         for begin in range(num_read, end, _TOKENS_PER_PASS):
             self.feed(tuple(text[begin : min(end, begin + _TOKENS_PER_PASS)]), 0)
         return tuple(text[: self.length])
@@ -142,7 +132,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
     def reuse(self, length: int) -> None:
         self._look_at_arrived()
         self.rewind(length)
-        self._awaits_features = True
+        self.awaits_features = True
 
     def _look_at_arrived(self) -> None:
         while self._arrived:

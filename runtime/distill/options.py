@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 
 from protocol.errors import SettingsError
 from protocol.options import option
-from protocol.validation import check_integer, check_number, must_be, validator
+from protocol.validation import check_integer, integer, number, one_of
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-_integer, _number, _optional = (
-    partial(validator, check_integer),
-    partial(validator, check_number),
-    attrs.validators.optional,
-)
+_optional = attrs.validators.optional
 WHAT, HOW = "what to train", "how to train"
-
-
-def _check_dtype(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value not in DTYPES:
-        raise must_be(attribute.name, f"one of {', '.join(DTYPES)}", value)
 
 
 @attrs.frozen
@@ -55,20 +44,24 @@ class DistillOptions:
     out: Path
     init: Path | None = None
     draft_vocab_size: int | None = attrs.field(
-        default=None, validator=_optional(_integer(1)), metadata=option("N", WHAT)
+        default=None, validator=_optional(integer(1)), metadata=option("N", WHAT)
     )
     intermediate_size: int | None = attrs.field(
-        default=None, validator=_optional(_integer(1)), metadata=option("N", WHAT)
+        default=None, validator=_optional(integer(1)), metadata=option("N", WHAT)
     )
-    dtype: str = attrs.field(default="bfloat16", validator=_check_dtype, metadata=option("TYPE", WHAT))
-    window: int = attrs.field(default=256, validator=_integer(8), metadata=option("N", HOW))
-    continuations: int = attrs.field(default=0, validator=_integer(0), metadata=option("N", HOW))
+    dtype: str = attrs.field(
+        default="bfloat16",
+        validator=one_of(*DTYPES, spelled=f"one of {', '.join(DTYPES)}"),
+        metadata=option("TYPE", WHAT),
+    )
+    window: int = attrs.field(default=256, validator=integer(8), metadata=option("N", HOW))
+    continuations: int = attrs.field(default=0, validator=integer(0), metadata=option("N", HOW))
     batch_tokens: int = attrs.field(default=4096, metadata=option("N", HOW))
-    learning_rate: float = attrs.field(default=1e-3, validator=_number(above=0), metadata=option("R", HOW))
+    learning_rate: float = attrs.field(default=1e-3, validator=number(above=0), metadata=option("R", HOW))
     max_minutes: float | None = attrs.field(
-        default=None, validator=_optional(_number(above=0)), metadata=option("N", HOW)
+        default=None, validator=_optional(number(above=0)), metadata=option("N", HOW)
     )
-    seed: int = attrs.field(default=0, validator=_integer(0), metadata=option("N", HOW))
+    seed: int = attrs.field(default=0, validator=integer(0), metadata=option("N", HOW))
 
     def __attrs_post_init__(self) -> None:
         check_integer("batch_tokens", self.batch_tokens, self.window)

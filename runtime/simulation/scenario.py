@@ -6,7 +6,6 @@ The unit of time is T_v(1), the time that the target takes to decode one token; 
 from __future__ import annotations
 
 from bisect import bisect_left
-from functools import partial
 from typing import Any
 
 import attrs
@@ -14,7 +13,7 @@ import attrs
 from protocol.errors import SettingsError
 from protocol.options import option
 from protocol.settings import MAX_SEED
-from protocol.validation import check_integer, check_number, is_integer, must_be, validator
+from protocol.validation import check_number, integer, is_integer, must_be, number, validator
 from protocol.wording import Message
 from runtime.simulation.sharding import Sharding, described_sharding
 
@@ -33,24 +32,23 @@ def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
         previous = pair[0]
 
 
-def _check_changes(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
-    _check_pairs(attribute.name, value, "token", "acceptance")
+@validator
+def _changes(name: str, value: tuple[Any, ...]) -> None:
+    _check_pairs(name, value, "token", "acceptance")
     for _token, acceptance in value:
-        check_number(Message("an acceptance in {option}", option=attribute.name), acceptance, 0, 1)
+        check_number(Message("an acceptance in {option}", option=name), acceptance, 0, 1)
 
 
-def _check_table(_: Any, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
-    _check_pairs(attribute.name, value, "width", "time")
+@validator
+def _table(name: str, value: tuple[Any, ...]) -> None:
+    _check_pairs(name, value, "width", "time")
     for _width, time in value:
-        check_number(Message("a time in {option}", option=attribute.name), time, above=0)
+        check_number(Message("a time in {option}", option=name), time, above=0)
     if value and value[0][0] != 1:
-        raise SettingsError.of(
-            "{option} must begin with width 1, got {value}", option=attribute.name, value=value[0][0]
-        )
+        raise SettingsError.of("{option} must begin with width 1, got {value}", option=name, value=value[0][0])
 
 
-_number = partial(validator, check_number)
-_SHARE, _AT_LEAST_0, _ABOVE_0 = _number(0, 1), _number(0), _number(above=0)
+_SHARE, _AT_LEAST_0, _ABOVE_0 = number(0, 1), number(0), number(above=0)
 _OPTIONAL = attrs.validators.optional
 
 
@@ -99,19 +97,15 @@ class Scenario:
     contention: float = attrs.field(default=0.0, validator=_SHARE, metadata=option("K"))
     verify_slope: float = attrs.field(default=0.06, validator=_AT_LEAST_0, metadata=option("S"))
     draft_slope: float | None = attrs.field(default=None, validator=_OPTIONAL(_AT_LEAST_0), metadata=option("S"))
-    verify_table: tuple[tuple[int, float], ...] = attrs.field(
-        default=(), validator=_check_table, metadata=option("TIMES")
-    )
-    draft_table: tuple[tuple[int, float], ...] = attrs.field(
-        default=(), validator=_check_table, metadata=option("TIMES")
-    )
+    verify_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_table, metadata=option("TIMES"))
+    draft_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_table, metadata=option("TIMES"))
     overhead: float = attrs.field(default=0.0, validator=_AT_LEAST_0, metadata=option("T"))
     second_choice: float = attrs.field(default=0.45, validator=_SHARE, metadata=option("P"))
     stale_acceptance: float | None = attrs.field(default=None, validator=_OPTIONAL(_SHARE), metadata=option("P"))
     spread: float = attrs.field(default=1.3, validator=_ABOVE_0, metadata=option("B"))
     overconfidence: float = attrs.field(default=0.0, validator=_AT_LEAST_0, metadata=option("O"))
-    seed: int = attrs.field(default=0, validator=validator(check_integer, 0, MAX_SEED), metadata=option("N"))
-    acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_check_changes)
+    seed: int = attrs.field(default=0, validator=integer(0, MAX_SEED), metadata=option("N"))
+    acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_changes)
     sharding: Sharding | None = None
 
     def __attrs_post_init__(self) -> None:

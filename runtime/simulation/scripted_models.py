@@ -43,10 +43,6 @@ def _draw(history: int, purpose: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _truth(history: int) -> int:
-    return _draw(history, _TEXT) % VOCAB_SIZE
-
-
 @lru_cache(maxsize=32)
 def _beta_draws(mean: float, spread: float) -> tuple[float, ...]:
     """A table of draws from a Beta distribution; with a mean of 0 or 1, every draw equals the mean."""
@@ -98,7 +94,7 @@ class ScriptedTarget(FeedsEach):
 
     def _row(self, history: int, _length: int, _staleness: int) -> list[float]:
         row = [0.0] * VOCAB_SIZE
-        row[_truth(history)] = 1.0
+        row[_draw(history, _TEXT) % VOCAB_SIZE] = 1.0
         return row
 
 
@@ -109,17 +105,14 @@ class ScriptedDraft(FeedsEach):
     context_length = None
 
     def __init__(self, scenario: Scenario) -> None:
-        self._seed = scenario.seed
-        self._second_choice = scenario.second_choice
-        self._sharpness = 1.0 + scenario.overconfidence
+        self._scenario = scenario
         self._changes_at = [len(PROMPT) + token for token, _ in scenario.acceptance_changes]
         means = (scenario.acceptance, *(acceptance for _, acceptance in scenario.acceptance_changes))
         self._probs = [_beta_draws(mean, scenario.spread) for mean in means]
         self._is_trained = scenario.stale_acceptance is not None
-        self._relative_acceptance = scenario.relative_acceptance
 
     def open_sequence(self, *, beside_another: bool) -> _Sequence:
-        return (_TrainedSequence if self._is_trained else _Sequence)(self._row, self._seed)
+        return (_TrainedSequence if self._is_trained else _Sequence)(self._row, self._scenario.seed)
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         return "a trained drafter reads one text at a time" if self._is_trained else None
@@ -129,8 +122,8 @@ class ScriptedDraft(FeedsEach):
         luck = _draw(history, _LUCK)
         prob = self._probs[bisect_right(self._changes_at, length)][luck % _NUM_PROBS]
         # The second choice is never likelier than the first.
-        second_prob = min((1.0 - prob) * self._second_choice, prob)
-        share = self._relative_acceptance(staleness)
+        second_prob = min((1.0 - prob) * self._scenario.second_choice, prob)
+        share = self._scenario.relative_acceptance(staleness)
         first, second = self._choices(history, luck, share * prob, share * second_prob)
         row = [self._logit((1.0 - prob - second_prob) / (VOCAB_SIZE - 2))] * VOCAB_SIZE
         # The first choice is the argmax even where it is as unlikely as any other token.
@@ -152,4 +145,4 @@ class ScriptedDraft(FeedsEach):
         return (other, truth) if drawn < prob + second_prob else (other, another)
 
     def _logit(self, prob: float) -> float:
-        return self._sharpness * math.log(max(prob, _MIN_PROB))
+        return (1.0 + self._scenario.overconfidence) * math.log(max(prob, _MIN_PROB))

@@ -119,22 +119,16 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
     To read the token at position j, it needs the hidden state of position j - 1.
     """
 
-    _num_given = _num_fresh = 0  # positions whose hidden states have come, and those of them that were looked at
+    _num_fresh = 0  # positions whose hidden states have come and were looked at
     _first_stale: int | None = None  # the first token that was read with a hidden state of the drafter's own
 
     def give(self, start: int, features: mx.array) -> None:
-        self._num_given = max(self._num_given, start + features.shape[0])
+        self.awaits_features = False
+        self.num_given = max(self.num_given, start + features.shape[0])
 
     def give_nothing(self, num_tokens: int) -> None:
-        self._num_given = self._num_fresh = num_tokens
-
-    @property
-    def awaits_features(self) -> bool:
-        return self._num_given == 0
-
-    @property
-    def num_given(self) -> int:
-        return self._num_given
+        self.awaits_features = False
+        self.num_given = self._num_fresh = num_tokens
 
     @property
     def staleness(self) -> int:
@@ -147,7 +141,7 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
     @property
     def length(self) -> int:
         """See `CachedSequence.length`: tokens that need not be read again with hidden states that have come since."""
-        if self._first_stale is not None and self._first_stale <= self._num_given:
+        if self._first_stale is not None and self._first_stale <= self.num_given:
             return self._first_stale
         return len(self.tokens)
 
@@ -162,7 +156,7 @@ class ReadsFeatures(FeatureInput, ScriptedSequence):
         remaining = super().rewind(min(length, self.length))
         if self._first_stale is not None and self._first_stale >= remaining:
             self._first_stale = None
-        self._num_fresh = self._num_given
+        self._num_fresh = self.num_given
         return remaining
 
     def forget(self) -> None:

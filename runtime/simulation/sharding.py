@@ -6,15 +6,10 @@ one hidden state a row, add the parts up. More ranks make the computation shorte
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import attrs
 
 from protocol.options import option
-from protocol.validation import check_integer, check_number, must_be, validator
-
-_integer, _number = partial(validator, check_integer), partial(validator, check_number)
+from protocol.validation import integer, number, one_of
 
 MAX_RANKS = 1024
 ALL_REDUCES = ("ring", "mesh", "tree")
@@ -34,11 +29,6 @@ SHAPES = {
     "qwen3-235b": (94, 4096),
     "deepseek-v3": (61, 7168),
 }
-
-
-def _check_all_reduce(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value not in ALL_REDUCES:
-        raise must_be(attribute.name, f"{', '.join(ALL_REDUCES[:-1])} or {ALL_REDUCES[-1]}", value)
 
 
 @attrs.frozen
@@ -61,13 +51,15 @@ class Sharding:
     Raises: SettingsError: a value is out of its range.
     """
 
-    ranks: int = attrs.field(validator=_integer(1, MAX_RANKS))
-    pass_time: float = attrs.field(validator=_number(above=0), metadata=option("MS"))
-    link_latency: float = attrs.field(validator=_number(0), metadata=option("US"))
-    link_bandwidth: float = attrs.field(validator=_number(above=0), metadata=option("GBIT"))
-    layers: int = attrs.field(validator=_integer(1), metadata=option("N"))
-    hidden_size: int = attrs.field(validator=_integer(1), metadata=option("N"))
-    all_reduce: str = attrs.field(default="ring", validator=_check_all_reduce, metadata=option("KIND"))
+    ranks: int = attrs.field(validator=integer(1, MAX_RANKS))
+    pass_time: float = attrs.field(validator=number(above=0), metadata=option("MS"))
+    link_latency: float = attrs.field(validator=number(0), metadata=option("US"))
+    link_bandwidth: float = attrs.field(validator=number(above=0), metadata=option("GBIT"))
+    layers: int = attrs.field(validator=integer(1), metadata=option("N"))
+    hidden_size: int = attrs.field(validator=integer(1), metadata=option("N"))
+    all_reduce: str = attrs.field(
+        default="ring", validator=one_of(*ALL_REDUCES, spelled="ring, mesh or tree"), metadata=option("KIND")
+    )
 
     def exchange_ms(self, rows: int) -> float:
         """Milliseconds of all all-reduces of a pass over so many rows."""

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
 
-from protocol.errors import ModelError, SettingsError
+from protocol.errors import SettingsError
 from protocol.validation import check_integer, check_integers, check_number, is_integer, is_number, validator
 
 HUGE = 10**400  # no float is as large
@@ -137,15 +137,6 @@ def test_the_message_about_a_number_has_the_same_form(options, message):
 
 
 # --- uses -----------------------------------------------------------------------------------------
-
-
-def test_the_caller_says_which_error_to_raise():
-    with pytest.raises(ModelError, match=r"^layers must be a whole number of at least 1, got 0$"):
-        check_integer("layers", 0, 1, error=ModelError)
-    with pytest.raises(ModelError, match=r"^layers must be whole numbers of at least 1, got 0 among them$"):
-        check_integers("layers", [0], 1, error=ModelError)
-    with pytest.raises(ModelError, match=r"^scale must be a finite number, got inf$"):
-        check_number("scale", INF, error=ModelError)
 
 
 def test_a_field_of_a_class_is_checked_under_its_own_name():

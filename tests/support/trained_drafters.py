@@ -156,6 +156,31 @@ def write_gemma4(folder: Path, _target: Any = None, *, vocab_size: int = VOCAB_S
     return _written(folder, config, "model", weights)
 
 
+def expected_of(case: Path) -> dict[str, mx.array]:
+    """What a case of `tests/trained` expects, by name."""
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    return expected
+
+
+def close(found: mx.array, expected: mx.array) -> bool:
+    """Whether logits are the same, those of ids that the drafter lacks included."""
+    return bool(mx.all((found == expected) | (mx.abs(found - expected) < 1e-4 * (1 + mx.abs(expected)))))
+
+
+def dflash_reader(case: Path) -> dflash.DFlashReader:
+    """The drafter of a case, with the embedding and, unless it has its own, the head of the case's target."""
+    expected = expected_of(case)
+    model, target_ids = dflash.load_dflash(DrafterFiles.read(case))
+    own_head = None if target_ids is None else model.lm_head
+    return dflash.DFlashReader(
+        model,
+        target_ids,
+        expected["embedding"].shape[0],
+        lambda tokens: expected["embedding"][tokens],
+        own_head or (lambda hidden: hidden @ expected["head"].T),
+    )
+
+
 def mtp_target(case: Path, **changes: Any) -> Any:
     """A target of the family of a case, with random weights that are not evaluated."""
     config = json.loads((case / "config.json").read_text()) | changes

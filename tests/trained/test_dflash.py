@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from drafted_runtime import NUM_TOKENS, PROMPTS, drafted
 from sweeps import sweep
-from trained_drafters import make
+from trained_drafters import close, dflash_reader, expected_of, make
 
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.dflash import DFlashReader, load_dflash, read_config
@@ -24,29 +24,6 @@ CASES = sorted(path for path in (Path(__file__).parent / "dflash").iterdir() if 
 
 def case_of(name: str) -> Path:
     return next(case for case in CASES if case.name == name)
-
-
-def expected_of(case: Path) -> dict[str, mx.array]:
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
-    return expected
-
-
-def reader_of(case: Path) -> DFlashReader:
-    expected = expected_of(case)
-    model, target_ids = load_dflash(DrafterFiles.read(case))
-    own_head = None if target_ids is None else model.lm_head
-    return DFlashReader(
-        model,
-        target_ids,
-        expected["embedding"].shape[0],
-        lambda tokens: expected["embedding"][tokens],
-        own_head or (lambda hidden: hidden @ expected["head"].T),
-    )
-
-
-def close(found: mx.array, expected: mx.array) -> bool:
-    """Whether logits are the same, those of ids that the drafter lacks included."""
-    return bool(mx.all((found == expected) | (mx.abs(found - expected) < 1e-4 * (1 + mx.abs(expected)))))
 
 
 def after(reader: DFlashReader, tokens: Sequence[int], anchor: int, cache: list[Any], begin: int = 0) -> mx.array:
@@ -73,7 +50,7 @@ def check_acceptance(
 
 @sweep("case", [case for case in CASES if "paths" not in expected_of(case)])
 def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
-    expected, reader = expected_of(case), reader_of(case)
+    expected, reader = expected_of(case), dflash_reader(case)
     model, target_ids = load_dflash(DrafterFiles.read(case))
     num_blocks, num_foreseen, _ = expected["logits"].shape
     assert num_foreseen == reader.num_foreseen == model.config.num_foreseen
@@ -90,7 +67,7 @@ def test_the_logits_are_those_of_the_torch_classes(case: Path) -> None:
 
 @sweep("case", [case for case in CASES if "paths" in expected_of(case)])
 def test_the_path_and_its_logits_are_those_of_mlx_vlm(case: Path) -> None:
-    expected, reader = expected_of(case), reader_of(case)
+    expected, reader = expected_of(case), dflash_reader(case)
     cache = reader.make_cache()
     reader.read_context(expected["features"], 0, cache)
     num_seen = expected["ordered_logits"].shape[-1]

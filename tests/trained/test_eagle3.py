@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from sweeps import sweep
+from trained_drafters import expected_of
 
 from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
@@ -41,7 +42,7 @@ def chain_logits(loaded: LoadedEagle3, features: mx.array, tokens: mx.array, beg
 @sweep("case", [*CASES, *sorted((Path(__file__).parent / "peagle").iterdir())])
 def test_the_logits_after_a_text_are_those_of_the_torch_classes(case: Path) -> None:
     loaded = load_eagle3(DrafterFiles.read(case))
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected = expected_of(case)
     num_parallel, num_tokens = loaded.model.config.num_parallel, len(expected["tokens"])
     assert num_parallel == (NUM_STEPS - 1 if case.parent.name == "peagle" else 0)
     text: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]
@@ -77,7 +78,7 @@ def test_the_authors_files_are_read_too(tmp_path: Path) -> None:
     renamed = {name.replace("layers.0.", "midlayer."): value for name, value in weights.items()}
     renamed["t2d"] = mx.ones((96,), mx.bool_)
     mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected = expected_of(case)
     loaded = load_eagle3(DrafterFiles.read(tmp_path))
     [first, *_] = chain_logits(loaded, expected["features"], expected["tokens"], 4)
     assert mx.allclose(first, expected["logits0"][4], rtol=1e-4, atol=1e-4)
@@ -125,7 +126,7 @@ def test_what_the_head_reads_is_read_without_a_projection(tmp_path: Path) -> Non
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
     loaded = load_eagle3(DrafterFiles.read(tmp_path))
     assert loaded.model.config.feature_layers_of(7) == (7,)
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected = expected_of(case)
     features = expected["features"] @ projection.T
     for begin in range(len(expected["tokens"])):
         for step, logits in enumerate(chain_logits(loaded, features, expected["tokens"], begin)):
@@ -142,7 +143,7 @@ def test_a_target_without_the_layers_is_refused(layers: tuple[int, ...]) -> None
 @sweep("case", CASES)
 def test_all_steps_at_all_positions_at_once_are_those_of_the_torch_classes(case: Path) -> None:
     loaded = load_eagle3(DrafterFiles.read(case))
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected = expected_of(case)
     # Speculators fills up with the token 0.
     tokens = mx.concatenate([expected["tokens"], mx.zeros((NUM_STEPS - 1,), mx.int32)])
     given = logits_of_steps(loaded.model, expected["features"][None], loaded.embedding(tokens)[None], NUM_STEPS)

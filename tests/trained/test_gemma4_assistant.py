@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from architectures import VOCAB_SIZE, build
 from sweeps import sweep
-from trained_drafters import write_gemma4
+from trained_drafters import expected_of, write_gemma4
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
@@ -28,7 +28,7 @@ class Case(Gemma4AssistantReader):
     """An assistant whose features are keys, values and hidden states as mlx-vlm's target has made them."""
 
     def __init__(self, folder: Path) -> None:
-        self.expected: dict[str, mx.array] = mx.load(str(folder / "expected.npz"))  # type: ignore[assignment]
+        self.expected = expected_of(folder)
         scale = self.expected["hidden"].shape[1] ** 0.5
         model = load_gemma4_assistant(DrafterFiles.read(folder))
         super().__init__(

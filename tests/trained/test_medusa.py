@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from sweeps import sweep
+from trained_drafters import expected_of
 
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.medusa import HeadSequence, Medusa, load_medusa
@@ -22,7 +23,7 @@ CASES = sorted(path for path in (Path(__file__).parent / "medusa").iterdir() if 
 
 @sweep("case", CASES)
 def test_the_logits_are_those_of_the_authors_definition(case: Path) -> None:
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected = expected_of(case)
     model = load_medusa(DrafterFiles.read(case))
     assert len(model.heads) == len(expected["logits"])
     for head, logits in zip(model.heads, expected["logits"], strict=True):
@@ -35,7 +36,7 @@ def test_whole_models_with_heads_are_read_too(tmp_path: Path) -> None:
     whole = {f"medusa_head.{name}": value for name, value in weights.items()} | {"model.norm.weight": mx.ones(16)}
     mx.save_safetensors(str(tmp_path / "model-00001.safetensors"), whole)
     shutil.copy(case / "config.json", tmp_path)
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected = expected_of(case)
     [head, *_] = load_medusa(DrafterFiles.read(tmp_path)).heads
     assert mx.allclose(head(expected["hidden"]), expected["logits"][0], rtol=1e-4, atol=1e-4)
 

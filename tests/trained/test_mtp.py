@@ -14,7 +14,7 @@ from drafted_runtime import check_greedy
 from mlx.utils import tree_flatten
 from models import draw_weights, save
 from sweeps import sweep
-from trained_drafters import mtp_readers, mtp_target_of, write_mtp
+from trained_drafters import expected_of, mtp_readers, mtp_target_of, write_mtp
 
 import runtime
 from actors.mlx.model import is_quantized
@@ -34,7 +34,7 @@ def load_mtp(folder: Path, target: Any) -> MTPLayers:
 @sweep("case", CASES)
 def test_the_logits_are_those_of_the_torch_layers_alone_or_in_a_chain(case: Path) -> None:
     readers = mtp_readers(case, mtp_target_of(case))
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected = expected_of(case)
     num_steps, num_tokens, _ = expected["logits"].shape
     assert num_steps == 2 + len(readers)
     tokens: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]

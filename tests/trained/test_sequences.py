@@ -10,13 +10,13 @@ import attrs
 import mlx.core as mx
 import pytest
 from sweeps import sweep
-from trained_drafters import mtp_readers, mtp_target_of
+from trained_drafters import close, dflash_reader, mtp_readers, mtp_target_of
 
 from actors.prefix_cache import common_length, pack
 from actors.trained import depth_sequence
 from actors.trained.depth_sequence import DepthSequence, FeatureReader
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.dflash import BlockSequence, DFlashReader, load_dflash
+from actors.trained.kinds.dflash import BlockSequence
 from actors.trained.kinds.eagle3 import Eagle3Reader, load_eagle3
 from actors.trained.kinds.medusa import HeadSequence, load_medusa
 from actors.trained.positioned_rows import PositionedRows
@@ -77,11 +77,7 @@ class Blocks(Subject):
     """DFlash, and what goes on from it."""
 
     def __init__(self, case: Path) -> None:
-        expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
-        model, target_ids = load_dflash(DrafterFiles.read(case))
-        embedding, head = (lambda tokens: expected["embedding"][tokens]), (lambda hidden: hidden @ expected["head"].T)
-        head = head if target_ids is None else model.lm_head
-        self.reader = DFlashReader(model, target_ids, expected["embedding"].shape[0], embedding, head)
+        self.reader = dflash_reader(case)
         super().__init__(self.reader.num_foreseen)
 
     def sequence(self) -> BlockSequence:
@@ -120,11 +116,6 @@ def depths(request: pytest.FixtureRequest) -> Depths:
 @pytest.fixture(scope="module", params=BLOCKS)
 def blocks(request: pytest.FixtureRequest) -> Blocks:
     return Blocks(Path(__file__).parent / "dflash" / request.param)
-
-
-def close(found: mx.array, expected: mx.array) -> bool:
-    """Whether logits are the same, those of ids that the drafter lacks included."""
-    return bool(mx.all((found == expected) | (mx.abs(found - expected) < 1e-4 * (1 + mx.abs(expected)))))
 
 
 @sweep("seed", range(3))

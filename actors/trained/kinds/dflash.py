@@ -373,7 +373,7 @@ class BlockSequence(ContextSequence):
 
     @property
     def foreseen(self) -> int:
-        return self._num_given + 1 + self._reader.num_foreseen
+        return self.num_given + 1 + self._reader.num_foreseen
 
     def _drop_drafts(self) -> None:
         self._block = None

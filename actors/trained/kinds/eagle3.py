@@ -261,12 +261,15 @@ class Eagle3Reader:
     def __init__(self, loaded: LoadedEagle3, embed: Layer | None = None, final_norm: Layer | None = None) -> None:
         """Make a reader, with the target's embedding for a drafter that has none of its own, and with the target's norm
         before the head for one that reads what the head reads.
-
-        Raises: ModelError: there is no embedding.
         """
-        if loaded.embedding is None and embed is None:
-            raise ModelError("the drafter has no embedding of its own, and its target gives none")
-        self._loaded, self._embed, self._final_norm = loaded, embed, final_norm
+        own: Any = loaded.embedding
+        if own is not None:
+            # An index out of bounds would read other memory.
+            self._embed: Layer = lambda tokens: own(mx.minimum(tokens, own.weight.shape[0] - 1))
+        else:
+            assert embed is not None
+            self._embed = embed
+        self._loaded, self._final_norm = loaded, final_norm
         config = loaded.model.config
         self.vocab_size, self.feature_width = config.vocab_size, config.num_feature_layers * config.target_hidden_size
 
@@ -284,15 +287,9 @@ class Eagle3Reader:
             hidden = mx.concatenate([hidden, mx.repeat(masked, config.num_parallel, axis=0)])
             masks = mx.full(config.num_parallel, config.mask_token_id, tokens.dtype)
             tokens = mx.concatenate([tokens, masks])
-        embedding: Any = self._loaded.embedding
-        if embedding is not None:
-            # An index out of bounds would read other memory.
-            embedded = embedding(mx.minimum(tokens, embedding.weight.shape[0] - 1))
-        else:
-            assert self._embed is not None
-            embedded = self._embed(tokens)
         # The embedding may have another dtype than the drafter: the target's, or one that was not cast with it.
-        given, logits = self._loaded.model(hidden[None], embedded[None].astype(hidden.dtype), cache)
+        embedded = self._embed(tokens).astype(hidden.dtype)
+        given, logits = self._loaded.model(hidden[None], embedded[None], cache)
         for layer in cache if config.num_parallel > 0 else ():
             layer.trim(config.num_parallel)
         return given[0, :num_tokens], widened(logits[0], self._loaded.target_ids, self.vocab_size)

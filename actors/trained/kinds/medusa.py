@@ -12,8 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -113,7 +111,7 @@ class HeadSequence(TrainedSequence):
 
     @property
     def foreseen(self) -> int:
-        return self._num_given + 1 + len(self._heads)
+        return self.num_given + 1 + len(self._heads)
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         """Does not read the token, since nothing depends on it."""
@@ -137,7 +135,7 @@ class HeadSequence(TrainedSequence):
         super().reuse(length)
         num_kept = min(self._num_common, self._num_known) - self._begin
         self._hidden = None if self._hidden is None or num_kept <= 0 else self._hidden[:num_kept]
-        self._num_given = 0 if self._hidden is None else self._num_known
+        self.num_given = 0 if self._hidden is None else self._num_known
         self._rows.clear()
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
@@ -152,7 +150,7 @@ class HeadSequence(TrainedSequence):
         assert state.features is not None
         check_features(state.features, self._project(mx.zeros((1, self._feature_width))))
         self._begin, self._hidden = state.features.start, state.features.values
-        self._tokens, self._num_given = [*state.tokens], self._num_known
+        self._tokens, self.num_given = [*state.tokens], self._num_known
 
     # --- logits -----------------------------------------------------------------------------------
 
@@ -193,10 +191,17 @@ def load_medusa(files: DrafterFiles) -> Medusa:
 
     Raises: ModelError: a file is missing or damaged, or the weights are not those of such heads, or fewer.
     """
-    weights = _weights(files)
-    found = _config_of(files.config, weights, files.folder)
-    model = Medusa(found)
-    files.fill(model, {_renamed(name, found.num_layers): value for name, value in weights.items()})
+    found = _weights(files)
+    num_heads = 1 + max(int(key["head"]) for key in found)
+    num_layers = max(int(key["layer"]) for key in found)  # the one after the blocks is the output
+
+    def named(key: re.Match[str]) -> str:
+        part = "output" if int(key["layer"]) == num_layers else f"blocks.{key['layer']}"
+        return f"heads.{key['head']}.{part}.{key['rest']}"
+
+    weights = {named(key): value for key, value in found.items()}
+    model = Medusa(_config_of(files, num_heads, num_layers, weights))
+    files.fill(model, weights)
     return model
 
 
@@ -211,7 +216,8 @@ def attach_medusa(files: DrafterFiles, target: Module, target_vocab_size: int) -
     return Attached((len(target.layers),), config.vocab_size, open_sequence, model, config.vocab_size)
 
 
-def _weights(files: DrafterFiles) -> dict[str, mx.array]:
+def _weights(files: DrafterFiles) -> dict[re.Match[str], mx.array]:
+    """The weights of all heads, by the parts of their names in the files."""
     safe, other = (files.folder / name for name in _FILES)
     try:
         loaded = load_torch_file(other) if other.exists() and not safe.exists() else None
@@ -219,33 +225,23 @@ def _weights(files: DrafterFiles) -> dict[str, mx.array]:
         raise ModelError(f"{files.named} in {files.folder} cannot be read: {error}") from error
     if loaded is None:
         loaded = files.weights(safe.name if safe.exists() else "*.safetensors")
-    weights = {name: value for name, value in loaded.items() if _WEIGHT.fullmatch(name)}
+    weights = {key: value for name, value in loaded.items() if (key := _WEIGHT.fullmatch(name))}
     if not weights:
         raise ModelError(f"there are no weights of Medusa heads ({' or '.join(_FILES)}) in {files.folder}")
     return weights
 
 
-def _config_of(config: Mapping[str, Any], weights: Mapping[str, mx.array], folder: Path) -> MedusaConfig:
-    keys = [match for name in weights if (match := _WEIGHT.fullmatch(name)) is not None]
-    num_heads, num_layers = (1 + max(int(key[group]) for key in keys) for group in ("head", "layer"))
-    num_layers -= 1  # the last one is the output
+def _config_of(files: DrafterFiles, num_heads: int, num_layers: int, weights: Mapping[str, mx.array]) -> MedusaConfig:
+    config, folder = files.config, files.folder
     wanted_heads, wanted_layers = config.get("medusa_num_heads", num_heads), config.get("medusa_num_layers", num_layers)
     if wanted_heads > num_heads or wanted_layers != num_layers:
         raise ModelError(
             f"the configuration in {folder} asks for {wanted_heads} heads of {wanted_layers} blocks, and the weights "
             f"have {num_heads} of {num_layers}"
         )
-    named = {_renamed(name, num_layers): value for name, value in weights.items()}
-    output = named.get("heads.0.output.weight")
+    output = weights.get("heads.0.output.weight")
     if output is None or output.ndim != 2:
         raise ModelError(f"the Medusa heads in {folder} are damaged: the first one has no output")
     # A quantised output has another width; the blocks have biases of the width of what they read.
-    hidden_size = named.get("heads.0.blocks.0.linear.bias", output).shape[-1]
+    hidden_size = weights.get("heads.0.blocks.0.linear.bias", output).shape[-1]
     return MedusaConfig(num_heads, num_layers, hidden_size, output.shape[0])
-
-
-def _renamed(name: str, num_layers: int) -> str:
-    key = _WEIGHT.fullmatch(name)
-    assert key is not None
-    is_output = int(key["layer"]) == num_layers
-    return f"heads.{key['head']}." + (f"output.{key['rest']}" if is_output else f"blocks.{key['layer']}.{key['rest']}")
