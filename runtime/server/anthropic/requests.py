@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, TranslatedBody, call_of, function_of, joined, parse_translated
+from runtime.server.answers.body import Body, NoEffect, RequestBody, SentBack
+from runtime.server.answers.chat import Chat, Effort, call_of, function_of, joined, parse_translated
 from runtime.server.answers.request import MaxTokens, Stop
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse
@@ -149,7 +149,7 @@ class MessagesToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class TokenCountRequest(TranslatedBody, CachedBody):
+class TokenCountRequest(RequestBody, CachedBody):
     """The body of a request to `/v1/messages/count_tokens`: a conversation."""
 
     messages: list[InputMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
@@ -162,6 +162,7 @@ class TokenCountRequest(TranslatedBody, CachedBody):
     service_tier: NoEffect = None
 
     def fields(self) -> dict[str, Any]:
+        """The fields of the chat that this stands for. Raises: ErrorResponse: it asks for something unsupported."""
         fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages())}
         if self.thinking is not None:
             fields["thinking"] = self.thinking.type != "disabled"
@@ -219,7 +220,7 @@ def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> Chat:
 
     Raises: ErrorResponse: the body is invalid.
     """
-    _, chat = parse_translated(body, request_type, Chat, _BLOCK_TYPES)
+    _, chat = parse_translated(body, request_type, Chat, _BLOCK_TYPES, request_type.fields)
     return chat
 
 

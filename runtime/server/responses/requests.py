@@ -10,7 +10,7 @@ import attrs
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, TranslatedBody, call_of, function_of, joined, parse_translated
+from runtime.server.answers.chat import Chat, Effort, call_of, function_of, joined, parse_translated
 from runtime.server.answers.request import AnyText, MaxTokens, NamedSchema
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse, short_json
@@ -209,7 +209,7 @@ class ResponsesToolChoice(Body):
     tools: list[ResponsesTool] | None = None
 
 
-class ResponsesRequest(TranslatedBody, GenerationBody):
+class ResponsesRequest(GenerationBody):
     """The body of a request to `/v1/responses`: a conversation to continue."""
 
     input: str | Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
