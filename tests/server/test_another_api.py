@@ -65,7 +65,7 @@ class OllamaSerializer(Serializer):
     def last_events(self, statistics: Any) -> Sequence[Event]:
         return [Line(self._said([], done=True))]
 
-    def error_events(self, error: ErrorResponse, statistics: Any) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
         return [Line({"error": error.detail["message"]})]
 
 

@@ -97,7 +97,7 @@ class Serializer(ABC):
         """The events after the last token."""
 
     @abstractmethod
-    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
         """The events that end a response whose generation has failed."""
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:

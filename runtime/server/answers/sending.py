@@ -131,8 +131,8 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
         choice.finish(())
     num_named = num_repeated * sum(choice.statistics().generated_tokens for choice in choices.begun)
     if failures:
-        error, statistics = error_response_of(failures[0]), choices.begun[0].statistics()
-        await write(partial(first.error_events, error, statistics), num_named=num_named, is_last=True)
+        error = error_response_of(failures[0])
+        await write(partial(first.error_events, error), num_named=num_named, is_last=True)
         return failures[0]
     await write(partial(first.last_events_of, choices.begun), num_named=num_named, is_last=True)
     return None
