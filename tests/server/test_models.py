@@ -51,9 +51,7 @@ async def test_a_model_is_loaded_for_its_first_request_and_stays(server: ServedM
 
 
 @with_models(A, B)
-async def test_the_first_model_is_the_default_and_unknown_ones_an_error(
-    server: ServedModels,
-) -> None:
+async def test_the_first_model_is_the_default_and_unknown_ones_an_error(server: ServedModels) -> None:
     assert (await server.complete(None)).json["model"] == "a"
     answer = await server.complete("gpt")
     assert (answer.status, answer.fault["code"], answer.fault["param"]) == (404, "model_not_found", "model")
@@ -85,9 +83,7 @@ async def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_m
 
 
 @with_models(A, B, C)
-async def test_models_are_loaded_one_by_one_in_order_of_request(
-    server: ServedModels,
-) -> None:
+async def test_models_are_loaded_one_by_one_in_order_of_request(server: ServedModels) -> None:
     most = 0
 
     async def watch() -> None:
@@ -274,9 +270,7 @@ async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhil
 
 
 @with_models(A, spec("large", num_bytes=30), memory_limit=25)
-async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(
-    server: ServedModels,
-) -> None:
+async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(server: ServedModels) -> None:
     await server.complete("a")
     answer = await server.complete("large")
     assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
@@ -285,9 +279,7 @@ async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(
 
 
 @with_models(A, B, C, memory_limit=35)
-async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_limit(
-    server: ServedModels,
-) -> None:
+async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_limit(server: ServedModels) -> None:
     for name in ("a", "b", "c"):
         await server.complete(name)
     assert [event for event, _ in server.loads.history] == ["load"] * 3
@@ -303,9 +295,7 @@ async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_li
 
 
 @with_models(A, B)
-async def test_a_model_that_fails_to_load_concerns_only_its_clients(
-    server: ServedModels,
-) -> None:
+async def test_a_model_that_fails_to_load_concerns_only_its_clients(server: ServedModels) -> None:
     await server.complete("b")
     server.loads.failing.add("a")
     answers = []

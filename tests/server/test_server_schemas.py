@@ -164,9 +164,7 @@ async def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembere
     await made.grammar(json_of(PLAIN), "a")
 
 
-async def test_a_flooding_client_delays_neither_others_nor_any_json_object(
-    autojump_clock: Any,
-) -> None:
+async def test_a_flooding_client_delays_neither_others_nor_any_json_object(autojump_clock: Any) -> None:
     check = ScriptedCheck(9.0)
     made = schemas(check)
 
@@ -187,9 +185,7 @@ async def test_a_flooding_client_delays_neither_others_nor_any_json_object(
         assert trio.current_time() == began + 0.5
 
 
-async def test_requests_for_any_json_object_share_one_grammar(
-    autojump_clock: Any,
-) -> None:
+async def test_requests_for_any_json_object_share_one_grammar(autojump_clock: Any) -> None:
     grammars = []
 
     async def ask(made: Schemas) -> None:
