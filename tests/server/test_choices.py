@@ -504,11 +504,9 @@ class Coder(Letters):
         return {letter: i for i, letter in enumerate(self.ALPHABET)} | named
 
 
+# test_fill_in_middle.py has all families, with their tokenizers.
 FAMILIES = [
     ({"P": "<|fim_prefix|>", "S": "<|fim_suffix|>", "M": "<|fim_middle|>"}, "Pdef fSreturnM"),
-    ({"P": "<fim_prefix>", "S": "<fim_suffix>", "M": "<fim_middle>"}, "Pdef fSreturnM"),
-    ({"P": "<｜fim▁begin｜>", "S": "<｜fim▁hole｜>", "M": "<｜fim▁end｜>"}, "Pdef fSreturnM"),
-    ({"P": "▁<PRE>", "S": "▁<SUF>", "M": "▁<MID>", "begins": ""}, ":Pdef fSreturnM"),
     ({"P": "[PREFIX]", "S": "[SUFFIX]", "begins": ""}, ":SreturnPdef f"),
 ]
 

@@ -201,26 +201,20 @@ async def test_for_a_load_the_idle_model_that_was_used_least_recently_is_unloade
 @with_models(A, B, memory_limit=15)
 async def test_a_model_waits_for_an_idle_one_to_be_unloaded(server: ServedModels) -> None:
     await server.complete("a")
-    async with trio.open_nursery() as nursery:
-        answers: dict[str, Any] = {}
-
-        async def complete(key: str, model: str, num_tokens: int) -> None:
-            answers[key] = await server.complete(model, num_tokens)
-            assert answers[key].text == text_of(model, num_tokens)
-
-        nursery.start_soon(complete, "long", "a", 300)
+    async with server.completing("a", 300) as long:
         await trio.sleep(1)
-        nursery.start_soon(complete, "other", "b", 4)
-        await trio.sleep(1)
-        # The one at work takes nobody new, or the other would never have its turn.
-        nursery.start_soon(complete, "late", "a", 4)
-        await trio.sleep(1)
-        assert server.loads.history == [("load", "a")]
-        assert await server.states() == {"a": "loading", "b": "loading"}
+        async with server.completing("b") as other:
+            await trio.sleep(1)
+            # The one at work takes nobody new, or the other would never have its turn.
+            async with server.completing("a") as late:
+                await trio.sleep(1)
+                assert server.loads.history == [("load", "a")]
+                assert await server.states() == {"a": "loading", "b": "loading"}
+    assert (long.text, other.text, late.text) == (text_of("a", 300), text_of("b", 4), text_of("a", 4))
     assert server.loads.history == [
         ("load", "a"), ("unload", "a"), ("load", "b"), ("unload", "b"), ("load", "a"),
     ]  # fmt: skip
-    assert answers["long"].over_at < answers["other"].over_at < answers["late"].over_at
+    assert long.over_at < other.over_at < late.over_at
 
 
 @with_models(A, B, memory_limit=15)

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ from runtime.server.admission import RequestAdmission
 from runtime.server.answers.token_logprobs import token_bytes
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
+from runtime.server.openai.bodies import Completion
 
 FAILS = {"feed": range(8, 10_000)}
 
@@ -90,12 +90,6 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
         if ending != "stop":  # for a stop string, text is withheld
             assert choices[-1].get("text") or choices[-1]["delta"]
         assert len({(event["id"], event["created"], event["model"], event["object"]) for event in streamed.events}) == 1
-        chunk: Any
-        one: Any
-        chunk, one = (ChatChunk, ChatCompletion) if path == CHAT else (Completion, Completion)
-        adapter(one).validate_python(answer.json, strict=True)
-        for event in streamed.events:
-            adapter(chunk).validate_python(event, strict=True)
         if path == CHAT:
             roles = [choice["delta"].get("role") for choice in (*choices, last)]
             assert roles == ["assistant"] + [None] * (len(roles) - 1)
@@ -317,14 +311,9 @@ def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str
 
 @on_server(looping, max_streams=2, max_waiting=1)
 async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
-    async with trio.open_nursery() as nursery:
-        asked: list[Exchange] = []
-
-        async def visit() -> None:
-            asked.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "lookahead": 0}))
-
-        for _ in range(3):
-            nursery.start_soon(visit)
+    async with AsyncExitStack() as stack:
+        long = {**DEF, "max_tokens": 50, "lookahead": 0}
+        asked = [await stack.enter_async_context(server.exchange(COMPLETIONS, long)) for _ in range(3)]
         await trio.sleep(100)
         assert (server.simulation.runtime.num_streams, server.simulation.runtime.num_waiting) == (2, 1)
         for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
@@ -344,9 +333,7 @@ async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
 async def test_a_full_house_is_not_sent_a_body(server: Served) -> None:
     async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 50}) as first:
         await trio.sleep(1)
-        async with server.exchange(COMPLETIONS) as refused:
-            pass
-        assert refused.status == 429
+        assert (await server.ask(COMPLETIONS)).status == 429  # though its body never comes
         first.leave()
 
 
@@ -455,20 +442,14 @@ def test_a_client_may_leave_at_any_time_beside_another(
         simulation = server.simulation
         expected = (await direct(server, DEF, max_tokens=12, lookahead=0)).text
         began = trio.current_time()
-        others: list[Exchange] = []
-
-        async def stay() -> None:
-            others.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 12}))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stay)
+        async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 12}) as other:
             asked = {"prompt": "a" * 3000, "max_tokens": 30, "lookahead": lookahead, "stream": stream}
             async with server.exchange(COMPLETIONS, asked) as one:
                 await trio.sleep_until(began + leaves_at)
                 one.leave()
             left_at = trio.current_time()
             assert one.is_whole or one.over_at == left_at
-        assert others[0].text == expected
+        assert other.text == expected
         sessions = {span.session for span in simulation.spans("target", "prefill") if span.num_tokens > 100}
         late = [
             span
@@ -485,13 +466,8 @@ def test_a_client_may_leave_at_any_time_beside_another(
 @STREAMED
 @on_server(max_streams=1, max_waiting=1)
 async def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(server: Served, stream: bool) -> None:
-    answered: list[Exchange] = []
-
-    async def visit() -> None:
-        answered.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20}))
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(visit)
+    short = {**DEF, "max_tokens": 20}
+    async with server.exchange(COMPLETIONS, short) as first:
         await trio.sleep(10)
         async with server.exchange(COMPLETIONS, {**LONG, "stream": stream}) as waiting:
             await trio.sleep(5)
@@ -499,8 +475,8 @@ async def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(
             waiting.leave()
         assert server.simulation.runtime.num_waiting == 0
         assert (await server.outcomes()) == {"cancelled": 1}
-        nursery.start_soon(visit)
-    assert [answer.status for answer in answered] == [200, 200]
+        later = await server.ask(COMPLETIONS, short)
+    assert (first.status, later.status) == (200, 200)
 
 
 @sweep("phase", ["finished", "refused", "failed", *PHASES])
