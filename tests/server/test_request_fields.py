@@ -22,7 +22,6 @@ from asgi import (
     models,
     on_server,
     saying,
-    simulated_server,
     watched_streams,
 )
 from assembled import text_of
@@ -118,29 +117,29 @@ VARIABLES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_variables_of_the_chat_template_reach_it_but_no_template() -> None:
-    class Watched(Letters):
-        given: Any = None
+class Watched(Letters):
+    """Letters whose template keeps the variables that it was given."""
 
-        def apply_chat_template(self, messages: Any, **more: Any) -> Any:
-            self.given = {name: more[name] for name in more if name not in ("add_generation_prompt", "tokenize")}
-            return super().apply_chat_template(messages, **more)
+    given: Any = None
 
-    tokenizer = Watched()
+    def apply_chat_template(self, messages: Any, **more: Any) -> Any:
+        self.given = {name: more[name] for name in more if name not in ("add_generation_prompt", "tokenize")}
+        return super().apply_chat_template(messages, **more)
 
-    async def test(server: Served) -> None:
-        for fields, expected in VARIABLES:
-            answer = await server.ask(CHAT, {**HELLO, **fields, "max_tokens": 1})
+
+@on_server(tokenizer=Watched())
+async def test_variables_of_the_chat_template_reach_it_but_no_template(server: Served) -> None:
+    tokenizer: Any = server.tokenizer
+    for fields, expected in VARIABLES:
+        answer = await server.ask(CHAT, {**HELLO, **fields, "max_tokens": 1})
+        assert (answer.status, tokenizer.given) == (200, expected)
+        # They mean the same in the other APIs.
+        if "thinking" not in fields:
+            answer = await server.ask(RESPONSES, {"input": "hello", **fields, "max_output_tokens": 1})
             assert (answer.status, tokenizer.given) == (200, expected)
-            # They mean the same in the other APIs.
-            if "thinking" not in fields:
-                answer = await server.ask(RESPONSES, {"input": "hello", **fields, "max_output_tokens": 1})
-                assert (answer.status, tokenizer.given) == (200, expected)
-        refused = await server.ask(CHAT, {**HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
-        assert (refused.status, refused.fault["param"]) == (400, "chat_template_kwargs")
-        assert "cannot have chat_template" in refused.fault["message"]
-
-    simulated_server(test, tokenizer=tokenizer)
+    refused = await server.ask(CHAT, {**HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
+    assert (refused.status, refused.fault["param"]) == (400, "chat_template_kwargs")
+    assert "cannot have chat_template" in refused.fault["message"]
 
 
 def test_special_tokens_but_reasoning_marks_are_left_out_on_request() -> None:
