@@ -11,7 +11,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from protocol.errors import SettingsError
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools, tools_of
-from runtime.server.answers.body import Body, NoEffect, RequestBody, ignored_fields
+from runtime.server.answers.body import Body, BoundedList, NoEffect, RequestBody, ignored_fields
 from runtime.server.answers.request import Objects, Request
 from runtime.server.errors import ErrorResponse, error_response_of_body, short_json
 
@@ -25,7 +25,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
+Content = str | BoundedList[TextPart]
 
 
 def joined(content: str | list[Any]) -> str:
