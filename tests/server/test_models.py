@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -63,23 +64,18 @@ async def test_the_first_model_is_the_default_and_unknown_ones_an_error(server: 
 @with_models(A, B)
 async def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_meanwhile(server: ServedModels) -> None:
     await server.complete("a")
-    done: list[tuple[str, float]] = []
-    began = trio.current_time()
-
-    async def complete(model: str) -> None:
-        assert (await server.complete(model)).text == text_of(model, 4)
-        done.append((model, trio.current_time() - began))
-
-    async with trio.open_nursery() as nursery:
+    began, asked = trio.current_time(), []
+    async with AsyncExitStack() as stack:
         for model in ("b", "b", "a", "b", "a"):
-            nursery.start_soon(complete, model)
+            asked.append((model, await stack.enter_async_context(server.completing(model))))
         await trio.sleep(LOAD_S / 2)
         health = (await ask(server.app, "/health")).json
         assert (health["status"], health["waiting"]) == ("ok", 3)
         assert health["models"]["b"] == {"state": "loading", "status": "ok", "streams": 0, "waiting": 3}
     assert server.loads.history == [("load", "a"), ("load", "b")]
-    assert [model for model, _ in done] == ["a", "a", "b", "b", "b"]
-    assert all((seconds < LOAD_S) == (model == "a") for model, seconds in done)
+    for model, answer in asked:
+        assert answer.text == text_of(model, 4)
+        assert (answer.over_at - began < LOAD_S) is (model == "a")
 
 
 @with_models(A, B, C)
@@ -292,18 +288,10 @@ async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_li
 async def test_a_model_that_fails_to_load_concerns_only_its_clients(server: ServedModels) -> None:
     await server.complete("b")
     server.loads.failing.add("a")
-    answers = []
-
-    async def ask_for(model: str) -> None:
-        answers.append((model, await server.complete(model)))
-
-    async with trio.open_nursery() as nursery:
-        for model in ("a", "a", "b"):
-            nursery.start_soon(ask_for, model)
-    for model, answer in answers:
-        if model == "b":
-            assert answer.text == text_of("b", 4)
-            continue
+    async with server.completing("a") as one, server.completing("a") as another, server.completing("b") as other:
+        pass
+    assert other.text == text_of("b", 4)
+    for answer in (one, another):
         assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
         assert answer.fault["message"] == "model 'a' cannot be loaded: path/of/a is damaged"
     assert (await ask(server.app, "/health")).json["status"] == "ok"
