@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from actors.mlx.memory import active_memory, peak_memory
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.pool import ModelPool
-from runtime.server.models.reports import service_status
+from runtime.server.models.reports import ModelHealth, health_of
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
@@ -62,6 +62,22 @@ _COUNTERS_BY_POSITION = (
         "spec_decode_num_draft_tokens_per_pos",
         "Drafted tokens that were judged, by place in the proposal",
         "proposed_by_position",
+    ),
+)
+# Gauges of a model: name, help, and the value that its health stands for.
+_GAUGES: tuple[tuple[str, str, Callable[[ModelHealth], float]], ...] = (
+    ("model_loaded", "1 while the model is in memory", lambda health: health["state"] == "loaded"),
+    ("streams", "Streams that run", lambda health: health["streams"]),
+    (
+        "waiting",
+        "Streams that wait for the models, and requests that wait for one to be loaded",
+        lambda health: health["waiting"],
+    ),
+    ("healthy", "1 while the target works, or is not loaded", lambda health: health["status"] != "broken"),
+    (
+        "degraded",
+        "1 while the target decodes alone because the drafter has ended, hangs or is late",
+        lambda health: health["status"] == "degraded",
     ),
 )
 # The counters, with the labels that they have besides the model.
@@ -174,18 +190,23 @@ class _ModelCollector(Collector):
         self._past[loaded.name] = _added(self._past[loaded.name], _counts(loaded.runtime))
 
     def collect(self) -> Iterator[Metric]:
-        in_memory = {name: [each.runtime for each in self._models.in_memory(name)] for name in self._past}
-        yield from self._counters(in_memory)
-        yield from self._gauges(in_memory)
+        yield from self._counters()
+        health = {name: health_of(self._models, name) for name in self._past}
+        for metric, text, value in _GAUGES:
+            family = GaugeMetricFamily(f"outrider_{metric}", text, labels=["model"])
+            for name, each in health.items():
+                family.add_metric([name], value(each))
+            yield family
         yield GaugeMetricFamily(
             "outrider_peak_memory_bytes", "Maximum of the memory that MLX has held at once", value=peak_memory()
         )
         yield GaugeMetricFamily("outrider_memory_bytes", "Memory that MLX holds", value=active_memory())
 
-    def _counters(self, in_memory: Mapping[str, Sequence[Runtime]]) -> Iterator[Metric]:
-        counts = {
-            name: reduce(_added, map(_counts, runtimes), self._past[name]) for name, runtimes in in_memory.items()
-        }
+    def _counters(self) -> Iterator[Metric]:
+        counts = {}
+        for name, past in self._past.items():
+            runtimes = [each.runtime for each in self._models.in_memory(name)]
+            counts[name] = reduce(_added, map(_counts, runtimes), past)
         for metric, text, labels in _LABELLED:
             family = CounterMetricFamily(f"outrider_{metric}", text, labels=["model", *labels])
             for name, each in counts.items():
@@ -194,37 +215,10 @@ class _ModelCollector(Collector):
                         family.add_metric([name, *values], number)
             yield family
         loads = CounterMetricFamily("outrider_model_loads", "Loads of a model, by outcome", labels=["model", "outcome"])
-        for name in in_memory:
+        for name in counts:
             loads.add_metric([name, "loaded"], self._models[name].num_loads)
             loads.add_metric([name, "failed"], self._models[name].num_failed_loads)
         yield loads
-
-    def _gauges(self, in_memory: Mapping[str, Sequence[Runtime]]) -> Iterator[Metric]:
-        def family(name: str, text: str, value: Callable[[str, Sequence[Runtime]], float]) -> Metric:
-            metric = GaugeMetricFamily(f"outrider_{name}", text, labels=["model"])
-            for model, runtimes in in_memory.items():
-                metric.add_metric([model], value(model, runtimes))
-            return metric
-
-        yield family(
-            "model_loaded", "1 while the model is in memory", lambda name, _: self._models[name].state == "loaded"
-        )
-        yield family("streams", "Streams that run", lambda _, runtimes: sum(each.num_streams for each in runtimes))
-        yield family(
-            "waiting",
-            "Streams that wait for the models, and requests that wait for one to be loaded",
-            lambda name, runtimes: sum(each.num_waiting for each in runtimes) + self._models[name].num_waiting,
-        )
-        yield family(
-            "healthy",
-            "1 while the target works, or is not loaded",
-            lambda _, runtimes: "broken" not in _statuses(runtimes),
-        )
-        yield family(
-            "degraded",
-            "1 while the target decodes alone because the drafter has ended, hangs or is late",
-            lambda _, runtimes: "degraded" in _statuses(runtimes),
-        )
 
 
 def _counts(runtime: Runtime) -> _Counts:
@@ -243,7 +237,3 @@ def _counts(runtime: Runtime) -> _Counts:
 
 def _added(one: _Counts, other: _Counts) -> _Counts:
     return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
-
-
-def _statuses(runtimes: Sequence[Runtime]) -> set[str]:
-    return {service_status(runtime.health()) for runtime in runtimes}

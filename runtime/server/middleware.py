@@ -119,7 +119,6 @@ class CommonHeaders:
     _app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-
         await self._app(scope, receive, with_headers(send, _HEADERS))
 
 

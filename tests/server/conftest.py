@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page
 from scripted_server import ScriptedServer
-from visitors import Tab, chromium, visitor
-
-Open = Callable[..., Tab]
+from visitors import Open, Tab, chromium, visitor
 
 
 @pytest.fixture(scope="module")

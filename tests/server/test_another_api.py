@@ -12,7 +12,8 @@ from typing_extensions import TypedDict
 
 from runtime.server import app
 from runtime.server.answers.api import Event, Serializer
-from runtime.server.answers.chat import Chat, TranslatedBody, parse_translated
+from runtime.server.answers.body import RequestBody
+from runtime.server.answers.chat import Chat, parse_translated
 from runtime.server.answers.endpoint import Endpoint
 from runtime.server.errors import ErrorResponse
 from runtime.server.operations import ErrorForm, Operation
@@ -28,7 +29,7 @@ class OllamaChat(TypedDict):
     done: bool
 
 
-class OllamaRequest(TranslatedBody):
+class OllamaRequest(RequestBody):
     messages: list[dict[str, Any]]
     stream: bool = True
     options: dict[str, Any] = {}  # noqa: RUF012
@@ -64,12 +65,12 @@ class OllamaSerializer(Serializer):
     def last_events(self, statistics: Any) -> Sequence[Event]:
         return [Line(self._said([], done=True))]
 
-    def error_events(self, error: ErrorResponse, statistics: Any) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
         return [Line({"error": error.detail["message"]})]
 
 
 def parse(body: bytes) -> Chat:
-    return parse_translated(body, OllamaRequest, Chat, frozenset())[1]
+    return parse_translated(body, OllamaRequest, Chat, frozenset(), OllamaRequest.fields)[1]
 
 
 CHAT = Operation(

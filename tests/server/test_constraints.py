@@ -119,38 +119,31 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
 ]
 
 
-def test_answers_keep_to_their_format_in_every_api() -> None:
-    async def main() -> None:
-        async with real_server(*calling_pair(thinks=False)) as (app, _):
-            for path, fields, holds in ASKED:
-                said = {RESPONSES: {"input": "hello"}, COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
-                answer = await ask(app, path, {**said, "temperature": 1, "seed": 3, **fields})
-                assert answer.status == 200, answer.body
-                assert holds(text_of(answer)), answer.body
-                assert "x-outrider-ignored" not in answer.headers or "guided_decoding_backend" in fields
-            for path, fields, param, message in WRONG:
-                said = {COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
-                refused = await ask(app, path, {**said, **fields})
-                assert (refused.status, refused.fault["param"]) == (400, param)
-                assert message in refused.fault["message"]
-
-    trio.run(main)
+async def test_answers_keep_to_their_format_in_every_api() -> None:
+    async with real_server(*calling_pair(thinks=False)) as (app, _):
+        for path, fields, holds in ASKED:
+            said = {RESPONSES: {"input": "hello"}, COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
+            answer = await ask(app, path, {**said, "temperature": 1, "seed": 3, **fields})
+            assert answer.status == 200, answer.body
+            assert holds(text_of(answer)), answer.body
+            assert "x-outrider-ignored" not in answer.headers or "guided_decoding_backend" in fields
+        for path, fields, param, message in WRONG:
+            said = {COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
+            refused = await ask(app, path, {**said, **fields})
+            assert (refused.status, refused.fault["param"]) == (400, param)
+            assert message in refused.fault["message"]
 
 
-def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
+async def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
     tokenizer = Tokenizer(BPE(vocab={"<eos>": 0, "a": 1, "b": 2}, merges=[]))
     tokenizer.decoder = ByteLevel()
     letters = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
-
-    async def main() -> None:
-        schemas = Schemas(letters, ScriptedCheck(), trio.to_thread.run_sync, 10.0)
-        for kind, value, field in (("regex", "[ab]z", "guided_regex"), ("grammar", 'root ::= "a" "z"', "grammar")):
-            grammar = await schemas.grammar(Constraint(kind, value, field), "client")
-            grammar(mx.array([2]), mx.zeros((1, 3)))
-            with pytest.raises(ConstraintError, match="no token stands for") as raised:
-                grammar(mx.array([2, 1]), mx.zeros((1, 3)))
-            failed = ProcessorError("a logits processor raised")
-            failed.__cause__ = raised.value
-            assert error_response_of(failed).detail["param"] == field
-
-    trio.run(main)
+    schemas = Schemas(letters, ScriptedCheck(), trio.to_thread.run_sync, 10.0)
+    for kind, value, field in (("regex", "[ab]z", "guided_regex"), ("grammar", 'root ::= "a" "z"', "grammar")):
+        grammar = await schemas.grammar(Constraint(kind, value, field), "client")
+        grammar(mx.array([2]), mx.zeros((1, 3)))
+        with pytest.raises(ConstraintError, match="no token stands for") as raised:
+            grammar(mx.array([2, 1]), mx.zeros((1, 3)))
+        failed = ProcessorError("a logits processor raised")
+        failed.__cause__ = raised.value
+        assert error_response_of(failed).detail["param"] == field

@@ -113,9 +113,7 @@ async def test_a_strict_server_refuses_an_unknown_field(server: Served, path: st
 
 
 @on_server(is_strict=True, limits=Limits(max_tokens=3))
-async def test_a_strict_server_describes_what_it_refuses(
-    server: Served,
-) -> None:
+async def test_a_strict_server_describes_what_it_refuses(server: Served) -> None:
     described = (await server.ask("/openapi.json")).json
     for path, body in ASKED.items():
         assert (await server.ask(path, {**body, "zzz": 1})).status == 400

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -51,9 +52,7 @@ async def test_a_model_is_loaded_for_its_first_request_and_stays(server: ServedM
 
 
 @with_models(A, B)
-async def test_the_first_model_is_the_default_and_unknown_ones_an_error(
-    server: ServedModels,
-) -> None:
+async def test_the_first_model_is_the_default_and_unknown_ones_an_error(server: ServedModels) -> None:
     assert (await server.complete(None)).json["model"] == "a"
     answer = await server.complete("gpt")
     assert (answer.status, answer.fault["code"], answer.fault["param"]) == (404, "model_not_found", "model")
@@ -65,29 +64,22 @@ async def test_the_first_model_is_the_default_and_unknown_ones_an_error(
 @with_models(A, B)
 async def test_requests_for_a_model_that_loads_share_its_load_and_others_go_on_meanwhile(server: ServedModels) -> None:
     await server.complete("a")
-    done: list[tuple[str, float]] = []
-    began = trio.current_time()
-
-    async def complete(model: str) -> None:
-        assert (await server.complete(model)).text == text_of(model, 4)
-        done.append((model, trio.current_time() - began))
-
-    async with trio.open_nursery() as nursery:
+    began, asked = trio.current_time(), []
+    async with AsyncExitStack() as stack:
         for model in ("b", "b", "a", "b", "a"):
-            nursery.start_soon(complete, model)
+            asked.append((model, await stack.enter_async_context(server.completing(model))))
         await trio.sleep(LOAD_S / 2)
         health = (await ask(server.app, "/health")).json
         assert (health["status"], health["waiting"]) == ("ok", 3)
         assert health["models"]["b"] == {"state": "loading", "status": "ok", "streams": 0, "waiting": 3}
     assert server.loads.history == [("load", "a"), ("load", "b")]
-    assert [model for model, _ in done] == ["a", "a", "b", "b", "b"]
-    assert all((seconds < LOAD_S) == (model == "a") for model, seconds in done)
+    for model, answer in asked:
+        assert answer.text == text_of(model, 4)
+        assert (answer.over_at - began < LOAD_S) is (model == "a")
 
 
 @with_models(A, B, C)
-async def test_models_are_loaded_one_by_one_in_order_of_request(
-    server: ServedModels,
-) -> None:
+async def test_models_are_loaded_one_by_one_in_order_of_request(server: ServedModels) -> None:
     most = 0
 
     async def watch() -> None:
@@ -205,26 +197,20 @@ async def test_for_a_load_the_idle_model_that_was_used_least_recently_is_unloade
 @with_models(A, B, memory_limit=15)
 async def test_a_model_waits_for_an_idle_one_to_be_unloaded(server: ServedModels) -> None:
     await server.complete("a")
-    async with trio.open_nursery() as nursery:
-        answers: dict[str, Any] = {}
-
-        async def complete(key: str, model: str, num_tokens: int) -> None:
-            answers[key] = await server.complete(model, num_tokens)
-            assert answers[key].text == text_of(model, num_tokens)
-
-        nursery.start_soon(complete, "long", "a", 300)
+    async with server.completing("a", 300) as long:
         await trio.sleep(1)
-        nursery.start_soon(complete, "other", "b", 4)
-        await trio.sleep(1)
-        # The one at work takes nobody new, or the other would never have its turn.
-        nursery.start_soon(complete, "late", "a", 4)
-        await trio.sleep(1)
-        assert server.loads.history == [("load", "a")]
-        assert await server.states() == {"a": "loading", "b": "loading"}
+        async with server.completing("b") as other:
+            await trio.sleep(1)
+            # The one at work takes nobody new, or the other would never have its turn.
+            async with server.completing("a") as late:
+                await trio.sleep(1)
+                assert server.loads.history == [("load", "a")]
+                assert await server.states() == {"a": "loading", "b": "loading"}
+    assert (long.text, other.text, late.text) == (text_of("a", 300), text_of("b", 4), text_of("a", 4))
     assert server.loads.history == [
         ("load", "a"), ("unload", "a"), ("load", "b"), ("unload", "b"), ("load", "a"),
     ]  # fmt: skip
-    assert answers["long"].over_at < answers["other"].over_at < answers["late"].over_at
+    assert long.over_at < other.over_at < late.over_at
 
 
 @with_models(A, B, memory_limit=15)
@@ -274,9 +260,7 @@ async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhil
 
 
 @with_models(A, spec("large", num_bytes=30), memory_limit=25)
-async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(
-    server: ServedModels,
-) -> None:
+async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(server: ServedModels) -> None:
     await server.complete("a")
     answer = await server.complete("large")
     assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
@@ -285,9 +269,7 @@ async def test_a_model_beyond_the_limit_is_refused_and_unloads_nothing(
 
 
 @with_models(A, B, C, memory_limit=35)
-async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_limit(
-    server: ServedModels,
-) -> None:
+async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_limit(server: ServedModels) -> None:
     for name in ("a", "b", "c"):
         await server.complete(name)
     assert [event for event, _ in server.loads.history] == ["load"] * 3
@@ -303,23 +285,13 @@ async def test_idle_models_but_the_last_are_unloaded_where_caches_outgrow_the_li
 
 
 @with_models(A, B)
-async def test_a_model_that_fails_to_load_concerns_only_its_clients(
-    server: ServedModels,
-) -> None:
+async def test_a_model_that_fails_to_load_concerns_only_its_clients(server: ServedModels) -> None:
     await server.complete("b")
     server.loads.failing.add("a")
-    answers = []
-
-    async def ask_for(model: str) -> None:
-        answers.append((model, await server.complete(model)))
-
-    async with trio.open_nursery() as nursery:
-        for model in ("a", "a", "b"):
-            nursery.start_soon(ask_for, model)
-    for model, answer in answers:
-        if model == "b":
-            assert answer.text == text_of("b", 4)
-            continue
+    async with server.completing("a") as one, server.completing("a") as another, server.completing("b") as other:
+        pass
+    assert other.text == text_of("b", 4)
+    for answer in (one, another):
         assert (answer.status, answer.fault["code"]) == (503, "model_not_loaded")
         assert answer.fault["message"] == "model 'a' cannot be loaded: path/of/a is damaged"
     assert (await ask(server.app, "/health")).json["status"] == "ok"

@@ -235,16 +235,12 @@ async def test_log_probabilities_are_those_of_a_chat(server: Served) -> None:
     assert bare == [{**token, "top_logprobs": []} for token in expected]
 
 
-def test_log_probabilities_are_those_of_the_text_and_not_of_the_reasoning() -> None:
-    tokenizer = Letters(thinks=True)
-
-    async def test(server: Served) -> None:
-        for response in await both_ways(server, RESPONSES, {**RESPONSE, **LOGPROBS}):
-            reasoning, message = (item["content"][0] for item in response["output"])
-            assert "logprobs" not in reasoning
-            assert "".join(token["token"] for token in message["logprobs"]).strip() == message["text"] == "yes"
-
-    simulated_server(test, answering("<t> hm so </t> yes", tokenizer), tokenizer=tokenizer)
+@on_server(answering("<t> hm so </t> yes"), tokenizer=Letters(thinks=True))
+async def test_log_probabilities_are_those_of_the_text_and_not_of_the_reasoning(server: Served) -> None:
+    for response in await both_ways(server, RESPONSES, {**RESPONSE, **LOGPROBS}):
+        reasoning, message = (item["content"][0] for item in response["output"])
+        assert "logprobs" not in reasoning
+        assert "".join(token["token"] for token in message["logprobs"]).strip() == message["text"] == "yes"
 
 
 def test_log_probabilities_come_beside_reasoning_opened_by_the_template() -> None:
@@ -590,15 +586,11 @@ async def test_a_response_continues_a_stored_one(server: Served, stream: bool) -
     assert server.tokenizer.seen[-1] == [{"role": "system", "content": "be kind"}, *chat, more, user("on")]
 
 
-def test_reasoning_is_kept_for_the_chat_template() -> None:
-    tokenizer = Letters(thinks=True)
-
-    async def test(server: Served) -> None:
-        first = (await server.ask(RESPONSES, RESPONSE)).json
-        await server.ask(RESPONSES, {**RESPONSE, "previous_response_id": first["id"]})
-        assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
-
-    simulated_server(test, answering("<t>hm</t>yes", tokenizer), tokenizer=tokenizer)
+@on_server(answering("<t>hm</t>yes"), tokenizer=Letters(thinks=True))
+async def test_reasoning_is_kept_for_the_chat_template(server: Served) -> None:
+    first = (await server.ask(RESPONSES, RESPONSE)).json
+    await server.ask(RESPONSES, {**RESPONSE, "previous_response_id": first["id"]})
+    assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
 
 
 @on_server()

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from scripted_server import Exchange, ScriptedServer
-from visitors import Tab
+from visitors import Open, Tab
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-
-Open = Callable[..., Tab]
 
 
 def writing(tab: Tab, server: ScriptedServer, prompt: str = "Once", *words: Any) -> Exchange:
@@ -88,27 +86,6 @@ def test_a_text_that_takes_long_to_lay_out_is_shown_less_often(tab: Tab, server:
     )
     together = "quick slow later together"
     assert seen == ["quick ", "quick slow ", "quick slow ", together, f"{together}, and the end", 200, 2]
-
-
-def test_thoughts_stand_apart(tab: Tab, server: ScriptedServer) -> None:
-    server.model["has_chat_template"] = True
-    tab.load()
-    written(tab, server, "How many?", ("Let me", "thought drafted"), (" count.", "thought"), ("Four", "drafted"), ".")
-    tab["thoughts"].click()
-    tab.expect_text("Let me count.\nFour.")
-    assert tab.runs == [["thought drafted", "Let me"], ["thought", " count."], ["drafted", "Four"], ["", "."]]
-    expect(tab["thought-key"]).to_be_visible()
-
-
-def test_a_model_that_chats_is_asked_a_question(tab: Tab, server: ScriptedServer) -> None:
-    server.model["has_chat_template"] = True
-    tab.load()
-    exchange = writing(tab, server, "How many?", "Four")
-    assert exchange.path == "/v1/chat/completions"
-    assert exchange.body["messages"] == [{"role": "user", "content": "How many?"}]
-    assert "prompt" not in exchange.body
-    expect(tab["question"]).to_have_text("How many?")
-    tab.expect_text("Four")
 
 
 def test_what_somebody_wrote_stays_text(opened: Open, server: ScriptedServer) -> None:
@@ -368,7 +345,6 @@ def test_a_new_prompt_ends_the_old_answer(tab: Tab, server: ScriptedServer, unde
     old.wait_gone()
     new = server.next()
     assert new.body["prompt"] == "Twice"
-    new.start()
     new.write(" as much")
     tab.expect_text("Twice as much")
     new.finish()
@@ -384,7 +360,6 @@ def test_words_that_were_under_way_do_not_get_into_the_next_answer(tab: Tab, ser
     tab.press("Enter")
     old.wait_gone()
     new = server.next()
-    new.start()
     new.write(" as much")
     new.finish()
     tab.expect_state("done")
@@ -481,7 +456,7 @@ def test_a_full_house_says_when_to_try_again(opened: Open, server: ScriptedServe
     tab.page.clock.install()
     tab.ask("Once")
     # When to try again is said once.
-    server.next().refuse(429, "36 answers are under way; try again in 30 s", Retry_After="30", Connection="close")
+    server.next().refuse(429, "36 answers are under way; try again in 30 s", Retry_After="30")
     tab.expect_failed("36 answers are under way.")
     expect(tab["problem-when"]).to_have_text("Try again in 30 s.")
     tab.page.clock.fast_forward(20_000)
@@ -494,7 +469,6 @@ def test_a_full_house_says_when_to_try_again(opened: Open, server: ScriptedServe
     exchange = server.next()
     assert exchange.body["prompt"] == "Once"
     expect(tab["problem"]).to_be_hidden()
-    exchange.start()
     exchange.write(" upon")
     tab.expect_text("Once upon")
 
@@ -502,7 +476,7 @@ def test_a_full_house_says_when_to_try_again(opened: Open, server: ScriptedServe
 def test_retry_is_offered_where_it_can_help(tab: Tab, server: ScriptedServer) -> None:
     for status, helps in {400: False, 413: False, 404: True, 429: True, 500: True, 503: True}.items():
         tab.ask("Once")
-        server.next().refuse(status, f"refused with {status}", Connection="close")
+        server.next().refuse(status, f"refused with {status}")
         tab.expect_failed(f"refused with {status}.")
         assert tab["retry"].is_visible() is helps
     for kind, helps in {"invalid_request_error": False, "server_error": True}.items():
@@ -516,7 +490,7 @@ def test_a_refused_prompt_stays_in_the_box_and_its_refusal_until_it_is_changed(
     tab: Tab, server: ScriptedServer
 ) -> None:
     tab.ask("Once")
-    server.next().refuse(400, "the prompt is too long", Connection="close")
+    server.next().refuse(400, "the prompt is too long")
     tab.expect_failed("the prompt is too long.")
     expect(tab["prompt"]).to_have_value("Once")
     expect(tab["answer"]).to_be_hidden()  # or the prompt would stand there twice
@@ -524,7 +498,7 @@ def test_a_refused_prompt_stays_in_the_box_and_its_refusal_until_it_is_changed(
     tab.press("End", "Backspace")
     expect(tab["problem"]).to_be_hidden()
     tab.press("Enter")
-    server.next().refuse(400, "max_tokens is too high", Connection="close")
+    server.next().refuse(400, "max_tokens is too high")
     tab.expect_failed("max_tokens is too high.")
     tab["settings-button"].click()
     tab.page.get_by_label("Max tokens").fill("64")
@@ -535,7 +509,7 @@ def test_retry_sends_the_refused_prompt_as_edited_not_the_next(tab: Tab, server:
     tab.ask("Once")
     exchange = server.next()
     tab.type("Twice")
-    exchange.refuse(429, "full", Connection="close")
+    exchange.refuse(429, "full")
     tab.expect_failed("full.")
     expect(tab["prompt"]).to_have_value("Twice")
     tab["retry"].click()
@@ -543,7 +517,7 @@ def test_retry_sends_the_refused_prompt_as_edited_not_the_next(tab: Tab, server:
     assert exchange.body["prompt"] == "Once"
     expect(tab["prompt"]).to_have_value("Twice")
     tab["prompt"].fill("")
-    exchange.refuse(503, "the models are not there", Connection="close")
+    exchange.refuse(503, "the models are not there")
     tab.expect_failed("the models are not there.")
     tab["prompt"].focus()
     tab.press("End")
@@ -572,7 +546,7 @@ def test_a_server_that_is_there_again_is_no_longer_said_not_to_be(opened: Open, 
 def test_when_to_try_again_may_be_a_date_or_not_be_known(opened: Open, server: ScriptedServer) -> None:
     tab = opened()  # whose clock is set
     tab.ask("Once")
-    server.next().refuse(400, "max_tokens is 0, and must be at least 1", Connection="close")
+    server.next().refuse(400, "max_tokens is 0, and must be at least 1")
     tab.expect_failed("max_tokens is 0, and must be at least 1.")
     expect(tab["problem-when"]).to_have_text("")
     assert len(tab.failed_requests) == 1
@@ -580,7 +554,7 @@ def test_when_to_try_again_may_be_a_date_or_not_be_known(opened: Open, server: S
     tab.page.clock.pause_at(1_800_000_001)
     tab.ask("Once")
     date = email.utils.formatdate(1_800_000_091, usegmt=True)
-    server.next().refuse(429, "full.", Retry_After=date, Connection="close")
+    server.next().refuse(429, "full.", Retry_After=date)
     tab.expect_failed("full.")
     expect(tab["problem-when"]).to_have_text("Try again in 90 s.")
 
@@ -623,7 +597,7 @@ def test_an_error_without_a_message_has_its_number(tab: Tab, server: ScriptedSer
     bodies = "<html>Bad gateway</html>", "{}", "[]", '{"error": "x"}', '{"error": {"message": 3}}'
     for status, body in enumerate(bodies, start=500):
         tab.ask("Once")
-        server.next().answer(status, body, {"Connection": "close"})
+        server.next().answer(status, body)
         tab.expect_failed(f"The server answered {status} Whatever.")
 
 
@@ -692,7 +666,6 @@ def test_a_server_that_was_not_there_can_be_met_later(opened: Open, server: Scri
     tab.page.unroute("**/v1/models")
     tab["retry"].click()
     exchange = server.next()
-    exchange.start()
     exchange.write(" upon")
     tab.expect_text("Once upon")
 
@@ -728,7 +701,6 @@ def test_a_key_that_is_wanted_in_between_goes_on_with_the_prompt(tab: Tab, serve
     tab.press("Enter")
     exchange = server.next()
     assert exchange.body["prompt"] == "Once"
-    exchange.start()
     exchange.write(" upon")
     tab.expect_text("Once upon")
 
@@ -870,7 +842,6 @@ def test_everything_can_be_done_by_keyboard(tab: Tab, server: ScriptedServer) ->
     tab.press("Shift+Tab", "Enter")
     exchange = server.next()
     assert (exchange.body["prompt"], exchange.body["max_tokens"]) == ("Once", 9)
-    exchange.start()
     exchange.write(" upon")
     tab.expect_state("writing")
     tab.press("Tab", "Tab")
@@ -902,7 +873,7 @@ def test_states_are_read_out_and_tokens_are_not(tab: Tab, server: ScriptedServer
     expect(tab["said"]).to_have_text("Done, end of text, 1 token")
     expect(tab["text"]).to_have_attribute("aria-busy", "false")
     tab.ask("Twice")
-    server.next().refuse(429, "full", Connection="close")
+    server.next().refuse(429, "full")
     expect(tab["said"]).to_have_text("Failed, full")
 
 

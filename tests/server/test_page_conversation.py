@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
 from scripted_server import Exchange, ScriptedServer
-from visitors import Tab
+from visitors import Open, Tab
 
 pytestmark = pytest.mark.browser
-
-Open = Callable[..., Tab]
 
 
 @pytest.fixture(autouse=True)
@@ -26,11 +23,14 @@ def answered(tab: Tab, server: ScriptedServer, question: str, *words: Any) -> Ex
     """An answer that is over."""
     tab.ask(question)
     exchange = server.next()
-    exchange.start()
+    answer(tab, exchange, *words)
+    return exchange
+
+
+def answer(tab: Tab, exchange: Exchange, *words: Any) -> None:
     exchange.write(*words)
     exchange.finish()
     tab.expect_state("done")
-    return exchange
 
 
 def test_the_text_grows_and_shows_what_was_drafted(tab: Tab, server: ScriptedServer) -> None:
@@ -38,7 +38,6 @@ def test_the_text_grows_and_shows_what_was_drafted(tab: Tab, server: ScriptedSer
     tab.load()
     tab.ask("Once")
     exchange = server.next()
-    exchange.start()
     exchange.write((" upon", "drafted"), (" a", "drafted"), " time")
     tab.expect_text("Once upon a time")
     exchange.write(" there", (" was", "drafted"), (" a", "drafted"), " king")
@@ -60,7 +59,9 @@ def test_the_text_grows_and_shows_what_was_drafted(tab: Tab, server: ScriptedSer
 
 def test_a_question_goes_on_with_what_was_said(tab: Tab, server: ScriptedServer) -> None:
     first = answered(tab, server, "How many?", ("Let me count.", "thought"), "Four ", ("legs", "drafted"))
+    expect(tab["question"]).to_have_text("How many?")
     second = answered(tab, server, "Of what?", "Of a dog")
+    assert (first.path, "prompt" in first.body) == ("/v1/chat/completions", False)
     assert first.body["messages"] == [{"role": "user", "content": "How many?"}]
     said = [*first.body["messages"], {"role": "assistant", "content": "Four legs"}]
     assert second.body["messages"] == [*said, {"role": "user", "content": "Of what?"}]
@@ -87,7 +88,6 @@ def test_an_edited_question_and_a_failed_answer_are_no_part_of_it(tab: Tab, serv
     tab.press("Enter")
     edited = server.next()
     assert [message["content"] for message in edited.body["messages"]] == ["How mny?"]
-    edited.start()
     edited.write("Fo")
     tab.expect_state("writing")
     edited.cut()
@@ -99,7 +99,7 @@ def test_an_edited_question_and_a_failed_answer_are_no_part_of_it(tab: Tab, serv
 def test_a_refused_question_is_in_the_box_alone(tab: Tab, server: ScriptedServer) -> None:
     answered(tab, server, "How many?", "Four")
     tab.ask("Of what?")
-    server.next().refuse(429, "full", Connection="close")
+    server.next().refuse(429, "full")
     tab.expect_failed("full.")
     expect(tab["prompt"]).to_have_value("Of what?")
     expect(tab["question"]).to_be_hidden()
@@ -107,14 +107,10 @@ def test_a_refused_question_is_in_the_box_alone(tab: Tab, server: ScriptedServer
     expect(tab.page.locator("#past .turn")).to_have_count(1)
     tab["retry"].click()
     expect(tab["question"]).to_have_text("Of what?")
-    again = server.next()
-    again.start()
-    again.write("Of a dog")
-    again.finish()
-    tab.expect_state("done")
+    answer(tab, server.next(), "Of a dog")
     expect(tab["edit"]).to_be_visible()
     tab.ask("Sure?")
-    server.next().refuse(429, "full", Connection="close")
+    server.next().refuse(429, "full")
     tab.expect_failed("full.")
     tab["anew"].click()
     expect(tab["welcome"]).to_be_visible()
@@ -133,7 +129,6 @@ def test_a_system_message_and_tools_are_sent_and_calls_are_shown(tab: Tab, serve
     exchange = server.next()
     assert exchange.body["tools"] == tools
     assert exchange.body["messages"][0] == {"role": "system", "content": "You are brief."}
-    exchange.start()
     for piece in ({"name": "look", "arguments": ""}, {"arguments": '{"in": "<b>'}, {"arguments": '</b>"}'}):
         delta = {"tool_calls": [{"index": 0, "function": piece}]}
         exchange.event({"id": "x", "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
@@ -281,10 +276,7 @@ def test_a_model_that_is_being_loaded_is_waited_for_and_can_be_left(tab: Tab, se
     tab.expect_state("loading")
     server.others[0]["state"] = "loaded"
     tab.expect_state("connecting")  # it is loaded, and the prompt is being prepared
-    exchange.start()
-    exchange.write("Me")
-    exchange.finish()
-    tab.expect_state("done")
+    answer(tab, exchange, "Me")
     assert [message["content"] for message in exchange.body["messages"]] == ["Who?", "I", "And you?"]
 
 
@@ -299,10 +291,7 @@ def test_a_question_goes_to_the_model_that_was_just_chosen(tab: Tab, server: Scr
     tab.page.unroute("**/v1/models")  # which lets the held ones go on
     exchange = server.next()
     assert exchange.body["model"] == "tiny/second"
-    exchange.start()
-    exchange.write("Me")
-    exchange.finish()
-    tab.expect_state("done")
+    answer(tab, exchange, "Me")
 
 
 @pytest.mark.slow
@@ -313,14 +302,11 @@ def test_a_model_that_turns_out_not_to_chat_is_given_a_text(tab: Tab, server: Sc
     asked = server.next()
     assert asked.path == "/v1/chat/completions"
     server.model |= {"has_chat_template": False, "state": "loaded"}
-    asked.refuse(400, "there is no chat template", Connection="close")
+    asked.refuse(400, "there is no chat template")
     exchange = server.next()
     assert (exchange.path, exchange.body["prompt"]) == ("/v1/completions", "Once")
-    exchange.start()
-    exchange.write(" upon")
-    exchange.finish()
+    answer(tab, exchange, " upon")
     tab.expect_text("Once upon")
-    tab.expect_state("done")
     expect(tab["prompt"]).to_have_value("")
 
 
@@ -343,14 +329,15 @@ def test_a_conversation_fits_on_any_screen(opened: Open, server: ScriptedServer,
 def test_reasoning_is_folded_once_the_answer_begins(tab: Tab, server: ScriptedServer) -> None:
     tab.ask("How many?")
     exchange = server.next()
-    exchange.start()
-    exchange.write(("Let me count.", "thought"))
+    exchange.write(("Let me", "thought drafted"), (" count.", "thought"))
     tab.expect_text("Let me count.")
-    exchange.write("Four.")
+    exchange.write(("Four", "drafted"), ".")
     tab.expect_text("Four.")
     expect(tab["thoughts"]).to_have_attribute("aria-expanded", "false")
     tab["thoughts"].click()
     tab.expect_text("Let me count.\nFour.")
+    assert tab.runs == [["thought drafted", "Let me"], ["thought", " count."], ["drafted", "Four"], ["", "."]]
+    expect(tab["thought-key"]).to_be_visible()
     exchange.write(" Or five.")
     tab.expect_text("Let me count.\nFour. Or five.")
     exchange.finish()

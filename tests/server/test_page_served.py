@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,7 +15,7 @@ from playwright.sync_api import expect
 from scripted_server import POLICY
 from served_command import until
 from served_thread import num_streams, serving_in_thread
-from visitors import Tab
+from visitors import Open, Tab
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.server.app import Service
@@ -65,9 +65,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     service = Service(Limits(max_waiting=0, grace_s=0))
     with serving_in_thread(target, draft, service, max_streams=2) as url:
         yield Served(url)
-
-
-Open = Callable[..., Tab]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import pytest
@@ -22,7 +22,6 @@ from asgi import (
     models,
     on_server,
     saying,
-    simulated_server,
     watched_streams,
 )
 from assembled import text_of
@@ -40,21 +39,25 @@ from runtime.server.openai.requests import ChatRequest
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.store import ResponseStore
 
+OTHERS = [(RESPONSES, {"input": "hello", "max_output_tokens": 30}), (MESSAGES, {**HELLO, "max_tokens": 30})]
 
-@BOTH
+
+@sweep(("path", "body"), [(COMPLETIONS, {**DEF, "max_tokens": 30}), (CHAT, {**HELLO, "max_tokens": 30}), *OTHERS])
 @on_server()
 async def test_a_text_ends_with_what_has_stopped_it_where_that_is_asked_for(
     server: Served, path: str, body: Any
 ) -> None:
-    whole = (await direct(server, body, max_tokens=30)).text
+    whole = (await direct(server, DEF if path == COMPLETIONS else HELLO, max_tokens=30)).text
     stop = whole[11:13]
-    asked = {**body, "max_tokens": 30, "include_stop_str_in_output": True}
     token = {"stop": "", "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
-    for stream in (False, True):
-        answer = await server.ask(path, {**asked, "stop": stop, "stream": stream})
-        assert answer.text == whole[: whole.index(stop)] + stop
-        answer = await server.ask(path, {**asked, **token, "stream": stream})
-        assert answer.text == whole[: whole.index(whole[11]) + 1]
+    for more, expected in (
+        ({"stop": stop}, whole[: whole.index(stop)] + stop),
+        (token, whole[: whole.index(whole[11]) + 1]),
+    ):
+        asked = {**body, "include_stop_str_in_output": True, **more}
+        answer, streamed = await server.ask(path, asked), await server.ask(path, {**asked, "stream": True})
+        assert "x-outrider-ignored" not in answer.headers
+        assert text_of(answer) == text_of(streamed) == expected
 
 
 @on_server(hashed("ends", 4.0), hashed("draft", 1.0, hashed("ends", 4.0)))
@@ -114,29 +117,29 @@ VARIABLES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_variables_of_the_chat_template_reach_it_but_no_template() -> None:
-    class Watched(Letters):
-        given: Any = None
+class Watched(Letters):
+    """Letters whose template keeps the variables that it was given."""
 
-        def apply_chat_template(self, messages: Any, **more: Any) -> Any:
-            self.given = {name: more[name] for name in more if name not in ("add_generation_prompt", "tokenize")}
-            return super().apply_chat_template(messages, **more)
+    given: Any = None
 
-    tokenizer = Watched()
+    def apply_chat_template(self, messages: Any, **more: Any) -> Any:
+        self.given = {name: more[name] for name in more if name not in ("add_generation_prompt", "tokenize")}
+        return super().apply_chat_template(messages, **more)
 
-    async def test(server: Served) -> None:
-        for fields, expected in VARIABLES:
-            answer = await server.ask(CHAT, {**HELLO, **fields, "max_tokens": 1})
+
+@on_server(tokenizer=Watched())
+async def test_variables_of_the_chat_template_reach_it_but_no_template(server: Served) -> None:
+    tokenizer: Any = server.tokenizer
+    for fields, expected in VARIABLES:
+        answer = await server.ask(CHAT, {**HELLO, **fields, "max_tokens": 1})
+        assert (answer.status, tokenizer.given) == (200, expected)
+        # They mean the same in the other APIs.
+        if "thinking" not in fields:
+            answer = await server.ask(RESPONSES, {"input": "hello", **fields, "max_output_tokens": 1})
             assert (answer.status, tokenizer.given) == (200, expected)
-            # They mean the same in the other APIs.
-            if "thinking" not in fields:
-                answer = await server.ask(RESPONSES, {"input": "hello", **fields, "max_output_tokens": 1})
-                assert (answer.status, tokenizer.given) == (200, expected)
-        refused = await server.ask(CHAT, {**HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
-        assert (refused.status, refused.fault["param"]) == (400, "chat_template_kwargs")
-        assert "cannot have chat_template" in refused.fault["message"]
-
-    simulated_server(test, tokenizer=tokenizer)
+    refused = await server.ask(CHAT, {**HELLO, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
+    assert (refused.status, refused.fault["param"]) == (400, "chat_template_kwargs")
+    assert "cannot have chat_template" in refused.fault["message"]
 
 
 def test_special_tokens_but_reasoning_marks_are_left_out_on_request() -> None:
@@ -156,53 +159,27 @@ def test_special_tokens_but_reasoning_marks_are_left_out_on_request() -> None:
     )
 
 
-OTHERS = sweep(
-    ("path", "body"),
-    [(RESPONSES, {"input": "hello", "max_output_tokens": 30}), (MESSAGES, {**HELLO, "max_tokens": 30})],
-)
+class WithSpecialToken(Letters):
+    """Letters, of which x is a special token."""
+
+    added_tokens_decoder: ClassVar[Any] = {Letters.ALPHABET.index("x"): AddedToken("x", special=True)}
 
 
-@OTHERS
-@on_server()
-async def test_the_other_apis_show_what_has_stopped_a_text_too(server: Served, path: str, body: Any) -> None:
-    whole = (await direct(server, HELLO, max_tokens=30)).text
-    stop = whole[11:13]
-    token = {"stop": [], "stop_token_ids": [Letters.ALPHABET.index(whole[11])]}
-    for more, expected in (
-        ({"stop": stop}, whole[: whole.index(stop)] + stop),
-        (token, whole[: whole.index(whole[11]) + 1]),
-    ):
-        asked = {**body, "include_stop_str_in_output": True, **more}
-        answer, streamed = await server.ask(path, asked), await server.ask(path, {**asked, "stream": True})
+@sweep(("path", "body"), OTHERS)
+@on_server(answering("axbxc"), tokenizer=WithSpecialToken())
+async def test_the_other_apis_leave_special_tokens_out_too(server: Served, path: str, body: Any) -> None:
+    for more, expected in (({}, "axbxc"), ({"skip_special_tokens": True}, "abc")):
+        answer, streamed = [await server.ask(path, {**body, **more, "stream": stream}) for stream in (False, True)]
         assert "x-outrider-ignored" not in answer.headers
         assert text_of(answer) == text_of(streamed) == expected
 
 
-@OTHERS
-def test_the_other_apis_leave_special_tokens_out_too(path: str, body: Any) -> None:
-    tokenizer: Any = Letters()
-    tokenizer.added_tokens_decoder = {Letters.ALPHABET.index("x"): AddedToken("x", special=True)}
-
-    async def test(server: Served) -> None:
-        for more, expected in (({}, "axbxc"), ({"skip_special_tokens": True}, "abc")):
-            answer, streamed = [await server.ask(path, {**body, **more, "stream": stream}) for stream in (False, True)]
-            assert "x-outrider-ignored" not in answer.headers
-            assert text_of(answer) == text_of(streamed) == expected
-
-    simulated_server(test, answering("axbxc", tokenizer), tokenizer=tokenizer)
-
-
-def test_special_tokens_that_are_left_out_have_no_place_in_the_text() -> None:
-    tokenizer: Any = Letters()
-    tokenizer.added_tokens_decoder = {Letters.ALPHABET.index("x"): AddedToken("x", special=True)}
-
-    async def test(server: Served) -> None:
-        asked = {**DEF, "skip_special_tokens": True, "logprobs": 0}
-        (choice,) = (await server.ask(COMPLETIONS, asked)).json["choices"]
-        assert (choice["text"], choice["logprobs"]["text_offset"]) == ("abc", [0, 1, 1, 2, 2])
-        assert choice["logprobs"]["tokens"] == list("axbxc")
-
-    simulated_server(test, ScriptedModel(saying("axbxc", len(DEF["prompt"]))), tokenizer=tokenizer)
+@on_server(saying("axbxc", len(DEF["prompt"])), tokenizer=WithSpecialToken())
+async def test_special_tokens_that_are_left_out_have_no_place_in_the_text(server: Served) -> None:
+    asked = {**DEF, "skip_special_tokens": True, "logprobs": 0}
+    (choice,) = (await server.ask(COMPLETIONS, asked)).json["choices"]
+    assert (choice["text"], choice["logprobs"]["text_offset"]) == ("abc", [0, 1, 1, 2, 2])
+    assert choice["logprobs"]["tokens"] == list("axbxc")
 
 
 OTHER_NAMES = [("max_tokens", "n_predict", 5), ("seed", "random_seed", 4), ("thinking", "enable_thinking", False)]
@@ -299,18 +276,3 @@ async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server: Serve
     for several in ({"n": 2}, {"n": 2, "stream": True, "timings_per_token": True}):
         assert b"timings" not in (await server.ask(path, {**body, "max_tokens": 5, **several})).body
     assert "draft_n" not in (await server.ask(path, {**body, "max_tokens": 5, "lookahead": 0})).json["timings"]
-
-
-@BOTH
-@on_server(hashed("ends", 4.0))
-async def test_the_last_chunk_has_content_only_if_there_is_some(server: Served, path: str, body: Any) -> None:
-    seen = watched_streams(server)
-    for more in ({}, {"max_tokens": 5}, {"max_tokens": 5, "logprobs": True if path == CHAT else 2}):
-        answer = await server.ask(path, {**body, "max_tokens": 400, "stream": True, **more})
-        *chunks, last = [event["choices"][0] for event in answer.events]
-        reason = "length" if more else "stop"
-        assert [chunk["finish_reason"] for chunk in chunks] == [None] * len(chunks)
-        assert (last["finish_reason"], last["logprobs"]) == (reason, None)
-        assert last.get("delta", {"text": ""}) == {} or last["text"] == ""
-        assert chunks[-1].get("text") or chunks[-1]["delta"]
-    assert len(seen) == 3

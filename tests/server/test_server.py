@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import pytest
@@ -56,7 +56,7 @@ from runtime.server.admission import RequestAdmission
 from runtime.server.answers.token_logprobs import token_bytes
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
+from runtime.server.openai.bodies import Completion
 
 FAILS = {"feed": range(8, 10_000)}
 
@@ -64,12 +64,13 @@ FAILS = {"feed": range(8, 10_000)}
 
 
 @BOTH
-@sweep("ending", ["length", "stop", "end"])
+@sweep("ending", ["length", "logprobs", "stop", "end"])
 def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) -> None:
     async def test(server: Served) -> None:
         whole = (await direct(server, body, max_tokens=30)).text
         more = {
             "length": {"max_tokens": 30},
+            "logprobs": {"max_tokens": 30, "logprobs": True if path == CHAT else 2},
             "stop": {"max_tokens": 30, "stop": [whole[11:13]]},
             "end": {"max_tokens": 400},
         }[ending]
@@ -80,18 +81,17 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
         assert streamed.is_whole
         assert streamed.text == answer.text
         assert len(answer.text) >= 3
-        reasons = [event["choices"][0]["finish_reason"] for event in streamed.events]
-        assert reasons[-1] == answer.json["choices"][0]["finish_reason"] == ("length" if ending == "length" else "stop")
-        assert set(reasons[:-1]) == {None}
+        *choices, last = [event["choices"][0] for event in streamed.events]
+        reason = "length" if ending in ("length", "logprobs") else "stop"
+        assert last["finish_reason"] == answer.json["choices"][0]["finish_reason"] == reason
+        assert {choice["finish_reason"] for choice in choices} == {None}
+        # Some clients do not look for text where they find a finish reason.
+        assert (last.get("text", ""), last.get("delta", {}), last["logprobs"]) == ("", {}, None)
+        if ending != "stop":  # for a stop string, text is withheld
+            assert choices[-1].get("text") or choices[-1]["delta"]
         assert len({(event["id"], event["created"], event["model"], event["object"]) for event in streamed.events}) == 1
-        chunk: Any
-        one: Any
-        chunk, one = (ChatChunk, ChatCompletion) if path == CHAT else (Completion, Completion)
-        adapter(one).validate_python(answer.json, strict=True)
-        for event in streamed.events:
-            adapter(chunk).validate_python(event, strict=True)
         if path == CHAT:
-            roles = [event["choices"][0]["delta"].get("role") for event in streamed.events]
+            roles = [choice["delta"].get("role") for choice in (*choices, last)]
             assert roles == ["assistant"] + [None] * (len(roles) - 1)
 
     simulated_server(test, *models(hashed("ends", 4.0) if ending == "end" else looping))
@@ -222,19 +222,6 @@ async def test_offsets_of_tokens_count_what_is_withheld_for_a_stop_string(server
 
 
 @BOTH
-@sweep("ending", ["length", "stop"])
-@on_server(looping)
-async def test_the_chunk_that_ends_a_text_has_no_text(server: Served, ending: str, path: str, body: Any) -> None:
-    whole = (await server.ask(path, {**body, "max_tokens": 6})).text
-    more = {"stop": [whole[3:5]]} if ending == "stop" else {}
-    streamed = await server.ask(path, {**body, "max_tokens": 6, "stream": True, **more})
-    assert streamed.text == (whole if ending == "length" else whole[:3])
-    [choice] = streamed.events[-1]["choices"]
-    assert choice["finish_reason"] == ending
-    assert (choice.get("text", ""), choice.get("delta", {})) == ("", {})
-
-
-@BOTH
 @on_server(looping, price=priced(prefill=8.0, decode=2.0, verify=2.0))
 async def test_the_first_chunk_of_each_choice_comes_with_its_first_token(server: Served, path: str, body: Any) -> None:
     seen = watched_streams(server)
@@ -324,14 +311,9 @@ def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str
 
 @on_server(looping, max_streams=2, max_waiting=1)
 async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
-    async with trio.open_nursery() as nursery:
-        asked: list[Exchange] = []
-
-        async def visit() -> None:
-            asked.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 50, "lookahead": 0}))
-
-        for _ in range(3):
-            nursery.start_soon(visit)
+    async with AsyncExitStack() as stack:
+        long = {**DEF, "max_tokens": 50, "lookahead": 0}
+        asked = [await stack.enter_async_context(server.exchange(COMPLETIONS, long)) for _ in range(3)]
         await trio.sleep(100)
         assert (server.simulation.runtime.num_streams, server.simulation.runtime.num_waiting) == (2, 1)
         for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
@@ -351,9 +333,7 @@ async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
 async def test_a_full_house_is_not_sent_a_body(server: Served) -> None:
     async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 50}) as first:
         await trio.sleep(1)
-        async with server.exchange(COMPLETIONS) as refused:
-            pass
-        assert refused.status == 429
+        assert (await server.ask(COMPLETIONS)).status == 429  # though its body never comes
         first.leave()
 
 
@@ -462,20 +442,14 @@ def test_a_client_may_leave_at_any_time_beside_another(
         simulation = server.simulation
         expected = (await direct(server, DEF, max_tokens=12, lookahead=0)).text
         began = trio.current_time()
-        others: list[Exchange] = []
-
-        async def stay() -> None:
-            others.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 12}))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stay)
+        async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 12}) as other:
             asked = {"prompt": "a" * 3000, "max_tokens": 30, "lookahead": lookahead, "stream": stream}
             async with server.exchange(COMPLETIONS, asked) as one:
                 await trio.sleep_until(began + leaves_at)
                 one.leave()
             left_at = trio.current_time()
             assert one.is_whole or one.over_at == left_at
-        assert others[0].text == expected
+        assert other.text == expected
         sessions = {span.session for span in simulation.spans("target", "prefill") if span.num_tokens > 100}
         late = [
             span
@@ -492,13 +466,8 @@ def test_a_client_may_leave_at_any_time_beside_another(
 @STREAMED
 @on_server(max_streams=1, max_waiting=1)
 async def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(server: Served, stream: bool) -> None:
-    answered: list[Exchange] = []
-
-    async def visit() -> None:
-        answered.append(await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20}))
-
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(visit)
+    short = {**DEF, "max_tokens": 20}
+    async with server.exchange(COMPLETIONS, short) as first:
         await trio.sleep(10)
         async with server.exchange(COMPLETIONS, {**LONG, "stream": stream}) as waiting:
             await trio.sleep(5)
@@ -506,8 +475,8 @@ async def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(
             waiting.leave()
         assert server.simulation.runtime.num_waiting == 0
         assert (await server.outcomes()) == {"cancelled": 1}
-        nursery.start_soon(visit)
-    assert [answer.status for answer in answered] == [200, 200]
+        later = await server.ask(COMPLETIONS, short)
+    assert (first.status, later.status) == (200, 200)
 
 
 @sweep("phase", ["finished", "refused", "failed", *PHASES])
@@ -811,9 +780,7 @@ async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_ea
     assert found["outrider_longest_pass_wait_seconds_count", MODEL] == 3
 
 
-def test_figures_of_two_servers_add_up_to_those_of_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_figures_of_two_servers_add_up_to_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # Otherwise prices decide, which one server knows better than two.
     monkeypatch.setattr(Prices, "works_ahead", lambda *_: True)
     # No prompt begins as another does: what is cached of earlier ones depends on who had them.
@@ -927,9 +894,7 @@ async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> No
 
 
 @sweep("template", [BEGUN_TEMPLATE, THINKING_TEMPLATE])
-async def test_the_answer_is_json_beside_a_template_that_opens_a_thought(
-    template: str,
-) -> None:
+async def test_the_answer_is_json_beside_a_template_that_opens_a_thought(template: str) -> None:
     of = tokenizer(template, thinks=True)
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
     async with real_server((target(), of), limits=Limits(max_tokens=120)) as (app, _):

@@ -18,7 +18,6 @@ import trio
 from asgi import Aside, ScriptedCheck
 from command_line import HANGS_S, ROOT, environment
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from scripted import run
 from transformers import AutoTokenizer
 
 import runtime
@@ -66,28 +65,23 @@ class Queue:
         self.done.append((client, trio.current_time()))
 
 
-def at_work(clients: str, slots: ClientSlots) -> list[tuple[str, float]]:
+async def at_work(clients: str, slots: ClientSlots) -> list[tuple[str, float]]:
     """When the work of each client, in the order of asking, is done."""
-
-    async def main() -> list[tuple[str, float]]:
-        queue, began = Queue(slots), trio.current_time()
-        async with trio.open_nursery() as nursery:
-            for client in clients:
-                nursery.start_soon(queue.work, client)
-                await trio.testing.wait_all_tasks_blocked()
-        assert slots.num_waiting == 0
-        return sorted((client, round(at - began, 3)) for client, at in queue.done)
-
-    result: list[tuple[str, float]] = run(main)
-    return result
+    queue, began = Queue(slots), trio.current_time()
+    async with trio.open_nursery() as nursery:
+        for client in clients:
+            nursery.start_soon(queue.work, client)
+            await trio.testing.wait_all_tasks_blocked()
+    assert slots.num_waiting == 0
+    return sorted((client, round(at - began, 3)) for client, at in queue.done)
 
 
-def test_one_client_takes_only_some_of_the_slots() -> None:
-    assert at_work("aaaaab", ClientSlots(4, 2)) == [("a", 1), ("a", 1), ("a", 2), ("a", 2), ("a", 3), ("b", 1)]
+async def test_one_client_takes_only_some_of_the_slots(autojump_clock: Any) -> None:
+    assert await at_work("aaaaab", ClientSlots(4, 2)) == [("a", 1), ("a", 1), ("a", 2), ("a", 2), ("a", 3), ("b", 1)]
 
 
-def test_clients_take_turns_however_much_one_of_them_asks_for() -> None:
-    assert at_work("aaaabb", ClientSlots(1, 1)) == [("a", 1), ("a", 2), ("a", 4), ("a", 6), ("b", 3), ("b", 5)]
+async def test_clients_take_turns_however_much_one_of_them_asks_for(autojump_clock: Any) -> None:
+    assert await at_work("aaaabb", ClientSlots(1, 1)) == [("a", 1), ("a", 2), ("a", 4), ("a", 6), ("b", 3), ("b", 5)]
 
 
 async def test_a_slot_goes_to_the_client_that_holds_the_fewest(autojump_clock: Any) -> None:
@@ -164,9 +158,7 @@ async def test_that_a_schema_took_longer_than_it_was_waited_for_is_not_remembere
     await made.grammar(json_of(PLAIN), "a")
 
 
-async def test_a_flooding_client_delays_neither_others_nor_any_json_object(
-    autojump_clock: Any,
-) -> None:
+async def test_a_flooding_client_delays_neither_others_nor_any_json_object(autojump_clock: Any) -> None:
     check = ScriptedCheck(9.0)
     made = schemas(check)
 
@@ -187,9 +179,7 @@ async def test_a_flooding_client_delays_neither_others_nor_any_json_object(
         assert trio.current_time() == began + 0.5
 
 
-async def test_requests_for_any_json_object_share_one_grammar(
-    autojump_clock: Any,
-) -> None:
+async def test_requests_for_any_json_object_share_one_grammar(autojump_clock: Any) -> None:
     grammars = []
 
     async def ask(made: Schemas) -> None:
@@ -349,7 +339,7 @@ async def test_a_tokenizer_that_will_not_do_is_what_every_grammar_is_refused_wit
 
 @pytest.mark.slow
 @linux
-def test_where_the_server_is_killed_nothing_is_left(tmp_path: Path) -> None:
+async def test_where_the_server_is_killed_nothing_is_left(tmp_path: Path) -> None:
     program = """
 import json, sys, trio
 from runtime.server.grammars.checker import grammar_checker
@@ -361,23 +351,17 @@ trio.run(main)
 """
     asked = tmp_path / "asked.json"
     asked.write_text(json.dumps([read_vocabulary(), grammar_of_schema(EXPENSIVE)]))
-
-    async def look(server: int) -> tuple[int, int]:
-        with trio.fail_after(HANGS_S):
-            process = await the_child(server)
-            return process, await the_child(process)
-
-    async def are_gone(processes: tuple[int, int]) -> None:
-        with trio.fail_after(HANGS_S):
-            for process in processes:
-                await until_gone(process)
-
-    with subprocess.Popen([sys.executable, "-c", program, asked], cwd=ROOT, env=environment()) as server:
+    with trio.fail_after(HANGS_S):
+        server = await trio.lowlevel.open_process([sys.executable, "-c", program, asked], cwd=ROOT, env=environment())
         try:
-            processes = trio.run(look, server.pid)
+            process = await the_child(server.pid)
+            child = await the_child(process)
         finally:
             server.kill()
-    trio.run(are_gone, processes)
+            with trio.CancelScope(shield=True):
+                await server.wait()
+        for each in (process, child):
+            await until_gone(each)
 
 
 def test_the_process_imports_neither_mlx_nor_the_runtime() -> None:

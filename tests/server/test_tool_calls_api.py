@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from asgi import CHAT, RESPONSES, ScriptedCheck, Served, looping, simulated_server
+from asgi import CHAT, RESPONSES, STREAMED, ScriptedCheck, Served, looping, simulated_server
 from scripted import ScriptedModel
 from sweeps import sweep
 from tool_letters import ASKED, CLOCK, OSLO, TOOLS, USER, ToolLetters, on_calling_server, serve_calls
@@ -208,19 +208,16 @@ async def test_the_reasoning_before_a_call_is_reasoning(server: Served) -> None:
     assert (message["content"], len(message["tool_calls"])) == (None, 1)
 
 
-@sweep("stream", [False, True])
-def test_reasoning_that_a_call_has_ended_is_counted_to_there(stream: bool) -> None:
+@STREAMED
+@on_calling_server(f"hm {OSLO} so", thinks=True, template="chat<t>")
+async def test_reasoning_that_a_call_has_ended_is_counted_to_there(server: Served, stream: bool) -> None:
     asked = {"input": "weather", "tools": [{"type": "function", **each["function"]} for each in TOOLS]}
-
-    async def test(server: Served) -> None:
-        answer = await server.ask(RESPONSES, {**asked, "top_logprobs": 1, "stream": stream})
-        response = answer.named_events[-1]["response"] if stream else answer.json
-        *_, message = response["output"]
-        assert [item["type"] for item in response["output"]] == ["reasoning", "function_call", "message"]
-        (text,) = message["content"]
-        assert "".join(token["token"] for token in text["logprobs"]) == text["text"] == " so"
-        # A letter each. Those of the marker are seen to be one at its end.
-        num_tokens = response["usage"]["output_tokens_details"]["reasoning_tokens"]
-        assert num_tokens == len("hm <tool_call")
-
-    serve_calls(test, f"hm {OSLO} so", thinks=True, template="chat<t>")
+    answer = await server.ask(RESPONSES, {**asked, "top_logprobs": 1, "stream": stream})
+    response = answer.named_events[-1]["response"] if stream else answer.json
+    *_, message = response["output"]
+    assert [item["type"] for item in response["output"]] == ["reasoning", "function_call", "message"]
+    (text,) = message["content"]
+    assert "".join(token["token"] for token in text["logprobs"]) == text["text"] == " so"
+    # A letter each. Those of the marker are seen to be one at its end.
+    num_tokens = response["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert num_tokens == len("hm <tool_call")

@@ -37,6 +37,7 @@ class Exchange:
         self.id = f"cmpl-{number}"
         self._handler = handler
         self._gone = threading.Event()
+        self._has_begun = False
         self._told = 0
         self._clock = 0.0
         self._counts = {"generated_tokens": 0, "proposed": 0, "accepted": 0}
@@ -59,24 +60,28 @@ class Exchange:
             self._handler.connection.sendall(data)
 
     def start(self, content_type: str = "text/event-stream; charset=utf-8") -> None:
+        self._has_begun = True
         head = ["HTTP/1.1 200 OK", f"Content-Type: {content_type}", "Transfer-Encoding: chunked", "Connection: close"]
         self.send("\r\n".join([*head, "", ""]).encode())
 
     def stream(self, data: bytes) -> None:
+        """Send a part of the body, after the head if that is still to come."""
+        if not self._has_begun:
+            self.start()
         self.send(f"{len(data):x}\r\n".encode() + data + b"\r\n")
 
     def event(self, data: Any) -> None:
         self.stream(f"data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode())
 
     def refuse(self, status: int, message: str, **headers: str) -> None:
-        self.answer(
-            status, json.dumps({"error": {"message": message, "type": "x", "param": None, "code": None}}), headers
-        )
+        error = {"message": message, "type": "x", "param": None, "code": None}
+        self.answer(status, json.dumps({"error": error}), **headers)
 
-    def answer(self, status: int, text: str, headers: dict[str, str] | None = None) -> None:
+    def answer(self, status: int, text: str, **headers: str) -> None:
         data = text.encode()
-        lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}", "Content-Type: application/json"]
-        lines += [f"{name.replace('_', '-')}: {value}" for name, value in (headers or {}).items()]
+        headers = {"Content_Type": "application/json", "Connection": "close", **headers}
+        lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}"]
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
         self.send("\r\n".join([*lines, "", ""]).encode() + data)
 
     def chunk(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import browser
@@ -123,6 +123,10 @@ class Tab:
         self.press("ControlOrMeta+a", "Backspace")
         self.type(prompt)
         self.press("Enter")
+
+
+Open = Callable[..., Tab]
+"""Opens a tab at the page; options as of `visitor`."""
 
 
 @contextlib.contextmanager

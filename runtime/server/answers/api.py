@@ -97,7 +97,7 @@ class Serializer(ABC):
         """The events after the last token."""
 
     @abstractmethod
-    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
         """The events that end a response whose generation has failed."""
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
@@ -137,7 +137,7 @@ Begin = Callable[[Sequence[Choice]], Choice]
 
 @attrs.define
 class Choices:
-    """The choices of one response, which begin in order and a few at a time; a context manager that ends all of them.
+    """The choices of one response, which begin in order and a few at a time.
 
     The models take up generations in the order in which they began. If a request for many texts began them all at
     once, the requests of others would wait for all of them.
@@ -177,12 +177,6 @@ class Choices:
         for choice in self.begun:
             if choice.stream is not None:
                 choice.stream.close()
-
-    def __enter__(self) -> Choices:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 @attrs.frozen

@@ -23,6 +23,10 @@ NoEffect = Annotated[Any, _WithoutEffect(), Field(description="accepted, but has
 # A field of responses, which clients send back as part of a conversation; of any type.
 SentBack = Annotated[Any, Field(description="a field of responses, which may be sent back; has no effect")]
 
+T = TypeVar("T")
+# A list of objects, bounded for the time that it takes to read them.
+BoundedList = Annotated[list[T], Field(max_length=1000, fail_fast=True)]
+
 
 class Body(BaseModel):
     """A JSON object with strict types. Fields that it does not have are ignored."""

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, Field, ValidationError
 from protocol.errors import SettingsError
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools, tools_of
-from runtime.server.answers.body import Body, NoEffect, RequestBody, ignored_fields
+from runtime.server.answers.body import Body, BoundedList, NoEffect, RequestBody, ignored_fields
 from runtime.server.answers.request import Objects, Request
 from runtime.server.errors import ErrorResponse, error_response_of_body, short_json
 
@@ -25,7 +25,7 @@ class TextPart(Body):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=1000, fail_fast=True)]
+Content = str | BoundedList[TextPart]
 
 
 def joined(content: str | list[Any]) -> str:
@@ -260,30 +260,18 @@ def _names(body: type[Body]) -> Iterator[str]:
 PASSED_ON = frozenset(_names(Chat)) - _OF_ITS_OWN
 
 
-class TranslatedBody(RequestBody):
-    """The body of a request; unknown fields that mean the same in every API are taken as in a chat."""
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of the chat that this stands for. Raises: ErrorResponse: it asks for something unsupported."""
-        raise NotImplementedError
-
-
-R = TypeVar("R", bound=TranslatedBody)
+R = TypeVar("R", bound=RequestBody)
 C = TypeVar("C", bound=Chat)
 
 
 def parse_translated(
-    body: bytes,
-    request_type: type[R],
-    chat_type: type[C],
-    tags: Set[str],
-    fields: Callable[[R], Mapping[str, Any]] = lambda request: request.fields(),
+    body: bytes, request_type: type[R], chat_type: type[C], tags: Set[str], fields: Callable[[R], Mapping[str, Any]]
 ) -> tuple[R, C]:
-    """Parse and validate the body of a request, and translate it.
+    """Parse and validate the body of a request, and translate it. Unknown fields in `PASSED_ON` are taken as in a chat.
 
     Args:
         tags: the types of items of lists in the body.
-        fields: returns the fields of the chat that a body stands for.
+        fields: returns the fields of the chat that a body stands for; may raise ErrorResponse.
 
     Raises: ErrorResponse: the body is invalid.
     """

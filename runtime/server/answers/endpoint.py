@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -149,31 +149,24 @@ class Endpoint(Generic[B]):
     async def _respond(self, body: B, request: Request, client: str, outcome: RequestOutcome, send: Send) -> None:
         """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent."""
         assert outcome.model is not None
+        aside = partial(run_aside, threads=self._context.encoding, client=client)
+        send_answer = send_events if request.stream else send_whole
         try:
             async with self._context.models.use(outcome.model) as model:
                 preparation = Preparation(self._context, model, request, client)
-                await self._generate(preparation, body, client, outcome, send)
+                prompts = await preparation.prompts()
+                outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+                outcome.num_texts = request.num_candidates * sum(prompt.is_generated_for for prompt in prompts)
+                begin = partial(self._begun, preparation, body, outcome)
+                begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_candidates))
+                with closing(Choices(begins, model.runtime.max_streams)) as choices:
+                    await choices.begin_first()
+                    outcome.failure = await send_answer(choices, request, send, aside)
         except OutriderError as error:
             raise error_response_of(error, request.prompt_field) from error
-
-    async def _generate(
-        self, preparation: Preparation, body: B, client: str, outcome: RequestOutcome, send: Send
-    ) -> None:
-        """As `_respond`. Raises: also OutriderError: a prompt or a setting is invalid, or a generation cannot begin."""
-        request, model = preparation.request, preparation.model
-        prompts = await preparation.prompts()
-        outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-        outcome.num_texts = request.num_candidates * sum(prompt.is_generated_for for prompt in prompts)
-        begin = partial(self._begun, preparation, body, outcome)
-        begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_candidates))
-        with Choices(begins, model.runtime.max_streams) as choices:
-            await choices.begin_first()
-            aside = partial(run_aside, threads=self._context.encoding, client=client)
-            send_answer = send_events if request.stream else send_whole
-            outcome.failure = await send_answer(choices, request, send, aside)
-            outcome.is_sent = outcome.failure is None
-            if outcome.failure is not None and not request.stream:
-                raise error_response_of(outcome.failure) from outcome.failure
+        outcome.is_sent = outcome.failure is None
+        if outcome.failure is not None and not request.stream:
+            raise error_response_of(outcome.failure) from outcome.failure
 
     def _begun(
         self,

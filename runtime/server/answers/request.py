@@ -17,6 +17,7 @@ from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Kind
 
 # Clients send "" for none.
 Stop = Annotated[str, Field(max_length=1000)]
+Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 MinusOne = Annotated[int, Field(ge=-1, le=-1)]
 # -1 for as many as fit into the context.
 MaxTokens = Annotated[int, Field(ge=1)] | MinusOne
@@ -166,7 +167,7 @@ class Request(ConstrainedRequest):
     min_tokens: Id | None = Field(
         None, description="minimum number of tokens: before that, no end-of-text or stop token can end the answer"
     )
-    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop: Stop | Stops | None = None
     include_stop_str_in_output: bool | None = Field(None, description="keep the stop string or token at the end")
     skip_special_tokens: bool | None = Field(
         None, description="true: leave special tokens out of the text, except those around reasoning and calls"

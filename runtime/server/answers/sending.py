@@ -91,13 +91,7 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
     # An event may repeat log-probabilities: of the prompt before the answer, or of the answer at its end.
     num_repeated = 0 if request.num_logprobs is None else request.num_named
     num_introduced = 0
-    with_echo: set[int] = set()  # choices whose next events begin with the prompt
-
-    def num_echoed(index: int) -> int:
-        if index not in with_echo:
-            return 0
-        with_echo.remove(index)
-        return num_repeated * choices.begun[index].statistics().prompt_tokens
+    num_echoed: dict[int, int] = {}  # tokens that a choice's next events name because they begin with the prompt
 
     async def introduce() -> None:
         """Write the first events of the choices that have begun since the last call, one choice after the other."""
@@ -105,10 +99,11 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
         while num_introduced < len(choices.begun):
             index, choice = num_introduced, choices.begun[num_introduced]
             num_introduced += 1
+            statistics = choice.statistics()
             if request.echoes:
-                with_echo.add(index)
-            make = partial(choice.serializer.first_events, choice.statistics())
-            await write(make, num_named=num_echoed(index) if choice.stream is None else 0)
+                num_echoed[index] = num_repeated * statistics.prompt_tokens
+            make = partial(choice.serializer.first_events, statistics)
+            await write(make, num_named=num_echoed.pop(index, 0) if choice.stream is None else 0)
 
     first = choices.begun[0].serializer
     headers = [(b"content-type", first.content_type), *_EVENT_HEADERS]
@@ -121,7 +116,7 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
             for index, tokens in batch.items():
                 choice = choices.begun[index]
                 make = partial(choice.serializer.events, tokens, choice.statistics())
-                await write(make, num_named=num_echoed(index))
+                await write(make, num_named=num_echoed.pop(index, 0))
             if not batch:
                 idle_events = partial(first.idle_events, choices.begun[0].statistics())
                 await write(idle_events, otherwise=first.keep_alive)
@@ -131,8 +126,8 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
         choice.finish(())
     num_named = num_repeated * sum(choice.statistics().generated_tokens for choice in choices.begun)
     if failures:
-        error, statistics = error_response_of(failures[0]), choices.begun[0].statistics()
-        await write(partial(first.error_events, error, statistics), num_named=num_named, is_last=True)
+        error = error_response_of(failures[0])
+        await write(partial(first.error_events, error), num_named=num_named, is_last=True)
         return failures[0]
     await write(partial(first.last_events_of, choices.begun), num_named=num_named, is_last=True)
     return None

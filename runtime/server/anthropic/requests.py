@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, TranslatedBody, call_of, function_of, joined, parse_translated
-from runtime.server.answers.request import MaxTokens, Stop
+from runtime.server.answers.body import Body, BoundedList, NoEffect, RequestBody, SentBack
+from runtime.server.answers.chat import Chat, Effort, call_of, function_of, joined, parse_translated
+from runtime.server.answers.request import MaxTokens, Stops
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse
 
@@ -82,7 +82,7 @@ class ToolResultBlock(CachedBody):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
+    content: str | BoundedList[TextBlock] | None = None
     is_error: bool | None = None
 
 
@@ -96,7 +96,7 @@ class InputMessage(Body):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[Block], Field(max_length=1000, fail_fast=True)]
+    content: str | BoundedList[Block]
 
     @property
     def ends_in_space(self) -> bool:
@@ -149,19 +149,20 @@ class MessagesToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class TokenCountRequest(TranslatedBody, CachedBody):
+class TokenCountRequest(RequestBody, CachedBody):
     """The body of a request to `/v1/messages/count_tokens`: a conversation."""
 
     messages: list[InputMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
-    system: str | Annotated[list[TextBlock], Field(max_length=1000, fail_fast=True)] | None = None
+    system: str | BoundedList[TextBlock] | None = None
     thinking: ThinkingConfig | None = Field(None, description="by default, the model's chat template decides")
-    tools: Annotated[list[MessagesTool], Field(max_length=1000, fail_fast=True)] | None = None
+    tools: BoundedList[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     metadata: NoEffect = None
     service_tier: NoEffect = None
 
     def fields(self) -> dict[str, Any]:
+        """The fields of the chat that this stands for. Raises: ErrorResponse: it asks for something unsupported."""
         fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages())}
         if self.thinking is not None:
             fields["thinking"] = self.thinking.type != "disabled"
@@ -189,7 +190,7 @@ class MessagesRequest(TokenCountRequest, GenerationBody):
     """The body of a request to `/v1/messages`: a conversation to continue."""
 
     max_tokens: MaxTokens | None = Field(None, description="maximum number of tokens in the answer")
-    stop_sequences: Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stop_sequences: Stops | None = None
 
     def fields(self) -> dict[str, Any]:
         """See `TokenCountRequest`.
@@ -219,7 +220,7 @@ def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> Chat:
 
     Raises: ErrorResponse: the body is invalid.
     """
-    _, chat = parse_translated(body, request_type, Chat, _BLOCK_TYPES)
+    _, chat = parse_translated(body, request_type, Chat, _BLOCK_TYPES, request_type.fields)
     return chat
 
 

@@ -64,7 +64,7 @@ class MessageSerializer(Serializer):
             _event({"type": "message_stop"}),
         ]
 
-    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
         return [Event(messages_error_body(error), "error")]
 
     def _message(self, statistics: Statistics) -> AnthropicMessage:

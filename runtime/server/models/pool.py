@@ -179,7 +179,7 @@ class ModelPool:
         if (load := slot.load) is None:
             load = slot.load = _Load(slot)
             self._queue.append(load)
-            self._change()
+            self._changed.set()
         load.num_waiting += 1
         try:
             await load.is_over.wait()
@@ -192,7 +192,7 @@ class ModelPool:
                 if load.num_waiting == 0 and not load.has_begun:
                     self._queue.remove(load)
                     slot.load = None
-                    self._change()
+                    self._changed.set()
             raise
         if load.error is not None:
             raise ModelLoadError(f"model {slot.spec.name!r} cannot be loaded: {load.error}") from load.error
@@ -203,12 +203,9 @@ class ModelPool:
         instance.num_users -= 1
         instance.used_at = next(self._uses)
         instance.changed.set()
-        self._change()
+        self._changed.set()
 
     # --- loading and unloading --------------------------------------------------------------------
-
-    def _change(self) -> None:
-        self._changed.set()
 
     async def _manage(self) -> None:
         """Begin the waiting loads, one after the other, and enforce the memory limit; never returns."""
@@ -260,7 +257,7 @@ class ModelPool:
         self._num_freeing -= 1
         if unloaded is not None:
             self._announce(f"model {name} is unloaded")
-        self._change()
+        self._changed.set()
 
     async def _keep_loaded(self, load: _Load, task_status: trio.TaskStatus[None]) -> weakref.ref[LoadedModel] | None:
         """Returns a reference to the model that was unloaded; None if it could not be loaded."""

@@ -154,7 +154,7 @@ def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
     statuses = [service_status(state) for state in states]
     status = _worst(statuses)
     drafts = [state.draft for state in states if state.draft is not None]
-    by_name = {spec.name: _health_of(models, spec.name) for spec in models.specs}
+    by_name = {spec.name: health_of(models, spec.name) for spec in models.specs}
     return {
         "status": "draining" if is_draining and status != "broken" else status,
         "ok": all(state.ok for state in states),
@@ -166,7 +166,8 @@ def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
     }
 
 
-def _health_of(models: ModelPool, name: str) -> ModelHealth:
+def health_of(models: ModelPool, name: str) -> ModelHealth:
+    """The health of a model; of one that is in memory twice, while a load replaces it, the worse status."""
     in_memory = models.in_memory(name)
     return {
         "state": models[name].state,

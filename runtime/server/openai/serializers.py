@@ -6,12 +6,12 @@ import math
 import secrets
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
 
-from protocol.scores import Score, ScoredToken
+from protocol.scores import ScoredToken
 from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.generation.token_reader import Token
@@ -85,26 +85,6 @@ def timings(statistics: Statistics) -> Timings:
     return told
 
 
-def prompt_logprobs(score: Score | None, num_top: int, decoded: Callable[[int], str]) -> PromptLogprobs:
-    """The log-probabilities of a prompt.
-
-    Args:
-        score: of all tokens but the first; None if there are no others.
-        num_top: how many of the most probable tokens to name beside each.
-        decoded: returns the text of a token alone.
-    """
-    return [None, *(_at(token, num_top, decoded) for token in (() if score is None else score.tokens))]
-
-
-def _at(token: ScoredToken, num_top: int, decoded: Callable[[int], str]) -> dict[str, PromptLogprob]:
-    own: PromptLogprob = {"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": decoded(token.id)}
-    tops: dict[str, PromptLogprob] = {
-        str(top.id): {"logprob": finite(top.logprob), "rank": rank, "decoded_token": top.text}
-        for rank, top in enumerate(token.top_logprobs[:num_top], start=1)
-    }
-    return {str(token.id): own} | tops
-
-
 class ChunkSerializer(Serializer):
     """Serializer of OpenAI's bodies and chunks: the part that chats and completions share."""
 
@@ -156,7 +136,7 @@ class ChunkSerializer(Serializer):
             Event("[DONE]"),
         ]
 
-    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
         return [Event(error.body())]  # alone, without [DONE]
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
@@ -233,10 +213,24 @@ class ChunkSerializer(Serializer):
         """The field `timings`; left out if several texts are generated, as their rates do not add up."""
         return {"timings": timings(statistics)} if self._request.is_for_one_text else {}
 
+    @property
+    def _scored(self) -> Sequence[ScoredToken]:
+        """The tokens of the prompt that have log-probabilities: all but the first, which nothing precedes."""
+        return () if self._answer.score is None else self._answer.score.tokens
+
     def _prompt_logprobs(self) -> PromptLogprobs | None:
-        if (num_top := self._request.prompt_logprobs) is None:
+        if self._request.prompt_logprobs is None:
             return None
-        return prompt_logprobs(self._answer.score, num_top, self._decoded)
+        return [None, *map(self._prompt_logprob, self._scored)]
+
+    def _prompt_logprob(self, token: ScoredToken) -> dict[str, PromptLogprob]:
+        text = self._decoded(token.id)
+        own: PromptLogprob = {"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": text}
+        tops: dict[str, PromptLogprob] = {
+            str(top.id): {"logprob": finite(top.logprob), "rank": rank, "decoded_token": top.text}
+            for rank, top in enumerate(token.top_logprobs[: self._request.prompt_logprobs], start=1)
+        }
+        return {str(token.id): own} | tops
 
     def _decoded(self, token: int) -> str:
         text: str = self._answer.tokenizer.decode([token])
@@ -398,10 +392,8 @@ class CompletionSerializer(ChunkSerializer):
         return logprobs
 
     def _echoed_logprobs(self, echo: Echo) -> CompletionLogprobs:
-        """The log-probabilities of a prompt; its first token has none, as nothing precedes it."""
-        scored = () if self._answer.score is None else self._answer.score.tokens
-        own = [finite(token.logprob) for token in scored]
-        tops = (token.top_logprobs for token in scored)
+        own = [finite(token.logprob) for token in self._scored]
+        tops = (token.top_logprobs for token in self._scored)
         return {
             "tokens": list(echo.tokens),
             "token_logprobs": [None, *own],

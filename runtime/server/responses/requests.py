@@ -9,8 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import attrs
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, TranslatedBody, call_of, function_of, joined, parse_translated
+from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack
+from runtime.server.answers.chat import Chat, Effort, call_of, function_of, joined, parse_translated
 from runtime.server.answers.request import AnyText, MaxTokens, NamedSchema
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse, short_json
@@ -39,7 +39,6 @@ class RefusalContent(Body):
 
 
 MessageContent = Annotated[TextContent | RefusalContent, Field(discriminator="type")]
-_Contents = Annotated[list[MessageContent], Field(max_length=1000, fail_fast=True)]
 
 
 class SentBackItem(Body):
@@ -54,7 +53,7 @@ class MessageItem(SentBackItem):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | _Contents
+    content: str | BoundedList[MessageContent]
 
 
 class ReasoningText(Body):
@@ -70,7 +69,7 @@ class ReasoningItem(SentBackItem):
     type: Literal["reasoning"]
     summary: SentBack = None
     encrypted_content: SentBack = None
-    content: Annotated[list[ReasoningText], Field(max_length=1000, fail_fast=True)] | None = None
+    content: BoundedList[ReasoningText] | None = None
 
 
 class FunctionCallItem(SentBackItem):
@@ -87,7 +86,7 @@ class FunctionOutputItem(SentBackItem):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | _Contents
+    output: str | BoundedList[MessageContent]
 
 
 class ItemReference(Body):
@@ -209,7 +208,7 @@ class ResponsesToolChoice(Body):
     tools: list[ResponsesTool] | None = None
 
 
-class ResponsesRequest(TranslatedBody, GenerationBody):
+class ResponsesRequest(GenerationBody):
     """The body of a request to `/v1/responses`: a conversation to continue."""
 
     input: str | Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
@@ -219,7 +218,7 @@ class ResponsesRequest(TranslatedBody, GenerationBody):
     max_output_tokens: MaxTokens | None = Field(None, description="maximum number of tokens in the answer")
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=1000, fail_fast=True)] | None = None
+    tools: BoundedList[ResponsesTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include: Annotated[list[str], Field(max_length=100)] | None = Field(

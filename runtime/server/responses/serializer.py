@@ -30,7 +30,7 @@ from runtime.server.responses.bodies import (
     ResponseBody,
     ResponsesUsage,
 )
-from runtime.server.responses.requests import ITEM, ParsedRequest, messages_of
+from runtime.server.responses.requests import GIVEN_BACK, ITEM, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ResponseSerializer(Serializer):
         events = list(self._ended(statistics))
         return [*events, self._whole_event(f"response.{self._response['status']}")]
 
-    def error_events(self, error: ErrorResponse, statistics: Statistics) -> Sequence[Event]:
+    def error_events(self, error: ErrorResponse) -> Sequence[Event]:
         self._response["status"] = "failed"
         self._response["error"] = {"code": "server_error", "message": error.detail["message"]}
         return [self._whole_event("response.failed")]
@@ -159,7 +159,7 @@ class ResponseSerializer(Serializer):
         yield from self._done("completed")
         self._index += 1
         self._is_open = True
-        item: Any = {"id": _id(prefix), "status": "in_progress", **fields}
+        item: Any = {"id": f"{prefix}_{secrets.token_hex(24)}", "status": "in_progress", **fields}
         self._output.append(item)
         yield self._event("response.output_item.added", output_index=self._index, item=item)
 
@@ -233,8 +233,7 @@ class ResponseSerializer(Serializer):
 def _begun(id: str, parsed: ParsedRequest, answer: BegunAnswer) -> ResponseBody:
     request, settings = parsed.request, dict(answer.defaults)
     settings |= {name: value for name, value in request.given_settings().items() if value is not None}
-    repeated = {"reasoning", "text", "tools", "tool_choice"}
-    given = request.model_dump(mode="json", include=repeated, by_alias=True, exclude_none=True)
+    given = request.model_dump(mode="json", include=set(GIVEN_BACK), by_alias=True, exclude_none=True)
     begun: ResponseBody = {
         "id": id,
         "object": "response",
@@ -267,7 +266,3 @@ def _begun(id: str, parsed: ParsedRequest, answer: BegunAnswer) -> ResponseBody:
 
 def _json(value: Any) -> str:
     return "".join(json_pieces(value, encode_ascii))
-
-
-def _id(prefix: str) -> str:
-    return f"{prefix}_{secrets.token_hex(24)}"
