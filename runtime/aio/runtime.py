@@ -161,13 +161,6 @@ class Completions(
         self._check_not_gathering()
         return await super().__anext__()
 
-    @property
-    def _is_taken(self) -> bool:
-        return self._is_waiting or self._num_finished > 0
-
-    async def _next_completion(self) -> tuple[int, Completion] | None:
-        return await self._next()
-
     async def _checkpoint(self) -> None:
         await asyncio.sleep(0)
 

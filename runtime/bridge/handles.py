@@ -22,13 +22,14 @@ from protocol.session_state import Commit
 from protocol.settings import SettingsLike, with_overrides
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from protocol.statistics import Counts, Statistics
+from protocol.validation import check_integer
 from runtime.bridge.opener import evaluate_on_this_thread
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeStream, S
 from runtime.engine.runtime import Health
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message, turn_settings
-from runtime.generation.many_prompts import ManyPrompt, check_max_concurrent, is_list, with_settings
+from runtime.generation.many_prompts import ManyPrompt, is_list, with_settings
 from runtime.generation.merged_streams import Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
@@ -225,7 +226,7 @@ class MergedSource(Generic[T]):
     async def receive(self) -> Sequence[tuple[int, T]]:
         # An exception is for the consumer; raised from here, it would end the trio loop.
         try:
-            item = await self.merged.next_item()
+            item = await anext(self.merged, None)
         except Exception as error:
             self.error = error
             return ()
@@ -641,7 +642,7 @@ def prepare_generations(
         alone, settings = with_settings(prompt)
         return (copy_prompt(alone), dict(settings)) if settings else copy_prompt(alone)
 
-    check_max_concurrent(max_concurrent)
+    check_integer("max_concurrent", max_concurrent, 1)
     copies = [copied(prompt) for prompt in prompts] if is_list(prompts) else prompts
     return partial(begin, copies, max_concurrent=max_concurrent, **arguments)
 

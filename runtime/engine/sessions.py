@@ -23,8 +23,8 @@ from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.trace import Event, Span
+from protocol.validation import check_integer
 from runtime.engine.drafter_slot import DrafterSlot
-from runtime.generation.many_prompts import check_max_concurrent
 from runtime.generation.merged_streams import Generation
 from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
@@ -199,7 +199,7 @@ class Sessions:
 
         Raises: SettingsError: `max_concurrent` is out of its range.
         """
-        check_max_concurrent(max_concurrent)
+        check_integer("max_concurrent", max_concurrent, 1)
         start_soon, run_soon = self._nursery.start_soon, self.run_soon
         return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
 
