@@ -10,7 +10,7 @@ from protocol.errors import StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
 from protocol.session_state import Commit
 from runtime.aio import asyncio_loop
-from runtime.aio.thread import AioThread, wait_result
+from runtime.aio.thread import AioThread
 from runtime.bridge.handles import (
     CommitSource,
     ConversationHandle,
@@ -21,7 +21,7 @@ from runtime.bridge.handles import (
     StreamHandle,
 )
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, S
+from runtime.bridge.trio_thread import BridgeCall, S
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.many_prompts import AwaitableCompletions
 from runtime.generation.merged_streams import Merged
@@ -34,12 +34,13 @@ Item = TypeVar("Item")
 Waiting = Coroutine[Any, Any, T]
 
 
-class AioBridge(RuntimeBridge[AioThread]):
+class AioBridge(RuntimeBridge):
     """`RuntimeBridge` for one asyncio loop."""
 
     face = "aio"
     how_to_close = "aclose()"
     may_await = True
+    thread: AioThread
 
     def check_loop(self) -> None:
         if asyncio_loop() is not self.thread.loop:
@@ -51,7 +52,7 @@ class AioBridge(RuntimeBridge[AioThread]):
         cancelled: asyncio.CancelledError | None = None
         while not call.done.done():
             try:
-                await wait_result(call.done)
+                await self.thread.wait(call.done)
             except asyncio.CancelledError as error:
                 # Once for each cancellation: anyio cancels a task again in every pass of the loop.
                 cancelled = error
@@ -62,9 +63,6 @@ class AioBridge(RuntimeBridge[AioThread]):
         if cancelled is not None:
             raise cancelled
         return call.result()
-
-    async def result(self, future: BridgeFuture[T]) -> T:
-        return await wait_result(future)
 
     async def pause(self) -> None:
         await asyncio.sleep(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Never, TypeVar, Unpack, cast
 
@@ -60,7 +60,7 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
     _is_closed = True  # until there is a bridge stream to close
     _is_unread = True  # neither read nor saved
 
-    def __init__(self, bridge: RuntimeBridge[Any], make_source: Callable[[], S]) -> None:
+    def __init__(self, bridge: RuntimeBridge, make_source: Callable[[], S]) -> None:
         """`make_source` is called in the trio thread. It must not refer to this handle: dropping the last reference to
         the handle ends the stream.
 
@@ -78,7 +78,7 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
         """The next item; None once all were given."""
         source = await self._wait_opened()
         if self._must_request(source):
-            arrived: Sequence[T] = await self._bridge.result(self._bridge_stream.request_items())
+            arrived: Sequence[T] = await self._bridge.thread.wait(self._bridge_stream.request_items())
             self._arrived.extend(arrived)
         else:
             # One pass of the loop for each item, even if several arrived at once.
@@ -89,7 +89,7 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
         """The source, once it was made in the trio thread. Raises: what making it raised."""
         stream = self._bridge_stream
         if not stream.opened.done():
-            await self._bridge.result(stream.opened)
+            await self._bridge.thread.wait(stream.opened)
         if stream.failure is not None:
             self._close()
             raise stream.failure
@@ -142,7 +142,7 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
 
     _source: CommitSource | None = None  # set once the prompt was checked
 
-    def __init__(self, bridge: RuntimeBridge[Any], open_stream: Callable[[], TrioTokenStream]) -> None:
+    def __init__(self, bridge: RuntimeBridge, open_stream: Callable[[], TrioTokenStream]) -> None:
         super().__init__(bridge, lambda: CommitSource(open_stream()))
 
     def __repr__(self) -> str:
@@ -244,7 +244,7 @@ class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]
 
     _num_finished = 0  # prompts whose last item was given
 
-    def __init__(self, bridge: RuntimeBridge[Any], begin: Callable[[], Merged[T]]) -> None:
+    def __init__(self, bridge: RuntimeBridge, begin: Callable[[], Merged[T]]) -> None:
         super().__init__(bridge, lambda: MergedSource(begin()))
 
     def __repr__(self) -> str:
@@ -292,7 +292,7 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
 
     def __init__(
         self,
-        bridge: RuntimeBridge[Any],
+        bridge: RuntimeBridge,
         functions: Functions,
         system: str | None,
         make_conversation: Callable[[], TrioConversation],
@@ -431,7 +431,7 @@ class RuntimeHandle(
     _many_handle: type[TokensT]
     _conversation_handle: type[ConversationT]
 
-    def __init__(self, bridge: RuntimeBridge[Any]) -> None:
+    def __init__(self, bridge: RuntimeBridge) -> None:
         self._bridge = bridge
 
     def __repr__(self) -> str:
@@ -535,8 +535,19 @@ class RuntimeHandle(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[StreamArguments]
     ) -> LoadedStreamT:
         """Load a stream from a file, and continue it; see `runtime.Runtime.load_stream`."""
-        load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
-        return self._bridge.run(self._load_stream(load))
+
+        async def loaded() -> StreamT:
+            load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
+            resumed = await self._bridge.call(load)
+            stream = self._stream_handle(self._bridge, lambda: resumed)
+            try:
+                await stream._wait_opened()
+            except BaseException:  # a cancellation, too
+                stream._close()
+                raise
+            return stream
+
+        return self._bridge.run(loaded())
 
     # --- the drafter ------------------------------------------------------------------------------
 
@@ -606,16 +617,6 @@ class RuntimeHandle(
 
     async def _generate(self, prompt: Prompt, settings: SettingsLike | None, overrides: StreamArguments) -> Completion:
         return await read_whole(self.stream(prompt, settings, **overrides))
-
-    async def _load_stream(self, load: Callable[[], Awaitable[TrioTokenStream]]) -> StreamT:
-        loaded = await self._bridge.call(load)
-        stream = self._stream_handle(self._bridge, lambda: loaded)
-        try:
-            await stream._wait_opened()
-        except BaseException:  # a cancellation, too
-            stream._close()
-            raise
-        return stream
 
 
 async def read_whole(stream: StreamHandle[Any]) -> Completion:

@@ -22,7 +22,6 @@ from runtime.bridge.handles import (
 )
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, S, TrioThread
-from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.merged_streams import Merged
 from runtime.generation.token_reader import Token
@@ -69,48 +68,14 @@ class BlockingFuture(Generic[T]):
 class SyncThread(TrioThread):
     """A trio thread that one thread starts, and any thread uses and stops. It ends with the main thread."""
 
-    def start(self) -> TrioRuntime:
-        """Start, and block until the context manager has been entered. Raises: what entering it raises.
-
-        Interrupting: a Ctrl-C stops the thread, and is raised once it has ended.
-        """
-        try:
-            self._thread.start()
-            waited(self._started)
-        except BaseException:
-            # Also a Ctrl-C before the thread runs: it will see that it is stopping.
-            self.stop()
-            if self._thread.is_alive():
-                self._stop_and_wait()
-            raise
-        if self._ended.done():
-            self._stop_and_wait()
-            self._raise_failure()
-        return self._value
-
-    def stop_and_join(self) -> None:
-        """Leave the context manager, and block until the thread has ended; harmless if it has. Raises: what leaving
-        raises. A Ctrl-C is raised once the thread is joined.
-        """
-        self._stop_and_wait()
-        self._raise_failure()
+    interruption = KeyboardInterrupt
 
     def make_future(self) -> BridgeFuture[Any]:
         return BlockingFuture[Any]()
 
-    def _stop_and_wait(self) -> None:
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                self.stop()
-                waited(self._ended)
-                # This takes no time: the thread only has to return.
-                self._thread.join()
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+    async def wait(self, future: BridgeFuture[T]) -> T:
+        assert isinstance(future, BlockingFuture)
+        return cast(T, future.wait())
 
     def _deliver(self, future: BridgeFuture[Any], value: object) -> bool:
         if not future.done():
@@ -122,13 +87,16 @@ class SyncThread(TrioThread):
         return threading.main_thread().is_alive()
 
 
-def waited(future: BridgeFuture[T]) -> T:
-    """Block for the result of a future of a `SyncThread`."""
-    assert isinstance(future, BlockingFuture)
-    return cast(T, future.wait())
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits with `SyncThread.wait`, and so blocks."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    raise AssertionError("a coroutine has waited in a plain thread")
 
 
-class SyncBridge(RuntimeBridge[SyncThread]):
+class SyncBridge(RuntimeBridge):
     """`RuntimeBridge` for plain threads.
 
     The trio thread stops once the bridge is dropped: the runtime's handle, its streams and its conversations refer to
@@ -147,15 +115,12 @@ class SyncBridge(RuntimeBridge[SyncThread]):
 
     async def call_result(self, call: BridgeCall[T]) -> T:
         try:
-            waited(call.done)
+            await self.thread.wait(call.done)
         except BaseException:  # a Ctrl-C; a second one is raised at once
             call.cancel()
-            waited(call.done)
+            await self.thread.wait(call.done)
             raise
         return call.result()
-
-    async def result(self, future: BridgeFuture[T]) -> T:
-        return waited(future)
 
     async def pause(self) -> None:
         """Nothing: there are no other tasks."""
@@ -164,12 +129,7 @@ class SyncBridge(RuntimeBridge[SyncThread]):
         return function()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        # It never waits: the methods above block.
-        try:
-            coroutine.send(None)
-        except StopIteration as end:
-            return end.value
-        raise AssertionError("a coroutine has waited in a plain thread")
+        return run_blocking(coroutine)
 
 
 def check_not_in_trio(what: str) -> None:
@@ -287,13 +247,13 @@ class Runtime(
         Interrupting: a Ctrl-C is raised once the runtime is closed.
         """
         check_not_in_trio("close()")
-        self._bridge.thread.stop_and_join()
+        run_blocking(self._bridge.thread.stop_and_join())
 
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bridge.thread.stop_and_join()
+        run_blocking(self._bridge.thread.stop_and_join())
 
     def _completions(self, begin: Callable[[], Merged[Completion]]) -> list[Completion]:
         async def complete_all() -> list[Completion]:
