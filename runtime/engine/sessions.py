@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
@@ -245,10 +245,8 @@ class Sessions:
 
     def run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; for any thread, at any moment."""
-        try:
+        with suppress(trio.RunFinishedError):  # with the event loop, everything has ended
             self._trio_token.run_sync_soon(call)
-        except trio.RunFinishedError:
-            return  # and with the event loop everything ended
 
     def attribute(self, event: Event) -> None:
         """Count a worker's time for the sessions that it was spent on, and the target's passes for those in them."""

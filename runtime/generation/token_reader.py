@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import attrs
 import trio
@@ -73,15 +72,10 @@ class Token:
         return _is_complete(self.finish_reason, self.stop_reason)
 
     def __repr__(self) -> str:
-        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "drafted_by": self.drafted_by}
-        for name in ("finish_reason", "stop_reason", "logprob"):
-            if getattr(self, name) is not None:
-                told[name] = getattr(self, name)
-        for name in ("is_thinking", "is_tool_call"):
-            if getattr(self, name):
-                told[name] = True
+        usual = {field.name: field.default for field in attrs.fields(Token) if field.name != "events"}
+        told = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
         if self.top_logprobs:
-            told["top_logprobs"] = self.top_logprobs
+            told["top_logprobs"] = told.pop("top_logprobs")  # the longest, which may be cut, at the end
         return brief("Token", told)
 
 
