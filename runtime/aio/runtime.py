@@ -8,20 +8,11 @@ from typing import Any, Self, TypeVar
 
 from protocol.errors import StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
-from protocol.session_state import Commit
 from runtime.aio import asyncio_loop
 from runtime.aio.thread import AioThread
-from runtime.bridge.handles import (
-    CommitSource,
-    ConversationHandle,
-    IteratorHandle,
-    MergedHandle,
-    MergedSource,
-    RuntimeHandle,
-    StreamHandle,
-)
+from runtime.bridge.handles import ConversationHandle, IteratorHandle, MergedHandle, RuntimeHandle, StreamHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.trio_thread import BridgeCall, S
+from runtime.bridge.trio_thread import BridgeCall
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.many_prompts import AwaitableCompletions
 from runtime.generation.merged_streams import Merged
@@ -74,7 +65,7 @@ class AioBridge(RuntimeBridge):
         return coroutine
 
 
-class AsyncIteration(IteratorHandle[S, T, Item]):
+class AsyncIteration(IteratorHandle[Any, Any, Item]):
     """An `IteratorHandle` as an async iterator and async context manager, for one asyncio task at a time."""
 
     _bridge: AioBridge
@@ -122,7 +113,7 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
             self._is_waiting = False
 
 
-class TokenStream(AsyncIteration[CommitSource, Commit, Token], StreamHandle[Waiting[int]]):
+class TokenStream(AsyncIteration[Token], StreamHandle[Waiting[int]]):
     """The tokens of one generation: `runtime.TokenStream` for asyncio. See there for what ends the generation.
 
     Cancelling the task that waits in `__anext__` has the effect of a cancel scope there.
@@ -147,11 +138,7 @@ class TokenStream(AsyncIteration[CommitSource, Commit, Token], StreamHandle[Wait
         return self
 
 
-class Completions(
-    AsyncIteration[MergedSource[Completion], tuple[int, Completion], tuple[int, Completion]],
-    MergedHandle[Completion],
-    AwaitableCompletions,
-):
+class Completions(AsyncIteration[tuple[int, Completion]], MergedHandle[Completion], AwaitableCompletions):
     """The completions of many prompts: `runtime.Completions` for asyncio."""
 
     async def __anext__(self) -> tuple[int, Completion]:
@@ -163,7 +150,7 @@ class Completions(
         await asyncio.sleep(0)
 
 
-class TokenStreams(AsyncIteration[MergedSource[Token], tuple[int, Token], tuple[int, Token]], MergedHandle[Token]):
+class TokenStreams(AsyncIteration[tuple[int, Token]], MergedHandle[Token]):
     """The tokens of many prompts as they come: `runtime.TokenStreams` for asyncio; see `Runtime.stream_many`."""
 
 

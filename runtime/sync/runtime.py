@@ -10,18 +10,9 @@ import trio
 
 from protocol.errors import StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
-from protocol.session_state import Commit
-from runtime.bridge.handles import (
-    CommitSource,
-    ConversationHandle,
-    IteratorHandle,
-    MergedHandle,
-    MergedSource,
-    RuntimeHandle,
-    StreamHandle,
-)
+from runtime.bridge.handles import ConversationHandle, IteratorHandle, MergedHandle, RuntimeHandle, StreamHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, S, TrioThread
+from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, TrioThread
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.merged_streams import Merged
 from runtime.generation.token_reader import Token
@@ -141,7 +132,7 @@ def check_not_in_trio(what: str) -> None:
         )
 
 
-class BlockingIteration(IteratorHandle[S, T, Item]):
+class BlockingIteration(IteratorHandle[Any, Any, Item]):
     """An `IteratorHandle` as an iterator and context manager, for one thread at a time."""
 
     _bridge: SyncBridge
@@ -196,14 +187,14 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
         self._close()
 
 
-class TokenStream(BlockingIteration[CommitSource, Commit, Token], StreamHandle[int]):
+class TokenStream(BlockingIteration[Token], StreamHandle[int]):
     """The tokens of one generation, for one thread at a time: `runtime.TokenStream` as an iterator and context manager.
 
     Another thread may call `close` while one waits for a token. A Ctrl-C has the effect of a cancellation there.
     """
 
 
-class TokenStreams(BlockingIteration[MergedSource[Token], tuple[int, Token], tuple[int, Token]], MergedHandle[Token]):
+class TokenStreams(BlockingIteration[tuple[int, Token]], MergedHandle[Token]):
     """The tokens of many prompts as they come, as (index of the prompt, token): `runtime.TokenStreams` as an iterator
     and context manager. It is ended like a `TokenStream` of this module.
     """
