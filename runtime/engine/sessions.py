@@ -172,11 +172,11 @@ class Sessions:
             format = check_callable(tools, self._tokenizer)
             calls = AnswerReader(**marks_of(reasoning), format=format, tools=tools.listed)
         reader = TokenReader(
-            session,
+            opened,
+            session.counts,
             GrowingText(self._tokenizer, opened),
             reasoning,
             clock=self._target.worker.clock,
-            on_token=session.counts.give,
             estimates=self._prices.estimates,
             calls=calls,
         )
