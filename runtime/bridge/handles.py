@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Never, TypeVar, Unpack, cast
 
+import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.memory import peak_memory
@@ -216,12 +217,12 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
         super()._close()
 
 
+@attrs.define(eq=False)
 class MergedSource(Generic[T]):
     """The items of many generations, as a source for a bridge stream."""
 
-    def __init__(self, merged: Merged[T]) -> None:
-        self.error: Exception | None = None  # of the generation that failed, if one did
-        self.merged = merged
+    merged: Merged[T]
+    error: Exception | None = None  # of the generation that failed, if one did
 
     async def receive(self) -> Sequence[tuple[int, T]]:
         # An exception is for the consumer; raised from here, it would end the trio loop.
