@@ -86,8 +86,7 @@ def _encode(
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__} of no length")
     items = tuple(listed)
     if not any(isinstance(item, Mapping) for item in items):
-        if context_length is not None:
-            check_prompt_length(len(items), context_length)
+        check_prompt_length(len(items), context_length)
         return items
     for item in items:
         if not isinstance(item, Mapping):
