@@ -15,7 +15,7 @@ from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeCall
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.many_prompts import AwaitableCompletions
-from runtime.generation.merged_streams import Merged
+from runtime.generation.many_prompts import Completions as TrioCompletions
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion
 from runtime.generation.tool_calls.functions import Functions
@@ -196,7 +196,7 @@ class Runtime(
         self._bridge.check_loop()
         await self._bridge.thread.stop_and_join()
 
-    def _completions(self, begin: Callable[[], Merged[Completion]]) -> Completions:
+    def _completions(self, begin: Callable[[], TrioCompletions]) -> Completions:
         return Completions(self._bridge, begin)
 
     def _new_conversation(

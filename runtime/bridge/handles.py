@@ -30,7 +30,7 @@ from runtime.bridge.trio_thread import BridgeStream, S
 from runtime.engine.runtime import Health
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message, turn_settings
-from runtime.generation.many_prompts import ManyPrompt, is_list, with_settings
+from runtime.generation.many_prompts import Completions, ManyPrompt, is_list, with_settings
 from runtime.generation.merged_streams import Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
@@ -602,7 +602,7 @@ class RuntimeHandle(
     # --- for subclasses ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _completions(self, begin: Callable[[], Merged[Completion]]) -> ManyT: ...
+    def _completions(self, begin: Callable[[], Completions]) -> ManyT: ...
 
     @abstractmethod
     def _new_conversation(

@@ -14,7 +14,7 @@ from runtime.bridge.handles import ConversationHandle, IteratorHandle, MergedHan
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, TrioThread
 from runtime.generation.conversation import Conversation as TrioConversation
-from runtime.generation.merged_streams import Merged
+from runtime.generation.many_prompts import Completions
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion
 from runtime.generation.tool_calls.functions import Functions
@@ -142,7 +142,7 @@ class BlockingIteration(IteratorHandle[Any, Any, Item]):
         super().__init__(bridge, make_source)
         self._in_use = threading.Lock()
         try:
-            bridge.run(self._wait_opened())
+            run_blocking(self._wait_opened())
         except BaseException:  # a Ctrl-C, too
             self._close()
             raise
@@ -163,10 +163,10 @@ class BlockingIteration(IteratorHandle[Any, Any, Item]):
             is_ours = self._in_use.acquire(blocking=False)
             if is_ours:
                 self._is_unread = False
-                item = self._bridge.run(self._next())
+                item = run_blocking(self._next())
                 if item is None:
                     raise StopIteration
-                return cast(Item, item)
+                return item
         except BaseException:
             # Any exception, StopIteration and a Ctrl-C included, ends the iteration.
             self._close()
@@ -246,11 +246,11 @@ class Runtime(
     def __exit__(self, *_: object) -> None:
         run_blocking(self._bridge.thread.stop_and_join())
 
-    def _completions(self, begin: Callable[[], Merged[Completion]]) -> list[Completion]:
+    def _completions(self, begin: Callable[[], Completions]) -> list[Completion]:
         async def complete_all() -> list[Completion]:
-            return cast(list[Completion], await cast(Any, begin()))
+            return await begin()
 
-        return cast(list[Completion], self._bridge.run(self._bridge.call(complete_all)))
+        return run_blocking(self._bridge.call(complete_all))
 
     def _new_conversation(
         self, functions: Functions, system: str | None, make: Callable[[], TrioConversation]
@@ -258,5 +258,5 @@ class Runtime(
         async def made() -> TrioConversation:
             return make()
 
-        conversation: TrioConversation = self._bridge.run(self._bridge.call(made))
+        conversation = run_blocking(self._bridge.call(made))
         return Conversation(self._bridge, functions, system, conversation.make_new, conversation)
