@@ -88,8 +88,8 @@ class Conversation:
         system: str | None,
         thinking: bool | None,
         settings: dict[str, Any],
+        tools: Functions,
         past: Sequence[Message] = (),
-        tools: Functions | None = None,
     ) -> None:
         """See `Runtime.conversation`.
 
@@ -98,8 +98,8 @@ class Conversation:
             write: saves the conversation to a file; returns the file's size in bytes.
             tokenizer: the target's.
             system, thinking, settings: as for `Runtime.conversation`.
-            past: earlier messages, without the system message.
             tools: the functions that the model may call.
+            past: earlier messages, without the system message.
         """
         if tokenizer is None:
             raise PromptError(
@@ -116,7 +116,7 @@ class Conversation:
         self._thinking = thinking
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._state = _State([dict(message) for message in past])
-        self._caller = FunctionCaller(tools or Functions(()))
+        self._caller = FunctionCaller(tools)
         self._schemas = self._caller.functions.schemas
         if self._schemas and (not tokenizer.has_chat_template or call_format(tokenizer) is None):
             raise PromptError(
