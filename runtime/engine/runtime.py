@@ -305,7 +305,6 @@ class Runtime:
         Cancellation: waits for the job that is running; there is no conversation then.
         """
         with self._sessions.while_open():
-            saved_session.check_path(path)
             models = self._models()
             session = await models.read(path, any_draft=any_draft)
             keywords = saved_session.settings_of(session, path, overrides)
@@ -335,7 +334,6 @@ class Runtime:
         Cancellation: waits for the job that is running; there is no stream then.
         """
         with self._sessions.while_open():
-            saved_session.check_path(path)
             models = self._models()
             session = await models.read(path, any_draft=any_draft, is_stream=True)
             saved = session.stream

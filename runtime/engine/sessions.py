@@ -165,8 +165,7 @@ class Sessions:
             session.on_finished = partial(self._keep, opened, owner)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:
-            session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
-            find_stop.resume(opened.prompt[opened.num_prompt :])
+            session.find_stop = StopFinder(self._tokenizer, opened)
         calls: AnswerReader | None = None
         if tools is not None:
             format = check_callable(tools, self._tokenizer)

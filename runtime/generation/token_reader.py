@@ -117,13 +117,14 @@ class TokenReader:
     It never waits, so it serves consumers in trio, in asyncio and in plain threads. Only one thread may use it.
 
     Attributes:
+        opened: what opened the session.
         began: see `TokenStream`.
         answer: the tokens given so far, split into reasoning and answer.
         parts: the same as content, reasoning and tool calls; None for a generation without tools.
         finish_reason, stop_reason: as in `Token`, once the last token was given; None before.
     """
 
-    _opened: Open
+    opened: Open
     _counts: Counts
     _text: GrowingText
     answer: ReasoningTracker
@@ -132,7 +133,6 @@ class TokenReader:
     _calls: AnswerReader | None = attrs.field(kw_only=True, default=None)  # None for a generation without tools
     began: float = attrs.field(init=False)
     parts: Answer | None = attrs.field(init=False)
-    num_given: int = attrs.field(init=False, default=0)
     finish_reason: FinishReason | None = attrs.field(init=False, default=None)
     stop_reason: str | int | None = attrs.field(init=False, default=None)
     _given: list[int] = attrs.field(init=False, factory=list)
@@ -147,11 +147,6 @@ class TokenReader:
         self.began = self._clock()
         self.parts = None if self._calls is None else Answer()
 
-    @property
-    def session(self) -> int:
-        """See `TokenStream`."""
-        return self._opened.session
-
     def resume(self, progress: Progress) -> None:
         """Continue a text that was saved: after its given tokens, with their text, reasoning and number."""
         for i, token in enumerate(progress.given, start=1):
@@ -161,7 +156,7 @@ class TokenReader:
             if self._calls is not None and self.parts is not None:
                 self.parts.add(self._calls.add(text))
         self._given = list(progress.given)
-        self.num_given = self._num_resumed = len(progress.given)
+        self._num_resumed = len(progress.given)
         self.finish_reason, self.stop_reason = progress.finish_reason, progress.stop_reason
         if self.finish_reason is not None and self._calls is not None and self.parts is not None:
             self.parts.add(self._calls.finish(is_complete=_is_complete(self.finish_reason, self.stop_reason)))
@@ -170,8 +165,7 @@ class TokenReader:
     def progress(self) -> Progress:
         """How far the text has come: the tokens given, and the rest of the current commit."""
         rest = () if self._commit is None else (_rest_of(self._commit, self._next_in_commit),)
-        num_prompt = self._opened.num_prompt
-        return Progress(num_prompt, tuple(self._given), rest, self.finish_reason, self.stop_reason)
+        return Progress(self.opened.num_prompt, tuple(self._given), rest, self.finish_reason, self.stop_reason)
 
     @property
     def has_more(self) -> bool:
@@ -194,14 +188,14 @@ class TokenReader:
         self._last_at = self._clock()
         if self._first_at is None:
             self._first_at = self._last_at
-        self._num_in_first_round += self.num_given - self._num_resumed == index
+        self._num_in_first_round += len(self._given) - self._num_resumed == index
         self._counts.give(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
         text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)
         token = Token(
             id=commit.tokens[index],
             text=text,
-            index=self.num_given,
+            index=len(self._given),
             drafted_by=commit.drafted_by(index),
             finish_reason=finish_reason,
             logprob=None if likelihood is None else likelihood.logprob,
@@ -211,7 +205,6 @@ class TokenReader:
         )
         if self._calls is not None and self.parts is not None:
             token = self._with_events(token, self._calls, self.parts)
-        self.num_given += 1
         self._given.append(token.id)
         if finish_reason is not None:
             self.finish_reason, self.stop_reason = finish_reason, commit.stop_reason
@@ -239,7 +232,7 @@ class TokenReader:
             time_to_first_token=None if self._first_at is None else self._first_at - self.began,
             peak_memory=peak_memory(),
             estimates=self._estimates(),
-            lookahead=self._opened.settings.lookahead if self._opened.drafted else 0,
+            lookahead=self.opened.settings.lookahead if self.opened.drafted else 0,
         )
 
     def _with_events(self, token: Token, calls: AnswerReader, parts: Answer) -> Token:
