@@ -8,23 +8,14 @@ from typing import Any, Self, TypeVar
 
 from protocol.errors import StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
-from protocol.session_state import Commit
 from runtime.aio import asyncio_loop
-from runtime.aio.thread import AioThread, wait_result
-from runtime.bridge.handles import (
-    CommitSource,
-    ConversationHandle,
-    IteratorHandle,
-    MergedHandle,
-    MergedSource,
-    RuntimeHandle,
-    StreamHandle,
-)
+from runtime.aio.thread import AioThread
+from runtime.bridge.handles import ConversationHandle, IteratorHandle, MergedHandle, RuntimeHandle, StreamHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, S
+from runtime.bridge.trio_thread import BridgeCall
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.many_prompts import AwaitableCompletions
-from runtime.generation.merged_streams import Merged
+from runtime.generation.many_prompts import Completions as TrioCompletions
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion
 from runtime.generation.tool_calls.functions import Functions
@@ -34,12 +25,13 @@ Item = TypeVar("Item")
 Waiting = Coroutine[Any, Any, T]
 
 
-class AioBridge(RuntimeBridge[AioThread]):
+class AioBridge(RuntimeBridge):
     """`RuntimeBridge` for one asyncio loop."""
 
     face = "aio"
     how_to_close = "aclose()"
     may_await = True
+    thread: AioThread
 
     def check_loop(self) -> None:
         if asyncio_loop() is not self.thread.loop:
@@ -51,7 +43,7 @@ class AioBridge(RuntimeBridge[AioThread]):
         cancelled: asyncio.CancelledError | None = None
         while not call.done.done():
             try:
-                await wait_result(call.done)
+                await self.thread.wait(call.done)
             except asyncio.CancelledError as error:
                 # Once for each cancellation: anyio cancels a task again in every pass of the loop.
                 cancelled = error
@@ -63,9 +55,6 @@ class AioBridge(RuntimeBridge[AioThread]):
             raise cancelled
         return call.result()
 
-    async def result(self, future: BridgeFuture[T]) -> T:
-        return await wait_result(future)
-
     async def pause(self) -> None:
         await asyncio.sleep(0)
 
@@ -76,7 +65,7 @@ class AioBridge(RuntimeBridge[AioThread]):
         return coroutine
 
 
-class AsyncIteration(IteratorHandle[S, T, Item]):
+class AsyncIteration(IteratorHandle[Any, Any, Item]):
     """An `IteratorHandle` as an async iterator and async context manager, for one asyncio task at a time."""
 
     _bridge: AioBridge
@@ -124,7 +113,7 @@ class AsyncIteration(IteratorHandle[S, T, Item]):
             self._is_waiting = False
 
 
-class TokenStream(AsyncIteration[CommitSource, Commit, Token], StreamHandle[Waiting[int]]):
+class TokenStream(AsyncIteration[Token], StreamHandle[Waiting[int]]):
     """The tokens of one generation: `runtime.TokenStream` for asyncio. See there for what ends the generation.
 
     Cancelling the task that waits in `__anext__` has the effect of a cancel scope there.
@@ -149,11 +138,7 @@ class TokenStream(AsyncIteration[CommitSource, Commit, Token], StreamHandle[Wait
         return self
 
 
-class Completions(
-    AsyncIteration[MergedSource[Completion], tuple[int, Completion], tuple[int, Completion]],
-    MergedHandle[Completion],
-    AwaitableCompletions,
-):
+class Completions(AsyncIteration[tuple[int, Completion]], MergedHandle[Completion], AwaitableCompletions):
     """The completions of many prompts: `runtime.Completions` for asyncio."""
 
     async def __anext__(self) -> tuple[int, Completion]:
@@ -161,18 +146,11 @@ class Completions(
         self._check_not_gathering()
         return await super().__anext__()
 
-    @property
-    def _is_taken(self) -> bool:
-        return self._is_waiting or self._num_finished > 0
-
-    async def _next_completion(self) -> tuple[int, Completion] | None:
-        return await self._next()
-
     async def _checkpoint(self) -> None:
         await asyncio.sleep(0)
 
 
-class TokenStreams(AsyncIteration[MergedSource[Token], tuple[int, Token], tuple[int, Token]], MergedHandle[Token]):
+class TokenStreams(AsyncIteration[tuple[int, Token]], MergedHandle[Token]):
     """The tokens of many prompts as they come: `runtime.TokenStreams` for asyncio; see `Runtime.stream_many`."""
 
 
@@ -218,7 +196,7 @@ class Runtime(
         self._bridge.check_loop()
         await self._bridge.thread.stop_and_join()
 
-    def _completions(self, begin: Callable[[], Merged[Completion]]) -> Completions:
+    def _completions(self, begin: Callable[[], TrioCompletions]) -> Completions:
         return Completions(self._bridge, begin)
 
     def _new_conversation(

@@ -9,10 +9,11 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, Never, TypeVar, Unpack, cast
 
+import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.memory import peak_memory
@@ -22,13 +23,14 @@ from protocol.session_state import Commit
 from protocol.settings import SettingsLike, with_overrides
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from protocol.statistics import Counts, Statistics
+from protocol.validation import check_integer
 from runtime.bridge.opener import evaluate_on_this_thread
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeStream, S
 from runtime.engine.runtime import Health
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message, turn_settings
-from runtime.generation.many_prompts import ManyPrompt, check_max_concurrent, is_list, with_settings
+from runtime.generation.many_prompts import Completions, ManyPrompt, is_list, with_settings
 from runtime.generation.merged_streams import Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
@@ -59,7 +61,7 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
     _is_closed = True  # until there is a bridge stream to close
     _is_unread = True  # neither read nor saved
 
-    def __init__(self, bridge: RuntimeBridge[Any], make_source: Callable[[], S]) -> None:
+    def __init__(self, bridge: RuntimeBridge, make_source: Callable[[], S]) -> None:
         """`make_source` is called in the trio thread. It must not refer to this handle: dropping the last reference to
         the handle ends the stream.
 
@@ -77,7 +79,7 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
         """The next item; None once all were given."""
         source = await self._wait_opened()
         if self._must_request(source):
-            arrived: Sequence[T] = await self._bridge.result(self._bridge_stream.request_items())
+            arrived: Sequence[T] = await self._bridge.thread.wait(self._bridge_stream.request_items())
             self._arrived.extend(arrived)
         else:
             # One pass of the loop for each item, even if several arrived at once.
@@ -88,7 +90,7 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
         """The source, once it was made in the trio thread. Raises: what making it raised."""
         stream = self._bridge_stream
         if not stream.opened.done():
-            await self._bridge.result(stream.opened)
+            await self._bridge.thread.wait(stream.opened)
         if stream.failure is not None:
             self._close()
             raise stream.failure
@@ -141,7 +143,7 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
 
     _source: CommitSource | None = None  # set once the prompt was checked
 
-    def __init__(self, bridge: RuntimeBridge[Any], open_stream: Callable[[], TrioTokenStream]) -> None:
+    def __init__(self, bridge: RuntimeBridge, open_stream: Callable[[], TrioTokenStream]) -> None:
         super().__init__(bridge, lambda: CommitSource(open_stream()))
 
     def __repr__(self) -> str:
@@ -215,17 +217,17 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
         super()._close()
 
 
+@attrs.define(eq=False)
 class MergedSource(Generic[T]):
     """The items of many generations, as a source for a bridge stream."""
 
-    def __init__(self, merged: Merged[T]) -> None:
-        self.error: Exception | None = None  # of the generation that failed, if one did
-        self.merged = merged
+    merged: Merged[T]
+    error: Exception | None = None  # of the generation that failed, if one did
 
     async def receive(self) -> Sequence[tuple[int, T]]:
         # An exception is for the consumer; raised from here, it would end the trio loop.
         try:
-            item = await self.merged.next_item()
+            item = await anext(self.merged, None)
         except Exception as error:
             self.error = error
             return ()
@@ -243,7 +245,7 @@ class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]
 
     _num_finished = 0  # prompts whose last item was given
 
-    def __init__(self, bridge: RuntimeBridge[Any], begin: Callable[[], Merged[T]]) -> None:
+    def __init__(self, bridge: RuntimeBridge, begin: Callable[[], Merged[T]]) -> None:
         super().__init__(bridge, lambda: MergedSource(begin()))
 
     def __repr__(self) -> str:
@@ -291,7 +293,7 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
 
     def __init__(
         self,
-        bridge: RuntimeBridge[Any],
+        bridge: RuntimeBridge,
         functions: Functions,
         system: str | None,
         make_conversation: Callable[[], TrioConversation],
@@ -430,7 +432,7 @@ class RuntimeHandle(
     _many_handle: type[TokensT]
     _conversation_handle: type[ConversationT]
 
-    def __init__(self, bridge: RuntimeBridge[Any]) -> None:
+    def __init__(self, bridge: RuntimeBridge) -> None:
         self._bridge = bridge
 
     def __repr__(self) -> str:
@@ -534,8 +536,19 @@ class RuntimeHandle(
         self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[StreamArguments]
     ) -> LoadedStreamT:
         """Load a stream from a file, and continue it; see `runtime.Runtime.load_stream`."""
-        load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
-        return self._bridge.run(self._load_stream(load))
+
+        async def loaded() -> StreamT:
+            load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
+            resumed = await self._bridge.call(load)
+            stream = self._stream_handle(self._bridge, lambda: resumed)
+            try:
+                await stream._wait_opened()
+            except BaseException:  # a cancellation, too
+                stream._close()
+                raise
+            return stream
+
+        return self._bridge.run(loaded())
 
     # --- the drafter ------------------------------------------------------------------------------
 
@@ -589,7 +602,7 @@ class RuntimeHandle(
     # --- for subclasses ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _completions(self, begin: Callable[[], Merged[Completion]]) -> ManyT: ...
+    def _completions(self, begin: Callable[[], Completions]) -> ManyT: ...
 
     @abstractmethod
     def _new_conversation(
@@ -605,16 +618,6 @@ class RuntimeHandle(
 
     async def _generate(self, prompt: Prompt, settings: SettingsLike | None, overrides: StreamArguments) -> Completion:
         return await read_whole(self.stream(prompt, settings, **overrides))
-
-    async def _load_stream(self, load: Callable[[], Awaitable[TrioTokenStream]]) -> StreamT:
-        loaded = await self._bridge.call(load)
-        stream = self._stream_handle(self._bridge, lambda: loaded)
-        try:
-            await stream._wait_opened()
-        except BaseException:  # a cancellation, too
-            stream._close()
-            raise
-        return stream
 
 
 async def read_whole(stream: StreamHandle[Any]) -> Completion:
@@ -641,7 +644,7 @@ def prepare_generations(
         alone, settings = with_settings(prompt)
         return (copy_prompt(alone), dict(settings)) if settings else copy_prompt(alone)
 
-    check_max_concurrent(max_concurrent)
+    check_integer("max_concurrent", max_concurrent, 1)
     copies = [copied(prompt) for prompt in prompts] if is_list(prompts) else prompts
     return partial(begin, copies, max_concurrent=max_concurrent, **arguments)
 

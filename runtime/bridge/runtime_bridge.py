@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import trio
 
 from protocol.errors import RuntimeClosedError
-from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, BridgeStream, S, TrioThread
+from runtime.bridge.trio_thread import BridgeCall, BridgeStream, S, TrioThread
 from runtime.engine.runtime import CLOSED
 from runtime.engine.runtime import Runtime as TrioRuntime
 
 T = TypeVar("T")
-Thread = TypeVar("Thread", bound=TrioThread)
 
 
-class RuntimeBridge(ABC, Generic[Thread]):
+class RuntimeBridge(ABC):
     """The access to a runtime from outside its trio thread; a subclass says how its callers wait.
 
     Attributes:
@@ -32,11 +31,11 @@ class RuntimeBridge(ABC, Generic[Thread]):
     how_to_close: ClassVar[str]
     may_await: ClassVar[bool]
 
-    def __init__(self, thread: Thread, runtime: TrioRuntime) -> None:
+    def __init__(self, thread: TrioThread, runtime: TrioRuntime) -> None:
         self.thread = thread
         self.runtime = runtime
 
-    def check_loop(self) -> None:
+    def check_loop(self) -> None:  # noqa: B027 (without an event loop, there is nothing to check)
         """Raises: WrongEventLoopError: the event loop that is running here is not the runtime's."""
 
     def check_caller(self) -> None:
@@ -46,10 +45,6 @@ class RuntimeBridge(ABC, Generic[Thread]):
     @abstractmethod
     async def call_result(self, call: BridgeCall[T]) -> T:
         """The result of a call. A cancellation cancels the call, and is raised once the call has ended."""
-
-    @abstractmethod
-    async def result(self, future: BridgeFuture[T]) -> T:
-        """The result of a future of the trio thread."""
 
     @abstractmethod
     async def pause(self) -> None:

@@ -11,9 +11,9 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar, TypeVarTuple
 
 import outcome
 import trio
@@ -51,10 +51,11 @@ class BridgeFuture(Protocol[T]):
 class TrioThread(ABC):
     """A thread that runs a trio loop and holds one async context manager open in it: an open runtime.
 
-    Subclasses say how callers wait: `AioThread` for an asyncio loop, `SyncThread` for plain threads. The thread ends by
-    itself soon after its callers are gone.
+    Subclasses say how callers wait: `AioThread` for an asyncio loop, `SyncThread` for plain threads, whose coroutines
+    block. The thread ends by itself soon after its callers are gone.
     """
 
+    interruption: ClassVar[type[BaseException]]  # what a caller that waits is cancelled or interrupted with
     nursery: trio.Nursery  # for background tasks; cancelled after the context manager was left
     _value: Runtime
 
@@ -76,6 +77,55 @@ class TrioThread(ABC):
     def make_future(self) -> BridgeFuture[Any]:
         """A future for the calling thread."""
 
+    @abstractmethod
+    async def wait(self, future: BridgeFuture[T]) -> T:
+        """The result of a future. An interruption leaves the future as it is: others may be waiting for it, too."""
+
+    async def start(self) -> Runtime:
+        """Start, and wait until the context manager has been entered. Raises: what entering it raises.
+
+        Interruption: stops the thread, and is raised once it has ended.
+        """
+        try:
+            self._thread.start()
+            await self.wait(self._started)
+        except GeneratorExit:
+            self.stop()  # the event loop runs this task no more, so it cannot wait
+            raise
+        except BaseException:
+            # Also a Ctrl-C before the thread runs: it will see that it is stopping.
+            self.stop()
+            if self._thread.is_alive():
+                await self._stop_and_wait()
+            raise
+        if self._ended.done():
+            await self.stop_and_join()
+        return self._value
+
+    async def stop_and_join(self) -> None:
+        """Leave the context manager, and wait for the thread's end; harmless if it has. Raises: what entering or
+        leaving raises.
+
+        Interruption: the thread is joined in any case; the interruption is raised after that.
+        """
+        await self._stop_and_wait()
+        if isinstance(self._outcome, outcome.Error):
+            raise self._outcome.error
+
+    async def _stop_and_wait(self) -> None:
+        interruption: BaseException | None = None
+        while True:
+            try:
+                self.stop()
+                await self.wait(self._ended)
+                # This takes no time: the thread only has to return.
+                self._thread.join()
+                break
+            except self.interruption as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
+
     # --- in any thread ----------------------------------------------------------------------------
 
     def run_soon(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
@@ -90,15 +140,8 @@ class TrioThread(ABC):
         """Start to leave the context manager; harmless if the thread is leaving or has ended."""
         self._is_stopping = True
         if self._token is not None:
-            try:
+            with suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(self._request_exit)
-            except trio.RunFinishedError:
-                return
-
-    def _raise_failure(self) -> None:
-        """Raises: what entering or leaving the context manager raised. Call once the thread has ended."""
-        if isinstance(self._outcome, outcome.Error):
-            raise self._outcome.error
 
     # --- in the trio thread -----------------------------------------------------------------------
 
@@ -179,10 +222,8 @@ class BridgeCall(Generic[T]):
 
     def cancel(self) -> None:
         """Cancel the function soon; harmless once it is done. For any thread."""
-        try:
+        with suppress(trio.RunFinishedError):
             self._thread.run_soon(self._scope.cancel)
-        except trio.RunFinishedError:
-            return
 
     def _start(self) -> None:
         # An exception is for the caller; raised from here, it would end the trio loop.
@@ -265,10 +306,8 @@ class BridgeStream(Generic[S, T]):
 
     def close(self) -> None:
         """Stop the source soon; harmless once the stream is over. For any thread."""
-        try:
+        with suppress(trio.RunFinishedError):
             self._thread.run_soon(self._close)
-        except trio.RunFinishedError:
-            return
 
     # --- in the trio thread -----------------------------------------------------------------------
 

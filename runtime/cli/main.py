@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="outrider",
         description="Speculative decoding on MLX: a small draft model proposes, the target model checks.",
     )
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action=_Print, const=_version, help="show the version and exit", **_NO_VALUE)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS.values():
         of_command = commands.add_parser(
@@ -123,7 +123,8 @@ class _Parser(argparse.ArgumentParser):
         command = COMMANDS.get(self.prog.rpartition(" ")[2])
         self._common = [] if command is None else command.common.split()
         if self._common:
-            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+            whole = argparse.ArgumentParser.format_help
+            self.add_argument("--help-all", action=_Print, const=whole, help="show all options and exit", **_NO_VALUE)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         # Checked by the parser of each command, so that the usage of the command is shown.
@@ -170,25 +171,22 @@ class _Formatter(argparse.HelpFormatter):
         return "\n".join(line if line.startswith(" ") else fill(line, width, indent) for line in text.split("\n"))
 
 
-class _HelpAll(argparse.Action):
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+class _Print(argparse.Action):
+    """Prints the text that `const` makes for the parser, and ends the program."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print_text(parser.format_help())
+        assert callable(self.const)
+        print_text(self.const(parser))
         parser.exit()
 
 
-class _Version(argparse.Action):
-    """Prints the version. Looked up only when needed, since that searches all installed distributions."""
+_NO_VALUE: dict[str, Any] = {"nargs": 0, "dest": argparse.SUPPRESS}
 
-    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="show the version and exit")
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        try:
-            version = importlib.metadata.version("outrider")
-        except importlib.metadata.PackageNotFoundError:
-            version = "(not installed: running from a source tree)"
-        print_text(f"outrider {version}\n")
-        parser.exit()
+def _version(_: argparse.ArgumentParser) -> str:
+    # Looked up only when needed, since that searches all installed distributions.
+    try:
+        version = importlib.metadata.version("outrider")
+    except importlib.metadata.PackageNotFoundError:
+        version = "(not installed: running from a source tree)"
+    return f"outrider {version}\n"

@@ -22,13 +22,7 @@ from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.measuring.report_files import check_report, local_paths
 from runtime.selftest.stored_report import keep
-from runtime.terminal.display import (
-    CommandOutcome,
-    Display,
-    print_message,
-    print_sections,
-    warnings_at_the_end,
-)
+from runtime.terminal.display import CommandOutcome, Display, print_message, print_sections, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
 if TYPE_CHECKING:

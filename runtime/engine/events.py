@@ -24,6 +24,5 @@ class Events:
         self.wants_instants = self.wants_instants or not only_spans
 
     def __call__(self, event: Event) -> None:
-        """Announce an event."""
         for listener in self._listeners:
             listener(event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -18,15 +18,7 @@ from protocol.errors import PromptError, PromptTooLongError, SessionFileError, S
 from protocol.logits_processors import Stateless, can_be_speculated_with
 from protocol.messages import Open
 from protocol.reprs import shown, shown_path
-from protocol.settings import (
-    MAX_SEED,
-    Settings,
-    SettingsLike,
-    check_vocabulary_size,
-    keywords_of,
-    settings_from,
-    with_overrides,
-)
+from protocol.settings import MAX_SEED, Settings, SettingsLike, check_vocabulary_size, settings_from, with_overrides
 from protocol.validation import must_be
 from runtime.generation.grammar import Grammar
 from runtime.generation.many_prompts import ManyPrompt, check_each
@@ -43,27 +35,21 @@ logger = logging.getLogger("outrider")
 _warned_of: set[str] = set()  # names of logits processors and samplers that this process has warned of
 
 
+@attrs.define(eq=False)
 class RequestValidation:
-    """Checks prompts and settings against one target; runs nothing on the models."""
+    """Checks prompts and settings against one target; runs nothing on the models.
 
-    def __init__(
-        self,
-        model: Model,
-        tokenizer: TokenizerWrapper | None,
-        *,
-        has_drafter: Callable[[], bool],
-        defaults: SettingsLike | None = None,
-    ) -> None:
-        """`has_drafter` tells whether a session that begins now would have a drafter.
+    Raises: SettingsError: the defaults cannot be used with this target.
+    """
 
-        Raises: SettingsError: the defaults cannot be used with this target.
-        """
-        self._model = model
-        self._tokenizer = tokenizer
-        self._has_drafter = has_drafter
-        self._has_warned = False  # that a lookahead has no effect without a drafter
-        self._ids = itertools.count()
-        self._defaults = keywords_of(defaults, "defaults")
+    _model: Model
+    _tokenizer: TokenizerWrapper | None
+    _defaults: Mapping[str, Any]
+    _has_drafter: Callable[[], bool]  # whether a session that begins now would have a drafter
+    _has_warned: bool = attrs.field(init=False, default=False)  # that a lookahead has no effect without a drafter
+    _ids: Iterator[int] = attrs.field(init=False, factory=itertools.count)
+
+    def __attrs_post_init__(self) -> None:
         self.checked({})
 
     def keywords(self, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from protocol.messages import Open
 from protocol.prices import Estimates, Prices
 from protocol.reprs import shown_path
 from protocol.scores import Score
-from protocol.settings import Settings, SettingsLike, check_vocabulary_size, settings_from
+from protocol.settings import Settings, SettingsLike, check_vocabulary_size, keywords_of, settings_from
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from protocol.statistics import Statistics
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
@@ -93,7 +93,7 @@ class Runtime:
         self._began = target.worker.clock()
         self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, self._save_stream, corpus)
         self._validation = RequestValidation(
-            target.model, tokenizer, has_drafter=lambda: drafter.actor is not None, defaults=defaults
+            target.model, tokenizer, keywords_of(defaults, "defaults"), lambda: drafter.actor is not None
         )
         self._is_left = trio.Event()  # set once the user has closed the runtime
         self._is_released: trio.Event | None = None  # set by `keep_open` once models and threads are released
@@ -305,7 +305,6 @@ class Runtime:
         Cancellation: waits for the job that is running; there is no conversation then.
         """
         with self._sessions.while_open():
-            saved_session.check_path(path)
             models = self._models()
             session = await models.read(path, any_draft=any_draft)
             keywords = saved_session.settings_of(session, path, overrides)
@@ -335,7 +334,6 @@ class Runtime:
         Cancellation: waits for the job that is running; there is no stream then.
         """
         with self._sessions.while_open():
-            saved_session.check_path(path)
             models = self._models()
             session = await models.read(path, any_draft=any_draft, is_stream=True)
             saved = session.stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
@@ -23,8 +23,8 @@ from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.trace import Event, Span
+from protocol.validation import check_integer
 from runtime.engine.drafter_slot import DrafterSlot
-from runtime.generation.many_prompts import check_max_concurrent
 from runtime.generation.merged_streams import Generation
 from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
@@ -165,18 +165,17 @@ class Sessions:
             session.on_finished = partial(self._keep, opened, owner)
         session.counts.prompt_tokens = len(opened.prompt)
         if opened.settings.stop and self._tokenizer is not None:
-            session.find_stop = find_stop = StopFinder(self._tokenizer, opened)
-            find_stop.resume(opened.prompt[opened.num_prompt :])
+            session.find_stop = StopFinder(self._tokenizer, opened)
         calls: AnswerReader | None = None
         if tools is not None:
             format = check_callable(tools, self._tokenizer)
             calls = AnswerReader(**marks_of(reasoning), format=format, tools=tools.listed)
         reader = TokenReader(
-            session,
+            opened,
+            session.counts,
             GrowingText(self._tokenizer, opened),
             reasoning,
             clock=self._target.worker.clock,
-            on_token=session.counts.give,
             estimates=self._prices.estimates,
             calls=calls,
         )
@@ -199,7 +198,7 @@ class Sessions:
 
         Raises: SettingsError: `max_concurrent` is out of its range.
         """
-        check_max_concurrent(max_concurrent)
+        check_integer("max_concurrent", max_concurrent, 1)
         start_soon, run_soon = self._nursery.start_soon, self.run_soon
         return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
 
@@ -245,10 +244,8 @@ class Sessions:
 
     def run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; for any thread, at any moment."""
-        try:
+        with suppress(trio.RunFinishedError):  # with the event loop, everything has ended
             self._trio_token.run_sync_soon(call)
-        except trio.RunFinishedError:
-            return  # and with the event loop everything ended
 
     def attribute(self, event: Event) -> None:
         """Count a worker's time for the sessions that it was spent on, and the target's passes for those in them."""

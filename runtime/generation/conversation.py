@@ -88,8 +88,8 @@ class Conversation:
         system: str | None,
         thinking: bool | None,
         settings: dict[str, Any],
+        tools: Functions,
         past: Sequence[Message] = (),
-        tools: Functions | None = None,
     ) -> None:
         """See `Runtime.conversation`.
 
@@ -98,8 +98,8 @@ class Conversation:
             write: saves the conversation to a file; returns the file's size in bytes.
             tokenizer: the target's.
             system, thinking, settings: as for `Runtime.conversation`.
-            past: earlier messages, without the system message.
             tools: the functions that the model may call.
+            past: earlier messages, without the system message.
         """
         if tokenizer is None:
             raise PromptError(
@@ -116,7 +116,7 @@ class Conversation:
         self._thinking = thinking
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._state = _State([dict(message) for message in past])
-        self._caller = FunctionCaller(tools or Functions(()))
+        self._caller = FunctionCaller(tools)
         self._schemas = self._caller.functions.schemas
         if self._schemas and (not tokenizer.has_chat_template or call_format(tokenizer) is None):
             raise PromptError(
@@ -154,7 +154,8 @@ class Conversation:
         Cancellation: cancels an async function; one in a thread goes on by itself. The conversation is as it was.
         """
         self._check_idle("call its tools")
-        results = await self._caller.results(self.pending_calls, _in_thread)
+        in_thread = partial(trio.to_thread.run_sync, abandon_on_cancel=True)
+        results = await self._caller.results(self.pending_calls, in_thread)
         self.add_results(results)
         return bool(results)
 
@@ -274,13 +275,11 @@ class Conversation:
 
     def _so_far(self) -> list[Message]:
         state = self._state
-        return [*state.past, *([] if state.turn is None else self._exchange(state.turn))]
-
-    def _exchange(self, turn: _Turn) -> list[Message]:
-        if turn.answer.num_tokens == 0:
-            return []
+        turn = state.turn
+        if turn is None or turn.answer.num_tokens == 0:
+            return state.past
         reply = reply_message(turn.answer, turn.parts, has_template=self._tokenizer.has_chat_template)
-        return [*turn.said, reply]
+        return [*state.past, *turn.said, reply]
 
     def _snapshot(self) -> Account:
         # Templates end a prompt where an answer begins, so the prompt of the next turn needs some user's message.
@@ -333,7 +332,3 @@ def _checked(settings: dict[str, Any], beside: Sequence[str] = ()) -> dict[str, 
     settings = {**settings, "reuse_prefix": True}
     settings_from(settings, beside)
     return settings
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    return await trio.to_thread.run_sync(function, abandon_on_cancel=True)

@@ -11,7 +11,6 @@ import trio
 from protocol.errors import PromptError, SettingsError, StreamBusyError
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
-from protocol.validation import check_integer
 from runtime.generation.merged_streams import Generation, Give, Merged
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token
@@ -19,11 +18,6 @@ from runtime.generation.token_stream import Completion, TokenStream, complete
 
 ManyPrompt = Prompt | tuple[Prompt, SettingsLike]
 """One of many prompts, alone or with its own settings."""
-
-
-def check_max_concurrent(value: Any) -> None:
-    """Raises: SettingsError: it is not a whole number of at least 1."""
-    check_integer("max_concurrent", value, 1)
 
 
 def is_list(prompts: Any) -> bool:
@@ -69,11 +63,8 @@ class AwaitableCompletions(ABC):
 
     _gathered: list[Completion] | None = None
     _is_gathering = False
-
-    @property
-    @abstractmethod
-    def _is_taken(self) -> bool:
-        """Whether a completion was given, or is waited for."""
+    _is_waiting: bool  # for the next completion
+    _num_finished: int  # completions that were given
 
     @property
     @abstractmethod
@@ -81,7 +72,7 @@ class AwaitableCompletions(ABC):
         """Whether this was closed or has failed, so that the next call raises the reason."""
 
     @abstractmethod
-    async def _next_completion(self) -> tuple[int, Completion] | None:
+    async def _next(self) -> tuple[int, Completion] | None:
         """The next finished completion, with the index of its prompt; None once all have been given."""
 
     @abstractmethod
@@ -107,11 +98,12 @@ class AwaitableCompletions(ABC):
         if self._gathered is not None:
             await self._checkpoint()
             return self._gathered
-        if (self._is_taken or self._is_gathering) and not self._has_ended_early:
+        is_taken = self._is_waiting or self._num_finished > 0 or self._is_gathering
+        if is_taken and not self._has_ended_early:
             raise StreamBusyError("these completions are given to somebody already, and each is given once")
         self._is_gathering = True
         completions: dict[int, Completion] = {}
-        while (following := await self._next_completion()) is not None:
+        while (following := await self._next()) is not None:
             index, completion = following
             completions[index] = completion
         self._gathered = [completions[index] for index in sorted(completions)]
@@ -148,13 +140,6 @@ class Completions(Merged[Completion], AwaitableCompletions):
         """
         self._check_not_gathering()
         return await super().__anext__()
-
-    @property
-    def _is_taken(self) -> bool:
-        return self._is_waiting or self._num_left < self.num_prompts
-
-    async def _next_completion(self) -> tuple[int, Completion] | None:
-        return await self.next_item()
 
     async def _checkpoint(self) -> None:
         await trio.lowlevel.checkpoint()

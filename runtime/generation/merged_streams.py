@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import attrs
 import trio
@@ -17,20 +17,12 @@ from runtime.generation.tool_calls.tools import Tools
 CLOSED = "these generations were closed; begin others with generate_many() or stream_many()"
 
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
-
-
-class Give(Protocol[T_contra]):
-    """Gives an item to the consumer; waits while the buffer is full."""
-
-    async def __call__(self, item: T_contra, /) -> None: ...
-
 
 Generation = tuple[Open, Tools | None]
 """The beginning of a generation: the message that opens its session, and the tools that the model may call."""
 
-Produce = Callable[[TokenStream, Give[T]], Awaitable[None]]
-"""Reads one generation and gives its items."""
+Give = Callable[[T], Awaitable[None]]
+"""Gives an item to the consumer; waits while the buffer is full."""
 
 
 class Merged(SingleConsumer, Generic[T]):
@@ -62,13 +54,12 @@ class Merged(SingleConsumer, Generic[T]):
         self._work = _Work(enumerate(generations), begin, self._produce, min(max_concurrent, len(generations)), send)
         self._run_soon = run_soon
         self.num_prompts = len(generations)
-        self._num_left = len(generations)  # prompts whose last item was not given yet
+        self._num_finished = 0  # prompts whose last item was given
         start_soon(self._work.run)
 
     def __repr__(self) -> str:
-        state = "under way" if not self._is_closed else "closed" if self._num_left else "over"
-        num_done = self.num_prompts - self._num_left
-        return f"<outrider {type(self).__name__}, {state}: {num_done} of {self.num_prompts} given>"
+        state = "under way" if not self._is_closed else "closed" if self._has_ended_early else "over"
+        return f"<outrider {type(self).__name__}, {state}: {self._num_finished} of {self.num_prompts} given>"
 
     async def __anext__(self) -> tuple[int, T]:
         """The next item, with the index of its prompt.
@@ -81,7 +72,7 @@ class Merged(SingleConsumer, Generic[T]):
 
         Cancellation: ends all generations.
         """
-        if (following := await self.next_item()) is None:
+        if (following := await self._next()) is None:
             raise StopAsyncIteration
         return following
 
@@ -101,14 +92,14 @@ class Merged(SingleConsumer, Generic[T]):
     @property
     def _has_ended_early(self) -> bool:
         """Whether this was closed or has failed, so that the next call raises the reason."""
-        return self._is_closed and self._num_left > 0
+        return self._is_closed and self._num_finished < self.num_prompts
 
-    async def next_item(self) -> tuple[int, T] | None:
+    async def _next(self) -> tuple[int, T] | None:
         """The next item; None once all have been given. Raises and cancellation: as `__anext__`."""
         return await self._receive(self._next_item)
 
     async def _next_item(self) -> tuple[int, T] | None:
-        if self._num_left == 0:
+        if self._num_finished == self.num_prompts:
             await trio.lowlevel.checkpoint()
             return None
         if self._is_closed:
@@ -120,7 +111,8 @@ class Merged(SingleConsumer, Generic[T]):
         except trio.EndOfChannel:
             self.close()
             error = self._work.error or RuntimeClosedError(
-                f"the runtime was closed before {self._num_left} of {self.num_prompts} prompts were done"
+                f"the runtime was closed before {self.num_prompts - self._num_finished} of {self.num_prompts} prompts "
+                "were done"
             )
         else:
             self._count(following)
@@ -131,7 +123,7 @@ class Merged(SingleConsumer, Generic[T]):
     def ready_items(self) -> list[tuple[int, T]]:
         """All items that have come, without waiting for further ones."""
         ready: list[tuple[int, T]] = []
-        while self._num_left > 0:
+        while self._num_finished < self.num_prompts:
             try:
                 ready.append(self._items.receive_nowait())
             except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
@@ -140,8 +132,8 @@ class Merged(SingleConsumer, Generic[T]):
         return ready
 
     def _count(self, given: tuple[int, T]) -> None:
-        self._num_left -= self.is_last(given[1])
-        if self._num_left == 0:
+        self._num_finished += self.is_last(given[1])
+        if self._num_finished == self.num_prompts:
             self.close()
 
     def close(self) -> None:
@@ -157,7 +149,7 @@ class _Work(Generic[T]):
 
     _generations: Iterator[tuple[int, Generation]]
     _begin: Callable[[Open, Tools | None], TokenStream]
-    _produce: Produce[T]
+    _produce: Callable[[TokenStream, Give[T]], Awaitable[None]]
     _num_tasks: int
     _items: trio.MemorySendChannel[tuple[int, T]]
     scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)

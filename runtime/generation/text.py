@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -86,8 +86,7 @@ def _encode(
         raise PromptError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__} of no length")
     items = tuple(listed)
     if not any(isinstance(item, Mapping) for item in items):
-        if context_length is not None:
-            check_prompt_length(len(items), context_length)
+        check_prompt_length(len(items), context_length)
         return items
     for item in items:
         if not isinstance(item, Mapping):
@@ -357,13 +356,11 @@ class StopFinder:
     """Searches the tokens that a generation is about to commit for stop strings."""
 
     def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
-        self._text: GrowingText | None = GrowingText(tokenizer, opened)
-
-    def resume(self, tokens: Iterable[int]) -> None:
-        """Continue after tokens that were generated before and contain no complete stop string."""
-        if self._text is not None:
-            for token in tokens:
-                self._text.add(token, is_last=False)
+        text = GrowingText(tokenizer, opened)
+        # What was generated before the stream was saved; it contains no complete stop string.
+        for token in opened.prompt[opened.num_prompt :]:
+            text.add(token, is_last=False)
+        self._text: GrowingText | None = text
 
     def __call__(self, commit: Commit) -> Stop | None:
         """Where a stop string ends the text in this commit, if one does. To be called with each commit, in order."""

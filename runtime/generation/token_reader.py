@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import attrs
 import trio
@@ -12,11 +11,12 @@ import trio
 from actors.mlx.memory import peak_memory
 from actors.session import Session
 from protocol.errors import OutriderError, RuntimeClosedError
+from protocol.messages import Open
 from protocol.prices import Estimates
 from protocol.reprs import brief
 from protocol.scores import TopLogprob
 from protocol.session_state import Commit, Drafter, FinishReason
-from protocol.statistics import Statistics
+from protocol.statistics import Counts, Statistics
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText
 from runtime.generation.tool_calls.answer_reader import AnswerReader
@@ -73,15 +73,10 @@ class Token:
         return _is_complete(self.finish_reason, self.stop_reason)
 
     def __repr__(self) -> str:
-        told: dict[str, Any] = {"id": self.id, "text": self.text, "index": self.index, "drafted_by": self.drafted_by}
-        for name in ("finish_reason", "stop_reason", "logprob"):
-            if getattr(self, name) is not None:
-                told[name] = getattr(self, name)
-        for name in ("is_thinking", "is_tool_call"):
-            if getattr(self, name):
-                told[name] = True
+        usual = {field.name: field.default for field in attrs.fields(Token) if field.name != "events"}
+        told = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
         if self.top_logprobs:
-            told["top_logprobs"] = self.top_logprobs
+            told["top_logprobs"] = told.pop("top_logprobs")  # the longest, which may be cut, at the end
         return brief("Token", told)
 
 
@@ -115,57 +110,42 @@ class Progress:
         return attrs.evolve(self, commits=tuple(consecutive))
 
 
+@attrs.define(eq=False)
 class TokenReader:
     """Turns the commits of one generation into tokens: decodes them, marks the reasoning, and counts.
 
     It never waits, so it serves consumers in trio, in asyncio and in plain threads. Only one thread may use it.
 
     Attributes:
-        session, began: see `TokenStream`.
+        opened: what opened the session.
+        began: see `TokenStream`.
         answer: the tokens given so far, split into reasoning and answer.
         parts: the same as content, reasoning and tool calls; None for a generation without tools.
         finish_reason, stop_reason: as in `Token`, once the last token was given; None before.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        text: GrowingText,
-        answer: ReasoningTracker,
-        *,
-        clock: Callable[[], float],
-        on_token: Callable[[Commit, int], None],
-        estimates: Callable[[], Estimates],
-        calls: AnswerReader | None = None,
-    ) -> None:
-        """A reader that has given nothing yet.
+    opened: Open
+    _counts: Counts
+    _text: GrowingText
+    answer: ReasoningTracker
+    _clock: Callable[[], float] = attrs.field(kw_only=True)
+    _estimates: Callable[[], Estimates] = attrs.field(kw_only=True)
+    _calls: AnswerReader | None = attrs.field(kw_only=True, default=None)  # None for a generation without tools
+    began: float = attrs.field(init=False)
+    parts: Answer | None = attrs.field(init=False)
+    finish_reason: FinishReason | None = attrs.field(init=False, default=None)
+    stop_reason: str | int | None = attrs.field(init=False, default=None)
+    _given: list[int] = attrs.field(init=False, factory=list)
+    _commit: Commit | None = attrs.field(init=False, default=None)
+    _next_in_commit: int = attrs.field(init=False, default=0)
+    _num_resumed: int = attrs.field(init=False, default=0)  # tokens that were given before the stream was saved
+    _num_in_first_round: int = attrs.field(init=False, default=0)  # tokens of the first commit that were given
+    _first_at: float | None = attrs.field(init=False, default=None)
+    _last_at: float | None = attrs.field(init=False, default=None)
 
-        Args:
-            on_token: called for each token given, with its commit and its index there.
-            calls: tells tool calls apart; None for a generation without tools.
-        """
-        self.session = session.opened.session
-        self.began = clock()
-        self.answer = answer
-        self.num_given = 0
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: str | int | None = None
-        self._num_prompt = session.opened.num_prompt
-        self._counts = session.counts
-        self._lookahead = session.opened.settings.lookahead if session.opened.drafted else 0
-        self._text = text
-        self._clock = clock
-        self._on_token = on_token
-        self._estimates = estimates
-        self._calls = calls
-        self.parts = None if calls is None else Answer()
-        self._given: list[int] = []
-        self._commit: Commit | None = None
-        self._next_in_commit = 0
-        self._num_resumed = 0  # tokens that were given before the stream was saved
-        self._num_in_first_round = 0  # tokens of the first commit that were given
-        self._first_at: float | None = None
-        self._last_at: float | None = None
+    def __attrs_post_init__(self) -> None:
+        self.began = self._clock()
+        self.parts = None if self._calls is None else Answer()
 
     def resume(self, progress: Progress) -> None:
         """Continue a text that was saved: after its given tokens, with their text, reasoning and number."""
@@ -176,7 +156,7 @@ class TokenReader:
             if self._calls is not None and self.parts is not None:
                 self.parts.add(self._calls.add(text))
         self._given = list(progress.given)
-        self.num_given = self._num_resumed = len(progress.given)
+        self._num_resumed = len(progress.given)
         self.finish_reason, self.stop_reason = progress.finish_reason, progress.stop_reason
         if self.finish_reason is not None and self._calls is not None and self.parts is not None:
             self.parts.add(self._calls.finish(is_complete=_is_complete(self.finish_reason, self.stop_reason)))
@@ -185,7 +165,7 @@ class TokenReader:
     def progress(self) -> Progress:
         """How far the text has come: the tokens given, and the rest of the current commit."""
         rest = () if self._commit is None else (_rest_of(self._commit, self._next_in_commit),)
-        return Progress(self._num_prompt, tuple(self._given), rest, self.finish_reason, self.stop_reason)
+        return Progress(self.opened.num_prompt, tuple(self._given), rest, self.finish_reason, self.stop_reason)
 
     @property
     def has_more(self) -> bool:
@@ -208,14 +188,14 @@ class TokenReader:
         self._last_at = self._clock()
         if self._first_at is None:
             self._first_at = self._last_at
-        self._num_in_first_round += self.num_given - self._num_resumed == index
-        self._on_token(commit, index)
+        self._num_in_first_round += len(self._given) - self._num_resumed == index
+        self._counts.give(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
         text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)
         token = Token(
             id=commit.tokens[index],
             text=text,
-            index=self.num_given,
+            index=len(self._given),
             drafted_by=commit.drafted_by(index),
             finish_reason=finish_reason,
             logprob=None if likelihood is None else likelihood.logprob,
@@ -225,7 +205,6 @@ class TokenReader:
         )
         if self._calls is not None and self.parts is not None:
             token = self._with_events(token, self._calls, self.parts)
-        self.num_given += 1
         self._given.append(token.id)
         if finish_reason is not None:
             self.finish_reason, self.stop_reason = finish_reason, commit.stop_reason
@@ -253,7 +232,7 @@ class TokenReader:
             time_to_first_token=None if self._first_at is None else self._first_at - self.began,
             peak_memory=peak_memory(),
             estimates=self._estimates(),
-            lookahead=self._lookahead,
+            lookahead=self.opened.settings.lookahead if self.opened.drafted else 0,
         )
 
     def _with_events(self, token: Token, calls: AnswerReader, parts: Answer) -> Token:

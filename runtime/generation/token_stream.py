@@ -126,9 +126,8 @@ class StreamState(ABC):
 
     @property
     def _state(self) -> str:
-        reader = self._opened_reader
-        num_given = 0 if reader is None else reader.num_given
-        return f"{self.finish_reason or ('closed' if self._is_closed else 'under way')}: {num_given} tokens given"
+        how = self.finish_reason or ("closed" if self._is_closed else "under way")
+        return f"{how}: {self.answer.num_tokens} tokens given"
 
 
 SessionFile = str | os.PathLike[str] | BinaryIO
@@ -200,7 +199,7 @@ class TokenStream(StreamState, SingleConsumer):
     @property
     def session(self) -> int:
         """The number of this generation in a trace."""
-        return self.reader.session
+        return self.reader.opened.session
 
     @property
     def began(self) -> float:

@@ -220,14 +220,6 @@ def _unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@attrs.frozen(eq=False)
-class _Evicted:
-    """A sequence that has left memory, and has not been written yet."""
-
-    stored: StoredPrefix
-    state: SequenceState
-
-
 class DiskPrefixCache:
     """See `PrefixStore`. Bytes are copied by the model's thread, a layer at a time, and written by another thread."""
 
@@ -238,7 +230,7 @@ class DiskPrefixCache:
         self._max_bytes = max_bytes
         self._files: PrefixFiles | None = None
         self._stored: dict[str, StoredPrefix] = {}
-        self._evicted: deque[_Evicted] = deque()
+        self._evicted: deque[tuple[StoredPrefix, SequenceState]] = deque()  # left memory, and not written yet
         self._has_evicted = trio.Event()
         self._writing = trio.Lock()
         self._trio_token = trio.lowlevel.current_trio_token()
@@ -257,7 +249,7 @@ class DiskPrefixCache:
         length = len(tokens) - 1
         can_be_cut = state.features is None and sequence.reusable_length(length, length) == length
         stored = StoredPrefix(tokens, num_prompt, state.lengths, can_be_cut, pack(tokens))
-        self._evicted.append(_Evicted(stored, state))
+        self._evicted.append((stored, state))
         self._trio_token.run_sync_soon(self._wake)
 
     def _wake(self) -> None:
@@ -300,15 +292,14 @@ class DiskPrefixCache:
             if self._evicted:
                 await self._open()  # a runtime may be closed before `run` has come so far
             while self._evicted and self._files is not None:
-                await self._write(self._evicted[0], self._files)
+                await self._write(*self._evicted[0], self._files)
                 self._evicted.popleft()
 
-    async def _write(self, evicted: _Evicted, files: PrefixFiles) -> None:
-        stored = evicted.stored
+    async def _write(self, stored: StoredPrefix, state: SequenceState, files: PrefixFiles) -> None:
         if stored.key in self._stored and files.touch(stored):
             return
         try:
-            recorded = await saved_sequence.copy(self._actor, evicted.state)
+            recorded = await saved_sequence.copy(self._actor, state)
             present = await trio.to_thread.run_sync(files.write, stored, recorded)
         except (JobError, HangError, SessionFileError, RankError) as error:
             logger.warning("a cached prefix is not stored: %s", error)

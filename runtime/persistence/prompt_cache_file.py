@@ -31,14 +31,12 @@ class PromptCacheFile:
     """What the header of a prompt cache file says.
 
     Attributes:
-        path: of the file.
         num_tokens: tokens in its caches; 0 if they keep no count.
         model: the path or hub id of the model that it was made with, as it was given; None if it does not say.
         tokenizer_config: options with which the tokenizer was loaded.
         kv_bits, kv_group_size: the quantisation of its caches; None if they are not quantised.
     """
 
-    path: Path
     num_tokens: int
     model: str | None
     tokenizer_config: Mapping[str, Any]
@@ -51,10 +49,9 @@ def read_header(path: str | os.PathLike[str]) -> PromptCacheFile:
 
     Raises: SessionFileError: it cannot be read (the system's error is the cause), or is no such file.
     """
-    where = Path(path).expanduser()
     try:
-        with where.open("rb") as file:
-            return _parsed(where, file)
+        with Path(path).expanduser().open("rb") as file:
+            return _parsed(file)
     except OSError as error:
         raise SessionFileError(
             f"cannot read the prompt cache file {shown_path(str(path))}: {error.strerror}"
@@ -66,7 +63,7 @@ def read_header(path: str | os.PathLike[str]) -> PromptCacheFile:
         ) from error
 
 
-def _parsed(path: Path, file: BinaryIO) -> PromptCacheFile:
+def _parsed(file: BinaryIO) -> PromptCacheFile:
     (size,) = struct.unpack("<Q", file.read(8))
     if size > _MAX_HEADER:
         raise ValueError("its header is too long")
@@ -90,7 +87,6 @@ def _parsed(path: Path, file: BinaryIO) -> PromptCacheFile:
     counted = [(i, kind) for i, kind in enumerate(classes) if kind in _OFFSET]
     quantised = classes.index("QuantizedKVCache") if "QuantizedKVCache" in classes else None
     return PromptCacheFile(
-        path,
         number(counted[0][0], _OFFSET[counted[0][1]]) if counted else 0,
         metadata.get("0.model"),
         json.loads(metadata.get("0.tokenizer_config", "{}")),

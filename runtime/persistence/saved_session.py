@@ -464,8 +464,9 @@ class SessionSaver:
     async def read(self, path: SessionFile, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
         """Read a conversation or a stream that fits these models; see `Runtime.load`. Changes nothing.
 
-        Raises: SessionFileError: the file cannot be read, or does not fit.
+        Raises: SessionFileError: the file cannot be read, or does not fit; SettingsError: as `check_path`.
         """
+        check_path(path)
         session = await read(path)
         if (session.stream is not None) != is_stream:
             has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")

@@ -16,7 +16,7 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -228,13 +228,21 @@ class _Reader:
         head = len(header_bytes).to_bytes(_LENGTH_BYTES, "little") + header_bytes
         entries = self._entries(header, self.size - len(head))
         # The checksum first, without keeping the data: a file that is mostly a hole takes no memory.
-        checksum = self._checksum(head)
+        digest = hashlib.sha256(head)
+        for chunk in self._chunks(self.size - _DIGEST_BYTES - len(head)):
+            digest.update(chunk)
+        checksum = digest.digest()
+        if self._take(_DIGEST_BYTES) != checksum:
+            self._damaged("its checksum does not match: something in it was altered")
         self.file.seek(self.begin + len(head))
-        tensors = {
-            entry.name: Tensor(entry.dtype, entry.shape, memoryview(self._take(entry.end - entry.begin)))
-            for entry in entries
-        }
-        if self._digest([head, *(tensor.data for tensor in tensors.values())]) != checksum:
+        digest, tensors = hashlib.sha256(head), {}
+        for entry in entries:
+            data = bytearray()
+            for chunk in self._chunks(entry.end - entry.begin):
+                digest.update(chunk)
+                data += chunk
+            tensors[entry.name] = Tensor(entry.dtype, entry.shape, memoryview(data))
+        if digest.digest() != checksum:
             self._damaged("it was altered while it was read")
         return Contents(self._parsed(content, "what it says of itself"), tensors)
 
@@ -289,40 +297,21 @@ class _Reader:
                     return _Entry(name, dtype, tuple(shape), begin, end)
         self._damaged(f"tensor {name[:40]!r} is not described as it should be")
 
-    def _checksum(self, head: bytes) -> bytes:
-        """Read the data, and check the checksum at the file's end against them and the head. Returns: the checksum."""
-        digest = hashlib.sha256(head)
-        num_left = self.size - _DIGEST_BYTES - len(head)
-        while num_left > 0:
-            chunk = self._read_chunk(num_left)
-            digest.update(chunk)
-            num_left -= len(chunk)
-        checksum = digest.digest()
-        if self._take(_DIGEST_BYTES) != checksum:
-            self._damaged("its checksum does not match: something in it was altered")
-        return checksum
-
-    def _digest(self, views: Iterable[bytes | memoryview]) -> bytes:
-        digest = hashlib.sha256()
-        for view in views:
-            for begin in range(0, len(view), _CHUNK_BYTES):
-                self.check_cancelled()
-                digest.update(view[begin : begin + _CHUNK_BYTES])
-        return digest.digest()
-
     def _take(self, num_bytes: int) -> bytearray:
         """The next `num_bytes` bytes, which the file is known to have."""
         data = bytearray()
-        while len(data) < num_bytes:
-            data += self._read_chunk(num_bytes - len(data))
+        for chunk in self._chunks(num_bytes):
+            data += chunk
         return data
 
-    def _read_chunk(self, max_bytes: int) -> bytes:
-        """The next bytes, at least one."""
-        self.check_cancelled()
-        if not (chunk := self.file.read(min(max_bytes, _CHUNK_BYTES))):
-            self._damaged("it was cut short while it was read")
-        return chunk
+    def _chunks(self, num_bytes: int) -> Iterator[bytes]:
+        """The next `num_bytes` bytes, in pieces."""
+        while num_bytes > 0:
+            self.check_cancelled()
+            if not (chunk := self.file.read(min(num_bytes, _CHUNK_BYTES))):
+                self._damaged("it was cut short while it was read")
+            num_bytes -= len(chunk)
+            yield chunk
 
     def _parsed(self, written: bytes | bytearray | str, what: str) -> Any:
         try:

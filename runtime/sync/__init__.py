@@ -24,7 +24,7 @@ from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSetti
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion
 from runtime.loading.model_sources import Source
-from runtime.sync.runtime import Conversation, Runtime, SyncBridge, SyncThread, TokenStream, TokenStreams
+from runtime.sync.runtime import Conversation, Runtime, SyncBridge, SyncThread, TokenStream, TokenStreams, run_blocking
 
 __all__ = ["Conversation", "Runtime", "TokenStream", "TokenStreams", "generate_sync", "open_sync"]
 
@@ -48,7 +48,7 @@ def open_sync(target: Source = MISSING, draft: Source | None = None, **options: 
     check_no_event_loop("open_sync")
     open_runtime = make_opener(target, draft, dict(options), handle_module=__name__)
     thread = SyncThread(open_runtime)
-    return Runtime(SyncBridge(thread, thread.start()))
+    return Runtime(SyncBridge(thread, run_blocking(thread.start())))
 
 
 def generate_sync(

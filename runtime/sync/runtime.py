@@ -10,21 +10,11 @@ import trio
 
 from protocol.errors import StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
-from protocol.session_state import Commit
-from runtime.bridge.handles import (
-    CommitSource,
-    ConversationHandle,
-    IteratorHandle,
-    MergedHandle,
-    MergedSource,
-    RuntimeHandle,
-    StreamHandle,
-)
+from runtime.bridge.handles import ConversationHandle, IteratorHandle, MergedHandle, RuntimeHandle, StreamHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, S, TrioThread
-from runtime.engine.runtime import Runtime as TrioRuntime
+from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, TrioThread
 from runtime.generation.conversation import Conversation as TrioConversation
-from runtime.generation.merged_streams import Merged
+from runtime.generation.many_prompts import Completions
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion
 from runtime.generation.tool_calls.functions import Functions
@@ -69,48 +59,14 @@ class BlockingFuture(Generic[T]):
 class SyncThread(TrioThread):
     """A trio thread that one thread starts, and any thread uses and stops. It ends with the main thread."""
 
-    def start(self) -> TrioRuntime:
-        """Start, and block until the context manager has been entered. Raises: what entering it raises.
-
-        Interrupting: a Ctrl-C stops the thread, and is raised once it has ended.
-        """
-        try:
-            self._thread.start()
-            waited(self._started)
-        except BaseException:
-            # Also a Ctrl-C before the thread runs: it will see that it is stopping.
-            self.stop()
-            if self._thread.is_alive():
-                self._stop_and_wait()
-            raise
-        if self._ended.done():
-            self._stop_and_wait()
-            self._raise_failure()
-        return self._value
-
-    def stop_and_join(self) -> None:
-        """Leave the context manager, and block until the thread has ended; harmless if it has. Raises: what leaving
-        raises. A Ctrl-C is raised once the thread is joined.
-        """
-        self._stop_and_wait()
-        self._raise_failure()
+    interruption = KeyboardInterrupt
 
     def make_future(self) -> BridgeFuture[Any]:
         return BlockingFuture[Any]()
 
-    def _stop_and_wait(self) -> None:
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                self.stop()
-                waited(self._ended)
-                # This takes no time: the thread only has to return.
-                self._thread.join()
-                break
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+    async def wait(self, future: BridgeFuture[T]) -> T:
+        assert isinstance(future, BlockingFuture)
+        return cast(T, future.wait())
 
     def _deliver(self, future: BridgeFuture[Any], value: object) -> bool:
         if not future.done():
@@ -122,13 +78,16 @@ class SyncThread(TrioThread):
         return threading.main_thread().is_alive()
 
 
-def waited(future: BridgeFuture[T]) -> T:
-    """Block for the result of a future of a `SyncThread`."""
-    assert isinstance(future, BlockingFuture)
-    return cast(T, future.wait())
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits with `SyncThread.wait`, and so blocks."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    raise AssertionError("a coroutine has waited in a plain thread")
 
 
-class SyncBridge(RuntimeBridge[SyncThread]):
+class SyncBridge(RuntimeBridge):
     """`RuntimeBridge` for plain threads.
 
     The trio thread stops once the bridge is dropped: the runtime's handle, its streams and its conversations refer to
@@ -147,15 +106,12 @@ class SyncBridge(RuntimeBridge[SyncThread]):
 
     async def call_result(self, call: BridgeCall[T]) -> T:
         try:
-            waited(call.done)
+            await self.thread.wait(call.done)
         except BaseException:  # a Ctrl-C; a second one is raised at once
             call.cancel()
-            waited(call.done)
+            await self.thread.wait(call.done)
             raise
         return call.result()
-
-    async def result(self, future: BridgeFuture[T]) -> T:
-        return waited(future)
 
     async def pause(self) -> None:
         """Nothing: there are no other tasks."""
@@ -164,12 +120,7 @@ class SyncBridge(RuntimeBridge[SyncThread]):
         return function()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        # It never waits: the methods above block.
-        try:
-            coroutine.send(None)
-        except StopIteration as end:
-            return end.value
-        raise AssertionError("a coroutine has waited in a plain thread")
+        return run_blocking(coroutine)
 
 
 def check_not_in_trio(what: str) -> None:
@@ -181,7 +132,7 @@ def check_not_in_trio(what: str) -> None:
         )
 
 
-class BlockingIteration(IteratorHandle[S, T, Item]):
+class BlockingIteration(IteratorHandle[Any, Any, Item]):
     """An `IteratorHandle` as an iterator and context manager, for one thread at a time."""
 
     _bridge: SyncBridge
@@ -191,7 +142,7 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
         super().__init__(bridge, make_source)
         self._in_use = threading.Lock()
         try:
-            bridge.run(self._wait_opened())
+            run_blocking(self._wait_opened())
         except BaseException:  # a Ctrl-C, too
             self._close()
             raise
@@ -212,10 +163,10 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
             is_ours = self._in_use.acquire(blocking=False)
             if is_ours:
                 self._is_unread = False
-                item = self._bridge.run(self._next())
+                item = run_blocking(self._next())
                 if item is None:
                     raise StopIteration
-                return cast(Item, item)
+                return item
         except BaseException:
             # Any exception, StopIteration and a Ctrl-C included, ends the iteration.
             self._close()
@@ -236,14 +187,14 @@ class BlockingIteration(IteratorHandle[S, T, Item]):
         self._close()
 
 
-class TokenStream(BlockingIteration[CommitSource, Commit, Token], StreamHandle[int]):
+class TokenStream(BlockingIteration[Token], StreamHandle[int]):
     """The tokens of one generation, for one thread at a time: `runtime.TokenStream` as an iterator and context manager.
 
     Another thread may call `close` while one waits for a token. A Ctrl-C has the effect of a cancellation there.
     """
 
 
-class TokenStreams(BlockingIteration[MergedSource[Token], tuple[int, Token], tuple[int, Token]], MergedHandle[Token]):
+class TokenStreams(BlockingIteration[tuple[int, Token]], MergedHandle[Token]):
     """The tokens of many prompts as they come, as (index of the prompt, token): `runtime.TokenStreams` as an iterator
     and context manager. It is ended like a `TokenStream` of this module.
     """
@@ -287,19 +238,19 @@ class Runtime(
         Interrupting: a Ctrl-C is raised once the runtime is closed.
         """
         check_not_in_trio("close()")
-        self._bridge.thread.stop_and_join()
+        run_blocking(self._bridge.thread.stop_and_join())
 
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bridge.thread.stop_and_join()
+        run_blocking(self._bridge.thread.stop_and_join())
 
-    def _completions(self, begin: Callable[[], Merged[Completion]]) -> list[Completion]:
+    def _completions(self, begin: Callable[[], Completions]) -> list[Completion]:
         async def complete_all() -> list[Completion]:
-            return cast(list[Completion], await cast(Any, begin()))
+            return await begin()
 
-        return cast(list[Completion], self._bridge.run(self._bridge.call(complete_all)))
+        return run_blocking(self._bridge.call(complete_all))
 
     def _new_conversation(
         self, functions: Functions, system: str | None, make: Callable[[], TrioConversation]
@@ -307,5 +258,5 @@ class Runtime(
         async def made() -> TrioConversation:
             return make()
 
-        conversation: TrioConversation = self._bridge.run(self._bridge.call(made))
+        conversation = run_blocking(self._bridge.call(made))
         return Conversation(self._bridge, functions, system, conversation.make_new, conversation)

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 import runtime
 from runtime.generation.conversation import Conversation
 from runtime.generation.text import ROLES, encode_prompt
+from runtime.generation.tool_calls.functions import Functions
 
 WORDS = ["<unk>", *ROLES, "hello", "world", ":", "called"]
 CHAT = """\
@@ -138,6 +139,7 @@ def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
             system=None,
             thinking=None,
             settings={},  # type: ignore[arg-type, return-value, func-returns-value]
+            tools=Functions(()),
         )
         with pytest.raises(AttributeError):  # there is no stream
             conversation.stream(text)

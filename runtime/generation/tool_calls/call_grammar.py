@@ -235,13 +235,13 @@ def _items(schema: Mapping[str, Any]) -> Any:
     return schema.get("items") if _types(schema) == {"array"} else None
 
 
+@attrs.define
 class _Writer:
     """Writes a grammar in llguidance's variant of Lark."""
 
-    def __init__(self, special_tokens: Mapping[str, int]) -> None:
-        self._special_tokens = special_tokens
-        self._rules: list[str] = []
-        self._schemas: list[dict[str, Any]] = []
+    _special_tokens: Mapping[str, int]
+    _rules: list[str] = attrs.field(init=False, factory=list)
+    _schemas: list[dict[str, Any]] = attrs.field(init=False, factory=list)
 
     def rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"

@@ -76,9 +76,6 @@ class Functions:
             self._functions[name] = function
             self.schemas.append(schema)
 
-    def __bool__(self) -> bool:
-        return bool(self._functions)
-
     async def call(self, call: ToolCall, call_function: CallFunction) -> str:
         """Call a function. Returns the result for the model: text as it is, anything else as JSON, or the error."""
         # Half characters, such as in names of files, would make each later prompt invalid.

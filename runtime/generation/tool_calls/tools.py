@@ -38,11 +38,6 @@ class Tools:
     is_parallel: bool = True
 
     @property
-    def names(self) -> list[str]:
-        """The functions' names."""
-        return [tool["function"]["name"] for tool in self.listed]
-
-    @property
     def must_call(self) -> bool:
         """Whether the answer must be a call."""
         return self.choice != "auto"
