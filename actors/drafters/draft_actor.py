@@ -59,8 +59,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     """Drafts one token a step, for all sessions that can share the step.
 
     Attributes:
-        chains: whether a step is launched before the token that it starts from is read back. None: on a
-            GPU, which computes while the next step is prepared, and on a CPU while no other model computes.
+        chains: whether a step is launched before the token that it starts from is read back. None: on a GPU, which
+            computes while the next step is prepared, and on a CPU while no other model computes.
     """
 
     name = "draft"

@@ -65,9 +65,6 @@ class Tools:
         return {"tools": [dict(tool) for tool in self.listed]}
 
 
-TOOL_ARGUMENTS = ("tools", "tool_choice", "parallel_tool_calls")
-
-
 class StreamArguments(SettingsArguments, total=False):
     """The keyword arguments of `Runtime.stream`: settings, and tools.
 
@@ -83,6 +80,12 @@ class StreamArguments(SettingsArguments, total=False):
     tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None
     tool_choice: str
     parallel_tool_calls: bool
+
+
+# The arguments beside the settings.
+TOOL_ARGUMENTS = tuple(
+    name for name in StreamArguments.__annotations__ if name not in SettingsArguments.__annotations__
+)
 
 
 def taken_tools(arguments: dict[str, Any]) -> Tools | None:
