@@ -19,7 +19,7 @@ from protocol.wire import Frames
 # model, since importing packages may keep it silent for long. In seconds.
 BEAT_S, SILENCE_S, LOADING_SILENCE_S = 0.5, 3.5, 60.0
 # A longer message is nonsense. Hidden states of a long prompt are large.
-MAX_MESSAGE_BYTES = 2**30
+MAX_LINK_MESSAGE_BYTES = 2**30
 
 _MOMENTS: dict[type, tuple[str, ...]] = {Measurement: ("ended_s",), Span: ("began", "ended"), Instant: ("at",)}
 
@@ -116,7 +116,7 @@ class SocketLink:
             self._has_unsent = trio.Event()
 
     async def receive(self) -> bytes:
-        while (message := self._frames.take(MAX_MESSAGE_BYTES)) is None:
+        while (message := self._frames.take(MAX_LINK_MESSAGE_BYTES)) is None:
             # Heartbeats come more often. Time in which this process itself stood still counts for no more than this.
             with trio.move_on_after(2 * BEAT_S) as scope:
                 await trio.lowlevel.wait_readable(self._socket)
