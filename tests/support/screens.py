@@ -77,7 +77,8 @@ class Person:
     async def sees(self, wanted: str | Callable[[str], Any]) -> str:
         """Read until a text is on the screen, or a predicate holds. Returns: the rows, without blanks at their ends."""
         is_there = (lambda shown: wanted in shown) if isinstance(wanted, str) else wanted
-        while not is_there(self.shown):
+        # The cursor is hidden while a screen is redrawn, and what is read may end in the middle of that.
+        while self.screen.cursor.hidden or not is_there(self.shown):
             try:
                 with trio.fail_after(HANGS_S):
                     part = await self._seen.receive_some()
