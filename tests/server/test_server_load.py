@@ -7,6 +7,8 @@ import pytest
 import trio
 from polling import until_in_trio
 
+from runtime.loading.demo import DEMO_DRAFT
+
 # Each comes once, and some twice.
 NUM_CLIENTS = 100
 SECONDS = 2
@@ -25,7 +27,9 @@ PASSING_THREADS = 16
 @pytest.mark.slow
 async def test_clients_that_come_and_go_at_will_are_answered_rightly_and_leave_nothing() -> None:
     with trio.fail_after(900):
-        async with load.served("--prefix-cache-bytes", str(PREFIX_CACHE_BYTES)) as server:
+        # With the demo target, prompts would be read most of the time.
+        arguments = "--prefix-cache-bytes", str(PREFIX_CACHE_BYTES)
+        async with load.served(*arguments, target=DEMO_DRAFT) as server:
             num_threads, num_files, resident_bytes = server.num_threads, server.num_files, server.resident_bytes
             seen = await load.storm(server, seconds=SECONDS, num_clients=NUM_CLIENTS, seed=1, num_requests=8)
             await load.nobody_left(server)

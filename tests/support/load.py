@@ -87,11 +87,11 @@ class Server:
 
 
 @asynccontextmanager
-async def served(*arguments: str) -> AsyncIterator[Server]:
-    """A server of the demo pair in float32; see `serving`."""
+async def served(*arguments: str, target: Path = DEMO_TARGET) -> AsyncIterator[Server]:
+    """A server of a target and the demo drafter in float32; see `serving`."""
     with tempfile.TemporaryDirectory() as folder:
-        pair = [exact_copy(model, Path(folder) / model.name) for model in (DEMO_TARGET, DEMO_DRAFT)]
-        models = ["--target", str(pair[0]), "--draft", str(pair[1])]
+        copies = [exact_copy(model, Path(folder) / role) for role, model in (("target", target), ("draft", DEMO_DRAFT))]
+        models = ["--target", str(copies[0]), "--draft", str(copies[1])]
         async with serving(*models, "--prefill-step-size", str(PREFILL_STEP_SIZE), *arguments) as server:
             yield server
 
@@ -242,7 +242,7 @@ class Visitor:
 
     async def read_slowly(self, number: int) -> None:
         with await connect(self.server.port, buffer_bytes=2048) as client:
-            await self._read(client, number, pause_s=self.dice.uniform(0, 0.5))
+            await self._read(client, number, pause_s=self.dice.uniform(0, 0.1))
 
     async def leave_early(self, number: int) -> None:
         data = request("POST", "/v1/completions", request_body(number), chunks=self.dice.choice([None, 10]))
@@ -264,7 +264,7 @@ class Visitor:
             await client.send(request("POST", "/v1/completions", {"prompt": prompt, "stream": True}))
             await self._begin(client)
             await client.event()
-            await trio.sleep(self.dice.uniform(0, 10))
+            await trio.sleep(self.dice.uniform(0, 2))
             await self._leave(client)
 
     async def leave_in_answer(self, number: int) -> None:
