@@ -192,20 +192,15 @@ def _highest(rows: mx.array, num: int) -> mx.array:
 # --- match ----------------------------------------------------------------------------------------
 
 
-def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The token that a model chooses at each position under the match rule: (n,) ids, lazy.
+def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
+    """The scores whose argmax is the token that a model chooses at each position under the match rule: (n, V), lazy.
 
     Args:
         logits: (n, V) for positions start … start + n - 1.
-        temperature: >= 0; 0 takes the argmax and uses no noise.
+        temperature: >= 0; at 0 the scores are the logits, and no noise is used.
         noise_size: the width at which noise is made, >= V. It must be the same for both models, because MLX's noise
             for one entry depends on the size of the array.
     """
-    return mx.argmax(scores(logits, temperature, seed, start, noise_size), axis=-1)
-
-
-def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The scores whose argmax is a model's choice under the match rule (see `choices`): (n, V), lazy."""
     return scores_together(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
 
 
@@ -228,7 +223,7 @@ def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions
 
     Args:
         logits: (n, V) of any texts.
-        rule: of all of them: `choices` under the match rule, bonus tokens under the others.
+        rule: of all of them: argmaxes of `scores` under the match rule, bonus tokens under the others.
         temperature: of all of them, >= 0; > 0 under the rejection and block rules.
         decisions: of each row.
     """

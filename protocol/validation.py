@@ -6,7 +6,7 @@ A bool is not a number here: Python takes it for one, and nobody means it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -126,11 +126,12 @@ integer, number, flag = partial(validator, check_integer), partial(validator, ch
 def one_of(*allowed: object, spelled: str | None = None) -> Any:
     """A validator of a field that has one of a few values, which are `spelled` in the message."""
     bound = "one of " + ", ".join(map(repr, allowed)) if spelled is None else spelled
+    types = tuple({type(value) for value in allowed})
 
     @validator
     def check(name: str, value: Any) -> None:
         # An array that is compared with a value gives an array.
-        if not isinstance(value, Hashable) or value not in allowed:
+        if not isinstance(value, types) or value not in allowed:
             raise must_be(name, bound, value)
 
     return check

@@ -104,7 +104,8 @@ def map_vocabularies(
     readings: dict[int, tuple[int, ...]] = {
         token: (by_bytes[piece],) for token, piece in pieces.items() if piece in by_bytes
     }
-    readings |= {token: (own,) for token in special if (own := _same_role(token, target, draft)) is not None}
+    by_name = {name: token for token, name in draft.special.items() if token < draft.size}
+    readings |= {token: (own,) for token in special if (own := _same_role(token, target, draft, by_name)) is not None}
     for end in target.ends:
         if end in readings and readings[end][0] in draft.ends and readings[end][0] not in shared.values():
             shared[end] = readings[end][0]
@@ -136,9 +137,12 @@ def _beginnings(target: Vocabulary, draft: Vocabulary, shared: Mapping[int, int]
     return found
 
 
-def _same_role(token: int, target: Vocabulary, draft: Vocabulary) -> int | None:
-    """The draft model's special token for one of the target's; None if there is none."""
-    by_name = {name: token for token, name in draft.special.items() if token < draft.size}
+def _same_role(token: int, target: Vocabulary, draft: Vocabulary, by_name: Mapping[str, int]) -> int | None:
+    """The draft model's special token for one of the target's; None if there is none.
+
+    Args:
+        by_name: the draft model's special tokens.
+    """
     named = by_name.get(target.special[token])
     # A token of the same name may end texts in one model only, and then has another role in the other.
     if named is not None and (named in draft.ends) == (token in target.ends):

@@ -263,6 +263,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         parts = [session.part for session in sessions if session.part is not None]
         if not parts:
             return
+        ends_s = self._step_ends_s(sum(part.share.num_tokens for part in parts))
+        for session in sessions:
+            if session.part is not None:
+                self._begin_step(session, session.part, session.node, ends_s)
         together = len(self._sessions) > 1 and self._steps.num_shared > 1
         only = parts[0] if len(parts) == 1 else None
         shares = tuple(part.share for part in parts)
@@ -309,9 +313,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         step = FollowingStep(plan, node.trail, history, draft_budget)
         state = session.state
-        part = DraftPart(session.id, draft_steps, step, (state.round, state.phase), alone=session.goes_alone)
-        self._begin_step(session, part, node, self._step_ends_s(len(plan.feed)))
-        return part
+        return DraftPart(session.id, draft_steps, step, (state.round, state.phase), alone=session.goes_alone)
 
     def _begin_step(
         self, session: DraftSession, part: DraftPart, node: Node | None, ends_s: tuple[float, float]

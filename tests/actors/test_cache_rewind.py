@@ -370,7 +370,7 @@ async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with
 
 BAD_OPTIONS = {
     "max_kv_size": [4, 0, -1, True, 8.0, "8", float("nan")],
-    "kv_bits": [0, 1, 7, 16, -8, 2.5, "8", [8]],
+    "kv_bits": [0, 1, 7, 16, -8, 2.5, "8", [8], mx.array([8, 8])],
     "kv_group_size": [0, 16, 31, 65, None, "64", -32],
     "quantized_kv_start": [-1, None, True, 0.0, "0"],
 }

@@ -11,7 +11,7 @@ from sweeps import sweep
 
 from actors.sampling.logits_pipeline import LogitsPipeline
 from actors.target import plain_rows, verify
-from protocol.acceptance import choices, choices_together, distribution, draw
+from protocol.acceptance import choices_together, distribution, draw, scores
 from protocol.messages import Open
 from protocol.randomness import Purpose, key_for, keys_for
 from protocol.settings import settings_from
@@ -43,7 +43,8 @@ def test_choices_of_several_texts_are_those_of_each(rule: Any, temperature: floa
     for seed in range(8):
         rows = logits(seed).astype(dtype if rule == "match" else mx.float32)
         if rule == "match":
-            alone = [choices(rows[i : i + 1], temperature, *each, VOCAB_SIZE) for i, each in enumerate(DECISIONS)]
+            each = [scores(rows[i : i + 1], temperature, *own, VOCAB_SIZE) for i, own in enumerate(DECISIONS)]
+            alone = [mx.argmax(one) for one in each]
         else:
             keys = [key_for(own, Purpose.RECOVER, position) for own, position in DECISIONS]
             alone = [draw(distribution(rows[i], temperature), key) for i, key in enumerate(keys)]

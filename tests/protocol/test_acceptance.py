@@ -23,7 +23,6 @@ from sweeps import sweep
 from protocol.acceptance import (
     Judgement,
     ProposedRows,
-    choices,
     count_accepted,
     count_matches,
     distribution,
@@ -31,11 +30,16 @@ from protocol.acceptance import (
     judge,
     likeliest_only,
     residual,
+    scores,
 )
 from protocol.errors import ProtocolError
 from protocol.randomness import Purpose, key_for, keys_for
 
 SMALLEST_P_VALUE = 1e-4
+
+
+def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
+    return mx.argmax(scores(logits, temperature, seed, start, noise_size), axis=-1)
 
 
 def judge_by_match(
