@@ -49,8 +49,10 @@ from protocol.acceptance import likeliest
 from protocol.cached_tokens import CachedTokens
 from protocol.draft_budget import DraftBudget
 from protocol.errors import NotANumberError
+from protocol.lookahead_policy import ChainPolicy
 from protocol.messages import Open, Proposal, Sparse
 from protocol.settings import Settings
+from protocol.trace import Event, Span
 
 PROMPT = [5, 6, 7]
 
@@ -180,6 +182,30 @@ async def test_two_sessions_share_their_steps(autojump_clock: Any) -> None:
         assert [done for done in runs_of(simulation) if done][-2:] == [6, 7]
         for stream in streams:
             await stream.aclose()
+
+
+async def test_steps_are_expected_to_end_when_they_do_however_many_share_them(autojump_clock: Any) -> None:
+    errors: list[float] = []
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Span) and event.kind == "draft" and event.began > 100.0:  # prices are learned by then
+            parts = [session.part for session in simulation.runtime._draft._sessions.values()]
+            errors.extend(part.expected_end_s - event.ended for part in parts if part is not None)
+
+    async with (
+        simulated(
+            ScriptedModel(truthful),
+            ScriptedModel(truthful),
+            price=lambda job: 1.0 + job.num_tokens,
+            make_policy=lambda *_: ChainPolicy(2, overlaps=False),
+            listener=listen,
+        ) as simulation,
+        trio.open_nursery() as nursery,
+    ):
+        for prompt in ([1, 2, 3], [2, 3, 4]):
+            nursery.start_soon(functools.partial(simulation.runtime.generate, prompt, max_tokens=80))
+    assert len(errors) > 30
+    assert max(map(abs, errors)) < 0.5  # a step takes 3 s or more
 
 
 async def test_a_prompt_that_comes_while_another_session_drafts_is_read_between_steps(autojump_clock: Any) -> None:
