@@ -28,7 +28,7 @@ from runtime.cli.main import main
 pytestmark = pytest.mark.slow
 
 # Takes so long that the server is seen draining meanwhile, also on a busy machine.
-NUM_TOKENS = 1000
+NUM_TOKENS = 300
 
 TWO_RANKS = {"MLX_RANK": "0", "MLX_WORLD_SIZE": "2", "OUTRIDER_CONTROL": "127.0.0.1:1"}
 
