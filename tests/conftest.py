@@ -202,9 +202,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Take what tests have imported out of garbage collection as well, whenever it is much."""
+    """Take what tests have imported out of garbage collection as well, whenever it is much.
+
+    Nothing is collected here: between two tests, a warning of an object would be blamed on the next one.
+    """
+    global num_frozen_modules
     if len(sys.modules) > num_frozen_modules + 200:
-        pytest_collection_finish()
+        gc.freeze()
+        num_frozen_modules = len(sys.modules)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
