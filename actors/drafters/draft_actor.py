@@ -263,7 +263,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         parts = [session.part for session in sessions if session.part is not None]
         if not parts:
             return
-        ends_s = self._step_ends_s(sum(part.share.num_tokens for part in parts))
+        num_tokens = sum(part.share.num_tokens for part in parts)
+        ends_s = self._step_ends_s(num_tokens)
         for session in sessions:
             if session.part is not None:
                 self._begin_step(session, session.part, session.node, ends_s)
@@ -275,7 +276,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             partial(self._steps.together, parts) if together or only is None else partial(self._steps.by_itself, only),
             self._on_step,
             None if only is None else only.session,
-            sum(share.num_tokens for share in shares),
+            num_tokens,
             None if only is None else only.round,
             () if only is not None else shares,
         )

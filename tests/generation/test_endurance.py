@@ -20,9 +20,6 @@ from actors.session import Session
 NUM_STREAMS = 250
 NUM_MEASUREMENTS = 3
 
-# Each model's worker has a task that looks for hangs, and sleeps on for seconds after the last job.
-MAX_TASKS_LEFT = 2
-
 # What the streams of one measurement may leave. One object a stream is 250 blocks, and 4 KiB a stream 1 MiB, each time.
 # Where nothing leaks, up to a thousand blocks of other tests of this process come and go, but not each time.
 MAX_BLOCKS_LEFT = 200
@@ -52,8 +49,14 @@ async def use(rt: runtime.Runtime, number: int) -> None:
 
 
 def num_tasks() -> int:
-    """The number of trio tasks that have not ended."""
-    return trio.lowlevel.current_statistics().tasks_living
+    """The number of trio tasks that have not ended, without those that look for hangs and sleep on for seconds."""
+    tasks, num = [trio.lowlevel.current_root_task()], 0
+    while tasks:
+        task = tasks.pop()
+        assert task is not None
+        num += not task.name.endswith("._give_up_if_it_hangs")
+        tasks += (child for nursery in task.child_nurseries for child in nursery.child_tasks)
+    return num
 
 
 def resident_bytes() -> int:
@@ -70,8 +73,7 @@ def num_sessions() -> int:
 async def settled(rt: runtime.Runtime, num_idle_tasks: int) -> None:
     """Wait until the target and the drafter have ended their parts of all streams."""
     sessions = rt._sessions
-    most = num_idle_tasks + MAX_TASKS_LEFT
-    await until_in_trio(lambda: not sessions and not sessions._num_admitted and num_tasks() <= most)
+    await until_in_trio(lambda: not sessions and not sessions._num_admitted and num_tasks() <= num_idle_tasks)
     collect_garbage()
     mx.clear_cache()
 

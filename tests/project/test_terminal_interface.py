@@ -315,6 +315,7 @@ async def test_the_line_is_never_garbled_by_the_text_that_streams_above_it(endle
             typed += character
             await somebody.types(character)
             shown = await somebody.sees(lambda shown, typed=typed: shown.endswith("> " + typed.rstrip()))
+            assert somebody.screen.cursor.y == 11
             assert re.fullmatch(r"─ writing ─ .*─", shown.splitlines()[10])
             assert all(re.fullmatch(r"(w\d+ ?)*", row) for row in shown.splitlines()[:10])
 

@@ -28,8 +28,7 @@ PASSING_THREADS = 16
 async def test_clients_that_come_and_go_at_will_are_answered_rightly_and_leave_nothing() -> None:
     with trio.fail_after(900):
         # With the demo target, prompts would be read most of the time.
-        arguments = "--prefix-cache-bytes", str(PREFIX_CACHE_BYTES)
-        async with load.served(*arguments, target=DEMO_DRAFT) as server:
+        async with load.served("--prefix-cache-bytes", str(PREFIX_CACHE_BYTES), target=DEMO_DRAFT) as server:
             num_threads, num_files, resident_bytes = server.num_threads, server.num_files, server.resident_bytes
             seen = await load.storm(server, seconds=SECONDS, num_clients=NUM_CLIENTS, seed=1, num_requests=8)
             await load.nobody_left(server)

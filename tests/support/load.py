@@ -242,7 +242,7 @@ class Visitor:
 
     async def read_slowly(self, number: int) -> None:
         with await connect(self.server.port, buffer_bytes=2048) as client:
-            await self._read(client, number, pause_s=self.dice.uniform(0, 0.1))
+            await self._read(client, number, pause_s=self.dice.uniform(0, 0.5))
 
     async def leave_early(self, number: int) -> None:
         data = request("POST", "/v1/completions", request_body(number), chunks=self.dice.choice([None, 10]))
@@ -264,7 +264,7 @@ class Visitor:
             await client.send(request("POST", "/v1/completions", {"prompt": prompt, "stream": True}))
             await self._begin(client)
             await client.event()
-            await trio.sleep(self.dice.uniform(0, 2))
+            await trio.sleep(self.dice.uniform(0, 10))
             await self._leave(client)
 
     async def leave_in_answer(self, number: int) -> None:
