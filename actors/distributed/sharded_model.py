@@ -301,7 +301,9 @@ class ShardedModel(MLXModel):
         shared = mx.distributed.all_sum(given, group=group.mlx)
         # Submitted now, on every rank, since only the first stage of a pipeline reads the tokens.
         mx.async_eval(shared)
-        return shared
+        # A collective that fails leaves its result unwritten, and MLX computes on with it until the error is read. An
+        # embedding reads memory wherever an id points it to.
+        return mx.clip(shared, 0, self.vocab_size - 1)
 
     def abandon_shared(self) -> None:
         with self._announcer.announced("abandon_shared"):

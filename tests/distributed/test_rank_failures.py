@@ -84,6 +84,13 @@ def test_a_rank_that_differs_or_fails_ends_all_and_is_named(how, expected):
             assert [first.join(), second.join()] == [0, 0]
 
 
+def test_tokens_that_a_failed_collective_left_unwritten_are_not_read_as_addresses():
+    # A crash would end a process before it gives anything.
+    with ranks(rank_programs.open_and_end, 2, "unwritten tokens") as (first, second):
+        assert [first.result(), second.result()] == ["no error", "no error"]
+        assert [first.join(), second.join()] == [0, 0]
+
+
 def test_a_rank_with_another_version_is_named():
     with ranks(rank_programs.join_with_another_version, 2) as (first, second):
         expected = "rank 1 has mlx 0.1, rank 0 has "

@@ -363,7 +363,7 @@ def generate_for_ever(give: Give, moment: str) -> None:
 
 
 def open_and_end(give: Give, how: str) -> None:
-    """Each rank gives the error that it ends with. Something is wrong with rank 1, or with the model."""
+    """Each rank gives the error that it ends with. Something is wrong with rank 1, the model, or the collectives."""
     group = runtime.join_ranks()
     seed = group.rank if how == "other model" else 0
     target = family("llama", seed=seed)
@@ -378,6 +378,9 @@ def open_and_end(give: Give, how: str) -> None:
             TextLedger.feed_later = lambda *_: None
         if how in ("fails", "waits"):
             MLXSequence.feed = _fail if how == "fails" else _wait
+    if how == "unwritten tokens":
+        all_sum = mx.distributed.all_sum
+        mx.distributed.all_sum = lambda x, **keywords: all_sum(x, **keywords) + (2**30 if x.dtype == mx.int32 else 0)
     runtime.ranks.leading.PASS_TIMEOUT_S = 1.5 if how == "waits" else 60.0
 
     async def main() -> None:
@@ -389,6 +392,7 @@ def open_and_end(give: Give, how: str) -> None:
             trio.run(main)
         else:
             runtime.follow((target, None), group)
+        give("no error")
     except (runtime.RankError, runtime.ModelError, runtime.RuntimeBrokenError) as error:
         give(str(error))
 
