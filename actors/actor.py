@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -39,6 +39,32 @@ class Mailbox(Protocol):
     def send_nowait(self, message: Message, /) -> None:
         """Send a message. Never waits."""
         ...
+
+
+class LocalMailbox:
+    """The mailbox of an actor in this process: a memory channel, and an event that is set when a message comes.
+
+    The channel is unbounded, so that the actors never wait for each other's mailboxes, and yet never long: a session
+    has at most one proposal and one verdict under way.
+
+    Attributes:
+        event: what is set; the actor changes it, so that a message wakes the task that is to take it in.
+    """
+
+    def __init__(self, event: trio.Event) -> None:
+        self.event = event
+        self._send, self._receive = trio.open_memory_channel[Message](math.inf)
+
+    def send_nowait(self, message: Message, /) -> None:
+        """See `Mailbox`."""
+        self._send.send_nowait(message)
+        self.event.set()
+
+    def received(self) -> Iterator[Message]:
+        """The messages that have come, in order, also those that come meanwhile. Never waits."""
+        with suppress(trio.WouldBlock):
+            while True:
+                yield self._receive.receive_nowait()
 
 
 class ActorSession(ABC):
@@ -89,8 +115,8 @@ class ActorSession(ABC):
 class Actor(ABC, Generic[S]):
     """A mailbox, and the sessions that it works on, in one loop.
 
-    Messages are taken in as they come. The loop looks at the sessions that have changed, and has the next job done. All
-    waiting is in one place.
+    Messages are taken in as they come: by the loop while it waits, and by a second task while a job runs. The loop
+    looks at the sessions that have changed, and has the next job done. All waiting is in one place.
     """
 
     name: ActorName
@@ -100,9 +126,8 @@ class Actor(ABC, Generic[S]):
         self._on_event = on_event
         self.prices = prices
         self._clock = clock
-        # Unbounded, so that the actors never wait for each other's mailboxes, and yet never long: a session has at most
-        # one proposal and one verdict under way.
-        self.mailbox, self._inbox = trio.open_memory_channel[Message](math.inf)
+        self._mail = trio.Event()
+        self.mailbox = LocalMailbox(self._mail)
         self._sessions: dict[int, S] = {}
         self._changed: dict[S, None] = {}
         self._wakeup = trio.Event()
@@ -121,11 +146,12 @@ class Actor(ABC, Generic[S]):
             nursery.start_soon(self._loop)
             task_status.started()
             try:
-                async for message in self._inbox:
-                    self._hand_over(message)
-                    with suppress(trio.WouldBlock):  # all that have come, in one turn of the event loop
-                        while True:
-                            self._hand_over(self._inbox.receive_nowait())
+                while True:
+                    await (mail := self._mail).wait()
+                    self._mail = trio.Event()
+                    if self.mailbox.event is mail:  # and the loop does not wait
+                        self.mailbox.event = self._mail
+                    self.take_messages()
             finally:
                 self._take_no_more_sessions()
 
@@ -145,6 +171,19 @@ class Actor(ABC, Generic[S]):
     @abstractmethod
     async def _turn(self) -> None:
         """Do the next job; or wait until a session has changed, or a moment has come."""
+
+    async def _wait(self, seconds: float = math.inf) -> None:
+        """Wait until a session has changed or a message has come, for at most as long."""
+        self.mailbox.event = self._wakeup
+        with trio.move_on_after(seconds):
+            await self._wakeup.wait()
+        self.mailbox.event = self._mail
+        self.take_messages()
+
+    def take_messages(self) -> None:
+        """Take in the messages that have come. Never waits."""
+        for message in self.mailbox.received():
+            self._hand_over(message)
 
     @abstractmethod
     async def _let_go(self, session: S) -> None:

@@ -121,11 +121,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def close_session(self, message: Close) -> None:
         """See `Actor.close_session`. Earlier messages are taken in first: a verdict may add to the text to be kept."""
-        if self.is_serving and self._inbox.statistics().tasks_waiting_receive == 0:
-            # The serving task may hold a message already, so this one must wait its turn behind it.
-            self.mailbox.send_nowait(message)
-        else:
-            super().close_session(message)
+        if self.is_serving:
+            self.take_messages()
+        super().close_session(message)
 
     # --- what there is to do ----------------------------------------------------------------------
 

@@ -323,7 +323,7 @@ class Drafter(Actor[S]):
         if job := self._next_job():
             await self._work(*job)
         else:
-            await self._wakeup.wait()
+            await self._wait()
 
     def _forget(self, session: S) -> None:
         super()._forget(session)

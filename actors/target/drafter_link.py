@@ -36,17 +36,23 @@ class DrafterLink:
         """
         self.mailbox: Mailbox | None = None
         self.has_model = False
+        self._take_messages: Callable[[], None] | None = None
         self._num_sessions = num_sessions
         self._prices = prices
         self._on_overdue = on_overdue
 
-    def attach(self, mailbox: Mailbox, *, has_model: bool) -> None:
-        """Send messages to this drafter from now on."""
-        self.mailbox, self.has_model = mailbox, has_model
+    def attach(self, mailbox: Mailbox, *, has_model: bool, take_messages: Callable[[], None] | None = None) -> None:
+        """Send messages to this drafter from now on; `take_messages` has one in this process take them in at once."""
+        self.mailbox, self.has_model, self._take_messages = mailbox, has_model, take_messages
 
     def detach(self) -> None:
         """Send messages to nobody from now on."""
-        self.mailbox, self.has_model = None, False
+        self.mailbox, self.has_model, self._take_messages = None, False, None
+
+    def exchange(self) -> None:
+        """Have a drafter in this process take in what it was sent, and answer what it can at once. Never waits."""
+        if self._take_messages is not None:
+            self._take_messages()
 
     def send(self, message: Message) -> None:
         """Send a message to the drafter, if there is one. Never waits."""

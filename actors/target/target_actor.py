@@ -121,8 +121,7 @@ class TargetActor(ModelActor[TargetSession]):
                 self._hurry([list(self._waiting)[index] for index in job.hurried], view.now_s + job.wait_s)
                 self._jobs.deliver()
                 self._jobs.pause()
-                with trio.move_on_after(max(0.0, min(job.wait_s, until_s - view.now_s))):
-                    await self._wakeup.wait()
+                await self._wait(max(0.0, min(job.wait_s, until_s - view.now_s)))
                 return
             case "prompts":
                 await self._read_prompts()
@@ -315,6 +314,9 @@ class TargetActor(ModelActor[TargetSession]):
                 parts.append(part)
         if parts:
             await self._jobs.run_pass(parts)
+            # Before anything else runs: a thread that builds a pass may keep this one waiting at each of its switches.
+            self.drafter.exchange()
+            self.take_messages()
             for session, turn in self._ready.items():
                 if turn.since_s < self._jobs.pass_began_s and not turn.round.was_passed_over:
                     self._ready[session] = attrs.evolve(turn, round=attrs.evolve(turn.round, was_passed_over=True))

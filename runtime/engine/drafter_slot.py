@@ -121,6 +121,10 @@ class DrafterSlot:
                     await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
                     # A drafter in another process leaves this one to the target.
-                    self._target.drafter.attach(actor.mailbox, has_model=isinstance(actor, DraftActor))
+                    self._target.drafter.attach(
+                        actor.mailbox,
+                        has_model=isinstance(actor, DraftActor),
+                        take_messages=None if isinstance(actor, RemoteDrafter) else actor.take_messages,
+                    )
         finally:
             has_ended.set()

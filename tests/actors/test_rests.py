@@ -133,7 +133,8 @@ async def test_a_text_that_rests_is_not_among_those_that_copy(autojump_clock: An
         for number in range(4):
             prompt = [number, *PROMPT, 8, *PROMPT, 8, *PROMPT]
             nursery.start_soon(collect, simulation.runtime.stream(prompt, max_tokens=10))
-    assert num_copying == [0] * 4
+    assert len(num_copying) >= 4
+    assert not any(num_copying)
 
 
 async def test_a_drafter_that_is_late_before_it_has_read_a_prompt_comes_back(autojump_clock: Any) -> None:

@@ -95,7 +95,7 @@ async def test_texts_and_acceptance_are_those_of_a_drafter_here(draft: str, name
 
 
 async def test_what_was_answered_before_is_copied_there_too_and_for_its_owner_alone(autojump_clock: Any) -> None:
-    found = []
+    texts, num_copied = [], []
     for is_elsewhere in (False, True):
         async with opened(DRAFTERS["llama"](), is_elsewhere=is_elsewhere, copy_corpus=2**22) as (rt, links):
             completions, num_told = [], []
@@ -104,9 +104,12 @@ async def test_what_was_answered_before_is_copied_there_too_and_for_its_owner_al
                 completions.append(await rt.generate(PROMPTS[0], max_tokens=32, ignore_eos=True))
                 num_told.append(links and sum(isinstance(decode(data), CorpusCopy) for data in links[0].sent))
         copied = [each.statistics.accepted_copied for each in completions]
-        found.append(([ids(each.tokens) for each in completions], copied))
+        texts.append([ids(each.tokens) for each in completions])
+        num_copied.append(copied)
         assert copied[2] > max(copied[:2]) + 8
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
+    # Where both actors are woken at one moment, the order is trio's, and may decide on a token.
+    assert num_copied[0] == pytest.approx(num_copied[1], abs=1)
     assert 0 == num_told[0] == num_told[1] < num_told[2]
 
 

@@ -108,7 +108,8 @@ async def test_a_resumed_stream_drafts_at_once_what_it_would_have(
     rewritten(file, lambda content: content.update(draft=None))
     rest, without, _ = await resume(folder, file, target)
     assert rest == text[9:]
-    assert without != found
+    # Medusa's guesses depend on the last hidden state alone, which the target may have to compute anew.
+    assert without != found or kind == "medusa"
 
 
 @sweep("kind", ["eagle3", "medusa", "gemma4"])
