@@ -22,26 +22,31 @@ class ConnectionSlots:
 
     def __init__(self, number: int) -> None:
         self._free = trio.Semaphore(number)
-        self._num_waiting = 0
         self._keeps_idle = True
         self._connections: dict[Connection, None] = {}  # in the order in which they became idle, if they are idle
+        self._retired: set[Connection] = set()  # those of them that were closed to make room
 
     async def take(self) -> None:
         """Wait for a free place and take it, for a connection that is then added. Cancellation: none is taken."""
-        if self._free.value == 0:
-            self.close_idle()
-        self._num_waiting += 1
-        try:
-            await self._free.acquire()
-        finally:
-            self._num_waiting -= 1
+        self._make_room(1 + self._num_waiting)
+        await self._free.acquire()
 
     def close_idle(self) -> None:
         """Close the connection that has been idle for the longest, if there is one."""
         for connection in self._connections:
-            if connection.is_idle:
+            if connection.is_idle and connection not in self._retired:
+                self._retired.add(connection)
                 connection.retire()
                 return
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._free.statistics().tasks_waiting
+
+    def _make_room(self, num_waiting: int) -> None:
+        """Close an idle connection, unless there is a place, or will be, for everybody who waits."""
+        if num_waiting > self._free.value + len(self._retired):
+            self.close_idle()
 
     def add(self, connection: Connection) -> None:
         """Add a connection that has taken a place."""
@@ -50,16 +55,18 @@ class ConnectionSlots:
     def remove(self, connection: Connection) -> None:
         """Remove a connection that has ended, and free its place."""
         del self._connections[connection]
+        self._retired.discard(connection)
         self._free.release()
 
     def note_idle(self, connection: Connection) -> None:
         """To be called when a connection becomes idle."""
         del self._connections[connection]
         self._connections[connection] = None
+        self._retired.discard(connection)  # a request had come already
         if not self._keeps_idle:
             connection.retire()
-        elif self._num_waiting and self._free.value == 0:
-            self.close_idle()
+        else:
+            self._make_room(self._num_waiting)
 
     def retire_all(self) -> None:
         """Close all idle connections, and from now on each that becomes idle or is added."""
