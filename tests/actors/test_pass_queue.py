@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import trio
+import trio.testing
 from scripted import (
     VOCAB_SIZE,
     FailingTogether,
@@ -148,6 +149,49 @@ async def test_how_long_consumers_take_and_nobody_asks_is_no_part_of_what_plain_
         prices = simulation.runtime._target.prices
         prices.num_texts = num_texts
         assert prices.plain_round_s == 8.0
+
+
+class StepCounter(trio.abc.Instrument):
+    """Counts how often tasks were given a turn."""
+
+    num_steps = 0
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        self.num_steps += 1
+
+
+@sweep("num_others", [0, 3])
+async def test_the_proposal_of_a_hit_follows_its_verdict_before_any_other_task_runs(
+    num_others: int, autojump_clock: Any
+) -> None:
+    counter, at_verdict, gaps = StepCounter(), 0, []
+    last_kind = ""
+
+    def note(event: runtime.Event) -> None:
+        nonlocal at_verdict, last_kind
+        if event.kind == "verdict" and event.session == drafted:
+            at_verdict = counter.num_steps
+        if event.kind == "proposal" and last_kind == "hit":
+            gaps.append(counter.num_steps - at_verdict)
+        last_kind = event.kind
+
+    drafted = num_others
+    price = priced(prefill=0.0, draft=1.0, verify=8.0, decode=8.0)
+    models = ScriptedModel(truthful), ScriptedModel(agreeing(1.0))
+    async with simulated(*models, price=price, listener=note) as simulation, trio.open_nursery() as nursery:
+        for prompt in PROMPTS[:num_others]:
+            nursery.start_soon(partial(text_of, simulation, prompt, max_tokens=NUM_TOKENS, lookahead=0))
+            await trio.testing.wait_all_tasks_blocked()
+        trio.lowlevel.add_instrument(counter)
+        await text_of(simulation, PROMPTS[3], max_tokens=NUM_TOKENS, lookahead=2)
+        trio.lowlevel.remove_instrument(counter)
+    assert len(gaps) > 2
+    assert set(gaps) == {0}
+    # So the others do not go on without it.
+    passes = [span for span in simulation.spans("target") if span.kind in ("verify", "decode")]
+    took_part = [drafted in {share.session for share in span.shares} | {span.session} for span in passes]
+    own = [i for i, with_drafted in enumerate(took_part) if with_drafted]
+    assert own == list(range(own[0], own[-1] + 1))
 
 
 async def test_no_session_waits_for_more_than_the_pass_that_runs(autojump_clock: Any) -> None:
