@@ -181,9 +181,10 @@ class Actor(ABC, Generic[S]):
         self.take_messages()
 
     def take_messages(self) -> None:
-        """Take in the messages that have come. Never waits."""
-        for message in self.mailbox.received():
-            self._hand_over(message)
+        """Take in the messages that have come, unless the actor ends. Never waits."""
+        if self.is_serving:
+            for message in self.mailbox.received():
+                self._hand_over(message)
 
     @abstractmethod
     async def _let_go(self, session: S) -> None:

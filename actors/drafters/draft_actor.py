@@ -121,8 +121,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def close_session(self, message: Close) -> None:
         """See `Actor.close_session`. Earlier messages are taken in first: a verdict may add to the text to be kept."""
-        if self.is_serving:
-            self.take_messages()
+        self.take_messages()
         super().close_session(message)
 
     # --- what there is to do ----------------------------------------------------------------------

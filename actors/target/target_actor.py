@@ -266,6 +266,15 @@ class TargetActor(ModelActor[TargetSession]):
             self.drafter.hurry(session)
             session.was_hurried = True
             self._hurried_until_s = until_s
+        if sessions:
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Have a drafter in this process answer what it was sent, and take in its answers, before anything else runs: a
+        thread that builds a pass may take Python's lock at each switch between tasks.
+        """
+        self.drafter.exchange()
+        self.take_messages()
 
     # --- passes -----------------------------------------------------------------------------------
 
@@ -314,9 +323,7 @@ class TargetActor(ModelActor[TargetSession]):
                 parts.append(part)
         if parts:
             await self._jobs.run_pass(parts)
-            # Before anything else runs: a thread that builds a pass may keep this one waiting at each of its switches.
-            self.drafter.exchange()
-            self.take_messages()
+            self._exchange()
             for session, turn in self._ready.items():
                 if turn.since_s < self._jobs.pass_began_s and not turn.round.was_passed_over:
                     self._ready[session] = attrs.evolve(turn, round=attrs.evolve(turn.round, was_passed_over=True))
