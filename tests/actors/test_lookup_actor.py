@@ -36,6 +36,7 @@ from scripted import (
 )
 from sweeps import sweep
 
+from actors.actor import Mailbox
 from actors.drafters.drafter import MAX_IDLE_ROUNDS, TOKENS_PER_INDEXING
 from actors.drafters.lookup_actor import LookupActor
 from protocol.auto_policy import UNPRICED_LOOKAHEAD
@@ -428,7 +429,7 @@ async def test_what_one_stream_has_learnt_of_lookups_the_next_begins_with(autoju
 
 
 async def test_a_verdict_that_comes_again_is_counted_and_dropped(autojump_clock: Any) -> None:
-    mailboxes: list[trio.MemorySendChannel[Any]] = []
+    mailboxes: list[Mailbox] = []
 
     def echo(event: Event) -> None:
         if event.kind == "verdict":

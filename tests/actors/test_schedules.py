@@ -43,6 +43,7 @@ from scripted import (
 )
 from sweeps import sweep
 
+from actors.actor import Mailbox
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from protocol.lookahead_policy import Policy
 from protocol.messages import Message, Proposal, Rested, Verdict
@@ -66,7 +67,7 @@ class Fate:
 class Tampered:
     """The sending end of a mailbox that gives each message a fate."""
 
-    def __init__(self, mailbox: trio.MemorySendChannel[Message], fates: Sequence[Fate], nursery: trio.Nursery) -> None:
+    def __init__(self, mailbox: Mailbox, fates: Sequence[Fate], nursery: trio.Nursery) -> None:
         self._mailbox = mailbox
         self._fates = itertools.cycle(fates)
         self._nursery = nursery
