@@ -161,9 +161,7 @@ class StepCounter(trio.abc.Instrument):
 
 
 @sweep("num_others", [0, 3])
-async def test_the_proposal_of_a_hit_follows_its_verdict_before_any_other_task_runs(
-    num_others: int, autojump_clock: Any
-) -> None:
+async def test_a_hits_proposal_follows_its_verdict_before_any_task_runs(num_others: int, autojump_clock: Any) -> None:
     counter, at_verdict, gaps = StepCounter(), 0, []
     last_kind = ""
 

@@ -84,7 +84,7 @@ def test_a_rank_that_differs_or_fails_ends_all_and_is_named(how, expected):
             assert [first.join(), second.join()] == [0, 0]
 
 
-def test_tokens_that_a_failed_collective_left_unwritten_are_not_read_as_addresses():
+def test_tokens_of_a_failed_collective_are_not_read_as_addresses():
     # A crash would end a process before it gives anything.
     with ranks(rank_programs.open_and_end, 2, "unwritten tokens") as (first, second):
         assert [first.result(), second.result()] == ["no error", "no error"]
