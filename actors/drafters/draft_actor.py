@@ -375,7 +375,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                     session.suspects = None
                 # A verdict may have dropped the node from the tree meanwhile.
                 if node is not None and node.alive:
-                    next_node = session.tree.expand(node, *session.calibrated(step.guesses))
+                    choice = session.tree.expand(node, *session.calibrated(step.guesses))
+                    # A copied token may have been drafted after before it was drafted itself.
+                    next_node = None if choice.is_expanded else choice
             case RewoundToCheckpoint():
                 # Nothing was fed. The next step may draft after the same node, with more tokens to feed.
                 session.shared.counts.draft_replayed_tokens += step.wanted - step.length
@@ -383,15 +385,17 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case CannotLookAhead():
                 session.can_look_ahead = False
                 session.cached_tokens.rewind(step.length)
-        if next_ends_s is not None and part.decided_in == (session.state.round, session.state.phase):
-            self._begin_step(session, part, next_node, next_ends_s)  # as the policy has decided with the budget
-        elif next_ends_s is not None:
-            self._propose(session)
-            self._begin_step(session, part, next_node, next_ends_s)
-            self._reconsider(session)
-        else:
+        if next_ends_s is None:
             session.part = None
             self._propose(session)
+            return
+        # Then the policy has decided with the budget.
+        is_decided = next_node is not None and part.decided_in == (session.state.round, session.state.phase)
+        if not is_decided:
+            self._propose(session)
+        self._begin_step(session, part, next_node, next_ends_s)
+        if not is_decided:
+            self._reconsider(session)
 
     def _step_failed(self, sessions: Sequence[DraftSession], error: JobError) -> None:
         """After a shared step failed, have each session draft once alone; leave a session whose own step failed."""

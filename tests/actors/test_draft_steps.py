@@ -28,12 +28,15 @@ from scripted import (
     collect,
     continuation,
     hashed,
+    ids,
     never,
+    plain_text,
     priced,
     prompt_with_distinct_continuation,
     right_where,
     run,
     simulated,
+    spike,
     text_of,
     truthful,
     within,
@@ -46,11 +49,14 @@ from actors.drafters.draft_steps import CannotLookAhead, Drafted, DraftSteps, Re
 from actors.sampling.logits_pipeline import NO_HISTORY
 from actors.session import Session
 from protocol.acceptance import likeliest
+from protocol.auto_policy import AutoPolicy
 from protocol.cached_tokens import CachedTokens
 from protocol.draft_budget import DraftBudget
 from protocol.errors import NotANumberError
-from protocol.lookahead_policy import ChainPolicy
+from protocol.lookahead_policy import ChainPolicy, PolicyView
+from protocol.lookahead_tree import Node
 from protocol.messages import Open, Proposal, Sparse
+from protocol.prices import Prices
 from protocol.settings import Settings
 from protocol.trace import Event, Span
 
@@ -110,6 +116,32 @@ async def test_steps_end_with_the_text(chains: bool, autojump_clock: Any) -> Non
 
 
 # --- what ends a run ------------------------------------------------------------------------------
+
+
+class CopiesFirst(AutoPolicy):
+    """Drafts after the end of a copy, and then from the committed text on, along the tokens that were copied."""
+
+    def expansion(self, view: PolicyView) -> Node | None:
+        chain = view.tree.chain()
+        return next((node for node in (*chain[-1:], view.tree.root) if view.is_open(node)), None)
+
+    def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
+        return DraftBudget(8)
+
+
+async def test_they_end_where_a_copied_token_was_drafted_after_before(autojump_clock: Any) -> None:
+    def cycle(history: Sequence[int]) -> Sequence[float]:
+        return spike(history[-1] % 4 + 1)
+
+    def make_policy(settings: Settings, prices: Prices) -> AutoPolicy:
+        return CopiesFirst(prices, prices.calibration(settings.manner))
+
+    prompt = [1, 2, 3, 4, 1, 2, 3, 4]
+    async with simulated(ScriptedModel(cycle), ScriptedModel(cycle), make_policy=make_policy) as simulation:
+        completion = await simulation.runtime.generate(prompt, max_tokens=60)
+    assert ids(completion.tokens) == plain_text(cycle, prompt, 60)
+    assert completion.statistics.accepted_copied > 0
+    assert completion.statistics.draft_failures == 0
 
 
 @sweep("chains", [False, True])
