@@ -95,13 +95,17 @@ def _set(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
 def evaluating_layers(model: Module) -> Iterator[None]:
     """While in force, make the model's layers able to evaluate their results and to be observed; see `evaluating` and
     `observing`. Each layer's class is replaced by a subclass meanwhile. Any thread may enter and leave.
+
+    The last layer does not evaluate its result: it is evaluated with the logits, and where a prompt is read nobody
+    needs it. That saves most of what the layer costs.
     """
     layers = [layer for layer in getattr(model, "layers", ()) if isinstance(layer, Module)]
-    subclasses: dict[type, type] = {}
+    subclasses: dict[tuple[type, bool], type] = {}
     with _lock:
         for layer in layers:
             if _num_users[id(layer)] == 0:
-                layer.__class__ = subclasses.setdefault(type(layer), _evaluating_class(type(layer)))
+                kind = type(layer), layer is not layers[-1]
+                layer.__class__ = subclasses.setdefault(kind, _evaluating_class(*kind))
             _num_users[id(layer)] += 1
     try:
         yield
@@ -119,10 +123,10 @@ _num_users = Counter[int]()
 _lock = threading.Lock()
 
 
-def _evaluating_class(base: type) -> type:
+def _evaluating_class(base: type, evaluates: bool) -> type:
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         result = base.__call__(self, *args, **kwargs)
-        if (on_layer := _on_layer.get()) is not None:
+        if evaluates and (on_layer := _on_layer.get()) is not None:
             on_layer(result)
         if (observer := _observer.get()) is not None:
             # The first argument, by whatever name.

@@ -133,6 +133,16 @@ def test_a_pass_waits_for_its_layers_from_the_moment_when_another_model_computes
     assert num_active == [1, *[ahead] * 9, *[0] * 5, 1, *[ahead] * 8]
 
 
+def test_the_last_layers_result_is_not_computed_where_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    submitted = []
+    monkeypatch.setattr(mx, "async_eval", submitted.append)
+    model = MLXModel(llama(num_hidden_layers=6), CacheOptions(), layer_evaluation=LayerEvaluation.PIPELINED)
+    sequence = model.open_sequence(beside_another=True)
+    with model.evaluating_layers():
+        sequence.feed((1, 2, 3), 0)
+    assert len(submitted) == 5
+
+
 async def test_a_wrong_value_of_the_variable_is_an_error_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
