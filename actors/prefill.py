@@ -36,9 +36,9 @@ def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
     return {opened.num_read - CHECKPOINT_DISTANCE, opened.num_read}
 
 
-async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: PrefillChunkSize) -> None:
+async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: PrefillChunkSize) -> Job[None]:
     """Feed the next part of a prompt that was not read to its end, in one pass, and update `chunk_size`, which is used
-    if the setting is "auto". Cancellation: strikes after the pass.
+    if the setting is "auto". Returns: the pass. Cancellation: strikes after the pass.
     """
     sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
     assert sequence is not None
@@ -53,12 +53,15 @@ async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: Prefi
     await worker.run(job)
     chunk_size.observe(job.num_tokens, job.seconds)
     cached_tokens.follow(plan)
+    return job
 
 
 async def prefill_committed(
     worker: Worker, session: ActorSession, committed: Sequence[int], chunk_size: PrefillChunkSize
-) -> None:
-    """Feed tokens of the session's text that a cache lacks, in one pass. Cancellation: strikes after the pass."""
+) -> Job[int]:
+    """Feed tokens of the session's text that a cache lacks, in one pass, which is returned. Cancellation: strikes after
+    the pass.
+    """
     sequence, cached_tokens = session.sequence, session.cached_tokens
     assert sequence is not None
     plan, setting = cached_tokens.plan(committed, num_logits=0), session.shared.opened.settings.prefill_step_size
@@ -71,6 +74,7 @@ async def prefill_committed(
     else:
         chunk_size.observe(job.num_tokens, job.seconds)
         cached_tokens.follow(plan)
+    return job
 
 
 def tokens_per_pass(setting: int | Literal["auto"], sequence: CachedSequence) -> int | Literal["auto"]:

@@ -30,6 +30,8 @@ MAX_SURPRISE = 3.0
 MAX_EXACT_ROWS, ENTRY_FACTOR = 16, 1.15
 # Passes after which an average has forgotten all but 1/e: an entry's, of passes of that entry; the level; the slowdown.
 ENTRY_MEMORY, LEVEL_MEMORY, SLOWDOWN_MEMORY = 20.0, 20.0, 60.0
+# An overlap that differs from the usual one by this share of the pass tells half of what it could about the slowdown.
+TELLING_SHARE = 0.1
 # Passes of other entries after which an entry's weight has fallen to 1/e.
 UNSEEN_MEMORY = 500.0
 # The first pass sets the unit of the others, so it must have taken a time that a clock can tell.
@@ -162,7 +164,9 @@ class PassPrice:
             return
         entry = self._entries[key]
         more_overlap, more_time = overlap - entry.overlap, time - entry.time
-        keep, share = 1.0 - 1.0 / SLOWDOWN_MEMORY, entry.weight / (entry.weight + 1.0)
+        # A pass that tells nothing about the slowdown makes nothing forgotten: in a rest, hardly any tells something.
+        told = more_overlap**2 / max(more_overlap**2 + (TELLING_SHARE * time) ** 2, 1e-12)
+        keep, share = 1.0 - told / SLOWDOWN_MEMORY, entry.weight / (entry.weight + 1.0)
         self._overlap_squared = keep * self._overlap_squared + share * more_overlap**2
         self._overlap_time = keep * self._overlap_time + share * more_overlap * more_time
         # The part of the time that the drafter's work beside the pass explains is expected.

@@ -76,7 +76,7 @@ class Estimates:
         return all(less == 0.0 or more < IMPLAUSIBLE * less for less, more in ((one, other), *passes))
 
 
-MeasurementKind = Literal["draft", "verify", "gap", "plain", "round", "rate"]
+MeasurementKind = Literal["draft", "reading", "verify", "gap", "plain", "round", "rate"]
 
 
 @attrs.frozen
@@ -84,8 +84,8 @@ class Measurement:
     """What one actor has measured, for the prices of the other actor if that is in another process.
 
     Attributes:
-        kind: a draft step, a target's pass, a gap between passes, a round without a drafter, a speculative round; or
-            that the speculative rate was replaced by the modelled one.
+        kind: a draft step, a pass in which the drafter read some text, a target's pass, a gap between passes, a round
+            without a drafter, a speculative round; or that the speculative rate was replaced by the modelled one.
         number: tokens that the draft step fed, rows of the pass, texts of the round without a drafter, or tokens that
             the speculative round committed.
         seconds: that it took.
@@ -151,7 +151,8 @@ class Prices:
     _num_rounds: int = 0  # speculative ones
     # Tokens and seconds of speculative rounds, with the same weights, by the bit length of the number of texts.
     _speculative: dict[int, tuple[float, float]] = attrs.field(factory=dict)
-    _draft_steps: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))  # (began, ended)
+    # When the drafter worked: (began, ended).
+    _drafting: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))
     _unpriced_passes: deque[tuple[int, float, float]] = attrs.field(factory=deque)  # (width, began, ended)
     _pays_ahead: dict[tuple[int, int], bool] = attrs.field(factory=dict)  # by lookahead and number of texts
 
@@ -169,7 +170,15 @@ class Prices:
                 # No step is faster beside the target than alone, so the price of a step alone is too high. It may be
                 # from a time at which the machine did something else.
                 self.draft_alone.observe(width, 0.0, seconds)
-        self._draft_steps.append((began_s, ended_s))
+        self._note_drafting(began_s, ended_s)
+
+    def observe_draft_reading(self, began_s: float, ended_s: float) -> None:
+        """Add a pass in which the drafter read some text, so that passes of the target beside it do not seem dear."""
+        self._tell(Measurement("reading", seconds=ended_s - began_s, ended_s=ended_s))
+        self._note_drafting(began_s, ended_s)
+
+    def _note_drafting(self, began_s: float, ended_s: float) -> None:
+        self._drafting.append((began_s, ended_s))
         self._price_passes(until_s=ended_s)
 
     def observe_verify_pass(self, rows: int, began_s: float, ended_s: float) -> None:
@@ -222,6 +231,8 @@ class Prices:
         match measured.kind:
             case "draft":
                 self.observe_draft_step(number, ended_s - seconds, ended_s, beside_target=measured.beside_target)
+            case "reading":
+                self.observe_draft_reading(ended_s - seconds, ended_s)
             case "verify":
                 self.observe_verify_pass(number, ended_s - seconds, ended_s)
             case "gap":
@@ -268,7 +279,7 @@ class Prices:
         self._calibrations.clear()
         self._last_calibration = Calibration()
         self._speculative.clear()
-        self._draft_steps.clear()
+        self._drafting.clear()
 
     def calibration(self, rule: object) -> Calibration:
         """The drafter's calibration under an acceptance rule.
@@ -472,12 +483,12 @@ class Prices:
     # --- passes, and the draft steps beside them --------------------------------------------------
 
     def _price_passes(self, until_s: float) -> None:
-        """Price the passes that ended by then, since every draft step beside them is known now."""
+        """Price the passes that ended by then, since all of the drafter's work beside them is known now."""
         self._pays_ahead.clear()
         while self._unpriced_passes and self._unpriced_passes[0][2] <= until_s:
             width, began_s, ended_s = self._unpriced_passes.popleft()
             overlap_s, next_began = 0.0, math.inf
-            for step_began, step_ended in reversed(self._draft_steps):
+            for step_began, step_ended in reversed(self._drafting):
                 shared_until = min(step_ended + self.core_hold_s, next_began)
                 if step_ended + self.core_hold_s <= began_s:
                     break

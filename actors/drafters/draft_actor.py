@@ -218,6 +218,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     async def _prepare(self, session: DraftSession, need: Need) -> None:
         sequence = session.sequence
+        read: Job[Any] | None = None
         if sequence is None and need is Need.READ:
             await self._index(session)
         elif sequence is None:
@@ -226,9 +227,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         elif not session.has_read_prompt and isinstance(sequence, FeatureInput):
             # With the features that have come. Cached tokens that are of no use with them are read again.
             opened = session.shared.opened
-            await prefill_committed(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
+            read = await prefill_committed(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
         elif not session.has_read_prompt:
-            await prefill_chunk(self.worker, session, self.chunk_size)
+            read = await prefill_chunk(self.worker, session, self.chunk_size)
         elif session.reading is not None:
             await self._hand_on(session)
         elif not session.is_indexed:
@@ -238,7 +239,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._catch_up(session, sequence)
         else:
             # The last token is left to the draft step, which needs the logits.
-            await prefill_committed(self.worker, session, session.state.committed[:-1], self.chunk_size)
+            read = await prefill_committed(self.worker, session, session.state.committed[:-1], self.chunk_size)
+        if read is not None:
+            self.prices.observe_draft_reading(read.began, read.ended)
 
     async def _let_go(self, session: DraftSession) -> None:
         try:

@@ -31,7 +31,8 @@ from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Share
 
-# After this many passes without drafts that were started ahead, one is not, to measure what such a pass costs.
+# After this many passes without drafts that were started ahead, one is not, and starts none ahead, to measure what such
+# a pass costs: on a CPU, MLX returns from launching a pass only when most of it is computed.
 MEASURED_EVERY = 32
 
 
@@ -111,7 +112,8 @@ class RoundJobs:
         self._limit = SharingLimit()
         self._plain_rows = PlainRows(model)
         self._plain_run: _PlainRun | None = None
-        self._num_ahead = 0  # passes in succession that were started ahead
+        self._num_ahead = 0  # passes in succession that were started ahead; -1 if the next one is to be measured
+        self._num_before = 0  # texts at the end of the last pass
         # When the last pass ended, and the worker's busy seconds by then: in the first if that pass was without drafts,
         # in the second if it was over proposals.
         self._last_plain: tuple[float, float] | None = None
@@ -202,7 +204,7 @@ class RoundJobs:
         """
         num_texts = len(sessions)
         num_rounds = min(map(num_plain_rounds, sessions))
-        goes_ahead = goes_ahead and num_rounds > 1 and (num_texts == 1 or self._num_ahead < MEASURED_EVERY)
+        goes_ahead = goes_ahead and num_rounds > 1 and (num_texts == 1 or 0 <= self._num_ahead < MEASURED_EVERY)
         num_passes = self._num_passes(sessions, num_rounds) if goes_ahead and may_repeat else 1
         rows = [plain_row(session) for session in sessions]
         run = _PlainRun(sessions, rows, num_passes, goes_ahead=goes_ahead and num_rounds > num_passes)
@@ -250,9 +252,9 @@ class RoundJobs:
         num_texts = len(results)
         run.num_passes -= 1
         is_ahead = run.num_passes > 0 or run.goes_ahead
-        was_ahead, self._num_ahead = self._num_ahead > 0, self._num_ahead + 1 if is_ahead else 0
-        # The first pass that a text shares also copies its cache, which takes time.
-        is_typical = not was_ahead and (num_texts == 1 or all(session.has_shared for session in run.sessions))
+        was_ahead, is_next_measured = self._num_ahead > 0, self._num_ahead >= MEASURED_EVERY
+        self._num_ahead = max(0, self._num_ahead) + 1 if is_ahead else -is_next_measured
+        is_typical = self._is_typical(run.sessions) and not (was_ahead or is_ahead)
         width = max([share.num_tokens for share in run.shares]) if run.is_first else 1
         num_rows = self._num_rows(run.sessions) * width
         self._price_plain_pass(job, num_texts, num_rows, is_typical=is_typical, was_ahead=was_ahead)
@@ -282,6 +284,14 @@ class RoundJobs:
             run.steps.interrupt()
         if goes_on:
             self._target_queue.begin_again(job.ended)
+
+    def _is_typical(self, sessions: Sequence[TargetSession]) -> bool:
+        """Whether the pass that has just ended copied no caches: that of a text which shares a pass for the first time,
+        or those of the others after one has ended.
+        """
+        num_before, self._num_before = self._num_before, len(self.texts)
+        is_new = len(sessions) > 1 and not all(session.has_shared for session in sessions)
+        return not is_new and len(self.texts) >= num_before
 
     def _num_rows(self, sessions: Sequence[TargetSession]) -> int:
         """How many texts a pass over these sessions computed: if any is a row of the batch, also all its other rows."""
@@ -383,9 +393,7 @@ class RoundJobs:
         num_parts = len(parts)
         num_computed = self._num_rows([part.session for part in parts])
         num_rows = num_computed * max([part.num_tokens for part in parts])
-        # The first pass that a text shares also copies its cache, which takes time.
-        is_typical = num_parts == 1 or all(part.session.has_shared for part in parts)
-        if is_typical:
+        if self._is_typical([part.session for part in parts]):
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         num_drafting = sum([bool(part.proposal.tokens) for part in parts])
         # The time that drafted tokens added to the pass is charged to the texts that had some.
