@@ -38,6 +38,7 @@ from sweeps import sweep
 
 import runtime
 from actors.model import Feed, feed_each
+from protocol.prices import Prices
 from protocol.trace import Span
 
 PROMPTS = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]
@@ -354,3 +355,64 @@ async def test_a_cancelled_session_leaves_others_their_texts_and_drafter(
         assert scope.cancelled_caught
         assert {index: found[index] for index in range(1, len(PROMPTS))} == dict(enumerate(EXPECTED[1:], start=1))
         assert simulation.runtime.statistics().draft_failures == 0
+
+
+# --- what passes cost -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def priced_passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float]]:
+    """When the passes of the target whose prices are learnt began and ended."""
+    found, observe = [], Prices.observe_verify_pass
+
+    def note(prices: Prices, rows: int, began_s: float, ended_s: float) -> None:
+        found.append((began_s, ended_s))
+        observe(prices, rows, began_s, ended_s)
+
+    monkeypatch.setattr(Prices, "observe_verify_pass", note)
+    return found
+
+
+class NotingPassesAhead(ScriptedModel):
+    """A model that notes when passes are started ahead."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.started_ahead: list[float] = []
+
+    def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
+        self.started_ahead.append(trio.current_time())
+        return super().feed_ahead(sequences, tokens)
+
+
+async def test_a_pass_that_was_started_ahead_or_starts_one_has_no_price(
+    priced_passes: list[tuple[float, float]], autojump_clock: Any
+) -> None:
+    target = NotingPassesAhead(truthful)
+    async with simulated(target, price=ALL_AT_ONCE) as simulation:
+        await simulation.runtime.generate_many(PROMPTS, max_tokens=200)
+        ends = [span.ended for span in simulation.spans("target", "verify")]
+    assert len(priced_passes) >= 5
+    assert len(target.started_ahead) > 150
+    for began, ended in priced_passes:
+        # A simulated job does its work at its end.
+        before = max((end for end in ends if end <= began), default=began)
+        assert not {before, ended} & set(target.started_ahead)
+
+
+async def test_a_pass_has_no_price_if_it_takes_a_text_in_or_a_text_has_left(
+    priced_passes: list[tuple[float, float]], autojump_clock: Any
+) -> None:
+    async with simulated(
+        ScriptedModel(truthful), ScriptedModel(truthful), price=ALL_AT_ONCE, defaults={"lookahead": 1}
+    ) as simulation:
+        async with trio.open_nursery() as nursery:
+            for number, prompt in enumerate(PROMPTS):
+                nursery.start_soon(partial(text_of, simulation, prompt, max_tokens=10 + 20 * (number % 2)))
+        passes = [span for span in simulation.spans("target", "verify") if span.shares]
+        finishes = [instant.at for instant in simulation.instants("finish")]
+    sizes = [len(span.shares) for span in passes]
+    assert sizes[0] == 4
+    first_of_two = next(span for span in passes if span.began >= min(finishes))
+    expected = [(span.began, span.ended) for span in passes[1:] if span is not first_of_two]
+    assert [each for each in priced_passes if each[0] <= passes[-1].began] == expected

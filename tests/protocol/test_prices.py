@@ -53,6 +53,19 @@ def test_a_constant_price_is_learnt_and_a_prior_without_evidence_stays(width, ov
     assert 0 <= price.target_slowdown <= 0.9
 
 
+def test_passes_that_tell_nothing_of_the_slowdown_leave_it_as_it_was():
+    price, dice = PassPrice(), random.Random(0)
+    for _ in range(40):
+        overlap = dice.choice([0.0, 1.0])
+        price.observe(1, overlap, 2.0 + 0.5 * overlap)
+    before = price.target_slowdown
+    # As in a long rest, on a machine with some noise.
+    for _ in range(1000):
+        price.observe(dice.choice([1, 4]), 0.0, dice.uniform(1.8, 2.2))
+    assert before == pytest.approx(0.5, abs=0.05)
+    assert price.target_slowdown == pytest.approx(before, abs=0.05)
+
+
 # As from a clock that counts nanoseconds.
 seconds = st.just(0.0) | st.floats(1e-9, 100)
 passes = st.lists(st.tuples(st.integers(1, 65), seconds, seconds), max_size=30)
@@ -143,6 +156,20 @@ def test_the_time_that_a_drafter_worked_beside_a_pass_is_what_counts():
     assert prices.verify(1) == pytest.approx(2.0, rel=0.05)
     assert prices.verify.per_row(4) == pytest.approx(0.25, rel=0.1)
     assert prices.verify.target_slowdown == pytest.approx(0.4, abs=0.05)
+
+
+def test_a_drafter_that_reads_works_beside_the_target_too():
+    prices, at = Prices(), 0.0
+    for round in range(200):
+        works = round % 2 * (0.5 + 0.5 * (round % 4 > 1))
+        if works and round % 10 < 5:
+            prices.observe_draft_reading(at, at + works)
+        elif works:
+            prices.observe_draft_step(1, at, at + works, beside_target=True)
+        prices.observe_verify_pass(1, at, at + 2.0 + 0.5 * works)
+        at += 4.0
+    assert prices.verify(1) == pytest.approx(2.0, rel=0.02)
+    assert prices.verify.target_slowdown == pytest.approx(0.5, abs=0.05)
 
 
 def test_on_shared_cores_a_pass_has_its_share_until_the_drafter_rests():
