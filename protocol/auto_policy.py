@@ -388,14 +388,14 @@ class AutoPolicy:
             return False
         speculative_rate = prices.speculative_rate
         if self._copied_share.value > MAX_COPIED_SHARE:
-            speculative_rate = min(speculative_rate, calibration.trust * modelled_rate)
+            speculative_rate = min(speculative_rate, self._trust * modelled_rate)
         measured_share = min(1.0, speculative_rate / modelled_rate)
-        calibration.trust += (measured_share - calibration.trust) / self._trust_memory
+        self._trust += (measured_share - self._trust) / self._trust_memory
         # A few dozen rounds say little where the two rates are close, and the model says more.
-        rate = (speculative_rate + 2 * calibration.trust * modelled_rate) / 3
+        rate = (speculative_rate + 2 * self._trust * modelled_rate) / 3
         if rate >= REST_BELOW * prices.plain_rate:
             return False
-        calibration.trust = measured_share
+        self._trust = measured_share
         return True
 
     @property
@@ -405,12 +405,21 @@ class AutoPolicy:
         return 1.0 / rate if rate > 0.0 else 0.0
 
     @property
+    def _trust(self) -> float:
+        """`Calibration.trust` for as many texts as there are now."""
+        return self.calibration.trust.get(self.prices.num_texts.bit_length(), 1.0)
+
+    @_trust.setter
+    def _trust(self, trust: float) -> None:
+        self.calibration.trust[self.prices.num_texts.bit_length()] = trust
+
+    @property
     def _trust_memory(self) -> float:
-        """The memory of `Calibration.trust`, in rounds of all texts, since they share the calibration."""
+        """The memory of `_trust`, in rounds of all texts, since they share the calibration."""
         return TRUST_MEMORY_ROUNDS * self.prices.num_texts
 
     def should_rest_on(self, num_behind: int) -> bool:
-        rate = self.calibration.trust * self.prices.modelled_rate(self.calibration.mean_acceptance)
+        rate = self._trust * self.prices.modelled_rate(self.calibration.mean_acceptance)
         if rate <= 0.0:
             return True
         token_s = 1.0 / rate + self.prices.draft_s(num_behind, beside_target=False) / CATCH_UP_HORIZON
@@ -421,7 +430,7 @@ class AutoPolicy:
         return False
 
     def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
-        self.calibration.trust += (1.0 - self.calibration.trust) * min(1.0, num_rounds / self._trust_memory)
+        self._trust += (1.0 - self._trust) * min(1.0, num_rounds / self._trust_memory)
         self._grow_probe_budget(num_rounds)
         cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_tokens, beside_target=True)
         if num_tokens < self._min_catch_up or cost_s > self._probe_budget_s:

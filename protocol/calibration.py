@@ -91,11 +91,11 @@ class Calibration(MeanAcceptance):
     """What is known of one drafter's confidence under one acceptance rule: a curve by rank of guess and staleness.
 
     Attributes:
-        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`;
-            in [0, 1].
+        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in
+            [0, 1]; 1 if it was not measured. By the bit length of how many texts shared passes.
     """
 
-    trust: float = 1.0
+    trust: dict[int, float] = attrs.field(factory=dict)
     _curves: dict[tuple[int, int], _Curve] = attrs.field(factory=dict)
     _means: dict[int, MeanAcceptance] = attrs.field(factory=dict)  # by class of staleness
 

@@ -133,7 +133,7 @@ def test_a_pass_waits_for_its_layers_from_the_moment_when_another_model_computes
     assert num_active == [1, *[ahead] * 9, *[0] * 5, 1, *[ahead] * 8]
 
 
-def test_the_last_layers_result_is_not_computed_where_a_prompt_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_a_prompt_leaves_out_the_last_layers_result(monkeypatch: pytest.MonkeyPatch) -> None:
     submitted = []
     monkeypatch.setattr(mx, "async_eval", submitted.append)
     model = MLXModel(llama(num_hidden_layers=6), CacheOptions(), layer_evaluation=LayerEvaluation.PIPELINED)

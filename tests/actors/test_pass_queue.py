@@ -385,7 +385,7 @@ class NotingPassesAhead(ScriptedModel):
         return super().feed_ahead(sequences, tokens)
 
 
-async def test_a_pass_that_was_started_ahead_or_starts_one_has_no_price(
+async def test_passes_started_ahead_or_starting_one_have_no_price(
     priced_passes: list[tuple[float, float]], autojump_clock: Any
 ) -> None:
     target = NotingPassesAhead(truthful)
@@ -400,7 +400,7 @@ async def test_a_pass_that_was_started_ahead_or_starts_one_has_no_price(
         assert not {before, ended} & set(target.started_ahead)
 
 
-async def test_a_pass_has_no_price_if_it_takes_a_text_in_or_a_text_has_left(
+async def test_passes_after_a_text_came_or_left_have_no_price(
     priced_passes: list[tuple[float, float]], autojump_clock: Any
 ) -> None:
     async with simulated(

@@ -332,6 +332,27 @@ def test_where_speculating_is_faster_no_rest_is_taken_nor_prolonged():
     assert not policy.should_rest_on(8)
 
 
+def test_distrust_in_speculating_belongs_to_a_number_of_texts():
+    prices = prices_of(slope=0.0, step=0.05)
+    policy = auto(prices)
+
+    def rests(num_texts: int, tokens_per_round: int) -> bool:
+        prices.num_texts = num_texts
+        for _ in range(1000):
+            policy.calibration.mean_acceptance = 0.9
+            prices.observe_round(tokens_per_round, 1.0)
+            if policy.should_rest():
+                return True
+        return False
+
+    assert rests(4, tokens_per_round=1)
+    assert policy.should_rest_on(8)
+    assert not rests(1, tokens_per_round=9)
+    assert not policy.should_rest_on(8)
+    prices.num_texts = 4
+    assert policy.should_rest_on(8)
+
+
 def test_before_anything_was_measured_nobody_rests():
     assert not auto(Prices()).should_rest()
 

@@ -53,7 +53,7 @@ def test_a_constant_price_is_learnt_and_a_prior_without_evidence_stays(width, ov
     assert 0 <= price.target_slowdown <= 0.9
 
 
-def test_passes_that_tell_nothing_of_the_slowdown_leave_it_as_it_was():
+def test_passes_that_tell_nothing_leave_the_slowdown_as_it_was():
     price, dice = PassPrice(), random.Random(0)
     for _ in range(40):
         overlap = dice.choice([0.0, 1.0])
