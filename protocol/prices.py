@@ -77,6 +77,8 @@ class Estimates:
 
 
 MeasurementKind = Literal["draft", "reading", "verify", "gap", "plain", "round", "rate"]
+# What the drafter measures; the target measures the rest.
+OF_DRAFTER: frozenset[MeasurementKind] = frozenset({"draft", "reading", "rate"})
 
 
 @attrs.frozen

@@ -28,7 +28,7 @@ from protocol.drafter_wire import (
 )
 from protocol.errors import OutriderError, ProtocolError
 from protocol.messages import Close, Due, Message, Open, Overdue, PromptFeatures, Proposal, Rested, Verdict, Withdraw
-from protocol.prices import Measurement, Prices
+from protocol.prices import OF_DRAFTER, Measurement, Prices
 from protocol.session_state import Commit
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
@@ -175,7 +175,7 @@ class DraftingEnd:
         self._told.pop(session, None)
 
     def _note_measurement(self, measured: Measurement) -> None:
-        if measured.kind in ("draft", "rate"):  # and not what the other end has told
+        if measured.kind in OF_DRAFTER:  # and not what the other end has told
             self._measured.append(measured)
 
     def _send_news(self, sessions: Iterable[int]) -> None:

@@ -16,7 +16,7 @@ from protocol.drafter_wire import COUNTED, CorpusCopy, DrafterLoaded, DraftNews,
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal_elsewhere
 from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Rest, Rested, Verdict, Withdraw
-from protocol.prices import Measurement, Prices
+from protocol.prices import OF_DRAFTER, Measurement, Prices
 from protocol.session_state import SessionPhase, SessionState
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.trace import Actor as ActorName
@@ -204,7 +204,7 @@ class RemoteDrafter:
             self._link.send(encode(CorpusCopy(session.state.opened.session, len(text), copied)))
 
     def _note_measurement(self, measured: Measurement) -> None:
-        if measured.kind not in ("draft", "rate"):  # and not what the other end has told
+        if measured.kind not in OF_DRAFTER:  # and not what the other end has told
             self._measured.append(measured)
 
     def _send_news(self) -> None:
