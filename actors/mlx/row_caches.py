@@ -48,6 +48,10 @@ class RowCache(ABC):
         """Add the text of a single text's cache, which gives it up, as a row. An empty text joins only empty ones."""
 
     @abstractmethod
+    def absorb(self, others: Any) -> None:
+        """Add all rows of another cache of this kind, which gives them up."""
+
+    @abstractmethod
     def leave(self, row: int, length: int, single: Any) -> None:
         """Give a row's text back to the cache that had joined. The caller then removes the row."""
 
@@ -117,6 +121,12 @@ class RowKVCache(RowCache):
             self.keys = self._joined(self.keys, single.keys[:, :, :length])
             self.values = self._joined(self.values, single.values[:, :, :length])
             single.keys = single.values = None
+
+    def absorb(self, others: RowKVCache) -> None:
+        assert others.keys is not None
+        assert others.values is not None
+        self.keys, self.values = self._joined(self.keys, others.keys), self._joined(self.values, others.values)
+        others.keys = others.values = None
 
     def leave(self, row: int, length: int, single: Any) -> None:
         assert self.keys is not None
@@ -205,6 +215,11 @@ class RowRingCache(RowKVCache):
         self._first_held.append(length - min(keys.shape[2], self._num_slots))
         single.keys = single.values = None
 
+    def absorb(self, others: RowKVCache) -> None:
+        super().absorb(others)
+        assert isinstance(others, RowRingCache)
+        self._first_held += others._first_held
+
     def leave(self, row: int, length: int, single: Any) -> None:
         assert self.keys is not None
         assert self.values is not None
@@ -267,13 +282,16 @@ class RowArraysCache(ArraysCache, RowCache):
             ]
 
     def join(self, single: Any, length: int) -> None:
-        if length == 0:
-            return
+        if length > 0:
+            self.absorb(single)
+
+    def absorb(self, others: Any) -> None:
+        """Also takes in the states of a single text."""
         self.cache = [
             state if rows is None else mx.concatenate([rows, state])
-            for rows, state in zip(self.cache, single.cache, strict=True)
+            for rows, state in zip(self.cache, others.cache, strict=True)
         ]
-        single.cache = [None] * len(self.cache)
+        others.cache = [None] * len(self.cache)
 
     def leave(self, row: int, length: int, single: Any) -> None:
         single.cache = [mx.contiguous(state[row : row + 1]) for state in self.cache]

@@ -91,6 +91,16 @@ class MLXSequence(StatefulSequence):
         # A row goes back to where it was before its last pass, and no further.
         self._checkpoints.clear()
 
+    @property
+    def batch(self) -> RowBatch | None:
+        """The batch that the text is a row of."""
+        return self._batch
+
+    def follow_into(self, batch: RowBatch) -> None:
+        """Be a row of a batch that has absorbed the one in which the text was."""
+        self._batch = batch
+        self.check_caches(self._length)
+
     def leave_batch(self) -> None:
         """If the text is a row, take it back into caches of its own."""
         if self._batch is not None:

@@ -136,11 +136,25 @@ class SharedPasses:
                 del self._rows[text]
         if not self._rows:
             self._batch = self._new_batch(rows[0].layer_evaluation)
-        for text in rows:
-            if text not in self._rows:
-                text.join(self._batch)
+        self._take_in([text for text in rows if text not in self._rows])
         self._rows |= dict.fromkeys(rows, 0)
         return rows
+
+    def _take_in(self, texts: Sequence[MLXSequence]) -> None:
+        """Make texts rows of the batch. Where all of a batch come, such as those that were read together, its rows are
+        taken in at once: each row that moves by itself copies all others.
+        """
+        by_batch: dict[RowBatch | None, list[MLXSequence]] = {}
+        for text in texts:
+            by_batch.setdefault(text.batch, []).append(text)
+        for batch, group in by_batch.items():
+            if batch is not None and len(batch) == len(group):
+                self._batch.absorb(batch)
+                for text in group:
+                    text.follow_into(self._batch)
+            else:
+                for text in group:
+                    text.join(self._batch)
 
     def _may_share(self, text: Any) -> bool:
         return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self._find_obstacle() is None))

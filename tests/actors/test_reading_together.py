@@ -17,6 +17,9 @@ from sweeps import sweep
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
+from actors.mlx.row_batch import RowBatch
+from actors.mlx.sequence import MLXSequence
+from actors.model import Feed
 from actors.workers.worker import Job
 from protocol.errors import RuntimeClosedError
 from protocol.prefill_chunks import PrefillChunkSize
@@ -69,6 +72,36 @@ def test_a_text_read_with_others_goes_on_alone_or_in_another_batch() -> None:
         assert mx.allclose(found, expected, atol=1e-4)
         sequence.close()
         alone.close()
+
+
+@sweep("name", ["llama", "gemma3_text", "lfm2"])
+def test_texts_of_two_passes_become_one_batch_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined, join = [], MLXSequence.join
+
+    def note(sequence: MLXSequence, batch: RowBatch) -> None:
+        joined.append(sequence)
+        join(sequence, batch)
+
+    monkeypatch.setattr(MLXSequence, "join", note)
+    model, prompts = build(name), prompts_of(5, 40)
+    wrapped = MLXModel(model, CacheOptions())
+    sequences = [wrapped.open_sequence(beside_another=False) for _ in prompts]
+    for part in (slice(0, 2), slice(2, 5)):
+        wrapped.read_together(sequences[part], [tuple(prompt) for prompt in prompts[part]])
+    for token in (3, 4):
+        rows = wrapped.feed_together([Feed(sequence, (token,), 1) for sequence in sequences])
+    assert joined == sequences  # to read their prompts, and not again
+    assert len({id(sequence.batch) for sequence in sequences}) == 1
+    for sequence, prompt, found in zip(sequences, prompts, rows, strict=True):
+        sequence.leave_batch()
+        sequence.check(len(prompt) + 2)
+        alone = wrapped.open_sequence(beside_another=False)
+        alone.feed(tuple(prompt), 0)
+        for each in (found, sequence.feed((5,), 1)):
+            expected = alone.feed((3, 4) if each is found else (5,), 1)
+            assert each is not None
+            assert expected is not None
+            assert mx.allclose(each, expected, atol=1e-4)
 
 
 # --- scripted ---------------------------------------------------------------------------------------
