@@ -60,7 +60,7 @@ class RowBatch:
         self._settle()
         for rows, (_, single) in zip(self._row_caches, kinds_of(caches), strict=True):
             rows.join(single, length)
-        self._count_row(key, length)
+        self._append_row(key, length)
 
     def absorb(self, other: RowBatch) -> None:
         """Take in all rows of another batch of the model, which gives them up. That copies each of them once."""
@@ -69,10 +69,10 @@ class RowBatch:
         for rows, others in zip(self._row_caches, other._row_caches, strict=True):
             rows.absorb(others)
         for key, length in zip(other._keys, other._lengths, strict=True):
-            self._count_row(key, length)
+            self._append_row(key, length)
         other._keys, other._row_of, other._lengths, other._lengths_before, other._goes_back = [], {}, [], [], []
 
-    def _count_row(self, key: object, length: int) -> None:
+    def _append_row(self, key: object, length: int) -> None:
         self._row_of[key] = len(self._keys)
         self._keys.append(key)
         self._lengths.append(length)

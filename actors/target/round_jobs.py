@@ -287,7 +287,7 @@ class RoundJobs:
 
     def _is_typical(self, sessions: Sequence[TargetSession]) -> bool:
         """Whether the pass that has just ended copied no caches: that of a text which shares a pass for the first time,
-        or those of the others after one has ended.
+        or those of the others after one has ended. To be asked once a pass, since it compares with the pass before.
         """
         num_before, self._num_before = self._num_before, len(self.texts)
         is_new = len(sessions) > 1 and not all(session.has_shared for session in sessions)
