@@ -118,6 +118,9 @@ class SharedPasses:
 
     def _joined(self, texts: Sequence[Any]) -> list[MLXSequence]:
         """Have those texts that can share the next pass join the batch. Returns: these texts, in order."""
+        if len(texts) < 2 and not self._rows:
+            self._has_fed_rows = False
+            return []
         rows = [text for text in texts if self._may_share(text)]
         if self._batch.pads_texts:
             others = [text for text in self._rows if text.is_row_of(self._batch)]
