@@ -12,16 +12,14 @@ import outcome
 from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
 from actors.drafters.draft_steps import (
-    CannotLookAhead,
     Drafted,
     DraftSteps,
     FollowingStep,
-    RewoundToCheckpoint,
-    catch_up,
+    NotFed,
 )
 from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, SessionView, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
-from actors.model import CachedSequence, CacheLostError, Model
+from actors.model import CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
 from actors.session import Session
 from actors.trained.drafter_model import TrainedDrafter
@@ -236,7 +234,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._index(session)
         elif session.catches_up and not session.reads_again and session.num_behind <= MAX_UNREAD:
             session.catches_up = False
-            await self._catch_up(session, sequence)
+            await self._catch_up(session)
         else:
             # The last token is left to the draft step, which needs the logits.
             read = await prefill_committed(self.worker, session, session.state.committed[:-1], self.chunk_size)
@@ -292,11 +290,24 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _part(self, session: DraftSession) -> DraftPart:
         node = session.node
         assert node is not None
-        assert session.sequence is not None
         plan = session.cached_tokens.plan(session.state.committed, session.tree.path(node))
         if plan.keep < len(session.cached_tokens):
             self._note(session, "rewind", num_tokens=len(session.cached_tokens) - plan.keep)
-        draft_steps = DraftSteps(
+        now_s = self.worker.clock()
+        draft_budget = EMPTY_BUDGET  # a single step if it goes alone, so that it can share again at once
+        if not session.goes_alone:
+            view = SessionView(session, now_s, self._queue_slack_s(session, now_s))
+            draft_budget = session.policy.draft_budget(view, node)
+        history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
+        step = FollowingStep(plan, node.trail, history, draft_budget)
+        state = session.state
+        return DraftPart(
+            session.id, self._draft_steps(session), step, (state.round, state.phase), alone=session.goes_alone
+        )
+
+    def _draft_steps(self, session: DraftSession) -> DraftSteps:
+        assert session.sequence is not None
+        return DraftSteps(
             session.sequence,
             len(session.state.committed),
             session.shared,
@@ -306,15 +317,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self.chains,
             self._max_drawn_from,
         )
-        now_s = self.worker.clock()
-        draft_budget = EMPTY_BUDGET  # a single step if it goes alone, so that it can share again at once
-        if not session.goes_alone:
-            view = SessionView(session, now_s, self._queue_slack_s(session, now_s))
-            draft_budget = session.policy.draft_budget(view, node)
-        history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
-        step = FollowingStep(plan, node.trail, history, draft_budget)
-        state = session.state
-        return DraftPart(session.id, draft_steps, step, (state.round, state.phase), alone=session.goes_alone)
 
     def _begin_step(
         self, session: DraftSession, part: DraftPart, node: Node | None, ends_s: tuple[float, float]
@@ -381,13 +383,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                     choice = session.tree.expand(node, *session.calibrated(step.guesses))
                     # A copied token may have been drafted after before it was drafted itself.
                     next_node = None if choice.is_expanded else choice
-            case RewoundToCheckpoint():
-                # Nothing was fed. The next step may draft after the same node, with more tokens to feed.
-                session.shared.counts.draft_replayed_tokens += step.wanted - step.length
-                session.cached_tokens.rewind(step.length)
-            case CannotLookAhead():
-                session.can_look_ahead = False
-                session.cached_tokens.rewind(step.length)
+            case NotFed():
+                self._not_fed(session, step)
         if next_ends_s is None:
             session.part = None
             self._propose(session)
@@ -399,6 +396,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._begin_step(session, part, next_node, next_ends_s)
         if not is_decided:
             self._reconsider(session)
+
+    def _not_fed(self, session: DraftSession, found: NotFed) -> None:
+        """Note what the cache holds. The next step may draft after the same node, with more tokens to feed."""
+        session.can_look_ahead = session.can_look_ahead and found.can_look_ahead
+        session.shared.counts.draft_replayed_tokens += found.wanted - found.length
+        session.cached_tokens.rewind(found.length)
 
     def _step_failed(self, sessions: Sequence[DraftSession], error: JobError) -> None:
         """After a shared step failed, have each session draft once alone; leave a session whose own step failed."""
@@ -475,12 +478,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if part.node is None or part.node is not self._next_expansion(session):
             self._interrupt(session)
 
-    async def _catch_up(self, session: DraftSession, sequence: CachedSequence) -> None:
+    async def _catch_up(self, session: DraftSession) -> None:
         """Read what the target committed in a rest, and calibrate with what the drafter would have guessed."""
         plan = session.cached_tokens.plan(session.state.committed, num_logits=0)
         num_rows = min(len(plan.feed), MAX_ROWS)
         history = session.shared.logits_pipeline.history(session.state.committed, num_rows=num_rows)
-        call = partial(catch_up, sequence, plan, session.shared, self._target_vocab_size, num_rows, history)
+        call = partial(self._draft_steps(session).catch_up, plan, num_rows, history)
         job = Job("draft", call, session.id, len(plan.feed), session.state.round)
         try:
             guessed = await self.worker.run(job)
@@ -488,9 +491,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if not isinstance(error.__cause__, CacheLostError):
                 raise
             return  # the tokens that the cache has lost are read again
-        if isinstance(guessed, RewoundToCheckpoint):
-            session.shared.counts.draft_replayed_tokens += guessed.wanted - guessed.length
-            session.cached_tokens.rewind(guessed.length)
+        if isinstance(guessed, NotFed):
+            self._not_fed(session, guessed)
             return
         self.prices.observe_draft_step(len(plan.feed), job.began, job.ended, beside_target=True)
         session.cached_tokens.follow(plan)

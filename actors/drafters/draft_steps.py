@@ -21,7 +21,7 @@ from protocol.acceptance import Decisions, distribution, draw, likeliest, likeli
 from protocol.cached_tokens import FeedPlan
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_tree import Guess
-from protocol.messages import Distribution, Open, Sparse
+from protocol.messages import Distribution, Sparse
 from protocol.randomness import Purpose, further, key_for
 from protocol.settings import Settings
 
@@ -42,21 +42,20 @@ class Drafted:
 
 
 @attrs.frozen
-class RewoundToCheckpoint:
-    """Nothing was fed: the cache could only restore a checkpoint, and holds `length` tokens instead of `wanted`."""
+class NotFed:
+    """Nothing was fed: the cache could only restore a checkpoint, or could not drop uncommitted tokens again.
+
+    Attributes:
+        length: tokens that the cache holds; fewer than `wanted` after a checkpoint.
+        can_look_ahead: see `Drafted`.
+    """
 
     length: int
     wanted: int
+    can_look_ahead: bool
 
 
-@attrs.frozen
-class CannotLookAhead:
-    """Nothing was fed: the cache could not drop uncommitted tokens again. It holds `length` tokens."""
-
-    length: int
-
-
-StepOutcome = Drafted | RewoundToCheckpoint | CannotLookAhead
+StepOutcome = Drafted | NotFed
 
 
 @attrs.frozen
@@ -119,7 +118,7 @@ class DraftSteps:
         lazy = self.guess(rows, plan.keep + len(plan.feed), trail, history)
         return self.read(plan, lazy, trail, history, draft_budget)
 
-    def prepare(self, plan: FeedPlan) -> RewoundToCheckpoint | CannotLookAhead | None:
+    def prepare(self, plan: FeedPlan) -> NotFed | None:
         """Prepare the cache for a step. Returns: the reason why nothing may be fed, or None.
 
         Raises: CacheLostError: a step that the session shared has failed since this one was planned.
@@ -127,10 +126,10 @@ class DraftSteps:
         if self.sequence.length < plan.keep:
             raise CacheLostError
         if (length := self.sequence.rewind(plan.keep)) < plan.keep:
-            return RewoundToCheckpoint(length, plan.keep)
+            return NotFed(length, plan.keep, can_look_ahead=True)
         position = plan.keep + len(plan.feed)
         if position > self.settled and self.sequence.prepare(len(plan.feed), self.settled) is RewindMode.SINGLE:
-            return CannotLookAhead(plan.keep)
+            return NotFed(plan.keep, plan.keep, can_look_ahead=False)
         return None
 
     def read(
@@ -185,21 +184,73 @@ class DraftSteps:
 
     def guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
         """Guesses at the token at a position, from the draft model's logits (1, V)."""
-        logits = self.shared.logits_pipeline.shape(pad(rows, self.vocab_size), history, position)
+        opened, pipeline = self.shared.opened, self.shared.logits_pipeline
+        logits = pipeline.shape(pad(rows, self.vocab_size), history, position)
         # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text
         # that will never be committed, which is not a failure of the drafter.
         logit_check = LogitCheck.of(rows, rows)
-        chosen, kept = self.shared.logits_pipeline.sample(logits), None
-        if self.max_drawn_from is not None and self.shared.opened.settings.rule != "match":
+        if (chosen := pipeline.sample(logits)) is not None:
+            confidence = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
+            found = LikeliestTokens(*likeliest(logits, self.num_guesses))
+            lazy = LazyGuesses(chosen, logit_check, found, confidence=confidence)
+        elif opened.settings.rule == "match":
+            decisions = [(opened.seed, position)]
+            lazy = guesses_by_match(logits, logit_check, opened.settings, decisions, self.vocab_size, self.num_guesses)
+        else:
+            lazy = self._drawn(logits, logit_check, position, trail)
+        if not isinstance(self.sequence, FeatureInput):
+            return lazy
+        return attrs.evolve(lazy, staleness=self.sequence.staleness, acceptance=self.sequence.acceptance)
+
+    def _drawn(self, logits: mx.array, logit_check: LogitCheck, position: int, trail: int) -> LazyGuesses:
+        opened, kept = self.shared.opened, None
+        if self.max_drawn_from is not None:
             logits, kept = likeliest_only(logits, self.max_drawn_from)
-        lazy = guesses(
-            logits, logit_check, self.shared.opened, position, trail, self.vocab_size, self.num_guesses, chosen
-        )
-        probs = lazy.probs
-        if kept is not None and isinstance(probs, mx.array):
-            probs = Sparse(probs.size, kept[0], probs[kept[0]])
-        estimate = acceptance_of(self.sequence)
-        return attrs.evolve(lazy, staleness=staleness_of(self.sequence), probs=probs, acceptance=estimate)
+        # A decision to propose a token must not depend on the token (see `protocol.lookahead_policy`). So the
+        # confidence is the expectation over all draws from this distribution, not the probability of this draw.
+        probs = distribution(logits[0], opened.settings.drafting_temperature)
+        drawn = draw(probs, key_for(opened.seed, Purpose.DRAFT, position, trail))
+        found = LikeliestTokens(*likeliest(mx.log(probs)[None], self.num_guesses))
+        confidence = (probs * probs).sum()
+        drawn_from = probs if kept is None else Sparse(probs.size, kept[0], probs[kept[0]])
+        return LazyGuesses(drawn[None], logit_check, found, confidence=confidence, probs=drawn_from)
+
+    def catch_up(self, plan: FeedPlan, num_rows: int, history: TokenHistory) -> list[tuple[int, float]] | NotFed:
+        """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
+
+        Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or the
+            reason why nothing was fed.
+
+        Raises:
+            NotANumberError: no token can be chosen from some row of the draft model's logits.
+            CacheLostError: see `prepare`.
+        """
+        if (hindrance := self.prepare(plan)) is not None:
+            return hindrance
+        end = plan.keep + len(plan.feed)
+        rows = self.sequence.feed(plan.feed, num_rows)
+        assert rows is not None
+        pipeline, settings, seed = self.shared.logits_pipeline, self.shared.opened.settings, self.shared.opened.seed
+        start = end - num_rows + 1
+        logits = pipeline.shape(pad(rows, self.vocab_size), history, start)
+        if (chosen := pipeline.sample(logits)) is not None:
+            probs = mx.softmax(logits.astype(mx.float32), axis=-1)
+            tokens, confidences = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
+        elif settings.rule == "match":
+            drawn_scores = scores(logits, settings.drafting_temperature, seed, start, self.vocab_size)
+            tokens, confidences = (found[:, 0] for found in likeliest(drawn_scores, 1))
+        else:
+            probs = distribution(logits, settings.drafting_temperature)
+            tokens, confidences = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
+        if isinstance(self.sequence, FeatureInput) and (estimates := self.sequence.acceptance) is not None:
+            confidences = mx.where(confidences > 0.0, estimates, 0.0)
+        logit_check = LogitCheck.of(rows, rows)
+        mx.eval(tokens, confidences, *logit_check.arrays())
+        self.sequence.check(end)
+        if (num_sound := logit_check.num_sound()) < num_rows:
+            logit_check.check(num_sound, start + num_sound, "draft")
+        sound_confidences = map(_zero_if_nan, cast(list[float], confidences.tolist()))
+        return list(zip(cast(list[int], tokens.tolist()), sound_confidences, strict=True))
 
     @property
     def kind(self) -> Hashable | None:
@@ -316,53 +367,7 @@ class LazyGuesses:
         )
 
 
-def staleness_of(sequence: CachedSequence) -> int:
-    """The staleness of what is drafted after a text; see `Guess`."""
-    return sequence.staleness if isinstance(sequence, FeatureInput) else 0
-
-
-def acceptance_of(sequence: CachedSequence) -> mx.array | None:
-    """See `FeatureInput.acceptance`."""
-    return sequence.acceptance if isinstance(sequence, FeatureInput) else None
-
-
-def guesses(
-    logits: mx.array,
-    logit_check: LogitCheck,
-    opened: Open,
-    position: int,
-    trail: int,
-    vocab_size: int,
-    num_guesses: int,
-    chosen: mx.array | None = None,
-) -> LazyGuesses:
-    """Guesses at the token at a position.
-
-    Args:
-        logits: (1, V) of the draft model, processed and filtered; lazy or not.
-        logit_check: of the model's own row.
-        opened: the message that began the session.
-        position: absolute, of the token.
-        trail: hash of the text before; not used under the match rule.
-        vocab_size: the width of the target's logits.
-        num_guesses: how many tokens are wanted, >= 1.
-        chosen: (1,) the choice of the user's sampler; None if there is no sampler.
-    """
-    settings, seed = opened.settings, opened.seed
-    if chosen is not None:
-        confidence = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
-        return LazyGuesses(chosen, logit_check, LikeliestTokens(*likeliest(logits, num_guesses)), confidence=confidence)
-    if settings.rule == "match":
-        return _guesses_by_match(logits, logit_check, settings, [(seed, position)], vocab_size, num_guesses)
-    # A decision to propose a token must not depend on the token (see `protocol.lookahead_policy`). So the confidence is
-    # the expectation over all draws from this distribution, not the probability of this draw.
-    probs = distribution(logits[0], settings.drafting_temperature)
-    drawn = draw(probs, key_for(seed, Purpose.DRAFT, position, trail))
-    found = LikeliestTokens(*likeliest(mx.log(probs)[None], num_guesses))
-    return LazyGuesses(drawn[None], logit_check, found, confidence=(probs * probs).sum(), probs=probs)
-
-
-def _guesses_by_match(
+def guesses_by_match(
     logits: mx.array,
     logit_check: LogitCheck,
     settings: Settings,
@@ -370,6 +375,7 @@ def _guesses_by_match(
     vocab_size: int,
     num_guesses: int,
 ) -> LazyGuesses:
+    """Guesses under the match rule: those of the first row, from (n, V) processed logits."""
     found = likeliest(scores_together(logits, settings.drafting_temperature, decisions, vocab_size), num_guesses)
     # Adding 0 gives the choice a buffer of its own. A view would share that of `found`, and on CUDA, reading `found`
     # back moves the buffer while the next step, which was launched before, may still be reading it.
@@ -391,53 +397,10 @@ def guesses_together(
     decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
     filtered = shared.logits_pipeline.filter(pad(rows, first.vocab_size), 0)
     settings, num_guesses = shared.opened.settings, first.num_guesses
-    lazy = _guesses_by_match(filtered, LogitCheck.of(rows, rows), settings, decisions, first.vocab_size, num_guesses)
+    lazy = guesses_by_match(filtered, LogitCheck.of(rows, rows), settings, decisions, first.vocab_size, num_guesses)
     return [LazyGuesses(lazy.choice, lazy.logit_check, lazy.likeliest_tokens, row) for row in range(len(steps))]
 
 
 def _zero_if_nan(confidence: float) -> float:
     """The confidence, or 0 for a row in which processors left no token, whose probabilities are NaN."""
     return 0.0 if math.isnan(confidence) else confidence
-
-
-def catch_up(
-    sequence: CachedSequence, plan: FeedPlan, shared: Session, vocab_size: int, num_rows: int, history: TokenHistory
-) -> list[tuple[int, float]] | RewoundToCheckpoint:
-    """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
-
-    Args: as for `DraftSteps` and `DraftSteps.begin`.
-
-    Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or the reason
-        why nothing was fed.
-
-    Raises:
-        NotANumberError: no token can be chosen from some row of the draft model's logits.
-        CacheLostError: see `DraftSteps.prepare`.
-    """
-    if sequence.length < plan.keep:
-        raise CacheLostError
-    if (length := sequence.rewind(plan.keep)) < plan.keep:
-        return RewoundToCheckpoint(length, plan.keep)
-    end = plan.keep + len(plan.feed)
-    rows = sequence.feed(plan.feed, num_rows)
-    assert rows is not None
-    start, settings, seed = end - num_rows + 1, shared.opened.settings, shared.opened.seed
-    logits = shared.logits_pipeline.shape(pad(rows, vocab_size), history, start)
-    if (chosen := shared.logits_pipeline.sample(logits)) is not None:
-        probs = mx.softmax(logits.astype(mx.float32), axis=-1)
-        tokens, confidences = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
-    elif settings.rule == "match":
-        tokens, confidences = likeliest(scores(logits, settings.drafting_temperature, seed, start, vocab_size), 1)
-        tokens, confidences = tokens[:, 0], confidences[:, 0]
-    else:
-        probs = distribution(logits, settings.drafting_temperature)
-        tokens, confidences = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
-    if (estimates := acceptance_of(sequence)) is not None:
-        confidences = mx.where(confidences > 0.0, estimates, 0.0)
-    logit_check = LogitCheck.of(rows, rows)
-    mx.eval(tokens, confidences, *logit_check.arrays())
-    sequence.check(end)
-    if (num_sound := logit_check.num_sound()) < num_rows:
-        logit_check.check(num_sound, start + num_sound, "draft")
-    sound_confidences = map(_zero_if_nan, cast(list[float], confidences.tolist()))
-    return list(zip(cast(list[int], tokens.tolist()), sound_confidences, strict=True))

@@ -5,7 +5,7 @@ A text takes part until its draft budget is spent, or it is interrupted; the oth
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,16 +14,16 @@ import mlx.core as mx
 import outcome
 
 from actors.drafters.draft_steps import (
-    CannotLookAhead,
     Drafted,
     DraftSteps,
     FollowingStep,
     LazyGuesses,
-    RewoundToCheckpoint,
+    NotFed,
     StepOutcome,
     guesses_together,
 )
 from actors.model import Feed, Model, feed_each
+from actors.sampling.logits_pipeline import by_kind
 from actors.workers.worker import Job, Step
 from protocol.lookahead_tree import Node
 from protocol.session_state import SessionPhase
@@ -164,17 +164,14 @@ class SharedSteps:
         return self.num_shared > 1
 
 
-def _prepare(part: DraftPart) -> RewoundToCheckpoint | CannotLookAhead | None:
+def _prepare(part: DraftPart) -> NotFed | None:
     return part.draft_steps.prepare(part.step.plan)
 
 
 def _lazies(parts: Sequence[DraftPart], logits: Sequence[mx.array]) -> dict[DraftPart, outcome.Outcome[LazyGuesses]]:
     """The guesses of texts of one kind by one set of array operations, and those of others each by itself."""
-    kinds: dict[Hashable, list[int]] = {}
-    for index, part in enumerate(parts):
-        kinds.setdefault(part.draft_steps.kind or index, []).append(index)
     lazies: dict[DraftPart, outcome.Outcome[LazyGuesses]] = {}
-    for kind, indices in kinds.items():
+    for kind, indices in by_kind([part.draft_steps.kind for part in parts]).items():
         if isinstance(kind, int):
             lazies[parts[kind]] = outcome.capture(_guess, parts[kind], logits[kind])
             continue

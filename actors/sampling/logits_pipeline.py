@@ -154,12 +154,12 @@ class LogitsPipeline:
         return logits
 
 
-def by_kind(pipelines: Sequence[LogitsPipeline]) -> dict[Hashable, list[int]]:
-    """The indices of texts that are judged together, by their `kind`. A text judged by itself is under its index."""
-    kinds: dict[Hashable, list[int]] = {}
-    for index, pipeline in enumerate(pipelines):
-        kinds.setdefault(pipeline.kind or index, []).append(index)
-    return kinds
+def by_kind(kinds: Sequence[Hashable | None]) -> dict[Hashable, list[int]]:
+    """The indices of texts of each kind. A text of no kind, which is handled by itself, is under its index."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        groups.setdefault(kind or index, []).append(index)
+    return groups
 
 
 def pad(logits: mx.array, width: int) -> mx.array:

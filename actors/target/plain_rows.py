@@ -249,7 +249,7 @@ def _choose(rows: Sequence[PlainRow], logits: mx.array, ahead: mx.array | None =
         logits: (n, V).
         ahead: (n,) tokens that were fed after the rows' plans and gave these logits; None if there are none.
     """
-    kinds = by_kind([row.logits_pipeline for row in rows])
+    kinds = by_kind([row.logits_pipeline.kind for row in rows])
     own: dict[int, LogitCheck | OutriderError] = {}
     lazy_likelihoods = {}
     parts = []

@@ -53,7 +53,7 @@ def _groups(parts: Sequence[Part], logits: Sequence[mx.array]) -> list[_Group]:
         # User code is called with evaluated arrays, so that it is not blamed for a pass that fails.
         mx.eval(list(logits))
     groups = []
-    for kind, indices in by_kind([part.session.shared.logits_pipeline for part in parts]).items():
+    for kind, indices in by_kind([part.session.shared.logits_pipeline.kind for part in parts]).items():
         alone = [index for index in indices if isinstance(kind, int) or parts[index].earlier is not None]
         if together := [index for index in indices if index not in alone]:
             groups.append(_judged_together([parts[i] for i in together], [logits[i] for i in together]))

@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 from sweeps import sweep
 
-from actors.drafters.draft_steps import guesses
+from actors.drafters.draft_steps import guesses_by_match
 from actors.sampling.logit_check import LogitCheck
-from protocol.messages import Open
 from protocol.settings import Settings
 from protocol.tensor import DTYPES, Tensor
-
-OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 
 
 def extent(array: mx.array) -> range:
@@ -35,7 +32,7 @@ def overlap(a: range, b: range) -> bool:
 @pytest.mark.parametrize("num_guesses", [1, 2, 5])
 def test_the_next_steps_choice_is_no_view_of_what_is_read_back(num_guesses: int) -> None:
     logits = mx.random.normal((1, 64), key=mx.random.key(3))
-    lazy = guesses(logits, LogitCheck.of(logits, logits), OPENED, 5, 0, 64, num_guesses)
+    lazy = guesses_by_match(logits, LogitCheck.of(logits, logits), Settings(), [(0, 5)], 64, num_guesses)
     mx.eval(*lazy.arrays())
     for array in (lazy.likeliest_tokens.tokens, lazy.likeliest_tokens.confidences):
         assert not overlap(extent(lazy.choice), extent(array))

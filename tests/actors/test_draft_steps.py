@@ -45,7 +45,7 @@ from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
-from actors.drafters.draft_steps import CannotLookAhead, Drafted, DraftSteps, RewoundToCheckpoint, guesses_together
+from actors.drafters.draft_steps import Drafted, DraftSteps, NotFed, guesses_together
 from actors.sampling.logits_pipeline import NO_HISTORY
 from actors.session import Session
 from protocol.acceptance import likeliest
@@ -402,7 +402,7 @@ class OnThread:
             plan = self.cached_tokens.plan(self.committed, beyond)
             tail = self.session.logits_pipeline.history(self.committed, beyond)
             step, found = self.steps.begin(plan, 0, tail, DraftBudget(draft_budget)), list[Drafted]()
-            if not isinstance(step.result, RewoundToCheckpoint):
+            if not isinstance(step.result, NotFed) or not step.result.can_look_ahead:
                 break
             self.cached_tokens.rewind(step.result.length)
             self.sequence.check(len(self.cached_tokens))
@@ -413,8 +413,8 @@ class OnThread:
             if step.next_call is None or len(found) == max_steps:
                 break
             step = step.next_call()
-        assert not isinstance(step.result, RewoundToCheckpoint)
-        if isinstance(step.result, CannotLookAhead):
+        if isinstance(step.result, NotFed):
+            assert not step.result.can_look_ahead
             self.cached_tokens.rewind(step.result.length)
         self.sequence.check(len(self.cached_tokens))
         return found
