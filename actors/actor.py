@@ -67,7 +67,7 @@ class LocalMailbox:
                 yield self._receive.receive_nowait()
 
 
-class ActorSession(ABC):
+class ActorSession:
     """The state of one session at one actor.
 
     Attributes:
@@ -95,10 +95,6 @@ class ActorSession(ABC):
         self.read_prompt: ReadPrompt | None = None
         self.is_brought_back: bool | None = None
         self.prompt_features: Features | None = None
-
-    @abstractmethod
-    def receive(self, message: Message) -> None:
-        """Take a message from the other actor. Never waits."""
 
     @property
     def is_waited_for(self) -> bool:
@@ -208,11 +204,15 @@ class Actor(ABC, Generic[S]):
             self._close(message)
             return
         try:
-            session.receive(message)
+            self._receive(session, message)
         except Exception as error:  # of any kind: it must not reach the other sessions
             session.is_broken = True
             self._fail(session, error)
             self._look_at(session)
+
+    @abstractmethod
+    def _receive(self, session: S, message: Message) -> None:
+        """Take a session's message from the other actor. Never waits."""
 
     @property
     def is_serving(self) -> bool:

@@ -8,6 +8,7 @@ expect (see `actors.drafters.draft_actor`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import attrs
@@ -17,56 +18,38 @@ from protocol.lookahead_tree import LookaheadTree, Node
 from protocol.prices import Prices
 
 
-class PolicyView(Protocol):
-    """What a policy may look at. Each property is found out when it is asked for."""
+@attrs.frozen
+class PolicyView:
+    """What a policy may look at.
 
-    __slots__ = ()
+    Attributes:
+        tree: the drafted tokens.
+        max_proposal: the most tokens of use in one proposal, >= 0.
+        max_depth: how many tokens beyond the root are of any use, >= 0.
+        can_expand: whether anything may come after a node.
+        num_to_feed: how many tokens the drafter must feed in order to draft after a node.
+        now_s: seconds on the actors' clock.
+        verdict_due_s: when the verdict is expected; None on the drafter's turn.
+        drafting_node: the node that is being drafted after, or None.
+        drafting_until_s: when that step should end.
+        queue_slack_s: seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is
+            the drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
+        num_to_refresh: how many tokens the drafter must feed in order to draft after the root anew, with hidden states
+            of the target that it did not have when it drafted there; 0 if there are none, and where `drops_stale` is
+            not asked.
+    """
 
-    @property
-    def tree(self) -> LookaheadTree:
-        """The drafted tokens."""
-
-    @property
-    def max_proposal(self) -> int:
-        """The most tokens of use in one proposal, >= 0."""
-
-    @property
-    def max_depth(self) -> int:
-        """How many tokens beyond the root are of any use, >= 0."""
-
-    @property
-    def now_s(self) -> float:
-        """Seconds on the actors' clock."""
-
-    @property
-    def verdict_due_s(self) -> float | None:
-        """When the verdict is expected; None on the drafter's turn."""
-
-    @property
-    def drafting_node(self) -> Node | None:
-        """The node that is being drafted after, or None."""
-
-    @property
-    def drafting_until_s(self) -> float:
-        """When that step should end."""
-
-    @property
-    def queue_slack_s(self) -> float:
-        """Seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is the
-        drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
-        """
-
-    @property
-    def num_to_refresh(self) -> int:
-        """How many tokens the drafter must feed in order to draft after the root anew, with hidden states of the target
-        that it did not have when it drafted there; 0 if there are none, and where `drops_stale` is not asked.
-        """
-
-    def can_expand(self, node: Node) -> bool:
-        """Whether anything may come after a node."""
-
-    def num_to_feed(self, node: Node) -> int:
-        """How many tokens the drafter must feed in order to draft after a node."""
+    tree: LookaheadTree
+    max_proposal: int
+    max_depth: int
+    can_expand: Callable[[Node], bool]
+    num_to_feed: Callable[[Node], int]
+    now_s: float
+    verdict_due_s: float | None = None
+    drafting_node: Node | None = None
+    drafting_until_s: float = 0.0
+    queue_slack_s: float = 0.0
+    num_to_refresh: int = 0
 
     def growable(self) -> Node | None:
         """The end of the chain, if drafting after it would lengthen the proposal."""

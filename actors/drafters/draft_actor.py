@@ -17,7 +17,7 @@ from actors.drafters.draft_steps import (
     FollowingStep,
     NotFed,
 )
-from actors.drafters.drafter import Drafter, FromTarget, MakePolicy, SessionView, policy_by_settings
+from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CacheLostError, Model
 from actors.prefill import prefill_chunk, prefill_committed
@@ -30,9 +30,10 @@ from protocol.auto_policy import AutoPolicy
 from protocol.backoff import SharingLimit
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
+from protocol.errors import ProtocolError
 from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
-from protocol.messages import Close, Due, Overdue, Ready, Rested, Verdict
+from protocol.messages import Close, Due, Message, Overdue, PromptFeatures, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
@@ -115,7 +116,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _new_session(self, shared: Session) -> DraftSession:
         policy = self._make_policy(shared.opened.settings, self.prices)
-        return DraftSession(shared, self.model.context_length, policy, self._receive)
+        return DraftSession(shared, self.model.context_length, policy)
 
     def close_session(self, message: Close) -> None:
         """See `Actor.close_session`. Earlier messages are taken in first: a verdict may add to the text to be kept."""
@@ -296,7 +297,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         now_s = self.worker.clock()
         draft_budget = EMPTY_BUDGET  # a single step if it goes alone, so that it can share again at once
         if not session.goes_alone:
-            view = SessionView(session, now_s, self._queue_slack_s(session, now_s))
+            view = session.view(now_s, self._queue_slack_s(session, now_s))
             draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         step = FollowingStep(plan, node.trail, history, draft_budget)
@@ -522,15 +523,24 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.verdict_due_s = now_s + self._target_queue.remaining_s(now_s, 1 + len(proposal.tokens))
         self._send_proposal(session, proposal)
 
-    def _receive(self, session: DraftSession, message: FromTarget) -> None:
+    def _receive(self, session: DraftSession, message: Message) -> None:
+        # At once, whatever the model is doing: if the tree continues the text, the next proposal is ready.
         match message:
-            case Verdict() | Rested():
+            case PromptFeatures():
+                session.was_prompt_cached = message.features is None
+                session.take_features(message.features)
+            case Verdict():
+                session.take_features(message.features)
+                self._receive_verdict(session, message)
+            case Rested():
                 self._receive_verdict(session, message)
             case Due():
                 self._receive_due(session, message)
             case Overdue():
                 session.state.rest(message)
                 self._reconsider(session)
+            case _:
+                raise ProtocolError(f"the drafter cannot handle {message!r}")
 
     def _receive_due(self, session: DraftSession, due: Due) -> None:
         """Answer a target that waits no longer: propose what is drafted. If late, get ready again after this step."""

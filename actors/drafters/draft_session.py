@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession, FromTarget, SessionView
+from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import Guess, Node
-from protocol.messages import Features, Message, PromptFeatures, Proposal, Verdict
+from protocol.messages import Features, Proposal
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 
@@ -35,14 +35,8 @@ class DraftSession(DrafterSession):
         suspects: the sessions of a shared step that has failed, until this one has drafted alone; else None.
     """
 
-    def __init__(
-        self,
-        shared: Session,
-        context_length: int | None,
-        policy: Policy,
-        on_message: Callable[[DraftSession, FromTarget], None],
-    ) -> None:
-        super().__init__(shared, policy, on_message, has_model=True)
+    def __init__(self, shared: Session, context_length: int | None, policy: Policy) -> None:
+        super().__init__(shared, policy, has_model=True)
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length
         self.is_late = False
@@ -58,15 +52,11 @@ class DraftSession(DrafterSession):
         self._given: list[Features] = []  # until there is a sequence that reads them
         self._dropped: tuple[Guess, ...] = ()  # guesses at the next token that `drop_stale` dropped
 
-    def receive(self, message: Message) -> None:
-        """See `DrafterSession.receive`. Takes the target's features, too."""
-        if isinstance(message, Verdict | PromptFeatures) and message.features is not None:
-            self._given.append(message.features)
+    def take_features(self, features: Features | None) -> None:
+        """Take the target's features, if a message had some."""
+        if features is not None:
+            self._given.append(features)
             self.hand_over_features()
-        if isinstance(message, PromptFeatures):
-            self.was_prompt_cached = message.features is None
-        else:
-            super().receive(message)
 
     def hand_over_features(self) -> None:
         """Hand the features that have come to the sequence, if it reads them."""
@@ -118,7 +108,7 @@ class DraftSession(DrafterSession):
         may_draft = phase is SessionPhase.PROPOSING or (phase is SessionPhase.VERIFYING and self.policy.works_ahead)
         if not (may_draft and self.is_ready) or self.only_copies:
             return None
-        return self.policy.expansion(SessionView(self, now_s, queue_slack_s))
+        return self.policy.expansion(self.view(now_s, queue_slack_s))
 
     def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
         """The proposal to send now, or None to draft on, or if it is not the drafter's turn.
@@ -129,14 +119,14 @@ class DraftSession(DrafterSession):
         if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None
         may_draft = not (is_due or self.is_late or self.is_leaving or self.only_copies)
-        nodes = self.policy.proposal(SessionView(self, now_s, queue_slack_s, may_draft=may_draft))
+        nodes = self.policy.proposal(self.view(now_s, queue_slack_s, may_draft=may_draft))
         if nodes is None and not is_due:
             return None
         return self.proposal(nodes or [])
 
     def has_worthwhile_copy(self, now_s: float) -> bool:
         """Whether a copy could be proposed now without the model."""
-        return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(SessionView(self, now_s)))
+        return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(self.view(now_s)))
 
     def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
         """Drop what was drafted ahead, if the policy would rather draft anew on the hidden states that have come since.
@@ -146,7 +136,7 @@ class DraftSession(DrafterSession):
         if self.state.phase is not SessionPhase.PROPOSING:
             return False
         num_to_refresh = self._num_to_refresh
-        if num_to_refresh == 0 or not self.policy.drops_stale(SessionView(self, now_s, queue_slack_s, num_to_refresh)):
+        if num_to_refresh == 0 or not self.policy.drops_stale(self.view(now_s, queue_slack_s, num_to_refresh)):
             return False
         self._dropped = self.tree.drop_ahead()
         self.tree.copy(self._copied)

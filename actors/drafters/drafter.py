@@ -10,9 +10,8 @@ import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
-import attrs
 import trio
 
 from actors.actor import Actor, ActorSession, Mailbox
@@ -21,11 +20,10 @@ from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.copying import MAX_MATCH, Copied, CopyIndex
 from protocol.draft_plan import Need, Waiting, next_job
-from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
-from protocol.messages import Due, Message, Overdue, Proposal, Rest, Rested, Verdict
+from protocol.messages import Message, Proposal, Rest, Rested, Verdict
 from protocol.open_options import WorkAhead
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
@@ -43,7 +41,6 @@ MAX_IDLE_ROUNDS = 8
 # A text counts as having something to copy if the first copied token is at least this likely.
 LIKELY = 0.5
 
-FromTarget = Verdict | Rested | Due | Overdue
 MakePolicy = Callable[[Settings, Prices], Policy]
 
 
@@ -70,20 +67,7 @@ class DrafterSession(ActorSession):
         since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `need` arose.
     """
 
-    def __init__(
-        self,
-        shared: Session,
-        policy: Policy,
-        on_message: Callable[[Any, FromTarget], None],
-        *,
-        has_model: bool,
-    ) -> None:
-        """Make the state of a session that begins.
-
-        Args:
-            on_message: called with this session and each message of the target; must not wait. A method of the actor
-                itself: a closure over the session would make a cycle that keeps the model in memory.
-        """
+    def __init__(self, shared: Session, policy: Policy, *, has_model: bool) -> None:
         super().__init__(shared)
         opened = shared.opened
         self.policy = policy
@@ -98,16 +82,8 @@ class DrafterSession(ActorSession):
         self.since = self.num_read_before = self.num_rested = self.num_idle_rounds = 0
         self.verdict_due_s = 0.0
         self.part: DraftPart | None = None
-        self._on_message = on_message
         self._copied: list[Guess] = []  # after the root
         self._is_copying = False
-
-    def receive(self, message: Message) -> None:
-        """Take a verdict and answer it, or learn that an answer is late."""
-        if not isinstance(message, FromTarget):
-            raise ProtocolError(f"the drafter cannot handle {message!r}")
-        # At once, whatever the model is doing: if the tree continues the text, the next proposal is ready.
-        self._on_message(self, message)
 
     @property
     def goes_alone(self) -> bool:
@@ -237,6 +213,25 @@ class DrafterSession(ActorSession):
         """How many tokens must be fed to draft after a node."""
         return 0
 
+    def view(
+        self, now_s: float, queue_slack_s: float = 0.0, num_to_refresh: int = 0, *, may_draft: bool = True
+    ) -> PolicyView:
+        """What the policy may look at now; with `may_draft` False, only what has been drafted by now counts."""
+        part, is_verifying = self.part, self.state.phase is SessionPhase.VERIFYING
+        return PolicyView(
+            self.tree,
+            self.max_proposal,
+            self.max_depth,
+            self.can_continue if may_draft else lambda _: False,
+            self.num_to_feed,
+            now_s,
+            self.verdict_due_s if is_verifying else None,
+            None if part is None else part.node,
+            0.0 if part is None else part.expected_end_s,
+            queue_slack_s,
+            num_to_refresh,
+        )
+
     def proposal(self, nodes: list[Node]) -> Proposal:
         """A proposal of a chain of nodes."""
         state = self.state
@@ -250,51 +245,6 @@ class DrafterSession(ActorSession):
         num_stale = sum(1 for _ in itertools.takewhile(self.tree.is_stale, nodes))
         copied = tuple(guess.is_copied for guess in guesses)
         return Proposal(self.id, state.round, state.next_position, tokens, probs, reach, num_stale, copied)
-
-
-@attrs.define
-class SessionView(PolicyView):
-    """What a session's policy may look at now.
-
-    Attributes:
-        may_draft: False if only what has been drafted by now counts.
-    """
-
-    _session: DrafterSession
-    now_s: float
-    queue_slack_s: float = 0.0
-    num_to_refresh: int = 0
-    may_draft: bool = True
-
-    @property
-    def tree(self) -> LookaheadTree:
-        return self._session.tree
-
-    @property
-    def max_proposal(self) -> int:
-        return self._session.max_proposal
-
-    @property
-    def max_depth(self) -> int:
-        return self._session.max_depth
-
-    @property
-    def verdict_due_s(self) -> float | None:
-        return self._session.verdict_due_s if self._session.state.phase is SessionPhase.VERIFYING else None
-
-    @property
-    def drafting_node(self) -> Node | None:
-        return None if (part := self._session.part) is None else part.node
-
-    @property
-    def drafting_until_s(self) -> float:
-        return 0.0 if (part := self._session.part) is None else part.expected_end_s
-
-    def can_expand(self, node: Node) -> bool:
-        return self.may_draft and self._session.can_continue(node)
-
-    def num_to_feed(self, node: Node) -> int:
-        return self._session.num_to_feed(node)
 
 
 S = TypeVar("S", bound=DrafterSession)

@@ -8,30 +8,20 @@ from actors.actor import Mailbox
 from actors.drafters.drafter import (
     Drafter,
     DrafterSession,
-    FromTarget,
     MakePolicy,
-    SessionView,
     policy_by_settings,
 )
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy
 from protocol.draft_plan import Need
-from protocol.lookahead_tree import Node
-from protocol.messages import Due, Overdue, Ready, Rested, Verdict
+from protocol.errors import ProtocolError
+from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.trace import Event
 
 
-class LookupSession(DrafterSession):
-    """The state of one session at the lookup."""
-
-    def worth_proposing(self, now_s: float) -> list[Node]:
-        """The copied tokens that the policy wants to propose."""
-        return self.policy.proposal(SessionView(self, now_s)) or []
-
-
-class LookupActor(Drafter[LookupSession]):
+class LookupActor(Drafter[DrafterSession]):
     """Drafts for all sessions by lookup. It has no model and no thread, and answers a verdict as it receives it."""
 
     name = "draft"
@@ -61,13 +51,13 @@ class LookupActor(Drafter[LookupSession]):
         self._target = target
         self._make_policy = make_policy
 
-    def _new_session(self, shared: Session) -> LookupSession:
+    def _new_session(self, shared: Session) -> DrafterSession:
         policy = self._make_policy(shared.opened.settings, self.prices)
         if isinstance(policy, AutoPolicy):
             policy.only_copies = True
-        return LookupSession(shared, policy, self._receive, has_model=False)
+        return DrafterSession(shared, policy, has_model=False)
 
-    def _need(self, session: LookupSession) -> Need | None:
+    def _need(self, session: DrafterSession) -> Need | None:
         if session.is_ready:
             return None
         if not session.is_indexed:
@@ -78,10 +68,10 @@ class LookupActor(Drafter[LookupSession]):
         self._answer(session)
         return None
 
-    async def _prepare(self, session: LookupSession, need: Need) -> None:
+    async def _prepare(self, session: DrafterSession, need: Need) -> None:
         await self._index(session)
 
-    def _receive(self, session: LookupSession, message: FromTarget) -> None:
+    def _receive(self, session: DrafterSession, message: Message) -> None:
         match message:
             case Verdict() | Rested():
                 self._receive_verdict(session, message)
@@ -90,8 +80,10 @@ class LookupActor(Drafter[LookupSession]):
                     self._target.send_nowait(Ready(session.id))
             case Overdue():
                 session.state.rest(message)
+            case _:
+                raise ProtocolError(f"the drafter cannot handle {message!r}")
 
-    def _receive_verdict(self, session: LookupSession, verdict: Verdict | Rested) -> None:
+    def _receive_verdict(self, session: DrafterSession, verdict: Verdict | Rested) -> None:
         """Advance over a verdict's commit, and answer it."""
         was_resting = session.state.phase is SessionPhase.RESTING
         commit = self._follow(session, verdict)
@@ -104,9 +96,9 @@ class LookupActor(Drafter[LookupSession]):
             self._count_hit(session, verdict.round, was_hit)
         self._answer(session)
 
-    def _answer(self, session: LookupSession) -> None:
+    def _answer(self, session: DrafterSession) -> None:
         """Propose the found tokens; or rest, if nothing has been found for a while."""
-        nodes = session.worth_proposing(self._clock())
+        nodes = session.policy.proposal(session.view(self._clock())) or []
         is_idle = not nodes and session.num_idle_rounds >= self._max_idle_rounds
         if is_idle and isinstance(session.policy, AutoPolicy):
             self._rest(session)

@@ -95,6 +95,9 @@ class TargetActor(ModelActor[TargetSession]):
         if (session := self._sessions.get(message.session)) is not None:
             self._look_at(session)
 
+    def _receive(self, session: TargetSession, message: Message) -> None:
+        session.receive(message)
+
     def _new_session(self, shared: Session) -> TargetSession:
         session = TargetSession(shared)
         # A text to score is opened as drafted ones are, so that each can reuse the other's cached prefix.

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
-from trees import POSITION, ROOT, FixedView, at, chain_of, tree_of, view_of
+from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
 from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
-from protocol.lookahead_policy import ChainPolicy, Policy
+from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
@@ -231,5 +231,5 @@ def test_a_budget_refers_to_nothing_that_the_other_thread_changes(due):
     policy = auto(prices_of())
     draft_budget = policy.draft_budget(view_of(tree, verdict_due_s=due), tree.root)
     values = [getattr(draft_budget, field.name) for field in attrs.fields(DraftBudget)]
-    assert not any(isinstance(value, (Node, LookaheadTree, FixedView, Prices, AutoPolicy)) for value in values)
+    assert not any(isinstance(value, (Node, LookaheadTree, PolicyView, Prices, AutoPolicy)) for value in values)
     assert not any(value is policy.calibration for value in values)

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import trio
 from asgi import COMPLETIONS, Aside, Exchange, Letters, ScriptedCheck, ask, exchange
-from scripted import ComparingWorker, ScriptedModel, Simulation, hashed, priced, watch_sessions
+from scripted import ComparingWorker, ScriptedModel, Simulation, hashed, priced
 
 from protocol.errors import ModelError
 from runtime.engine.events import Events
@@ -87,7 +87,7 @@ class ScriptedLoads:
             async with running(
                 (model, worker), None, tokenizer=tokenizer, events=events, max_streams=2, defaults=spec.settings
             ) as runtime:
-                watch_sessions(runtime, worker)
+                worker.sessions.watch(runtime._target)
                 schemas = Schemas(tokenizer, ScriptedCheck(), Aside(), 10.0)
                 yield LoadedModel(spec, runtime, timelines, schemas)
             Simulation(runtime, model, None, worker, None).assert_all_closed()

@@ -25,7 +25,7 @@ import trio.testing
 from outcome import Error
 from sweeps import sweep
 
-from actors.actor import ActorSession
+from actors.actor import Actor, ActorSession
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.model import Feed, FeedsEach, Fork, RewindMode, feed_each
@@ -484,16 +484,19 @@ class WatchedSessions(dict[int, ActorSession]):
         self.received: dict[int, list[Message]] = {}
 
     def __setitem__(self, session: int, session_state: ActorSession) -> None:
-        received = self.received[session] = []
-        receive = session_state.receive
-
-        def watched(message: Message) -> None:
-            received.append(message)
-            receive(message)
-
-        session_state.receive = watched  # type: ignore[method-assign]
+        self.received[session] = []
         self.all_states[session] = session_state
         super().__setitem__(session, session_state)
+
+    def watch(self, actor: Actor[Any]) -> None:
+        """Have an actor without sessions keep its sessions here."""
+        actor._sessions, receive = self, actor._receive
+
+        def watched(session: ActorSession, message: Message) -> None:
+            self.received[session.id].append(message)
+            receive(session, message)
+
+        actor._receive = watched  # type: ignore[method-assign]
 
 
 def sessions_of(job: Job[Any] | Steps[Any]) -> list[int | None]:
@@ -718,12 +721,6 @@ class Simulation:
                 assert [sequence for sequence in model.sequences if not sequence.is_closed] == []
 
 
-def watch_sessions(runtime: Runtime, worker: ComparingWorker) -> None:
-    """Have the target of a runtime without sessions keep its sessions where its worker sees them."""
-    target = runtime._target
-    target._sessions = target.drafter._sessions = worker.sessions  # type: ignore[assignment]
-
-
 @asynccontextmanager
 async def simulated(
     target: ScriptedModel,
@@ -795,9 +792,9 @@ async def simulated(
             events.listen(simulation.events.append)
             if listener is not None:
                 events.listen(listener)
-            watch_sessions(runtime, target_worker)
+            target_worker.sessions.watch(runtime._target)
             if isinstance(runtime._draft, DraftActor) and draft_worker is not None:
-                runtime._draft._sessions = draft_worker.sessions
+                draft_worker.sessions.watch(runtime._draft)
             yield simulation
     simulation.assert_all_closed()
     # Fewer if tasks that were already running have ended meanwhile.

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-import attrs
 
 from protocol.lookahead_policy import PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
@@ -35,24 +32,7 @@ def at(tree: LookaheadTree, *path: int) -> Node:
     return node
 
 
-@attrs.frozen
-class FixedView(PolicyView):
-    """A view with given values."""
-
-    tree: LookaheadTree
-    max_proposal: int
-    max_depth: int
-    can_expand: Callable[[Node], bool]
-    num_to_feed: Callable[[Node], int]
-    now_s: float
-    verdict_due_s: float | None = None
-    drafting_node: Node | None = None
-    drafting_until_s: float = 0.0
-    queue_slack_s: float = 0.0
-    num_to_refresh: int = 0
-
-
-def view_of(tree: LookaheadTree, **changes: Any) -> FixedView:
+def view_of(tree: LookaheadTree, **changes: Any) -> PolicyView:
     defaults = {
         "max_proposal": 10,
         "max_depth": 100,
@@ -60,4 +40,4 @@ def view_of(tree: LookaheadTree, **changes: Any) -> FixedView:
         "num_to_feed": lambda _: 1,
         "now_s": 0.0,
     }
-    return FixedView(tree, **defaults | changes)
+    return PolicyView(tree, **defaults | changes)
