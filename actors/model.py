@@ -246,8 +246,8 @@ class Model(Protocol):
         ...
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """Process the first tokens of empty sequences, at most `widest_row` of each, in one pass, without logits.
-        `sharing_obstacle` must be None.
+        """Process the first tokens of empty sequences, at most `widest_row` of each, without logits: in
+        one pass, if `sharing_obstacle` is None.
 
         Raises: whatever the model raises; what the sequences hold is not known then.
         """

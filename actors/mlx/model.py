@@ -174,10 +174,6 @@ class MLXModel(SharedPasses):
             by_name |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
         return by_name
 
-    def bounded_batch(self, max_batch: int) -> int:
-        """The largest batch to use: 1 if texts share no passes, as each would wait for those of all. Feeds nothing."""
-        return max_batch if self.known_obstacle is None else 1
-
     def open_sequence(self, *, beside_another: bool) -> MLXSequence:
         return self.open_sequence_of(MLXSequence, beside_another=beside_another)
 

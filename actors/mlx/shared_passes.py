@@ -43,7 +43,6 @@ class SharedPasses:
     """The part of an `MLXModel` that concerns several texts: the model's batch, and which texts are rows of it.
 
     Attributes:
-        known_obstacle: why texts of this model cannot share passes, as far as is known without feeding it anything.
         recorder_slot: holds the recorder of the features that a trained drafter reads, while there is one.
     """
 
@@ -55,9 +54,8 @@ class SharedPasses:
         self._batch = self._new_batch(LayerEvaluation.WHOLE)
         self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
         self._has_fed_rows = False
-        self.known_obstacle = self._find_known_obstacle()
-        self._obstacle = self.known_obstacle
-        self._is_probed = self.known_obstacle is not None
+        self._obstacle = self._find_known_obstacle()
+        self._is_probed = self._obstacle is not None
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         candidates = [feed.sequence for feed in feeds if len(feed.tokens) <= MAX_WIDTH and not feed.alone]
@@ -79,6 +77,10 @@ class SharedPasses:
         """The texts become a batch of their own. They move to the model's when they next share a pass, unless that one
         has no rows: then theirs takes its place.
         """
+        if self._find_obstacle() is not None:
+            for text, read in zip(sequences, tokens, strict=True):
+                text.feed(read, 0)
+            return
         batch = self._new_batch(sequences[0].layer_evaluation)
         for text in sequences:
             text.join(batch)

@@ -5,9 +5,8 @@ Tokens that a session scores are read in chunks, too, and scored as they are rea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 from actors.model import CachedSequence, Model
 from actors.prefill import can_read_together, prefill_chunk, tokens_per_pass
@@ -38,8 +37,7 @@ class Reading:
         model: Model,
         worker: Worker,
         chunk_size: PrefillChunkSize,
-        num_shared: Callable[[], int],
-        share: Callable[[list[Any], list[Share], Job[Any]], None],
+        num_shared: int,
     ) -> None:
         """Begin without prompts.
 
@@ -47,8 +45,7 @@ class Reading:
             model: lives on the worker's thread.
             worker: runs the passes.
             chunk_size: of the model; updated.
-            num_shared: returns how many texts may share a pass, >= 1.
-            share: called when a job of several parts begins; see `RoundJobs.share`.
+            num_shared: how many texts may share a pass, >= 1.
         """
         self._model = model
         self._worker = worker
@@ -56,7 +53,6 @@ class Reading:
         # A pass that scores costs more than one that only reads.
         self._score_size = PrefillChunkSize()
         self._num_shared = num_shared
-        self._share = share
         self.prompts: dict[TargetSession, None] = {}
 
     @property
@@ -100,13 +96,13 @@ class Reading:
     def _chosen(self) -> list[TargetSession]:
         # `wanted` may be empty by now, since another thread may set `is_unwanted` at any time; any prompt will do then.
         first, *others = self.wanted or self.prompts
-        if self._num_shared() == 1 or not _can_share(first):
+        if self._num_shared == 1 or not _can_share(first):
             return [first]
         fitting = [first, *filter(_can_share, others)]
         indices = read_together(
             [each.num_to_read for each in fitting], self._chunk_size.most_tokens, self._model.widest_row
         )
-        return [fitting[index] for index in indices[: self._num_shared()]]
+        return [fitting[index] for index in indices[: self._num_shared]]
 
     async def _read_chunk(self, session: TargetSession) -> None:
         try:
@@ -124,26 +120,22 @@ class Reading:
         ]
         sequences = [session.sequence for session in sessions if session.sequence is not None]
         shares = [Share(session.id, 0, len(plan.feed)) for session, plan in zip(sessions, plans, strict=True)]
-        job = Job("prefill", partial(_read_together, self._model, sequences, plans))
-        job.prepare = partial(self._share, plans, shares, job)
+        job = Job("prefill", partial(_read_together, self._model, sequences, plans), shares=tuple(shares))
+        job.num_tokens = sum(share.num_tokens for share in shares)
         try:
             await self._worker.run(job)
         except JobError:
             for session in sessions:
                 session.reads_alone = True
             return
-        # Only the first one if texts of this model cannot share passes.
-        for session, plan in zip(sessions, plans, strict=False):
+        for session, plan in zip(sessions, plans, strict=True):
             session.cached_tokens.follow(plan)
         self._chunk_size.observe(job.num_tokens, job.seconds)
 
 
 def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Sequence[FeedPlan]) -> None:
     try:
-        if len(plans) == 1:
-            sequences[0].feed(plans[0].feed, 0)
-        else:
-            model.read_together(sequences, [plan.feed for plan in plans])
+        model.read_together(sequences, [plan.feed for plan in plans])
     except BaseException:
         for sequence in sequences:
             sequence.forget()

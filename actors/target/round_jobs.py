@@ -20,7 +20,7 @@ from actors.target.plain_rows import PlainResult, PlainRow, PlainRows
 from actors.target.target_session import OneByOne, RoundFailure, TargetSession
 from actors.target.verify import verify
 from actors.workers.suspects import Suspects
-from actors.workers.worker import Job, JobError, Step, Steps, Worker, job_error
+from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.backoff import Backoff, SharingLimit
 from protocol.errors import OutriderError, ProtocolError
 from protocol.messages import Verdict
@@ -41,8 +41,7 @@ class _PlainRun:
     """Passes in a row over texts that nobody drafts for.
 
     Attributes:
-        sessions, rows, shares: the texts, with their rows and shares in the first pass. If texts of this model turn out
-            not to share passes, only the first row and share are left.
+        sessions, rows, shares: the texts, with their rows and shares in the first pass.
         num_passes: the most passes that are still to finish.
         goes_ahead: whether the last of them launches one more pass ahead.
         steps: the passes, for the worker.
@@ -51,10 +50,10 @@ class _PlainRun:
     """
 
     sessions: Sequence[TargetSession]
-    rows: list[PlainRow]
+    rows: Sequence[PlainRow]
     num_passes: int
     goes_ahead: bool
-    shares: list[Share] = attrs.field(factory=list)
+    shares: Sequence[Share]
     steps: Steps[list[PlainResult]] = attrs.field(init=False)
     is_first: bool = True
     going_on: list[TargetSession] = attrs.field(factory=list)
@@ -66,7 +65,7 @@ class RoundJobs:
     Attributes:
         texts: the sessions whose rounds are run, by id.
         pass_began_s: when the last pass was handed to the worker, in seconds on its clock.
-        num_shared: most rounds in one pass; 1 once it is known that texts of the model cannot share one.
+        num_shared: most rounds in one pass.
     """
 
     def __init__(
@@ -167,7 +166,7 @@ class RoundJobs:
             self._end_job([session])
 
     async def run_pass(self, parts: list[Part]) -> None:
-        """Run a pass that texts share. Afterwards `parts` has only the parts that were in it."""
+        """Run a pass that texts share."""
         self.pass_began_s = self._worker.clock()
         self._last_plain = None
         sessions = [part.session for part in parts]
@@ -176,7 +175,11 @@ class RoundJobs:
         proposals = [part.proposal for part in parts if part.proposal.tokens]
         only_copies = bool(proposals) and all(each.copied and all(each.copied) for each in proposals)
         job = Job("verify", partial(self._verify, parts), count=lambda _: _num_tokens(parts))
-        job.prepare = partial(self._prepare, parts, job)
+        job.num_tokens = _num_tokens(parts)
+        if len(parts) == 1:
+            job.session, job.round = sessions[0].id, parts[0].proposal.round
+        else:
+            job.shares = tuple([Share(part.session.id, part.proposal.round, part.num_tokens) for part in parts])
         try:
             await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
@@ -206,19 +209,24 @@ class RoundJobs:
         num_rounds = min(map(num_plain_rounds, sessions))
         goes_ahead = goes_ahead and num_rounds > 1 and (num_texts == 1 or 0 <= self._num_ahead < MEASURED_EVERY)
         num_passes = self._num_passes(sessions, num_rounds) if goes_ahead and may_repeat else 1
+        goes_ahead = goes_ahead and num_rounds > num_passes
         rows = [plain_row(session) for session in sessions]
-        run = _PlainRun(sessions, rows, num_passes, goes_ahead=goes_ahead and num_rounds > num_passes)
-        for session, row in zip(sessions, run.rows, strict=True):
-            share = Share(session.id, session.state.round, max(1, len(row.plan.feed)))
-            run.shares.append(share)
-            self._target_queue.enter(session.id, share.num_tokens)
-        num_tokens = sum([share.num_tokens for share in run.shares])
-        step, on_step = partial(self._plain_step, run), partial(self._decoded, run)
-        run.steps = steps = Steps("decode", step, on_step, num_tokens=num_tokens)
+        shares = tuple(
+            [
+                Share(session.id, session.state.round, max(1, len(row.plan.feed)))
+                for session, row in zip(sessions, rows, strict=True)
+            ]
+        )
+        for share in shares:
+            self._target_queue.enter(share.session, share.num_tokens)
+        run = _PlainRun(sessions, rows, num_passes, goes_ahead, shares)
+        step = partial(self._plain_rows.steps, rows, shares, num_passes, goes_ahead=goes_ahead)
+        num_tokens = sum([share.num_tokens for share in shares])
+        run.steps = steps = Steps("verify", step, partial(self._decoded, run), num_tokens=num_tokens)
         if num_texts == 1:
-            steps.session, steps.round = sessions[0].id, sessions[0].state.round
+            steps.kind, steps.session, steps.round = "decode", sessions[0].id, sessions[0].state.round
         else:
-            steps.kind, steps.prepare = "verify", partial(self.share, run.rows, run.shares)
+            steps.shares = shares
         self._begin_job(sessions)
         self._limit.count_job()
         self._last_drafted = None
@@ -260,7 +268,7 @@ class RoundJobs:
         self._price_plain_pass(job, num_texts, num_rows, is_typical=is_typical, was_ahead=was_ahead)
         run.is_first = False
         run.going_on = []
-        for session, result in zip(run.sessions, results, strict=False):
+        for session, result in zip(run.sessions, results, strict=True):
             session.shared.counts.wait(job.began - session.round_began_s)
             session.verify_seconds += job.seconds / num_texts
             session.round_began_s, session.busy_before_s = job.ended, self._worker.busy_seconds
@@ -361,25 +369,6 @@ class RoundJobs:
             self._drafter.leave_behind(session)
 
     # --- on the worker's thread -------------------------------------------------------------------
-
-    def _prepare(self, parts: list[Part], job: Job[Any]) -> None:
-        self.share(parts, [Share(part.session.id, part.proposal.round, part.num_tokens) for part in parts], job)
-
-    def _plain_step(self, run: _PlainRun) -> Step[list[PlainResult]]:
-        if len(run.rows) < len(run.sessions):  # texts of the model cannot share passes
-            run.num_passes, run.goes_ahead = 1, False
-        return self._plain_rows.steps(run.rows, run.shares, run.num_passes, goes_ahead=run.goes_ahead)
-
-    def share(self, parts: list[Any], shares: list[Share], job: Job[Any]) -> None:
-        """Set the sessions of a job as it begins: all, or only the first if texts of this model cannot share passes."""
-        if len(parts) > 1 and self._model.sharing_obstacle() is not None:
-            self.num_shared = self._target_queue.max_batch = 1
-            del parts[1:], shares[1:]
-        job.num_tokens = sum([share.num_tokens for share in shares])
-        if len(shares) == 1:
-            job.session, job.round = shares[0].session, shares[0].round
-        else:
-            job.shares = tuple(shares)
 
     def _verify(self, parts: Sequence[Part]) -> list[Exception | None]:
         """Returns: for each part, the error that concerns its text alone, or None."""

@@ -81,7 +81,7 @@ class TargetActor(ModelActor[TargetSession]):
             on_commit=self._note_commit,
             on_rewind=self._note_rewind,
         )
-        self._reading = Reading(model, worker, self.chunk_size, lambda: self._jobs.num_shared, self._jobs.share)
+        self._reading = Reading(model, worker, self.chunk_size, max_batch)
         self._errands: dict[TargetSession, Errand] = {}
         # A text whose prompt is read is in `_ready` if its next round can begin, in the order in which texts became
         # ready (with its part in `_parts` unless the round is plain), else in `_waiting`, for its drafter or consumer.

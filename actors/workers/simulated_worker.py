@@ -157,7 +157,6 @@ class SimulatedWorker:
 
     async def _run_one(self, job: Job[T]) -> outcome.Outcome[T]:
         began = self.clock()
-        job.begin()
         seconds = self._price(job)
         if self._contention is not None and job.kind in _COMPUTES:
             await self._contention.compute(seconds)

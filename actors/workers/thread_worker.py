@@ -231,7 +231,6 @@ class ThreadWorker:
         """Run a job, or one step. Returns: the step that follows it."""
         began = time.perf_counter()
         self._running, self._job_began = job, began
-        job.begin()
         with CORES.computing():
             result = job.run()
         if self._explain is not None and isinstance(result, outcome.Error):

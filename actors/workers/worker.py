@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
@@ -23,8 +22,6 @@ class Job(Generic[T]):
     Attributes:
         call: does the work, on the worker's thread. Its result crosses threads: only ints and evaluated arrays.
         num_tokens: tokens that go through the model; once the job is done, what `count`, if given, makes of its result.
-        prepare: called on the worker's thread as the job begins, before its price is asked for; may set `num_tokens`
-            and `shares`.
         shares: see `Span.shares`.
         began, ended: seconds on the worker's clock, set once the job is done.
     """
@@ -35,7 +32,6 @@ class Job(Generic[T]):
     num_tokens: int = 0
     round: int | None = None
     count: Callable[[T], int] | None = None
-    prepare: Callable[[], None] | None = None
     shares: tuple[Share, ...] = ()
     began: float = attrs.field(default=0.0, init=False)
     ended: float = attrs.field(default=0.0, init=False)
@@ -44,10 +40,6 @@ class Job(Generic[T]):
     def seconds(self) -> float:
         """Duration of the job, once it is done."""
         return self.ended - self.began
-
-    def begin(self) -> None:
-        if self.prepare is not None:
-            self.prepare()
 
     def run(self) -> outcome.Outcome[T]:
         result = outcome.capture(self.call)
@@ -80,7 +72,6 @@ class Steps(Generic[T]):
         round: may be changed for the steps that follow.
         on_step: called in trio's thread after each step with its job, its result, and whether another follows (unless
             that is prevented meanwhile). Must not wait. What it raises ends the steps; `Worker.run_steps` raises it.
-        prepare: called with the first step as it begins; see `Job.prepare`.
     """
 
     kind: SpanKind
@@ -90,7 +81,6 @@ class Steps(Generic[T]):
     num_tokens: int = 0
     round: int | None = None
     shares: tuple[Share, ...] = ()
-    prepare: Callable[[Job[Step[T]]], None] | None = None
     # Set in trio's thread and read in the worker's. Seeing it late costs time and nothing else.
     is_interrupted: bool = attrs.field(default=False, init=False)
     _callback_error: outcome.Error | None = attrs.field(default=None, init=False)
@@ -101,10 +91,7 @@ class Steps(Generic[T]):
 
     def first(self) -> Job[Step[T]]:
         """The first step, as a job."""
-        job = Job(self.kind, self.first_call, self.session, self.num_tokens, self.round, shares=self.shares)
-        if self.prepare is not None:
-            job.prepare = partial(self.prepare, job)
-        return job
+        return Job(self.kind, self.first_call, self.session, self.num_tokens, self.round, shares=self.shares)
 
     def following(self, step: Step[T]) -> Job[Step[T]] | None:
         """The step after one that was done; None if there is none or the steps are interrupted."""

@@ -166,8 +166,10 @@ async def open(
         stack.enter_context(loaded.model.evaluating_layers())
         copied = partial(copy_of, loaded.tokenizer, given.chat_template_args or {})
         tokenizer = await worker.run(Job("load", copied))
-        options["max_streams"] = await _max_streams(given, *at_target)
-        options["max_batch"] = loaded.model.bounded_batch(given.max_batch)
+        max_batch = 1 if given.max_streams == 1 else await bounded_batch(*at_target, given.max_batch)
+        options["max_batch"] = max_batch
+        if given.max_streams == "auto":
+            options["max_streams"] = AUTO_TURNS if max_batch == 1 else max(AUTO_TURNS, min(AUTO_STREAMS, max_batch))
         if has_model:
             await _time_models(at_target, at_draft, prices)
         async with running(
@@ -239,21 +241,19 @@ async def _begin_trace(trace: Trace, events: Events, stack: AsyncExitStack) -> C
     return listener
 
 
-async def _max_streams(options: OpenOptions, model: MLXModel, worker: Worker) -> int | None:
-    """Most streams at work at once, with "auto" decided by whether texts can share passes."""
-    shares_passes = False
-    if options.max_batch > 1 and options.max_streams != 1:  # found out in any case, so that no stream waits for that
-        try:
-            with interrupts_unwrapped():
-                obstacle = await worker.run(Job("warm-up", model.sharing_obstacle))
-        except JobError as error:
-            obstacle = str(error)
-        if obstacle is not None:
-            logger.info("streams take turns at the target: %s", obstacle)
-        shares_passes = obstacle is None
-    if options.max_streams != "auto":
-        return options.max_streams
-    return max(AUTO_TURNS, min(AUTO_STREAMS, options.max_batch)) if shares_passes else AUTO_TURNS
+async def bounded_batch(model: Model, worker: Worker, max_batch: int) -> int:
+    """The most texts in a pass: 1 if those of the model cannot share passes. That is found out by feeding it some."""
+    if max_batch == 1:
+        return 1
+    try:
+        with interrupts_unwrapped():
+            obstacle = await worker.run(Job("warm-up", model.sharing_obstacle))
+    except JobError as error:
+        obstacle = str(error)
+    if obstacle is None:
+        return max_batch
+    logger.info("streams take turns at the target: %s", obstacle)
+    return 1
 
 
 @attrs.frozen

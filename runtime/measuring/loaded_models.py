@@ -25,7 +25,7 @@ from protocol.prices import Prices
 from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.trace import Event
 from runtime.engine.events import Events
-from runtime.engine.opening import running
+from runtime.engine.opening import bounded_batch, running
 from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt
 from runtime.loading import blas
@@ -158,7 +158,7 @@ class LoadedModels:
             # fails again in a run, where it is known which contender failed.
             with suppress(JobError):
                 await warm_up(target, drafter, prices)
-        batch = self.target.bounded_batch(max_batch)
+        batch = await bounded_batch(*target, max_batch)
         runtime = await stack.enter_async_context(
             running(target, drafter or NGRAM, events=events, prices=prices, max_batch=batch, **options)
         )

@@ -9,7 +9,6 @@ rewind, more tokens than the context holds) are recorded as misuses; `simulated`
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 import random
@@ -526,9 +525,7 @@ class ComparingWorker(SimulatedWorker):
         self._sequences: dict[int | None, ScriptedSequence] = {}
 
     async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        sequence, num_committed = self._check_session(job.session)
-        if job.prepare is not None:
-            job.prepare = functools.partial(self._prepare, job, job.prepare)
+        checked = [self._check_session(session) for session in sessions_of(job)]
         handed = HandedJob(job, self.clock())
         self.handed.append(handed)
         try:
@@ -547,17 +544,10 @@ class ComparingWorker(SimulatedWorker):
             assert list(self._sequences.values()).count(result.sequence) == 1, "two sessions share a sequence"
         if job.kind == "close":
             self._sequences.pop(job.session, None)
-        if sequence is not None:
-            self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
-        return result
-
-    def _prepare(self, job: Job[Any], prepare: Callable[[], None]) -> None:
-        """Prepare a job that takes the sessions that wait when it begins, and compare those."""
-        prepare()
-        for session in sessions_of(job):
-            sequence, num_committed = self._check_session(session)
+        for sequence, num_committed in checked:
             if sequence is not None:
                 self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
+        return result
 
     async def run_steps(self, steps: Steps[Any]) -> None:
         checked = {session: self._check_session(session) for session in sessions_of(steps)}
