@@ -49,22 +49,6 @@ def recommended_working_set() -> int | None:
     return cast(int | None, mx.device_info().get("max_recommended_working_set_size"))
 
 
-def peak_memory() -> int:
-    """The most bytes that MLX has used at once in this process, or since the last `begin_peak`."""
-    return mx.get_peak_memory()
-
-
-def active_memory() -> int:
-    """The bytes of MLX's arrays in this process now; buffers that MLX keeps for later use do not count."""
-    return mx.get_active_memory()
-
-
-def begin_peak() -> int:
-    """Measure `peak_memory` anew from now on, for the whole process. Returns: the bytes that MLX uses now."""
-    mx.reset_peak_memory()
-    return mx.get_active_memory()
-
-
 def release_buffers() -> None:
     """Free the buffers that MLX keeps for later use. Releases the GIL meanwhile, if MLX's function is found."""
     if mx.get_cache_memory() > 0:

@@ -170,11 +170,11 @@ def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
     return part
 
 
-def verdict_of(part: Part, on_rewind: Callable[[TargetSession, int], None]) -> Verdict | None:
+def verdict_of(part: Part, note: Callable[..., None]) -> Verdict | None:
     """The verdict of a part whose pass is over, or None if another pass follows. Records what the cache holds.
 
     Args:
-        on_rewind: called with the session and the number of tokens, >= 1, that its cache was rewound by.
+        note: see `Actor._note`; called if the cache was rewound.
     """
     session, plan, failure = part.session, part.plan, part.session.round_failure
     if part.one_by_one and failure is not None and failure.one_by_one is not None:
@@ -188,7 +188,7 @@ def verdict_of(part: Part, on_rewind: Callable[[TargetSession, int], None]) -> V
     session.cached_tokens.follow(FeedPlan(plan.keep, plan.feed + proposal.tokens[:num_drafted_fed]))
     wanted_length = proposal.start + (0 if part.single_step else part.num_accepted)
     if len(session.cached_tokens) > part.length:
-        on_rewind(session, len(session.cached_tokens) - part.length)
+        note(session, "rewind", num_tokens=len(session.cached_tokens) - part.length)
         session.shared.counts.replayed_tokens += wanted_length - part.length
         session.cached_tokens.rewind(part.length)
     return Verdict(

@@ -79,8 +79,7 @@ class RoundJobs:
         max_batch: int,
         *,
         look_at: Callable[[TargetSession], None],
-        on_commit: Callable[[TargetSession, Commit], None],
-        on_rewind: Callable[[TargetSession, int], None],
+        note: Callable[..., None],
     ) -> None:
         """The jobs of one target.
 
@@ -93,8 +92,7 @@ class RoundJobs:
             chunk_size: of passes that read lost tokens again.
             max_batch: most rounds in one pass, >= 1.
             look_at: called with a session that has ended, or whose consumer has made room; must not wait.
-            on_commit: called with each commit; must not wait.
-            on_rewind: called with a session and the number of tokens, >= 1, that its cache was rewound by.
+            note: notes an event of a session; see `Actor._note`.
         """
         self._model = model
         self._worker = worker
@@ -103,8 +101,7 @@ class RoundJobs:
         self._drafter = drafter
         self._chunk_size = chunk_size
         self._look_at = look_at
-        self._on_commit = on_commit
-        self._on_rewind = on_rewind
+        self._note = note
         self.texts: dict[int, TargetSession] = {}
         self.pass_began_s = 0.0
         self.num_shared = max_batch
@@ -329,7 +326,7 @@ class RoundJobs:
         state, shared = session.state, session.shared
         if shared.find_stop is None and state.phase is SessionPhase.UNDRAFTED and not result.likelihoods:
             commit = state.commit_own(token)
-            self._on_commit(session, commit)
+            self._note_commit(session, commit)
         else:
             is_resting = state.phase is SessionPhase.RESTING
             place = session.id, state.round, state.next_position
@@ -357,8 +354,11 @@ class RoundJobs:
         commit = session.state.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
-        self._on_commit(session, commit)
+        self._note_commit(session, commit)
         return commit
+
+    def _note_commit(self, session: TargetSession, commit: Commit) -> None:
+        self._note(session, "verdict", round=commit.round, num_tokens=commit.num_from_draft, commit=commit)
 
     def _tell_drafter(
         self, session: TargetSession, verdict: Verdict, commit: Commit, *, has_proposed: bool = False
@@ -400,7 +400,7 @@ class RoundJobs:
                 session.verify_seconds += job.seconds / num_parts
                 self._acquit(part)
                 try:
-                    if (verdict := verdict_of(part, self._on_rewind)) is not None:
+                    if (verdict := verdict_of(part, self._note)) is not None:
                         self._apply(session, verdict)
                 except Exception as error:  # of any kind: it ends this text, and the others go on
                     self.fail(session, error)

@@ -24,7 +24,7 @@ from protocol.messages import Close, Message, PromptFeatures
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.pass_plan import Expected, ReadyRound, TargetView, Turn, next_pass
 from protocol.prices import Prices
-from protocol.session_state import Commit, SessionPhase
+from protocol.session_state import SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
@@ -78,8 +78,7 @@ class TargetActor(ModelActor[TargetSession]):
             self.chunk_size,
             max_batch,
             look_at=self._look_at,
-            on_commit=self._note_commit,
-            on_rewind=self._note_rewind,
+            note=self._note,
         )
         self._reading = Reading(model, worker, self.chunk_size, max_batch)
         self._errands: dict[TargetSession, Errand] = {}
@@ -450,9 +449,3 @@ class TargetActor(ModelActor[TargetSession]):
         )
         failure.__cause__ = error
         session.shared.end(failure)
-
-    def _note_commit(self, session: TargetSession, commit: Commit) -> None:
-        self._note(session, "verdict", round=commit.round, num_tokens=commit.num_from_draft, commit=commit)
-
-    def _note_rewind(self, session: TargetSession, num_tokens: int) -> None:
-        self._note(session, "rewind", num_tokens=num_tokens)

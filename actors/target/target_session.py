@@ -54,7 +54,6 @@ class OneByOne:
         judgement: of the tokens that were judged. Under the block rule, it may accept fewer tokens than were fed; under
             the others, it accepts those that were fed.
         likelihoods, features: of the tokens that were judged, as in `Verdict`.
-        seconds: of the passes so far.
     """
 
     proposal: Proposal
@@ -63,7 +62,6 @@ class OneByOne:
     judgement: Judgement = attrs.field(factory=partial(Judgement, 0, None))
     likelihoods: tuple[Likelihood, ...] = ()
     features: Features | None = None
-    seconds: float = 0.0
 
     @property
     def num_fed(self) -> int:

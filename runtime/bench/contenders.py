@@ -19,7 +19,6 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.sample_utils import make_sampler
 
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.memory import begin_peak, peak_memory
 from actors.workers.worker import Job
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.statistics import Statistics
@@ -202,14 +201,15 @@ class ContenderRunner:
         # Until the BLAS threads that the last contender used have gone to sleep, and take no core's time.
         if blas.shares_cores():
             await trio.sleep(BLAS_IDLE_S)
-        held = begin_peak()
+        mx.reset_peak_memory()
+        held = mx.get_active_memory()
         if contender.engine == "mlx-lm":
             run = await self._run_mlx_lm(contender, prompts, max_tokens, temperature, with_prompts)
         else:
             self._models.record_for(self._models.drafter(contender.draft))
             with self._models.evaluating_layers():
                 run = await self._run_outrider(contender, prompts, max_tokens, temperature, with_prompts)
-        return attrs.evolve(run, peak_bytes=max(0, peak_memory() - held))
+        return attrs.evolve(run, peak_bytes=max(0, mx.get_peak_memory() - held))
 
     def _record(self, event: Event) -> None:
         if isinstance(event, Span):

@@ -14,9 +14,9 @@ from functools import partial
 from typing import Any, Generic, Never, TypeVar, Unpack, cast
 
 import attrs
+import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from actors.mlx.memory import peak_memory
 from protocol.argument_aliases import MISSING
 from protocol.errors import RuntimeClosedError
 from protocol.session_state import Commit
@@ -168,7 +168,7 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
     def statistics(self) -> Statistics:
         """Counts and rates so far; a frozen snapshot. See `runtime.Statistics`."""
         if self._source is None:  # the prompt was not checked yet: all counts are zero
-            return Counts().snapshot(peak_memory=peak_memory(), estimates=self._bridge.runtime.estimates)
+            return Counts().snapshot(peak_memory=mx.get_peak_memory(), estimates=self._bridge.runtime.estimates)
         return self._source.reader.statistics(is_over=self._is_closed)
 
     async def _wait_opened(self) -> CommitSource:

@@ -185,7 +185,8 @@ class _Server(SignalScope):
 
     async def open_and_serve(self) -> None:
         arguments, limits = self._arguments, self._limits
-        from actors.mlx.memory import active_memory
+        import mlx.core as mx
+
         from runtime.server.app import Service, application
         from runtime.server.connections.listener import serve
         from runtime.server.middleware import AccessLog, ForwardedClients
@@ -204,7 +205,7 @@ class _Server(SignalScope):
             self._served,
             partial(open_model, schema_s=limits.schema_s),
             memory_limit=self._memory_limit,
-            used_bytes=active_memory,
+            used_bytes=mx.get_active_memory,
             free_memory=free_memory,
             # The display has already shown the loading of a single model.
             announce=print_message if arguments.config is not None else lambda _: None,

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Never, Unpack
 
 import attrs
+import mlx.core as mx
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
-from actors.mlx.memory import peak_memory
 from actors.persistence.saved_sequence import SavableModel
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
@@ -472,7 +472,7 @@ class Runtime:
         return counts.snapshot(
             elapsed=elapsed_s,
             generation_seconds=elapsed_s,
-            peak_memory=peak_memory(),
+            peak_memory=mx.get_peak_memory(),
             estimates=self.estimates,
             lookahead=0 if self._draft is None else None,
         )

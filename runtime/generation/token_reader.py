@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 import attrs
+import mlx.core as mx
 import trio
 
-from actors.mlx.memory import peak_memory
 from actors.session import Session
 from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.messages import Open
@@ -230,7 +230,7 @@ class TokenReader:
             generation_seconds=end - self._first_at if self._first_at is not None else 0.0,
             num_untimed=self._num_in_first_round,
             time_to_first_token=None if self._first_at is None else self._first_at - self.began,
-            peak_memory=peak_memory(),
+            peak_memory=mx.get_peak_memory(),
             estimates=self._estimates(),
             lookahead=self.opened.settings.lookahead if self.opened.drafted else 0,
         )

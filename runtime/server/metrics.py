@@ -7,11 +7,11 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 import attrs
+import mlx.core as mx
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from actors.mlx.memory import active_memory, peak_memory
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.pool import ModelPool
 from runtime.server.models.reports import ModelHealth, health_of
@@ -198,9 +198,9 @@ class _ModelCollector(Collector):
                 family.add_metric([name], value(each))
             yield family
         yield GaugeMetricFamily(
-            "outrider_peak_memory_bytes", "Maximum of the memory that MLX has held at once", value=peak_memory()
+            "outrider_peak_memory_bytes", "Maximum of the memory that MLX has held at once", value=mx.get_peak_memory()
         )
-        yield GaugeMetricFamily("outrider_memory_bytes", "Memory that MLX holds", value=active_memory())
+        yield GaugeMetricFamily("outrider_memory_bytes", "Memory that MLX holds", value=mx.get_active_memory())
 
     def _counters(self) -> Iterator[Metric]:
         counts = {}
