@@ -13,7 +13,6 @@ import trio
 from protocol.errors import SettingsError
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.command import Command
-from runtime.selftest.stored_report import rows_of_last_report
 from runtime.terminal.display import CommandOutcome, Display, print_sections, print_text, warnings_at_the_end
 from runtime.terminal.signals import exit_on_signal
 
@@ -69,8 +68,6 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
         print_text("\n")
         if (command := plan(ranks, diagnosis)) is not None:
             sections[-1][1].insert(-1, ("plan", command))
-    if rows := rows_of_last_report():
-        sections.insert(-1, ("self-test", rows))
     print_sections(sections)
     return CommandOutcome(finish_reason="complete")
 

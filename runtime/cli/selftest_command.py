@@ -21,7 +21,6 @@ from runtime.cli.command import Command
 from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.measuring.report_files import check_report, local_paths
-from runtime.selftest.stored_report import keep
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_sections, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
@@ -64,7 +63,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def selftest(arguments: argparse.Namespace) -> CommandOutcome:
-    """Run the checks, print a report and keep it. The outcome fails if a check does, or if most were skipped."""
+    """Run the checks and print a report. The outcome fails if a check does, or if most were skipped."""
     from runtime.selftest.report import SelfTestReport, summary
 
     check_number("--minutes", arguments.minutes, above=0)
@@ -90,14 +89,9 @@ def selftest(arguments: argparse.Namespace) -> CommandOutcome:
     if outcome.failure is not None:
         return outcome
     is_whole = outcome.signal is None
-    if is_whole:
+    if is_whole and path is not None:
         # Before printing, so that nothing is lost if stdout is closed. An interrupted run leaves no report.
-        try:
-            keep(report.as_json())
-        except (OSError, RuntimeError) as error:
-            print_message(f"the report is not kept for outrider doctor: {error}")
-        if path is not None:
-            report.write(path)
+        report.write(path)
     if report.runs:
         print_sections(report.sections())
         print_message(summary(report.runs) if is_whole else f"interrupted after {len(report.runs)} checks")

@@ -3,8 +3,7 @@
 `checks` lists the checks. Each runs in a process of its own (`check_process`), so that a crash or a hang is a finding
 like any other; `runner` starts the processes one after the other. `exactness`, `stability` and `speed` are the checks
 themselves: functions from a `Subject` (the models under test) to a `Finding`. `report` puts the findings into words,
-and into JSON to attach to an issue, with neither paths nor prompts. `stored_report` keeps the last report for
-`outrider doctor`.
+and into JSON to attach to an issue, with neither paths nor prompts.
 
 To add a check, add a function to one of these three modules and a row to `checks`, with a test that shows that it fails
 on a runtime that was broken on purpose.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import attrs
 
@@ -38,7 +37,7 @@ class SelfTestReport:
 
     @property
     def device_report(self) -> DeviceReport:
-        """The report that is kept and written."""
+        """The report that is written."""
         checks = {
             run.check.label: {
                 **run.finding.as_json(),
@@ -57,12 +56,8 @@ class SelfTestReport:
         tables = [PriceTable(**table) for run in self.runs for table in run.finding.figures.get("price_tables", ())]
         return DeviceReport("selftest", machine(), results, tables)
 
-    def as_json(self) -> dict[str, Any]:
-        """The report as a JSON object, with every path taken out."""
-        return self.device_report.as_json(self.secrets)
-
     def write(self, path: Path) -> None:
-        """Write the report for an issue; see `DeviceReport.write`."""
+        """Write the report for an issue, with every path taken out; see `DeviceReport.write`."""
         self.device_report.write(path, "outrider selftest", self.sections(), self._speeds(), self.secrets)
 
     def _speeds(self) -> list[tuple[str, TextTable]]:

@@ -61,8 +61,7 @@ def test_generate_gives_the_text_of_one_process(tmp_path: Path, draft: list[str]
     assert [out for out, _ in said] == [expected.text, ""]
 
 
-def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))  # without the report of a self-test
+def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path) -> None:
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
     arguments = "doctor", "--distributed", "--target", model, "--draft", model
     with ranks(rank_programs.command, 2, arguments) as (first, second):

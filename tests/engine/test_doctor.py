@@ -30,18 +30,8 @@ from runtime.cli import main as cli
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
 from runtime.measuring.figures import spread
 from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, Passes, time_passes
-from runtime.selftest.checks import Check, Finding
-from runtime.selftest.report import SelfTestReport
-from runtime.selftest.runner import CheckRun
-from runtime.selftest.stored_report import keep
 
 NUM_TIMES = 3
-
-
-@pytest.fixture(autouse=True)
-def no_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No report of a self-test that somebody has run on this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
 
 
 @pytest.fixture(autouse=True)
@@ -112,15 +102,6 @@ def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.Captu
     blas = blas_in_use()
     assert blas is not None
     assert doctor(capsys, target)["machine"]["linear algebra"] == blas
-
-
-def test_the_last_self_test_of_the_machine_is_named(capsys: pytest.CaptureFixture[str], target: str) -> None:
-    assert "self-test" not in doctor(capsys, target)
-    run = CheckRun(Check("noise", "module", "it differs"), Finding("failed", ""), 1.0)
-    keep(SelfTestReport(with_own_models=False, runs=[run]).as_json())
-    found = doctor(capsys, target)["self-test"]
-    assert found["result"].startswith("1 of 1 checks failed")
-    assert found["failed: noise"] == "it differs"
 
 
 def test_a_model_alone(capsys: pytest.CaptureFixture[str], target: str) -> None:
