@@ -110,7 +110,6 @@ CHECKS = (
     _check("speed", "prices", "forward passes could not be timed"),
     _check("speed", "python", "what Python takes of a pass could not be timed"),
     _check("speed", "overlap", "two models at a time could not be timed"),
-    _check("speed", "switch_intervals", "the effect of the GIL's switch interval could not be measured"),
     _check("speed", "shape", "a pair with the cost of a real one could not be measured"),
     _check("speed", "many_streams", "tokens per second of several streams could not be measured"),
     _check("speed", "speeds", "tokens per second could not be measured"),

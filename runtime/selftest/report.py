@@ -82,10 +82,9 @@ class SelfTestReport:
         return sections
 
     def _settings(self) -> list[tuple[str, str]]:
-        """What was fastest, as rows of (name, text): decoding, MLX's variables, the switch interval."""
+        """What was fastest, as rows of (name, text): decoding, and variables of MLX and Outrider."""
         settings = []
-        passed = [run for run in self.runs if run.finding.status == "passed"]
-        speeds = [run for run in passed if run.check.name == "speeds"]
+        speeds = [run for run in self.runs if run.check.name == "speeds" and run.finding.status == "passed"]
         by_contender = {
             name: speed
             for run in speeds
@@ -105,9 +104,6 @@ class SelfTestReport:
             gain = of_auto[best] / of_auto[""]
             if gain > MIN_GAIN:
                 settings.append(("environment", f'{best} ({gain:.2f} times the speed of "auto" without)'))
-        for run in passed:
-            if (best_s := run.finding.figures.get("best_s")) != run.finding.figures.get("default_s"):
-                settings.append(("sys.setswitchinterval", f"{best_s:g}"))
         return settings
 
 

@@ -1,12 +1,10 @@
-"""Measurements that show the best settings of this device: overlap, prices, buffer sizes, and the GIL.
+"""Measurements that show the best settings of this device: overlap, prices, buffer sizes, and what Python takes.
 
 They pass if they can be made. The machine should have nothing else to do. The results are in the findings' figures.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,13 +26,12 @@ from runtime.bench.shapes import PROMPTS, shaped_pair
 from runtime.bench.small_models import small_model
 from runtime.loading.device import processor_name
 from runtime.loading.vocabularies import check_vocabularies
-from runtime.measuring.contest import Contest
-from runtime.measuring.figures import Record, spread
+from runtime.measuring.figures import Record
 from runtime.measuring.pass_times import REPEATS, Passes, time_passes, time_shared_passes
 from runtime.measuring.report_files import PriceTable
 from runtime.selftest.baselines import in_parallel, median_step_s
 from runtime.selftest.checks import Finding
-from runtime.selftest.subject import Subject, running_pair
+from runtime.selftest.subject import Subject
 
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 NUMBERS_OF_TEXTS = (1, 2, 4, 8, 16)
@@ -46,9 +43,7 @@ _QUANTIZED: dict[str, Any] = {"bits": BITS, "group_size": 64, "mode": "affine"}
 NUMBERS_OF_LAYERS = (4, 36)
 NUMBERS_OF_STREAMS = (4, 16)
 SHAPE_ACCEPTANCE = 0.75
-# In seconds; Python's default is the first.
-SWITCH_INTERVALS_S = (0.005, 0.001, 0.0002)
-NUM_TURNS = 3
+NUM_QUICK_REPEATS = 3  # of passes
 NUM_REPEATS = 2  # of benchmarks
 # Fields of `mx.device_info`, which has others on each backend.
 DEVICE_FIELDS = (
@@ -89,7 +84,7 @@ def prices(subject: Subject) -> Finding:
 def _price_tables(models: Mapping[str, Module], device: str, subject: Subject) -> list[PriceTable]:
     """The prices of a pair by tokens of one text, and of the target also by texts, if they can share passes."""
     wrapped = {role: MLXModel(model, CacheOptions()) for role, model in models.items()}
-    repeats, lengths = (NUM_TURNS, TEXT_LENGTHS[:1]) if subject.is_quick else (REPEATS, TEXT_LENGTHS)
+    repeats, lengths = (NUM_QUICK_REPEATS, TEXT_LENGTHS[:1]) if subject.is_quick else (REPEATS, TEXT_LENGTHS)
     by_tokens = {
         role: {str(n): time_passes(model, WIDTHS, repeats=repeats, num_context=n) for n in lengths}
         for role, model in wrapped.items()
@@ -214,55 +209,6 @@ def _against_plain(result: Record) -> str:
         "" if result.clock is None or result.clock >= MIN_CLOCK else f"; the clock sank to {result.clock:.2f} meanwhile"
     )
     return f"Outrider's \"auto\" has {ratio} the speed of mlx-lm's plain decoding{sunk}"
-
-
-def switch_intervals(subject: Subject) -> Finding:
-    """Speed with "auto", and how late trio gets its turn, at several switch intervals of the GIL, in turn."""
-    target, draft = subject.load("target"), subject.load("draft")
-    prompt = subject.prompts(target[1])[0]
-    contest: Contest[float, int, float] = Contest(SWITCH_INTERVALS_S, [0], NUM_TURNS, warm_up=[0])
-    delays_s: dict[float, list[float]] = {interval_s: [] for interval_s in SWITCH_INTERVALS_S}
-
-    async def watch(delays_s: list[float]) -> None:
-        while True:
-            due = trio.current_time() + 0.002
-            await trio.sleep_until(due)
-            delays_s.append(trio.current_time() - due)
-
-    async def run() -> None:
-        async with running_pair(target, draft) as rt:
-            for step in contest.steps():
-                sys.setswitchinterval(step.contender)
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(watch, delays_s[step.contender])
-                    began = time.perf_counter()
-                    completion = await rt.generate(prompt, max_tokens=subject.max_tokens)
-                    contest.record(step, len(completion.tokens) / (time.perf_counter() - began))
-                    nursery.cancel_scope.cancel()
-
-    before = sys.getswitchinterval()
-    try:
-        trio.run(run)
-    finally:
-        sys.setswitchinterval(before)
-    speeds = {interval_s: spread(contest.runs(interval_s).values()) for interval_s in SWITCH_INTERVALS_S}
-    default, *others = SWITCH_INTERVALS_S
-    # A better interval is one whose slowest turn is faster than the default's fastest.
-    better = [each for each in others if (speeds[each].low or 0.0) > (speeds[default].high or 0.0)]
-    best = max(better, key=lambda interval_s: speeds[interval_s].median or 0.0, default=default)
-    late = {interval_s: spread(each) for interval_s, each in delays_s.items()}
-    return Finding(
-        "passed",
-        f"a switch interval of {best * 1000:g} ms suits draft steps"
-        + (" as well as any that was tried" if best == default else " better than Python's default"),
-        {
-            "best_s": best,
-            "default_s": default,
-            "tokens_per_second": {str(interval_s): each.values for interval_s, each in speeds.items()},
-            "median_delay_s": {str(interval_s): each.median for interval_s, each in late.items()},
-            "longest_delay_s": {str(interval_s): each.high for interval_s, each in late.items()},
-        },
-    )
 
 
 # The checks compare the two models on the same token ids, without any translation.

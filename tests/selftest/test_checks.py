@@ -63,7 +63,6 @@ CHECKS = [
     stability.device_isolation,
     stability.failing_allocation,
     speed.overlap,
-    speed.switch_intervals,
     speed.models,
 ]
 
@@ -112,7 +111,7 @@ def test_speeds_are_measured(
     less = {
         "NUMBERS_OF_STREAMS": (1, 3),
         "NUM_REPEATS": 1,
-        "NUM_TURNS": 1,
+        "NUM_QUICK_REPEATS": 1,
         "WIDTHS": (1, 4),
         "NUMBERS_OF_TEXTS": (1, 2),
     }
