@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import attrs
@@ -25,6 +26,7 @@ from runtime.loading.model_sources import Source, caches_of
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, Spread, ratio, record_of, spread, total
 from runtime.measuring.loaded_models import Circumstances, LoadedModels, load_models
+from runtime.measuring.plots import Bar, Plot
 from runtime.measuring.reports import Report
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -135,9 +137,8 @@ class Benchmark(ABC, Generic[P]):
     def report(self, result: Record) -> Report:
         """The report of a result, to be printed."""
 
-    @staticmethod
-    def plot(result: Record) -> Any:
-        """A matplotlib figure of a result."""
+    def plot(self, result: Record) -> Plot:
+        """The speeds of a result, to be drawn."""
         raise NotImplementedError
 
     def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
@@ -352,3 +353,20 @@ def failures(result: Record) -> Iterator[str]:
         )
     for name, why in dict.fromkeys((row.name, row.failure) for row in result.rows if row.failure is not None):
         yield f"{name} cannot run: {why}"
+
+
+def speeds_plot(
+    result: Record, unit: str, label: Callable[[Record], str], stands_out: Callable[[Record], bool]
+) -> Plot:
+    """A bar for each row that has a speed."""
+
+    def bar(row: Record) -> Bar:
+        over_plain = getattr(row, "vs_plain", None)
+        text = f"{row.median:.1f}" if over_plain is None else f"{row.median:.1f} ({over_plain:.2f}×)"
+        return Bar(label(row), row.median, row.low, row.high, text, stands_out(row))
+
+    return Plot(
+        f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}",
+        f"{unit}: median, slowest and fastest repeat",
+        [bar(row) for row in result.rows if row.median is not None],
+    )

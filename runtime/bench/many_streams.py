@@ -32,17 +32,18 @@ from runtime.bench.benchmark import (
     failures,
     plain_failed,
     share,
+    speeds_plot,
     spread_figures,
     without_repeats,
 )
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts, Run
-from runtime.bench.plot import draw_streams
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, bytes_text, seconds_text, table_of
 from runtime.measuring.loaded_models import ONLY_DRAFT, LoadedModels
+from runtime.measuring.plots import Plot
 from runtime.measuring.reports import Report
 
 MAX_STREAMS = 256
@@ -110,7 +111,6 @@ def _most(name: str) -> Callable[[Entry], Any]:
 class ManyStreams(Benchmark[StreamsPlan]):
     """Speeds are tokens of all streams per second, from the call to the last token, prompts included."""
 
-    plot = staticmethod(draw_streams)
     figures = (
         Figure("streams", lambda entry: entry.cases[0], "streams", "d"),
         attrs.evolve(
@@ -173,6 +173,12 @@ class ManyStreams(Benchmark[StreamsPlan]):
             about=[("bench", list(about_models(result, "each")))],
             notes=[*_NOTES, *failures(result)],
         )
+
+    def plot(self, result: Record) -> Plot:
+        def label(row: Record) -> str:
+            return f"{self._described(row.streams)}, {row.name}"
+
+        return speeds_plot(result, "tokens of all streams per second", label, lambda row: row.kind == "at once")
 
     async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> Record:
         """Have all contenders decode all numbers of streams, in turn. It raises what `OneStream.measure` does."""

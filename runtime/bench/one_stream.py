@@ -31,16 +31,17 @@ from runtime.bench.benchmark import (
     about_models,
     failures,
     share,
+    speeds_plot,
     spread_figures,
     without_repeats,
 )
 from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, ContenderRunner, Lookahead, Prompts, Run
-from runtime.bench.plot import draw
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source
 from runtime.measuring.contest import Contest
 from runtime.measuring.figures import Figure, Record, ratio, table_of
 from runtime.measuring.loaded_models import ONLY_DRAFT, TARGET, LoadedModels
+from runtime.measuring.plots import Plot
 from runtime.measuring.reports import Report
 
 
@@ -123,7 +124,6 @@ class OneStream(Benchmark[OneStreamPlan]):
     """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat."""
 
     with_prompts = False
-    plot = staticmethod(draw)
     prefix_cache_bytes = PREFIX_CACHE_BYTES
     figures = (
         LABEL,
@@ -225,6 +225,10 @@ class OneStream(Benchmark[OneStreamPlan]):
                 *((f"measured by {row.name}", list(_estimates(row))) for row in _rows_with_estimates(result)),
             ],
         )
+
+    def plot(self, result: Record) -> Plot:
+        unit = "tokens per second (× plain)"
+        return speeds_plot(result, unit, lambda row: str(row.name), lambda row: row.engine == "outrider")
 
     async def measure(
         self,

@@ -18,8 +18,8 @@ from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
+from runtime.measuring.plots import PLOT_FORMATS, check_plot
 from runtime.measuring.report_files import DeviceReport, check_report, local_paths
-from runtime.measuring.reports import check_plot, save_plot
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from runtime.bench.benchmark import Benchmark
     from runtime.loading.model_sources import Source
 
-PLOT_FORMATS = (".svg", ".png", ".pdf")
 # The acceptance rate of a good draft model on code.
 ACCEPTANCE = 0.75
 
@@ -210,7 +209,7 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
     models = models_of(arguments)
     if models.draft is None:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
-    plot = check_plot(arguments.plot, PLOT_FORMATS)
+    plot = check_plot(arguments.plot)
     written = check_report(arguments.report)
     if models.more_drafts and arguments.streams is not None and not arguments.overhead:
         raise SettingsError(
@@ -253,7 +252,7 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
         if outcome.signal is not None:
             print_message("nothing was measured yet")
     elif plot is not None:
-        save_plot(benchmark.plot(result), plot, error_type=SettingsError)
+        benchmark.plot(result).save(plot)
     return outcome
 
 

@@ -20,7 +20,7 @@ from protocol.validation import check_integer, must_be
 from runtime.cli.arguments.settings import add_flags, add_options
 from runtime.cli.command import Command
 from runtime.cli.flags import flag
-from runtime.measuring.reports import check_plot
+from runtime.measuring.plots import PLOT_FORMATS, check_plot
 from runtime.simulation.comparison import (
     LOOKAHEADS,
     NUM_TOKENS,
@@ -37,8 +37,6 @@ from runtime.simulation.comparison import (
 from runtime.simulation.scenario import MAX_STREAMS, Scenario
 from runtime.simulation.sharding import MAX_RANKS, SHAPES, Sharding
 from runtime.terminal.display import CommandOutcome, Display, Output, warnings_at_the_end
-
-PLOT_FORMATS = (".svg", ".png")
 
 _SCENARIO = options_of(Scenario)
 _SHARDING = options_of(Sharding)
@@ -80,7 +78,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(
         parser.add_argument_group("output"),
         ("--json", "print one JSON object instead of a table"),
-        ("--plot FILE", "write a plot, as .svg or .png (needs matplotlib)"),
+        ("--plot FILE", f"write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"),
     )
 
 
@@ -92,7 +90,7 @@ def simulate(arguments: argparse.Namespace) -> CommandOutcome:
     lookaheads = _lookaheads(arguments.lookahead, STREAM_LOOKAHEADS if several else LOOKAHEADS)
     if several:
         check_integer("streams", arguments.streams, 1, MAX_STREAMS)
-    plot = check_plot(arguments.plot, PLOT_FORMATS)
+    plot = check_plot(arguments.plot)
     scenario = _scenario({name: value for name, value in vars(arguments).items() if name in _SCENARIO})
     ranks, sharding = _sharding(arguments)
     scenario = attrs.evolve(scenario, sharding=sharding)
@@ -110,10 +108,8 @@ def simulate(arguments: argparse.Namespace) -> CommandOutcome:
         else:
             comparison = compare(scenario, num_tokens, lookaheads, on_progress=display.show_activity)
     if plot is not None:
-        from runtime.simulation.plot import draw
-
         assert isinstance(comparison, Comparison)
-        draw(comparison, plot)
+        comparison.plot().save(plot)
     if arguments.json:
         Output().write_now(json.dumps(comparison.as_json(), indent=2) + "\n")
     else:

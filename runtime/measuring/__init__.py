@@ -12,5 +12,5 @@ table alike. A `Record` holds the figures; `reports` prints and writes it.
 - `figures`: ratios, spreads, figures, records
 - `pass_times`: forward passes of one model, by width
 - `timing`: tokens and their times, timing windows, busy seconds
-- `reports`: tables, JSON and plots, for the commands
+- `reports`, `plots`: tables and bars, for the commands
 """

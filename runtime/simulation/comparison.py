@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import attrs
 
 from runtime.measuring.figures import Figure, Record, ratio, record_of, table_of
+from runtime.measuring.plots import Bar, Plot
 from runtime.measuring.reports import Report
 from runtime.simulation.scenario import Scenario, described
 from runtime.simulation.sharding import Sharding, described_sharding
@@ -46,7 +47,6 @@ class Comparison:
 
     Attributes:
         rows: the figures of each way. Plain decoding comes first, and "auto", which is compared with the others, last.
-        x_label, y_label: labels of the axes in its plot.
     """
 
     scenario: Scenario
@@ -56,8 +56,7 @@ class Comparison:
     figures: ClassVar[Sequence[Figure]]
     fixed: ClassVar[str]  # the decoding with fixed lookaheads
     speed: ClassVar[str] = "speed"  # the figure that is compared
-    x_label: ClassVar[str]
-    y_label: ClassVar[str]
+    unit: ClassVar[str]  # of that figure
 
     def of(self, decoding: str) -> list[Record]:
         """The rows of one way of decoding."""
@@ -86,16 +85,38 @@ class Comparison:
     def _conclusion(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _report(self, texts: str, conclusion: str) -> Report:
+    @property
+    def _texts(self) -> str:
+        return f"{self.num_tokens:,} tokens"
+
+    @property
+    def _heading(self) -> str:
+        return f"{described(self.scenario)}; {self._texts}, seed {self.scenario.seed}"
+
+    def plot(self) -> Plot:
+        """The speeds, to be drawn."""
+
+        def bar(row: Record) -> Bar:
+            speed = getattr(row, self.speed)
+            label = _named(row.decoding, row.lookahead)
+            return Bar(label, speed, speed, speed, f"{speed:.2f}×", stands_out=row is self.rows[-1])
+
+        return Plot(self._heading, self.unit, [bar(row) for row in self.rows])
+
+    def _report(self, conclusion: str) -> Report:
         best, last = self.best, self.rows[-1]
         is_sharded = self.scenario.sharding is not None
         figures = [figure for figure in self.figures if figure.name != "tokens_per_second" or is_sharded]
         figures.append(Figure(heading="", show=lambda row: "best" if row is best else ""))
         return Report(
             table_of(figures, self.rows, is_bold=lambda row: row is best or row is last, num_labels=2),
-            heading=f"{described(self.scenario)}; {texts}, seed {self.scenario.seed}",
+            heading=self._heading,
             notes=[conclusion],
         )
+
+
+def _named(decoding: str, lookahead: int | Literal["auto"]) -> str:
+    return f"{decoding}, lookahead {lookahead}" if lookahead else decoding
 
 
 def _is_plain(row: Record) -> bool:
@@ -142,8 +163,7 @@ class TextComparison(Comparison):
     """
 
     fixed = "sequential"
-    x_label = "lookahead of sequential decoding (most tokens in one proposal)"
-    y_label = "tokens per second (plain decoding = 1)"
+    unit = "tokens per second (plain decoding = 1)"
     figures = (
         *_LABELS,
         # Tokens per second, relative to plain decoding.
@@ -168,7 +188,6 @@ class TextComparison(Comparison):
     def report(self) -> Report:
         """The report to print."""
         return self._report(
-            f"{self.num_tokens:,} tokens",
             f"the tree is {self.over(self.best):.2f} times as fast as the best sequential decoding, lookahead "
             f"{self.best.lookahead}",
         )
@@ -222,8 +241,7 @@ class StreamsComparison(Comparison):
     num_streams: int = 1
     fixed = "shared"
     speed = "steady_speed"
-    x_label = "lookahead of shared passes (most tokens in one proposal)"
-    y_label = "tokens of all streams per second (plain decoding of one = 1)"
+    unit = "tokens of all streams per second (plain decoding of one = 1)"
     figures = (
         *_LABELS,
         # Tokens of all texts, from the call to the last token of all; and up to the end of the text that ends first.
@@ -250,11 +268,14 @@ class StreamsComparison(Comparison):
             "auto_over_turns": self.over(turns),
         }
 
+    @property
+    def _texts(self) -> str:
+        return f"{self.num_streams} stream{'s' * (self.num_streams > 1)} of {super()._texts}"
+
     def report(self) -> Report:
         """The report to print."""
         plain, turns = self.rows[:2]
         return self._report(
-            f"{self.num_streams} stream{'s' * (self.num_streams > 1)} of {self.num_tokens:,} tokens",
             "while all streams are at work, shared passes with the automatic lookahead are "
             f"{self.over(plain):.2f} times as fast as plain batches, and {self.over(turns):.2f} times as fast as turns",
         )
@@ -292,8 +313,7 @@ def _rows(
 ) -> list[Record]:
     results: list[Any] = []
     for number, (decoding, lookahead, options) in enumerate(ways, start=1):
-        with_lookahead = f", lookahead {lookahead}" if lookahead else ""
-        on_progress(f"simulating {number} of {len(ways)}: {decoding}{with_lookahead}")
+        on_progress(f"simulating {number} of {len(ways)}: {_named(decoding, lookahead)}")
         results.append(run(lookahead=lookahead, **options))
     return [
         record_of(kind.figures, Simulated(scenario, decoding, lookahead, result, results[0]))

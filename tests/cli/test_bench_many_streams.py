@@ -11,6 +11,7 @@ import trio
 from command_line import ran, refusal
 from models import greedy, mamba, near
 from our_threads import outrider_threads
+from plot_texts import texts_of
 from sweeps import sweep
 
 import runtime
@@ -230,7 +231,9 @@ def test_the_table_has_every_way_for_every_number_of_streams(saved, tmp_path, ca
         assert sum(way in line and " ms" in line for line in out.splitlines()) == 2
     assert "each of 16 tokens, temperature 0" in out
     assert "1 of 1" in out
-    assert b"<svg" in (tmp_path / "streams.svg").read_bytes()
+    texts = texts_of(tmp_path / "streams.svg")
+    for streams in ("1 stream, ", "2 streams, "):
+        assert sum(text.startswith(streams) for text in texts) == 4
 
 
 def test_json_has_all_that_was_measured(saved, capsys):

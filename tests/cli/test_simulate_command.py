@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import attrs
 import pytest
 from command_line import ran, refusal
+from plot_texts import texts_of
 from sweeps import sweep
 
 from actors.drafters.drafter import policy_by_settings
@@ -32,7 +31,6 @@ from runtime.simulation.comparison import (
     compare,
     compare_streams,
 )
-from runtime.simulation.plot import labels_of
 from runtime.simulation.scenario import Scenario, described
 from runtime.simulation.simulation import run_simulation, simulate_streams
 
@@ -232,20 +230,6 @@ def test_the_figures_of_streams_are_those_of_the_simulation(capfd):
     assert found["best_fixed_lookahead"] == max(speeds, key=speeds.get)
 
 
-def test_a_plot_of_streams_names_every_way_of_decoding_them(capfd, tmp_path):
-    found = drawn(capfd, tmp_path / "plot.svg", *STREAMS)
-    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
-    texts = {"".join(text.itertext()).strip() for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    plain, turns, *shared, auto = (each["steady_speed"] for each in found["contenders"])
-    assert texts >= {
-        f"plain batches: {plain:.2f}×",
-        f"in turns, auto: {turns:.2f}×",
-        f"shared, auto: {auto:.2f}×",
-        f"shared, best: {max(shared):.2f}×",
-        "tokens of all streams per second (plain decoding of one = 1)",
-    }
-
-
 def test_the_best_lookahead_of_streams_is_a_fixed_one():
     ways = (("plain batches", 0, 1.0), ("in turns", "auto", 2.0), ("shared", 2, 3.0), ("shared", 4, 2.5))
     rows = [Record(decoding=way, lookahead=k, steady_speed=speed) for way, k, speed in (*ways, ("shared", "auto", 6.0))]
@@ -323,7 +307,7 @@ def test_only_the_ratios_of_a_table_matter(capfd):
             "--verify-table takes the place of --verify-slope; give one of the two",
         ),
         (["--draft-table", "1,2", "--draft-slope", "0"], "--draft-table takes the place of --draft-slope"),
-        (["--plot", "plot.gif"], "plot must be a file that ends in .svg, .png, got 'plot.gif'"),
+        (["--plot", "plot.gif"], "plot must be a file that ends in .svg, .png, .pdf, got 'plot.gif'"),
         (["--plot", "nowhere/plot.svg"], "plot 'nowhere/plot.svg' is in no directory that exists; make nowhere first"),
     ],
 )
@@ -370,70 +354,21 @@ def test_the_help_names_the_defaults_that_hold(capfd, monkeypatch):
 # --- the plot -------------------------------------------------------------------------------------
 
 
-def drawn(capfd: pytest.CaptureFixture[str], path: Path, *arguments: str) -> dict[str, Any]:
-    """The figures behind a plot that the command writes."""
-    found: dict[str, Any] = json.loads(simulate(capfd, "--json", "--plot", str(path), *arguments))
-    return found
-
-
-def test_an_svg_names_every_way_of_decoding_with_its_speed(capfd, tmp_path):
-    found = drawn(capfd, tmp_path / "plot.svg")
-    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    texts = {"".join(text.itertext()).strip() for text in root.iter("{http://www.w3.org/2000/svg}text")}
-    speeds = {(c["decoding"], c["lookahead"]): c["speed"] for c in found["contenders"]}
-    best = speeds["sequential", found["best_sequential_lookahead"]]
-    assert texts >= {
-        "plain: 1.00×",
-        f"single chain, auto: {speeds['single chain', 'auto']:.2f}×",
-        f"tree, auto: {speeds['tree', 'auto']:.2f}×",
-        f"sequential, best: {best:.2f}×",
-        "tokens per second (plain decoding = 1)",
-        "lookahead of sequential decoding (most tokens in one proposal)",
-        "1",
-        "3",
-    }
+@sweep(
+    ("arguments", "figure", "unit"),
+    [
+        ((), "speed", "tokens per second (plain decoding = 1)"),
+        (STREAMS, "steady_speed", "tokens of all streams per second (plain decoding of one = 1)"),
+    ],
+)
+def test_a_plot_has_a_bar_for_each_way_of_decoding(capfd, tmp_path, arguments, figure, unit):
+    path = tmp_path / "plot.svg"
+    contenders = json.loads(simulate(capfd, "--json", "--plot", str(path), *arguments))["contenders"]
+    texts = texts_of(path)
+    ways = [each["decoding"] + f", lookahead {each['lookahead']}" * (each["lookahead"] != 0) for each in contenders]
+    assert [text for text in texts if text in ways] == ways
+    assert set(texts) >= {unit, *(f"{each[figure]:.2f}×" for each in contenders)}
     assert any("acceptance 0.8, cost ratio 0.1" in text for text in texts)
-
-
-@pytest.mark.slow
-def test_a_png_has_all_colours(capfd, tmp_path):
-    import matplotlib.image
-    import numpy as np
-
-    drawn(capfd, tmp_path / "plot.PNG", "--lookahead", "1,2,3")
-    pixels = np.unique(
-        (matplotlib.image.imread(tmp_path / "plot.PNG", "png")[..., :3] * 255).round().reshape(-1, 3), axis=0
-    )
-    colours = {"#{:02X}{:02X}{:02X}".format(*map(int, pixel)) for pixel in pixels}
-    assert colours >= {"#666666", "#0072B2", "#D55E00", "#009E73", "#FFFFFF"}
-
-
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_same_arguments_give_the_same_plot(capfd, tmp_path, suffix):
-    for name in ("first", "second"):
-        drawn(capfd, tmp_path / f"{name}.{suffix}")
-    assert (tmp_path / f"first.{suffix}").read_bytes() == (tmp_path / f"second.{suffix}").read_bytes()
-
-
-@pytest.mark.slow
-def test_every_label_stands_at_the_speed_that_it_names():
-    comparison = compare(Scenario(0.8, 0.1), 200, [4, 64])
-    assert comparison.best.lookahead == 4
-    labels = labels_of(comparison)
-    for speed, text, _ in labels:
-        assert text.endswith(f": {speed:.2f}×")
-    assert comparison.best.speed in {speed for speed, _, _ in labels}
-
-
-def test_labels_do_not_cover_each_other(capfd, tmp_path):
-    # A draft that is never right: all are about as fast as plain decoding.
-    drawn(capfd, tmp_path / "plot.svg", "--acceptance", "0", "--cost-ratio", "0.001", "--verify-slope", "0")
-    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
-    texts = root.iter("{http://www.w3.org/2000/svg}text")
-    heights = sorted(float(text.get("y", "")) for text in texts if (text.text or "").endswith("×"))
-    assert len(heights) == 4
-    assert all(below - above > 10 for above, below in itertools.pairwise(heights))  # in points, like the font size
 
 
 def test_without_matplotlib_a_plot_is_refused_with_the_remedy(capfd, tmp_path, monkeypatch):
