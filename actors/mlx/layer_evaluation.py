@@ -31,7 +31,7 @@ class LayerEvaluation(Enum):
 
     WAITING = "waiting"
     """As `PIPELINED`, but each layer is waited for while another model computes. The default on CPUs: alone, a pass
-    takes 0.93 to 1.02 of the time that it takes in one go, since layers are computed while Python builds the next ones;
+    takes 0.93 to 1.05 of the time that it takes in one go, since layers are computed while Python builds the next ones;
     if each layer of such a pass was waited for, 1.05 to 1.17."""
 
     PIPELINED = "pipelined"

@@ -50,7 +50,6 @@ class FilledSequence:
 
     sequence: StatefulSequence
     tokens: tuple[int, ...]
-    beside_another: bool
 
 
 @attrs.frozen
@@ -140,14 +139,14 @@ async def identify(actor: ModelActor[Any]) -> Fingerprint:
     return await _run(actor, Job("load", partial(_fingerprint, _savable(actor))))
 
 
-async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
+async def fill(actor: ModelActor[Any], recorded: SequenceRecord) -> FilledSequence:
     """A new sequence of an actor's model with a state from a file. No session can use it before `keep`.
 
     Cancellation: waits for the running job.
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     try:
-        return await _run(actor, Job("load", partial(_fill, _savable(actor), recorded, beside_another)))
+        return await _run(actor, Job("load", partial(_fill, _savable(actor), recorded)))
     except (MisfitError, RewindError, JobError) as error:
         why = error.__cause__ if isinstance(error, JobError) else error
         raise SessionFileError(f"the file's cached tokens do not fit this {actor.name} model: {why}") from why
@@ -161,9 +160,7 @@ async def discard(actor: ModelActor[Any], filled: FilledSequence) -> None:
 async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     """Put a sequence into the prefix cache, for the session that will continue its text."""
     prefix_cache = await actor.settled_prefix_cache()
-    call = partial(
-        prefix_cache.put, filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another
-    )
+    call = partial(prefix_cache.put, filled.sequence, filled.tokens, filled.tokens)
     await _run(actor, Job("load", call))
 
 
@@ -227,7 +224,7 @@ def _cut(
     Args:
         text: the text that all given features are of, see `ReusableSequence.settle`; None if that is not known.
     """
-    with closing(model.open_sequence(beside_another=False)) as sequence:
+    with closing(model.open_sequence()) as sequence:
         sequence.put_state(state)
         tokens = state.tokens[:length]
         tokens = sequence.settle(tokens, tokens if text is None else text)
@@ -237,15 +234,15 @@ def _cut(
         return sequence.take_state(tokens[:num_reusable])
 
 
-def _fill(model: SavableModel, recorded: SequenceRecord, beside_another: bool) -> FilledSequence:
+def _fill(model: SavableModel, recorded: SequenceRecord) -> FilledSequence:
     state = recall(recorded)
-    sequence = model.open_sequence(beside_another=beside_another)
+    sequence = model.open_sequence()
     try:
         sequence.put_state(state)
     except (MisfitError, RewindError):
         sequence.close()
         raise
-    return FilledSequence(sequence, state.tokens, beside_another)
+    return FilledSequence(sequence, state.tokens)
 
 
 async def _run(actor: ModelActor[Any], job: Job[T]) -> T:

@@ -502,23 +502,21 @@ class SessionSaver:
         check_model(path, "draft", session.draft.fingerprint, present, remedy)
         return session
 
-    async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
+    async def fill(self, path: SessionFile, session: SavedSession) -> None:
         """Put a session's cached sequences into the models' prefix caches, once all of them are found to fit. A
         cancellation takes effect after that.
 
         Raises: SessionFileError: a cached sequence does not fit its model.
         """
-        saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
-            (self.target, session.target, drafted and self.target.drafter.has_model)
-        ]
+        saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None]] = [(self.target, session.target)]
         if self.draft is not None:
-            saved_states.append((self.draft, session.draft, True))
+            saved_states.append((self.draft, session.draft))
         filled: list[tuple[TargetActor | DraftActor, FilledSequence]] = []
         with trio.CancelScope(shield=True):  # until the sequences are kept, nobody else would close them
             try:
-                for actor, saved, beside_another in saved_states:
+                for actor, saved in saved_states:
                     if saved is not None and saved.sequence is not None:
-                        sequence = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
+                        sequence = await saved_sequence.fill(actor, saved.sequence)
                         filled.append((actor, sequence))
             except SessionFileError as error:
                 for actor, sequence in filled:
