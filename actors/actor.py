@@ -303,7 +303,8 @@ class ModelActor(Actor[S]):
         self.model, self.worker = model, worker
         self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
-        self._prefix_cache = PrefixCache(model, prefix_cache_bytes)
+        # It belongs to the worker's thread: only jobs may touch its sequences.
+        self.prefix_cache = PrefixCache(model, prefix_cache_bytes)
         self._prompt_readings: dict[SharedPrompt, PromptReading] = {}
 
     @property
@@ -317,14 +318,14 @@ class ModelActor(Actor[S]):
             await super().serve(task_status)
         finally:
             with trio.CancelScope(shield=True):
-                if len(self._prefix_cache) > 0:
+                if len(self.prefix_cache) > 0:
                     try:
-                        await self.worker.run(Job("close", self._prefix_cache.close))
+                        await self.worker.run(Job("close", self.prefix_cache.close))
                     except JobError as error:
                         logger.warning("the prefix cache cannot be closed: %s", error)
-                if (store := self._prefix_cache.store) is not None:
+                if (store := self.prefix_cache.store) is not None:
                     await store.flush()
-                    self._prefix_cache.store = None  # it refers to this actor, whose model is to be freed
+                    self.prefix_cache.store = None  # it refers to this actor, whose model is to be freed
 
     # --- opening and closing sequences ------------------------------------------------------------
 
@@ -343,7 +344,7 @@ class ModelActor(Actor[S]):
             session.reading = PromptReading(prompt, self._prompt_readings)
         if self._unwanted(session):
             return False
-        if session.is_brought_back is None and (store := self._prefix_cache.store) is not None:
+        if session.is_brought_back is None and (store := self.prefix_cache.store) is not None:
             assert self._nursery is not None
             session.is_brought_back = False
             self._nursery.start_soon(self._bring_back, session, store)
@@ -384,7 +385,7 @@ class ModelActor(Actor[S]):
         if opened.settings.reuse_prefix:
             # The last of these tokens is fed in any case, for its logits.
             prompt = opened.prompt[: opened.num_read + 1]
-            return self._prefix_cache.take_longest_match(prompt)
+            return self.prefix_cache.take_longest_match(prompt)
         if opened.settings.prompt_cache_file is not None and self.name == "target":
             # The drafter reads only what comes after the file's tokens: it costs speed, not text.
             path = opened.settings.prompt_cache_file
@@ -402,7 +403,7 @@ class ModelActor(Actor[S]):
         is_sound = session.shared.error is None or session.state.finish_reason is not None
         if opened.settings.reuse_prefix and not session.is_broken and is_sound:
             put_away = partial(
-                self._prefix_cache.put,
+                self.prefix_cache.put,
                 sequence,
                 session.cached_tokens.tokens,
                 tuple(session.state.committed),
@@ -434,11 +435,6 @@ class ModelActor(Actor[S]):
         """The actor's state of a session that is under way."""
         return self._sessions.get(session_id)
 
-    @property
-    def prefix_cache(self) -> PrefixCache:
-        """The prefix cache. It belongs to the worker's thread: only jobs may touch its sequences."""
-        return self._prefix_cache
-
     async def settled_prefix_cache(self) -> PrefixCache:
         """The prefix cache, once the sessions that nobody wants any more have put their sequences into it.
 
@@ -446,7 +442,7 @@ class ModelActor(Actor[S]):
         """
         for session in self._unwanted():
             await session.is_over.wait()
-        return self._prefix_cache
+        return self.prefix_cache
 
     def _unwanted(self, before: S | None = None) -> list[S]:
         """The sessions but `before` that nobody wants any more, and whose sequences the prefix cache will get."""

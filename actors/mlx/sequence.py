@@ -47,8 +47,8 @@ class MLXSequence(StatefulSequence):
         self._options = options
         self._vocab_size = vocab_size
         self.cache = options.make_cache(model)
-        # While the text is a row of a batch, `cache` holds nothing of it.
-        self._batch: RowBatch | None = None
+        # The batch of which the text is a row. Then `cache` holds nothing of it.
+        self.batch: RowBatch | None = None
         self.layer_evaluation = layer_evaluation
         self._length = 0
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
@@ -63,7 +63,7 @@ class MLXSequence(StatefulSequence):
 
     @property
     def is_row(self) -> bool:
-        return self._batch is not None
+        return self.batch is not None
 
     @property
     def can_be_row(self) -> bool:
@@ -78,34 +78,25 @@ class MLXSequence(StatefulSequence):
 
     reads_with_others = True
 
-    def is_row_of(self, batch: RowBatch) -> bool:
-        """Whether the text is a row of this batch."""
-        return self._batch is batch
-
     def join(self, batch: RowBatch) -> None:
         """Become a row of a batch. `can_be_row` must be true, or the text empty."""
         self.leave_batch()
         self.check_caches(self._length)
         batch.join(self, self.cache, self._length)
-        self._batch = batch
+        self.batch = batch
         # A row goes back to where it was before its last pass, and no further.
         self._checkpoints.clear()
 
-    @property
-    def batch(self) -> RowBatch | None:
-        """The batch that the text is a row of."""
-        return self._batch
-
     def follow_into(self, batch: RowBatch) -> None:
         """Be a row of a batch that has absorbed the one in which the text was."""
-        self._batch = batch
+        self.batch = batch
         self.check_caches(self._length)
 
     def leave_batch(self) -> None:
         """If the text is a row, take it back into caches of its own."""
-        if self._batch is not None:
-            self._length = self._batch.leave(self, self.cache)
-            self._batch = None
+        if self.batch is not None:
+            self._length = self.batch.leave(self, self.cache)
+            self.batch = None
             # Until they are evaluated, these slices keep the buffers of the whole batch in memory.
             mx.eval([layer.state for layer in self.cache])
             self.check_caches(self._length)
@@ -113,15 +104,15 @@ class MLXSequence(StatefulSequence):
     def forget(self) -> None:
         """Also leaves its batch, without telling it: that batch must be given up."""
         self.cache = self._options.make_cache(self._model)
-        self._batch, self._length, self._is_quantized = None, 0, False
+        self.batch, self._length, self._is_quantized = None, 0, False
         self.features.clear()
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
         """Count the tokens that the batch has fed."""
-        assert self._batch is not None
-        self.features.add(self.length, self._batch.features(self))
-        self._length = self._batch.length(self)
+        assert self.batch is not None
+        self.features.add(self.length, self.batch.features(self))
+        self._length = self.batch.length(self)
 
     # --- alone ------------------------------------------------------------------------------------
 
@@ -154,8 +145,8 @@ class MLXSequence(StatefulSequence):
         return logits[0]
 
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        if self._batch is not None:
-            return RewindMode.CHECKPOINT if self._batch.is_recurrent else RewindMode.TRIM
+        if self.batch is not None:
+            return RewindMode.CHECKPOINT if self.batch.is_recurrent else RewindMode.TRIM
         rewind_mode = self._options.rewind_mode(self.cache, self._length, num_tokens, settled)
         last = self._checkpoints[-1].length if self._checkpoints else -1
         if rewind_mode is RewindMode.CHECKPOINT and last < self._length:
@@ -164,8 +155,8 @@ class MLXSequence(StatefulSequence):
         return rewind_mode
 
     def rewind(self, length: int) -> int:
-        if self._batch is not None:
-            self._length = self._batch.rewind(self, length)
+        if self.batch is not None:
+            self._length = self.batch.rewind(self, length)
             self.features.rewind(self.length)
             return self._length
         if length > self._length:
@@ -185,9 +176,9 @@ class MLXSequence(StatefulSequence):
 
     def check_caches(self, length: int) -> None:
         """As `check`, but `length` counts all tokens in the caches, also any that no session has fed."""
-        if self._batch is not None:
-            if self._batch.length(self) != length:
-                raise RewindError(f"a row should hold {length} tokens, it holds {self._batch.length(self)}")
+        if self.batch is not None:
+            if self.batch.length(self) != length:
+                raise RewindError(f"a row should hold {length} tokens, it holds {self.batch.length(self)}")
             return
         for i, layer in enumerate(self.cache):
             for kind, inner in kinds_of((layer,)):
@@ -278,9 +269,9 @@ class MLXSequence(StatefulSequence):
         self._length = length
 
     def close(self) -> None:
-        if self._batch is not None:
-            self._batch.drop(self)
-            self._batch = None
+        if self.batch is not None:
+            self.batch.drop(self)
+            self.batch = None
         self.cache = []
         self._checkpoints, self._prefix_checkpoints = [], []
 

@@ -91,7 +91,7 @@ class SharedPasses:
         batch.read(dict(zip(sequences, tokens, strict=True)), _recorder_for(sequences))
         for text in sequences:
             text.count_row()
-        if not any(text.is_row_of(self._batch) for text in self._rows):
+        if not any(text.batch is self._batch for text in self._rows):
             self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
 
     def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
@@ -117,7 +117,7 @@ class SharedPasses:
         if not self._has_fed_rows:
             return
         for text in self._rows:
-            if text.is_row_of(self._batch):
+            if text.batch is self._batch:
                 text.forget()
         self._rows = {}
         self._batch = self._new_batch()
@@ -129,7 +129,7 @@ class SharedPasses:
             return []
         rows = [text for text in texts if self._may_share(text)]
         if self._batch.pads_texts:
-            others = [text for text in self._rows if text.is_row_of(self._batch)]
+            others = [text for text in self._rows if text.batch is self._batch]
             fitting = _fitting({text: text.length for text in (*others, *rows)})
             rows = [text for text in rows if text in fitting]
         if len(rows) < 2:
@@ -138,7 +138,7 @@ class SharedPasses:
         self._has_fed_rows = bool(rows)
         if not rows:
             return []
-        self._rows = {text: missed + 1 for text, missed in self._rows.items() if text.is_row_of(self._batch)}
+        self._rows = {text: missed + 1 for text, missed in self._rows.items() if text.batch is self._batch}
         for text, missed in list(self._rows.items()):
             if text not in rows and missed > MAX_PASSES_MISSED:
                 text.leave_batch()

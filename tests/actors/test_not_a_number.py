@@ -108,7 +108,7 @@ async def ends_with_an_error(
         # Nothing of it stays in the prefix cache; later streams start from caches of their own.
         if reuse:
             await trio.sleep(1000)
-            assert len(simulation.runtime._target._prefix_cache) == 0
+            assert len(simulation.runtime._target.prefix_cache) == 0
 
 
 @sweep(

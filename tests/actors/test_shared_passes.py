@@ -203,9 +203,9 @@ def test_a_batch_gives_back_the_memory_of_a_long_text_that_has_left() -> None:
     for text, length in zip(texts, (1500, 100, 200), strict=True):
         text.feed(tuple(i % VOCAB_SIZE for i in range(length)), 0)
     mx.eval(wrapped.feed_together([Feed(text, (1,), 1) for text in texts]))
-    batch = texts[0]._batch
+    batch = texts[0].batch
     assert batch is not None
-    assert batch is texts[1]._batch
+    assert batch is texts[1].batch
     held = batch.num_bytes
     texts[0].close()
     assert batch.num_bytes <= held / 4

@@ -265,11 +265,11 @@ async def test_settings_are_the_conversations_unless_given_anew(tmp_path: Path) 
 
 async def refusal(rt: runtime.Runtime, path: Path, **settings: Any) -> str:
     """The error of a load; asserts that the load changed nothing."""
-    before = (len(rt._target._prefix_cache), len(rt._draft._prefix_cache) if rt._draft is not None else 0)
+    before = (len(rt._target.prefix_cache), len(rt._draft.prefix_cache) if rt._draft is not None else 0)
     with pytest.raises(runtime.SessionFileError) as refused:
         await rt.load(path, **settings)
     assert str(path) in str(refused.value)
-    assert (len(rt._target._prefix_cache), len(rt._draft._prefix_cache) if rt._draft is not None else 0) == before
+    assert (len(rt._target.prefix_cache), len(rt._draft.prefix_cache) if rt._draft is not None else 0) == before
     assert rt.num_streams == 0
     return str(refused.value)
 

@@ -437,7 +437,7 @@ async def refusal(rt: runtime.Runtime, path: Path) -> str:
     """The error of a load; asserts that the load changed nothing."""
     with pytest.raises(runtime.SessionFileError) as refused:
         await rt.load_stream(path)
-    assert (len(rt._target._prefix_cache), rt.num_streams) == (0, 0)
+    assert (len(rt._target.prefix_cache), rt.num_streams) == (0, 0)
     return str(refused.value)
 
 
