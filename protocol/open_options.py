@@ -74,8 +74,6 @@ class OpenOptions:
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
             page if the name ends in .html. The file is complete once the block is left, for whatever reason. Or a
             function that is called in trio's thread with each `Span` and `Instant`, and should return quickly.
-        tune_mlx: whether MLX gets the environment variables of `runtime.loading.mlx_environment`, which leave a drafter
-            room on a GPU. MLX reads them when it first computes there: False has no effect after that.
         group: the ranks that the target is sharded over, from `runtime.join_ranks`; the others call `runtime.follow`
             with the same target. This process is rank 0. None for one process.
         draft_rank: the rank (see mlx.launch) that runs the drafter alone, without a part of the target; None or 0 for
@@ -149,7 +147,6 @@ class OpenOptions:
         ),
     )
     trace: Any = attrs.field(default=None, metadata=option("FILE"))
-    tune_mlx: bool = attrs.field(default=True, validator=flag, metadata=option())
     group: Any = attrs.field(default=None, metadata=option())
     draft_rank: int | None = attrs.field(default=None, metadata=option("R", _CACHES))
     draft_process: bool = attrs.field(default=False, validator=flag, metadata=option("", _CACHES))

@@ -57,7 +57,6 @@ from runtime.engine.nursery import BackgroundNursery, interrupts_unwrapped
 from runtime.engine.runtime import CLOSED, Runtime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import TokenStream
-from runtime.loading import mlx_environment
 from runtime.loading.model_sources import (
     Loaded,
     Source,
@@ -100,7 +99,6 @@ class OpenArguments(TypedDict, total=False):
     defaults: SettingsLike | None
     chat_template_args: Mapping[str, Any] | None
     trace: Trace
-    tune_mlx: bool
     group: RankGroup | None
     draft_rank: int | None
     draft_process: bool
@@ -140,7 +138,6 @@ async def open(
             "runtime.open is for trio; under asyncio use runtime.aio.open, without an event loop runtime.open_sync"
         )
     sources, given = check_open(target, draft, options)
-    (mlx_environment.tune if given.tune_mlx else mlx_environment.untune)()
     group, caches, events, prices = given.group, caches_of(given), Events(), Prices(core_hold_s=CORES.hold_s)
 
     async with AsyncExitStack() as stack:

@@ -28,24 +28,17 @@ VALUES = {
     "MLX_CUDA_USE_CUDNN_SDPA": "0",
 }
 
-_set_here: dict[str, str] = {}
+_set_here: list[str] = []
 
 
 def tune() -> None:
-    """Set the variables that are not set, unless `OUTRIDER_TUNE_MLX` is 0, and remember them for `untune`."""
+    """Set the variables that are not set, unless `OUTRIDER_TUNE_MLX` is 0."""
     if os.environ.get(VARIABLE) == "0":
         return
     for name, value in VALUES.items():
         if name not in os.environ:
-            os.environ[name] = _set_here[name] = value
-
-
-def untune() -> None:
-    """Remove what `tune` has set. This has no effect on a variable that MLX has read already."""
-    for name, value in _set_here.items():
-        if os.environ.get(name) == value:
-            del os.environ[name]
-    _set_here.clear()
+            os.environ[name] = value
+            _set_here.append(name)
 
 
 def set_here() -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
 from protocol.errors import RankError, SettingsError
 from protocol.rank_messages import CloseTarget, ConnectRanks, Loaded, OpenTarget, Operations, Present
-from runtime.loading import mlx_environment
 from runtime.loading.model_sources import Source, check_source
 from runtime.ranks.sharded_target import BEGIN, check_sharded, read_shard
 from runtime.remote.drafting import draft_for
@@ -50,7 +49,6 @@ def follow(target: Source, group: RankGroup, draft: Source | None = None) -> Non
     source = check_source("target", target)
     if draft is None:  # this rank cannot be the one that drafts
         check_sharded(source)
-    mlx_environment.tune()
     read, drafting = read_shard(source, group), drafting_at(source, draft, group)
     with wired_memory():
         group.run("outrider-target", partial(_follow, read, drafting, group))

@@ -139,8 +139,8 @@ def test_limits_of_the_server_reach_open(opened: dict[str, Any]) -> None:
 
 def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
     # --max-streams and --max-batch belong to `serve`, --trace to `generate`; defaults of settings are for programs;
-    # commands read OUTRIDER_TUNE_MLX instead of tune_mlx, and join the group of `mlx.launch`.
-    elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults", "tune_mlx"}
+    # commands join the group of `mlx.launch`.
+    elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults"}
     assert set(OPTIONS) | elsewhere == set(options_of(OpenOptions))
 
 

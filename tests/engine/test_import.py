@@ -11,11 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from models import llama
 from sweeps import sweep
 
 import runtime
-from runtime.loading import mlx_environment
 from runtime.loading.file_limit import run_guarded
 from runtime.loading.mlx_environment import VALUES, VARIABLE
 
@@ -42,32 +40,6 @@ def test_importing_sets_variables_that_a_user_has_not_set_without_importing_mlx(
 ) -> None:
     found = variables_after("import runtime, sys; assert 'mlx.core' not in sys.modules", **environment)
     assert found == expected
-
-
-@pytest.fixture
-def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in which none of them is set."""
-    monkeypatch.setattr(mlx_environment, "_set_here", {})
-    for name in (*VALUES, VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("untuned")
-async def test_opening_without_tuning_removes_what_was_set_here_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MLX_MAX_MB_PER_BUFFER", "77")
-    mlx_environment.tune()
-    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "55")  # the user's own, since then
-    async with runtime.open((llama(), None), tune_mlx=False):
-        found = {name: os.environ.get(name) for name in VALUES}
-    assert found == dict.fromkeys(VALUES) | {"MLX_MAX_MB_PER_BUFFER": "77", "MLX_MAX_OPS_PER_BUFFER": "55"}
-
-
-async def test_whether_to_tune_is_a_yes_or_a_no() -> None:
-    with pytest.raises(runtime.SettingsError, match="tune_mlx must be True or False, got 'no'"):
-        async with runtime.open((llama(), None), tune_mlx="no"):  # type: ignore[arg-type]
-            raise AssertionError("should not be reached")
 
 
 NO_LIMIT = resource.RLIM_INFINITY

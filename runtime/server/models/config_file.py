@@ -40,7 +40,6 @@ _OF_FILE = ("idle_seconds", "models")
 _OF_SERVER = ("target", "draft", "idle_seconds", "settings")
 # Options of `open` that a model cannot have here, and what to use instead.
 _NOT_HERE = {"trace": "the server keeps timelines itself", "defaults": "use the table `settings`"}
-_NOT_HERE["tune_mlx"] = "set OUTRIDER_TUNE_MLX=0 for the whole server"
 _OPTIONS = tuple(name for name in OPTIONS if name not in _NOT_HERE)
 
 _MAX_NAME_LENGTH = 200
