@@ -15,7 +15,7 @@ import trio
 from actors.model import CachedSequence, Model
 from actors.prefix_cache import CacheHit, PrefixCache, PrefixStore
 from actors.prompt_cache import open_continued
-from actors.prompt_sharing import PromptReading, ReadPrompt, SharedPrompt, shared_prompt
+from actors.prompt_sharing import PromptReading, ReadPrompt, SharedPrompt
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
@@ -73,6 +73,7 @@ class ActorSession:
     Attributes:
         shared: what the runtime and both actors share about the session.
         sequence: the text in the model's cache, while the actor works on the session.
+        beside_another: see `Model.open_sequence`.
         is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
         reading, awaits: its reading of its prompt, for which others may wait; another session's, for which it waits.
@@ -86,6 +87,7 @@ class ActorSession:
         self.state = SessionState(shared.opened)
         self.cached_tokens = CachedTokens()
         self.sequence: CachedSequence | None = None
+        self.beside_another = True
         self.is_over = trio.Event()
         self.is_broken = False
         self.reading: PromptReading | None = None
@@ -335,7 +337,7 @@ class ModelActor(Actor[S]):
         if not opened.settings.reuse_prefix or session.read_prompt is not None:
             return True
         if session.reading is None and opened.num_read > 0:
-            prompt = shared_prompt(opened)
+            prompt = SharedPrompt.of(opened, beside_another=session.beside_another)
             if session.awaits is None and (under_way := self._prompt_readings.get(prompt)) is not None:
                 session.awaits = under_way
                 under_way.wait_for(session, partial(self._prompt_was_read, session))
@@ -359,7 +361,7 @@ class ModelActor(Actor[S]):
         """Wait for what is stored of a session's prompt, in a task of its own: files are read meanwhile."""
         opened = session.shared.opened
         try:
-            await store.bring_back(opened.prompt[: opened.num_read + 1])
+            await store.bring_back(opened.prompt[: opened.num_read + 1], beside_another=session.beside_another)
         except Exception as error:  # of any kind: it must not reach the other sessions
             self._fail(session, error)
         session.is_brought_back = True
@@ -368,7 +370,7 @@ class ModelActor(Actor[S]):
     async def _open_sequence(self, session: S) -> CachedSequence:
         """Give a session a copy of a sequence that has read the prompt, one of the prefix cache, or a new one."""
         opened, read = session.shared.opened, session.read_prompt
-        call = partial(self._opened_sequence, opened, read)
+        call = partial(self._opened_sequence, opened, read, beside_another=session.beside_another)
         hit = await self.worker.run(Job("open", call, session.id))
         if read is not None:
             session.prompt_features, session.read_prompt = read.features, None
@@ -378,19 +380,19 @@ class ModelActor(Actor[S]):
             session.end_reading()
         return hit.sequence
 
-    def _opened_sequence(self, opened: Open, read: ReadPrompt | None) -> CacheHit:
+    def _opened_sequence(self, opened: Open, read: ReadPrompt | None, *, beside_another: bool) -> CacheHit:
         """On the worker's thread."""
         if read is not None:
             return CacheHit(read.fork(), opened.num_read)
         if opened.settings.reuse_prefix:
             # The last of these tokens is fed in any case, for its logits.
             prompt = opened.prompt[: opened.num_read + 1]
-            return self.prefix_cache.take_longest_match(prompt)
+            return self.prefix_cache.take_longest_match(prompt, beside_another=beside_another)
         if opened.settings.prompt_cache_file is not None and self.name == "target":
             # The drafter reads only what comes after the file's tokens: it costs speed, not text.
             path = opened.settings.prompt_cache_file
-            return CacheHit(open_continued(self.model, path), 0)
-        return CacheHit(self.model.open_sequence(), 0)
+            return CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
+        return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
 
     async def _put_away(self, session: S) -> None:
         """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""
@@ -407,6 +409,7 @@ class ModelActor(Actor[S]):
                 sequence,
                 session.cached_tokens.tokens,
                 tuple(session.state.committed),
+                beside_another=session.beside_another,
                 num_prompt=opened.num_read + 1,
             )
         with trio.CancelScope(shield=True):

@@ -267,8 +267,8 @@ class Model(Protocol):
         """Empty the caches of all texts that share passes, because one of those passes has failed."""
         ...
 
-    def open_sequence(self) -> CachedSequence:
-        """Make an empty sequence."""
+    def open_sequence(self, *, beside_another: bool) -> CachedSequence:
+        """Make an empty sequence, whose passes leave processor time for another model of this process."""
         ...
 
 

@@ -51,6 +51,7 @@ class _Entry:
     sequence: ReusableSequence
     tokens: tuple[int, ...]
     num_prompt: int
+    beside_another: bool
     num_bytes: int
     packed: bytes
 
@@ -71,7 +72,7 @@ class PrefixStore(Protocol):
     def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
         """Take a copy of a sequence that is about to be closed, on the model's thread. Must not raise."""
 
-    async def bring_back(self, prompt: tuple[int, ...]) -> None:
+    async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
         """Put the sequence that has most of a prompt into the prefix cache, if no better one is there; see
         `PrefixCache.take_longest_match`. Cancellation: waits for the running job.
         """
@@ -105,9 +106,11 @@ class PrefixCache:
         """Memory of all sequences in the cache."""
         return sum(entry.num_bytes for entry in self._entries)
 
-    def take_longest_match(self, prompt: tuple[int, ...]) -> CacheHit:
+    def take_longest_match(self, prompt: tuple[int, ...], *, beside_another: bool) -> CacheHit:
         """Take the sequence with most reusable tokens of a prompt, the newest of several, out of the cache; or open a
-        new one. The prompt's last token is never reused, since its logits are wanted.
+        new one. The prompt's last token is never reused, since its logits are wanted. Only sequences that were opened
+        with the same `beside_another` match: a trained drafter needs the features of what is read, and texts without
+        a drafter record none.
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
@@ -115,13 +118,14 @@ class PrefixCache:
         packed = pack(prompt[:num_read])
         best, num_cached = None, 0
         for entry in self._entries:
-            num_common = common_length(entry.packed, packed)
-            num_reusable = entry.sequence.reusable_length(num_common, num_read)
-            serves = may_serve(entry.num_prompt, len(entry.tokens), num_common, num_reusable)
-            if num_reusable > 0 and num_reusable >= num_cached and serves:
-                best, num_cached = entry, num_reusable
+            if entry.beside_another == beside_another:
+                num_common = common_length(entry.packed, packed)
+                num_reusable = entry.sequence.reusable_length(num_common, num_read)
+                serves = may_serve(entry.num_prompt, len(entry.tokens), num_common, num_reusable)
+                if num_reusable > 0 and num_reusable >= num_cached and serves:
+                    best, num_cached = entry, num_reusable
         if best is None:
-            return CacheHit(self._model.open_sequence(), 0)
+            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0)
         self._entries.remove(best)
         try:
             best.sequence.reuse(num_cached)
@@ -146,6 +150,7 @@ class PrefixCache:
         cached_tokens: tuple[int, ...],
         committed: Sequence[int],
         *,
+        beside_another: bool,
         num_prompt: int | None = None,
     ) -> None:
         """Put a sequence that is not in use any more into the cache, or close it if it is of no use.
@@ -153,6 +158,7 @@ class PrefixCache:
         Args:
             cached_tokens: the tokens that the sequence holds.
             committed: the session's text. Cached tokens beyond it are dropped, if the sequence can drop them.
+            beside_another: as the sequence was opened.
             num_prompt: how many tokens of the text were the session's prompt; None for all.
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
@@ -175,6 +181,7 @@ class PrefixCache:
             reusable,
             cached_tokens,
             len(cached_tokens) if num_prompt is None else num_prompt,
+            beside_another,
             reusable.num_bytes,
             pack(cached_tokens),
         )
@@ -201,7 +208,11 @@ class PrefixCache:
         """Close sequences that are a prefix of a newer one, if the newer one can rewind to that prefix."""
         for entry in list(self._entries):
             num_common = common_length(entry.packed, newer.packed)
-            if num_common == len(entry.tokens) and newer.sequence.reusable_length(num_common, num_common) == num_common:
+            if (
+                entry.beside_another == newer.beside_another
+                and num_common == len(entry.tokens)
+                and newer.sequence.reusable_length(num_common, num_common) == num_common
+            ):
                 self._entries.remove(entry)
                 entry.sequence.close()
 

@@ -18,7 +18,7 @@ def probe(model: Model) -> None:
         than their logits. NaN and infinite logits pass.
     """
     try:
-        sequence = model.open_sequence()
+        sequence = model.open_sequence(beside_another=False)
         try:
             logits = sequence.feed(PROBED, len(PROBED))
             check_logits("the model", logits, (len(PROBED), model.vocab_size))

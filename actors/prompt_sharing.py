@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import attrs
 
 from actors.model import Fork
 from protocol.messages import Features, Open
 
-# What two sessions must have in common for one to go on from what the other has read.
-SharedPrompt = Hashable
 
-
-def shared_prompt(opened: Open) -> SharedPrompt:
-    """The prompt of a session, as one that others may share. Some caches depend on how a text is divided into passes,
-    and a session that scores or is not drafted records no features for others.
+@attrs.frozen
+class SharedPrompt:
+    """What two sessions must have in common for one to go on from what the other has read. A session that scores
+    records no features for others.
     """
-    records_features = opened.drafted and opened.num_scored == 0
-    return opened.prompt[: opened.num_read], opened.settings.prefill_step_size, records_features
+
+    tokens: tuple[int, ...]
+    pass_tokens: int | str  # some caches depend on how a text is divided into passes
+    beside_another: bool
+    is_scored: bool
+
+    @classmethod
+    def of(cls, opened: Open, *, beside_another: bool) -> SharedPrompt:
+        """The prompt of a session."""
+        tokens = opened.prompt[: opened.num_read]
+        return cls(tokens, opened.settings.prefill_step_size, beside_another, opened.num_scored > 0)
 
 
 @attrs.frozen(eq=False)

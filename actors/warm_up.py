@@ -168,7 +168,7 @@ async def _time_plain_decoding(model: Model, sequence: CachedSequence, worker: W
 @asynccontextmanager
 async def _open_sequence(model: Model, worker: Worker) -> AsyncIterator[CachedSequence]:
     """A sequence that holds `NUM_TEXT_TOKENS` tokens; closed on leaving."""
-    sequence = await worker.run(Job("warm-up", partial(model.open_sequence)))
+    sequence = await worker.run(Job("warm-up", partial(model.open_sequence, beside_another=True)))
     try:
         if isinstance(sequence, FeatureInput):
             await worker.run(Job("warm-up", partial(sequence.give_nothing, MAX_TOKENS)))

@@ -244,9 +244,9 @@ class ShardedModel(MLXModel):
     def num_ranks(self) -> int:
         return 1 + len(self._announcer.followers)
 
-    def open_sequence(self, *, number: int | None = None) -> ShardedSequence:
+    def open_sequence(self, *, beside_another: bool, number: int | None = None) -> ShardedSequence:
         """As `MLXModel`'s; `number` is that at rank 0, if this is another rank."""
-        sequence = super().open_sequence_of(ShardedSequence)
+        sequence = super().open_sequence_of(ShardedSequence, beside_another=beside_another)
         sequence.enter(self._announcer, self._announcer.next_number() if number is None else number)
         return sequence
 
@@ -255,7 +255,7 @@ class ShardedModel(MLXModel):
         """What each of this rank's sequences was fed."""
         return self._announcer.ledger
 
-    def open_sequence_of(self, kind: type[S]) -> S:
+    def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
         """Raises: SessionFileError: always, since the other ranks have sequences of one class."""
         raise SessionFileError("the target is sharded over several ranks, which cannot continue a prompt cache file")
 
@@ -324,7 +324,7 @@ class ShardedModel(MLXModel):
     def time_exchange(self, width: int, repeats: int) -> Exchange:
         """What a pass over `width` tokens exchanges with the other ranks, timed `repeats` times."""
         with self._announcer.announced("time_exchange", None, width, repeats):
-            return time_exchange(super().open_sequence_of(MLXSequence), width, repeats)
+            return time_exchange(super().open_sequence_of(MLXSequence, beside_another=False), width, repeats)
 
 
 def _number(sequence: Any) -> int:
@@ -397,7 +397,7 @@ class FollowingModel:
 
     def _run_sequence(self, name: str, number: int, arguments: tuple[Any, ...]) -> None:
         if name == "open":
-            self._sequences[number] = sequence = self._model.open_sequence(number=number)
+            self._sequences[number] = sequence = self._model.open_sequence(beside_another=False, number=number)
             sequence.features.want(False)
             return
         sequence = self._sequences[number]

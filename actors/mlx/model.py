@@ -122,13 +122,14 @@ class MLXModel(SharedPasses):
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
         """Wrap a model whose weights are evaluated, and feed it two tokens to check it. Messages call it `named`.
-        `layer_evaluation` holds while `evaluating_layers` is in force; None for what suits the default device.
+        `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
         Raises:
             ModelError: the model would crash the process, does not return logits, or does not fill the cache that it
                 is given; or the options demand something that its caches cannot do.
             Whatever the model raises.
         """
+        self._layer_evaluation = layer_evaluation
         for module in model.modules():
             if type(module).__module__ == "mlx_lm.models.phi3small" and hasattr(module, "args"):
                 _check_phi3small(named, module.args.vocab_size)
@@ -143,14 +144,12 @@ class MLXModel(SharedPasses):
                 f"{named} leaves {max(wrong_lengths)} tokens in its cache after {len(PROBED)}; a language model must "
                 "pass the `cache` that it is called with to its layers"
             )
-        by_device = LayerEvaluation.WAITING if mx.default_device().type == mx.DeviceType.cpu else LayerEvaluation.WHOLE
-        evaluation, options = layer_evaluation or by_device, attrs.evolve(options, one_by_one=one_by_one)
-        super().__init__(model, options, evaluation, vocab_size=vocab_size)
+        super().__init__(model, attrs.evolve(options, one_by_one=one_by_one), vocab_size=vocab_size)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
-        """While in force, the model leaves processor time for another model of this process."""
+        """While in force, the model's layers evaluate their results for sequences that ask for it."""
         return evaluating_layers(self._model)
 
     @property
@@ -175,16 +174,19 @@ class MLXModel(SharedPasses):
             by_name |= {"kv_group_size": options.kv_group_size, "quantized_kv_start": options.quantized_kv_start}
         return by_name
 
-    def open_sequence(self) -> MLXSequence:
-        return self.open_sequence_of(MLXSequence)
+    def open_sequence(self, *, beside_another: bool) -> MLXSequence:
+        return self.open_sequence_of(MLXSequence, beside_another=beside_another)
 
-    def open_sequence_of(self, kind: type[S]) -> S:
+    def open_sequence_of(self, kind: type[S], *, beside_another: bool) -> S:
         """As `open_sequence`, with a class of the caller's choice."""
+        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
+        layer_evaluation = (self._layer_evaluation or by_device) if beside_another else LayerEvaluation.WHOLE
         return kind(
             self._model,
             self._options,
             vocab_size=self._vocab_size,
-            layer_evaluation=self.layer_evaluation,
+            layer_evaluation=layer_evaluation,
             recorder_slot=self.recorder_slot,
         )
 

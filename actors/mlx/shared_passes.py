@@ -43,19 +43,15 @@ class SharedPasses:
     """The part of an `MLXModel` that concerns several texts: the model's batch, and which texts are rows of it.
 
     Attributes:
-        layer_evaluation: of passes, while `evaluating_layers` is in force for the model.
         recorder_slot: holds the recorder of the features that a trained drafter reads, while there is one.
     """
 
-    def __init__(
-        self, model: Module, options: CacheOptions, layer_evaluation: LayerEvaluation, *, vocab_size: int
-    ) -> None:
+    def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
         self._model = model
         self._options = options
-        self.layer_evaluation = layer_evaluation
         self._vocab_size = vocab_size
         self.recorder_slot = RecorderSlot()
-        self._batch = self._new_batch()
+        self._batch = self._new_batch(LayerEvaluation.WHOLE)
         self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
         self._has_fed_rows = False
         self._obstacle = self._find_known_obstacle()
@@ -85,7 +81,7 @@ class SharedPasses:
             for text, read in zip(sequences, tokens, strict=True):
                 text.feed(read, 0)
             return
-        batch = self._new_batch()
+        batch = self._new_batch(sequences[0].layer_evaluation)
         for text in sequences:
             text.join(batch)
         batch.read(dict(zip(sequences, tokens, strict=True)), _recorder_for(sequences))
@@ -120,7 +116,7 @@ class SharedPasses:
             if text.batch is self._batch:
                 text.forget()
         self._rows = {}
-        self._batch = self._new_batch()
+        self._batch = self._new_batch(LayerEvaluation.WHOLE)
 
     def _joined(self, texts: Sequence[Any]) -> list[MLXSequence]:
         """Have those texts that can share the next pass join the batch. Returns: these texts, in order."""
@@ -144,7 +140,7 @@ class SharedPasses:
                 text.leave_batch()
                 del self._rows[text]
         if not self._rows:
-            self._batch = self._new_batch()
+            self._batch = self._new_batch(rows[0].layer_evaluation)
         self._take_in([text for text in rows if text not in self._rows])
         self._rows |= dict.fromkeys(rows, 0)
         return rows
@@ -168,10 +164,10 @@ class SharedPasses:
     def _may_share(self, text: Any) -> bool:
         return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self._find_obstacle() is None))
 
-    def _new_batch(self) -> RowBatch:
+    def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
         caches = self._options.make_cache(self._model)
         caches = caches if all(kind.can_be_row for kind, _ in kinds_of(caches)) else []
-        return RowBatch(self._model, caches, self.layer_evaluation, vocab_size=self._vocab_size)
+        return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size)
 
     # --- what cannot share ------------------------------------------------------------------------
 
@@ -220,7 +216,7 @@ class SharedPasses:
         return logits
 
     def _probed_together(self) -> list[mx.array]:
-        batch = self._new_batch()
+        batch = self._new_batch(LayerEvaluation.WHOLE)
         lengths = [length for length, _ in _PROBES]
         caches = {length: self._options.make_cache(self._model) for length in lengths}
         for length in lengths:

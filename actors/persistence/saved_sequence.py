@@ -50,6 +50,7 @@ class FilledSequence:
 
     sequence: StatefulSequence
     tokens: tuple[int, ...]
+    beside_another: bool
 
 
 @attrs.frozen
@@ -139,14 +140,14 @@ async def identify(actor: ModelActor[Any]) -> Fingerprint:
     return await _run(actor, Job("load", partial(_fingerprint, _savable(actor))))
 
 
-async def fill(actor: ModelActor[Any], recorded: SequenceRecord) -> FilledSequence:
+async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
     """A new sequence of an actor's model with a state from a file. No session can use it before `keep`.
 
     Cancellation: waits for the running job.
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     try:
-        return await _run(actor, Job("load", partial(_fill, _savable(actor), recorded)))
+        return await _run(actor, Job("load", partial(_fill, _savable(actor), recorded, beside_another)))
     except (MisfitError, RewindError, JobError) as error:
         why = error.__cause__ if isinstance(error, JobError) else error
         raise SessionFileError(f"the file's cached tokens do not fit this {actor.name} model: {why}") from why
@@ -160,7 +161,9 @@ async def discard(actor: ModelActor[Any], filled: FilledSequence) -> None:
 async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     """Put a sequence into the prefix cache, for the session that will continue its text."""
     prefix_cache = await actor.settled_prefix_cache()
-    call = partial(prefix_cache.put, filled.sequence, filled.tokens, filled.tokens)
+    call = partial(
+        prefix_cache.put, filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another
+    )
     await _run(actor, Job("load", call))
 
 
@@ -224,7 +227,7 @@ def _cut(
     Args:
         text: the text that all given features are of, see `ReusableSequence.settle`; None if that is not known.
     """
-    with closing(model.open_sequence()) as sequence:
+    with closing(model.open_sequence(beside_another=False)) as sequence:
         sequence.put_state(state)
         tokens = state.tokens[:length]
         tokens = sequence.settle(tokens, tokens if text is None else text)
@@ -234,15 +237,15 @@ def _cut(
         return sequence.take_state(tokens[:num_reusable])
 
 
-def _fill(model: SavableModel, recorded: SequenceRecord) -> FilledSequence:
+def _fill(model: SavableModel, recorded: SequenceRecord, beside_another: bool) -> FilledSequence:
     state = recall(recorded)
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=beside_another)
     try:
         sequence.put_state(state)
     except (MisfitError, RewindError):
         sequence.close()
         raise
-    return FilledSequence(sequence, state.tokens)
+    return FilledSequence(sequence, state.tokens, beside_another)
 
 
 async def _run(actor: ModelActor[Any], job: Job[T]) -> T:

@@ -98,7 +98,10 @@ class TargetActor(ModelActor[TargetSession]):
         session.receive(message)
 
     def _new_session(self, shared: Session) -> TargetSession:
-        return TargetSession(shared)
+        session = TargetSession(shared)
+        # A text to score is opened as drafted ones are, so that each can reuse the other's cached prefix.
+        session.beside_another = self.drafter.has_model and (shared.opened.drafted or shared.opened.num_scored > 0)
+        return session
 
     def _look_at(self, session: TargetSession) -> None:
         super()._look_at(session)

@@ -50,7 +50,7 @@ class TrainedDrafter(FeedsEach):
         """The same drafter, loaded once more and quantised; see `attach`."""
         return self._load(quantize=settings)
 
-    def open_sequence(self) -> TrainedSequence:
+    def open_sequence(self, *, beside_another: bool) -> TrainedSequence:
         return self._open_sequence()
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str:

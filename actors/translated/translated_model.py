@@ -81,6 +81,6 @@ class TranslatedModel:
     def abandon_shared(self) -> None:
         self._model.abandon_shared()
 
-    def open_sequence(self) -> TranslatedSequence:
-        own = self._model.open_sequence()
+    def open_sequence(self, *, beside_another: bool) -> TranslatedSequence:
+        own = self._model.open_sequence(beside_another=beside_another)
         return TranslatedSequence(own, self.vocabulary_map, self._tables, self._model.context_length)

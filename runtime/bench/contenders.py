@@ -171,11 +171,11 @@ class ContenderRunner:
     ) -> None:
         """Open the runtimes that contenders need, so that none learns from another's streams; `stack` closes them."""
         models = self._models
-        for contender in contenders:
-            if contender.engine == "outrider" and contender.runtime not in self._runtimes:
-                events = Events()
-                events.listen(self._record, only_spans=True)
-                with models.evaluating_layers(contender.draft):
+        with models.evaluating_layers():
+            for contender in contenders:
+                if contender.engine == "outrider" and contender.runtime not in self._runtimes:
+                    events = Events()
+                    events.listen(self._record, only_spans=True)
                     runtime = await models.open_runtime(
                         stack,
                         contender.draft,
@@ -183,8 +183,8 @@ class ContenderRunner:
                         max_batch=contender.max_batch,
                         prefix_cache_bytes=prefix_cache_bytes,
                     )
-                self._runtimes[contender.runtime] = (runtime, events)
-        await self._wait_until_idle()
+                    self._runtimes[contender.runtime] = (runtime, events)
+            await self._wait_until_idle()
 
     async def run(
         self, contender: Contender, prompts: Prompts, max_tokens: int, temperature: float = 0.0, *, with_prompts: bool
@@ -207,7 +207,7 @@ class ContenderRunner:
             run = await self._run_mlx_lm(contender, prompts, max_tokens, temperature, with_prompts)
         else:
             self._models.record_for(self._models.drafter(contender.draft))
-            with self._models.evaluating_layers(contender.draft):
+            with self._models.evaluating_layers():
                 run = await self._run_outrider(contender, prompts, max_tokens, temperature, with_prompts)
         return attrs.evolve(run, peak_bytes=max(0, mx.get_peak_memory() - held))
 

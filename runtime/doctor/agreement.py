@@ -64,12 +64,12 @@ def agreement(
 
 
 def _named_of(drafter: TrainedDrafter, target: MLXModel, text: tuple[int, ...]) -> int:
-    read = target.open_sequence()
+    read = target.open_sequence(beside_another=False)
     read.feed(text, 0)
     features = read.features.take(len(text) - 2)
     read.close()
     assert features is not None
-    sequence = drafter.open_sequence()
+    sequence = drafter.open_sequence(beside_another=False)
     sequence.give(features.start, features.values)
     sequence.rewind(0)  # has it look at the features
     logits = sequence.feed(text[:-1], NUM_TOKENS)
@@ -81,7 +81,7 @@ def _named_of(drafter: TrainedDrafter, target: MLXModel, text: tuple[int, ...]) 
 
 def _greedy_text(target: MLXModel, beginning: Sequence[int]) -> tuple[int, ...]:
     text, unread = [*beginning], tuple(beginning)
-    sequence = target.open_sequence()
+    sequence = target.open_sequence(beside_another=False)
     for _ in range(NUM_TOKENS):
         logits = sequence.feed(unread, 1)
         assert logits is not None

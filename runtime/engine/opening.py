@@ -160,6 +160,7 @@ async def open(
             _warn_if_too_large(loaded.model)
         if isinstance(listener, TimelineFile):
             listener.tokenizer = loaded.tokenizer
+        stack.enter_context(loaded.model.evaluating_layers())
         copied = partial(copy_of, loaded.tokenizer, given.chat_template_args or {})
         tokenizer = await worker.run(Job("load", copied))
         max_batch = 1 if given.max_streams == 1 else await bounded_batch(*at_target, given.max_batch)
@@ -285,7 +286,6 @@ class _DraftLoader:
         """
         if draft == AUTO_DRAFT:
             return await load_auto_onto(stack, self.target, partial(self.load, group=group))
-        stack.enter_context(self.target.model.evaluating_layers())
         stack.callback(self.target.model.record_features, None)
         if group is not None and group.drafter is not None:
             elsewhere = await load_elsewhere(group.drafter, self._asked(None, None), RankError)

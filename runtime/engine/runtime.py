@@ -312,7 +312,7 @@ class Runtime:
             past = session.messages[len(begins) :]
             system = begins[0] if begins else None
             conversation = self._conversation(system, session.thinking, keywords, Functions(tools), past)
-            await models.fill(path, session)
+            await models.fill(path, session, self._validation.is_drafted(settings_from(keywords)))
         return conversation
 
     async def load_stream(
@@ -345,7 +345,7 @@ class Runtime:
             seed = saved.seed if (own := overrides.get("seed")) is None else own
             opened = self._validation.resumed(session, saved, checked, seed)
             if not saved.is_over:
-                await models.fill(path, session)
+                await models.fill(path, session, opened.drafted)
             # After a cancellation, nobody would take the stream.
             await trio.lowlevel.checkpoint_if_cancelled()
             return self._sessions.begin(opened, tools, saved=saved)

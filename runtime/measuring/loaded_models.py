@@ -125,14 +125,11 @@ class LoadedModels:
         self.target.record_features(model.feature_layers if isinstance(model, TrainedDrafter) else None)
 
     @contextmanager
-    def evaluating_layers(self, draft: str = "") -> Iterator[None]:
-        """Evaluate layer by layer inside the block, as a runtime with this drafter does if it is a model; mlx-lm runs
-        the models as they are.
-        """
+    def evaluating_layers(self) -> Iterator[None]:
+        """Evaluate layer by layer inside the block, as this runtime does; mlx-lm runs the models as they are."""
         with ExitStack() as stack:
-            if (drafter := self.drafter(draft)) is not None:
-                for model in (self.target, drafter[0]):
-                    stack.enter_context(model.evaluating_layers())
+            for model in self.models.values():
+                stack.enter_context(model.evaluating_layers())
             yield
 
     async def open_runtime(

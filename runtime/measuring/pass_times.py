@@ -102,7 +102,7 @@ def time_shared_passes(
 
 
 def _filled_sequence(model: MLXModel | TrainedDrafter, num_tokens: int) -> CachedSequence:
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     if isinstance(sequence, FeatureInput):
         sequence.give_nothing(num_tokens + MAX_WIDTH)
     sequence.feed(tuple(token % model.vocab_size for token in range(num_tokens)), 0)

@@ -313,7 +313,7 @@ class DiskPrefixCache:
                     del self._stored[other.key]
                     await trio.to_thread.run_sync(files.delete, other)
 
-    async def bring_back(self, prompt: tuple[int, ...]) -> None:
+    async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
         files, read = self._files, prompt[:-1]
         best, num_reusable = self._best(read)
         if files is None or best is None:
@@ -325,11 +325,12 @@ class DiskPrefixCache:
                 return
             recorded = await trio.to_thread.run_sync(files.read, best)
             with trio.CancelScope(shield=True):  # until the sequence is kept, nobody else would close it
-                filled = await saved_sequence.fill(self._actor, recorded)
+                filled = await saved_sequence.fill(self._actor, recorded, beside_another=beside_another)
                 if filled.tokens != best.tokens:
                     await saved_sequence.discard(self._actor, filled)
                     raise SessionFileError("its tokens are not those of its index")
-                call = partial(cache.put, filled.sequence, filled.tokens, filled.tokens, num_prompt=best.num_prompt)
+                put = partial(cache.put, filled.sequence, filled.tokens, filled.tokens)
+                call = partial(put, beside_another=beside_another, num_prompt=best.num_prompt)
                 await self._actor.worker.run(Job("load", call))
         except (SessionFileError, JobError, RankError) as error:
             # Another process may have deleted it, for its own bound.

@@ -502,21 +502,23 @@ class SessionSaver:
         check_model(path, "draft", session.draft.fingerprint, present, remedy)
         return session
 
-    async def fill(self, path: SessionFile, session: SavedSession) -> None:
+    async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
         """Put a session's cached sequences into the models' prefix caches, once all of them are found to fit. A
         cancellation takes effect after that.
 
         Raises: SessionFileError: a cached sequence does not fit its model.
         """
-        saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None]] = [(self.target, session.target)]
+        saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
+            (self.target, session.target, drafted and self.target.drafter.has_model)
+        ]
         if self.draft is not None:
-            saved_states.append((self.draft, session.draft))
+            saved_states.append((self.draft, session.draft, True))
         filled: list[tuple[TargetActor | DraftActor, FilledSequence]] = []
         with trio.CancelScope(shield=True):  # until the sequences are kept, nobody else would close them
             try:
-                for actor, saved in saved_states:
+                for actor, saved, beside_another in saved_states:
                     if saved is not None and saved.sequence is not None:
-                        sequence = await saved_sequence.fill(actor, saved.sequence)
+                        sequence = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
                         filled.append((actor, sequence))
             except SessionFileError as error:
                 for actor, sequence in filled:

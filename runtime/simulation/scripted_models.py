@@ -89,7 +89,7 @@ class ScriptedTarget(FeedsEach):
         self._seed = scenario.seed
         self._records = scenario.stale_acceptance is not None
 
-    def open_sequence(self) -> _Sequence:
+    def open_sequence(self, *, beside_another: bool) -> _Sequence:
         return (_RecordingSequence if self._records else _Sequence)(self._row, self._seed)
 
     def _row(self, history: int, _length: int, _staleness: int) -> list[float]:
@@ -111,7 +111,7 @@ class ScriptedDraft(FeedsEach):
         self._probs = [_beta_draws(mean, scenario.spread) for mean in means]
         self._is_trained = scenario.stale_acceptance is not None
 
-    def open_sequence(self) -> _Sequence:
+    def open_sequence(self, *, beside_another: bool) -> _Sequence:
         return (_TrainedSequence if self._is_trained else _Sequence)(self._row, self._scenario.seed)
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:

@@ -50,7 +50,7 @@ async def test_a_cache_of_a_new_kind_is_rewound_in_each_mode(rewind: Any) -> Non
 
 
 def test_a_cache_of_a_new_kind_is_copied() -> None:
-    sequence = MLXModel(Joining(llama()), CacheOptions()).open_sequence()
+    sequence = MLXModel(Joining(llama()), CacheOptions()).open_sequence(beside_another=False)
     sequence.feed(tuple(TEXT[:9]), 0)
     assert sequence.fork_point is not None
     fork = sequence.fork_point()
@@ -62,7 +62,7 @@ def test_a_cache_of_a_new_kind_is_a_row_beside_others() -> None:
     model = MLXModel(Joining(llama()), CacheOptions())
     assert model.sharing_obstacle() is None
     texts = [TEXT[:9], TEXT[20:25]]
-    sequences = [model.open_sequence() for _ in texts]
+    sequences = [model.open_sequence(beside_another=False) for _ in texts]
     for sequence, text in zip(sequences, texts, strict=True):
         sequence.feed(tuple(text), 0)
         assert sequence.prepare(2, len(text)) is RewindMode.TRIM

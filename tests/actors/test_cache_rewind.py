@@ -443,7 +443,7 @@ def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:
     assert not kind.can_keep_state
     assert not kind.can_be_row
     model = MLXModel(Unknown(ShyKVCache), CacheOptions(rewind="none"))
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     sequence.feed(tuple(TEXT[:5]), 1)
     assert sequence.prepare(1, 5) is RewindMode.SINGLE
 

@@ -464,7 +464,7 @@ def test_only_known_classes_are_made_whatever_a_file_names() -> None:
 
 def test_the_model_itself_is_not_touched_by_a_state() -> None:
     model = MLXModel(llama(), CacheOptions())
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     with pytest.raises(MisfitError, match="0 layers where the model has 2"):
         sequence.put_state(SequenceState((1, 2), ()))
     sequence.feed((1, 2), 1)

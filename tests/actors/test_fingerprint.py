@@ -51,7 +51,7 @@ def test_a_model_at_work_has_the_fingerprint_that_it_has_at_rest() -> None:
     at_rest = fingerprint(model)
     wrapped = MLXModel(model, CacheOptions())
     with wrapped.evaluating_layers():
-        sequence = wrapped.open_sequence()
+        sequence = wrapped.open_sequence(beside_another=True)
         sequence.feed((1, 2, 3), 1)
         assert fingerprint(model) == at_rest
 
@@ -127,7 +127,7 @@ def test_every_architecture_has_a_fingerprint_of_its_own() -> None:
         model = build(name)
         found[name] = fingerprint(model)
         # What a model stores while it works is not part of its fingerprint.
-        sequence = MLXModel(model, CacheOptions()).open_sequence()
+        sequence = MLXModel(model, CacheOptions()).open_sequence(beside_another=False)
         sequence.feed((1, 2, 3), 1)
         assert fingerprint(model) == fingerprint(build(name)) == found[name], name
     assert len(set(found.values())) == len(found)

@@ -94,9 +94,10 @@ def test_passes_stay_below_the_throttle_and_pipelined_ones_keep_busy(
 def test_the_device_decides_unless_somebody_else_does(
     device: mx.DeviceType, wanted: LayerEvaluation | None, expected: LayerEvaluation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
     model = MLXModel(llama(), CacheOptions(), layer_evaluation=wanted)
-    assert model.open_sequence().layer_evaluation is expected
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    assert model.open_sequence(beside_another=True).layer_evaluation is expected
+    assert model.open_sequence(beside_another=False).layer_evaluation is LayerEvaluation.WHOLE
 
 
 @sweep("evaluation", LayerEvaluation)
@@ -109,18 +110,6 @@ async def test_the_text_is_the_same_however_layers_are_evaluated(
     async with runtime.open((target, None), (llama(seed=1), None)) as rt:
         completion = await rt.generate(prompt, max_tokens=12, lookahead=3)
     assert [token.id for token in completion.tokens] == expected
-
-
-async def test_layers_are_evaluated_one_by_one_only_beside_a_draft_model() -> None:
-    target = llama(num_hidden_layers=2)
-    as_made = type(target.layers[0])
-    async with runtime.open((target, None), "ngram") as rt:
-        assert type(target.layers[0]) is as_made
-        await rt.detach_draft()
-        await rt.attach_draft((llama(seed=1), None))
-        assert type(target.layers[0]) is not as_made
-        await rt.detach_draft()
-        assert type(target.layers[0]) is as_made
 
 
 def test_a_pass_waits_for_its_layers_from_the_moment_when_another_model_computes(
@@ -148,7 +137,7 @@ def test_reading_a_prompt_leaves_out_the_last_layers_result(monkeypatch: pytest.
     submitted = []
     monkeypatch.setattr(mx, "async_eval", submitted.append)
     model = MLXModel(llama(num_hidden_layers=6), CacheOptions(), layer_evaluation=LayerEvaluation.PIPELINED)
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=True)
     with model.evaluating_layers():
         sequence.feed((1, 2, 3), 0)
     assert len(submitted) == 5

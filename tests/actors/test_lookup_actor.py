@@ -16,6 +16,7 @@ from scripted import (
     Price,
     Script,
     ScriptedModel,
+    ScriptedSequence,
     Simulation,
     collect,
     digest,
@@ -242,6 +243,21 @@ async def test_a_verdict_is_answered_at_its_instant_so_the_target_never_waits(
     assert verifies[0].began == PREFILL
     assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
     assert took == PREFILL + len(verifies) * VERIFY
+
+
+@pytest.mark.parametrize(("draft", "asked"), [("ngram", False), (ScriptedModel(truthful), True), (None, False)])
+async def test_a_target_leaves_room_for_a_model_only_where_there_is_one(
+    draft: Any, asked: bool, autojump_clock: Any
+) -> None:
+    class Neighbourly(ScriptedModel):
+        def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
+            opened.append(beside_another)
+            return super().open_sequence(beside_another=beside_another)
+
+    opened: list[bool] = []
+    async with simulated(Neighbourly(truthful), draft) as simulation:
+        await text_of(simulation, [1, 2, 3], max_tokens=2)
+    assert opened == [asked]
 
 
 async def test_statistics_count_what_stood_and_what_fell(autojump_clock: Any) -> None:

@@ -226,16 +226,16 @@ async def test_a_budget_that_is_none_is_refused(wrong: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_next"])
 def test_the_caches_that_are_kept_are_no_larger_than_their_budget(name: str) -> None:
     model = MLXModel(family(name), CacheOptions())
-    one_line = model.open_sequence()
+    one_line = model.open_sequence(beside_another=False)
     one_line.feed(tuple(some_prompt(40)), 0)
     budget = int(2.5 * one_line.num_bytes)
     assert one_line.num_bytes >= sum(layer.nbytes for layer in one_line.cache) > 0
     prefix_cache = PrefixCache(model, budget)
     for seed in range(6):
         prompt = (seed, *some_prompt(40, seed=seed))
-        hit = prefix_cache.take_longest_match(prompt)
+        hit = prefix_cache.take_longest_match(prompt, beside_another=False)
         hit.sequence.feed(prompt[:-1], 0)
-        prefix_cache.put(hit.sequence, prompt[:-1], prompt)
+        prefix_cache.put(hit.sequence, prompt[:-1], prompt, beside_another=False)
         assert 0 < prefix_cache.num_bytes <= budget
     assert len(prefix_cache) == 2
     prefix_cache.close()

@@ -111,13 +111,6 @@ async def test_all_of_a_prompt_but_its_last_token_may_be_cached(autojump_clock: 
         assert num_read(simulation, "target", 1) == 0
 
 
-async def test_texts_with_and_without_drafts_share_what_is_cached(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        for lookahead in (0, 2, 0):
-            await turn(simulation, PROMPT, 5, lookahead=lookahead)
-        assert [num_read(simulation, "target", session) for session in range(3)] == [len(PROMPT) - 1, 0, 0]
-
-
 async def test_one_token_is_a_prefix_and_a_one_token_prompt_has_none(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         await turn(simulation, PROMPT, 2)
@@ -157,6 +150,14 @@ async def test_nothing_is_kept_nor_taken_where_that_is_not_asked_for(autojump_cl
         assert (await simulation.runtime.generate(PROMPT, max_tokens=4)).statistics.cached_tokens == 0
         for model in (simulation.target, simulation.draft):
             assert [sequence.is_closed for sequence in model.sequences[:2]] == [True, False]
+
+
+async def test_a_sequence_that_was_opened_beside_a_drafter_is_not_reused_without_one(autojump_clock: Any) -> None:
+    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
+        await turn(simulation, PROMPT, 4, lookahead=3)
+        assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == 0
+        assert (await turn(simulation, PROMPT, 4, lookahead=0)).cached_tokens == len(PROMPT) - 1
+        assert (await turn(simulation, PROMPT, 4, lookahead=1)).cached_tokens == len(PROMPT) - 1
 
 
 @every_cache
@@ -297,13 +298,13 @@ class ScriptedCache:
 
     def take(self, *tokens: int) -> CacheHit:
         """Take a sequence for a text."""
-        return self.prefix_cache.take_longest_match((*tokens, 63))
+        return self.prefix_cache.take_longest_match((*tokens, 63), beside_another=False)
 
     def put(self, hit: CacheHit, *tokens: int) -> None:
         """Read the rest of a text, and return its sequence to the cache."""
         if tokens[hit.num_cached :]:
             hit.sequence.feed(tokens[hit.num_cached :], 0)
-        self.prefix_cache.put(hit.sequence, tokens, tokens)
+        self.prefix_cache.put(hit.sequence, tokens, tokens, beside_another=False)
 
     def read(self, *tokens: int) -> tuple[Any, int]:
         """Do both. Returns: the sequence, and the number of tokens that it had cached."""

@@ -110,7 +110,7 @@ async def test_a_trained_drafter_has_the_features_of_the_prompt_in_each_session(
 
 def read(model: MLXModel) -> MLXSequence:
     """A sequence that has read the prompt, as prefill reads it."""
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     for begin, end in ((0, NUM_READ - CHECKPOINT_DISTANCE), (NUM_READ - CHECKPOINT_DISTANCE, NUM_READ)):
         sequence.feed(tuple(PROMPT[begin:end]), 0)
         if sequence.needs_prefix_checkpoints:
@@ -171,7 +171,7 @@ async def test_caches_of_a_class_that_is_not_known_are_not_copied() -> None:
 @pytest.mark.parametrize("name", ["llama", "sliding_llama"])
 def test_copies_take_memory_only_once_they_are_fed(name: str) -> None:
     model = MLXModel(family(name), CacheOptions())
-    source = model.open_sequence()
+    source = model.open_sequence(beside_another=False)
     source.feed(tuple(PROMPT * 20), 0)
     mx.clear_cache()
     before, num_bytes = mx.get_active_memory(), source.num_bytes

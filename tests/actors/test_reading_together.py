@@ -57,14 +57,14 @@ async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Monk
 def test_a_text_read_with_others_goes_on_alone_or_in_another_batch() -> None:
     model = build("llama")
     wrapped, prompts = MLXModel(model, CacheOptions()), prompts_of(4, 9)
-    sequences = [wrapped.open_sequence() for _ in prompts]
+    sequences = [wrapped.open_sequence(beside_another=False) for _ in prompts]
     for half in (slice(0, 2), slice(2, 4)):
         wrapped.read_together(sequences[half], [tuple(prompt) for prompt in prompts[half]])
     assert [sequence.length for sequence in sequences] == [len(prompt) for prompt in prompts]
     sequences[0].close()
     for sequence, prompt in zip(sequences[1:], prompts[1:], strict=True):
         sequence.check(len(prompt))
-        alone = wrapped.open_sequence()
+        alone = wrapped.open_sequence(beside_another=False)
         alone.feed(tuple(prompt), 0)
         found, expected = sequence.feed((3,), 1), alone.feed((3,), 1)
         assert found is not None
@@ -85,7 +85,7 @@ def test_texts_of_two_passes_become_one_batch_at_once(name: str, monkeypatch: py
     monkeypatch.setattr(MLXSequence, "join", note)
     model, prompts = build(name), prompts_of(5, 40)
     wrapped = MLXModel(model, CacheOptions())
-    sequences = [wrapped.open_sequence() for _ in prompts]
+    sequences = [wrapped.open_sequence(beside_another=False) for _ in prompts]
     for part in (slice(0, 2), slice(2, 5)):
         wrapped.read_together(sequences[part], [tuple(prompt) for prompt in prompts[part]])
     for token in (3, 4):
@@ -95,7 +95,7 @@ def test_texts_of_two_passes_become_one_batch_at_once(name: str, monkeypatch: py
     for sequence, prompt, found in zip(sequences, prompts, rows, strict=True):
         sequence.leave_batch()
         sequence.check(len(prompt) + 2)
-        alone = wrapped.open_sequence()
+        alone = wrapped.open_sequence(beside_another=False)
         alone.feed(tuple(prompt), 0)
         for each in (found, sequence.feed((5,), 1)):
             expected = alone.feed((3, 4) if each is found else (5,), 1)

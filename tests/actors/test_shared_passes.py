@@ -32,7 +32,7 @@ class Text:
     """One text that is decoded greedily, with a drafter that is right as often as `luck` says."""
 
     def __init__(self, model: MLXModel, prompt: Sequence[int], truth: Sequence[int]) -> None:
-        self.sequence = model.open_sequence()
+        self.sequence = model.open_sequence(beside_another=False)
         self.tokens, self.num_prompt, self.truth = list(prompt), len(prompt), truth
         self.sequence.feed(tuple(prompt[:-1]), 0)
         self.drafted: list[int] = []
@@ -187,7 +187,7 @@ async def test_streams_whose_texts_cannot_share_take_turns_and_no_pass_is_called
 @pytest.mark.slow
 def test_a_text_that_is_much_longer_than_the_others_has_passes_of_its_own() -> None:
     wrapped = MLXModel(build("llama"), CacheOptions())
-    texts = [wrapped.open_sequence() for _ in range(6)]
+    texts = [wrapped.open_sequence(beside_another=False) for _ in range(6)]
     for text, length in zip(texts, (100, 4000, 120, 90, 110, 80), strict=True):
         text.feed(tuple(i % VOCAB_SIZE for i in range(length)), 0)
     for step in range(3):
@@ -199,7 +199,7 @@ def test_a_text_that_is_much_longer_than_the_others_has_passes_of_its_own() -> N
 
 def test_a_batch_gives_back_the_memory_of_a_long_text_that_has_left() -> None:
     wrapped = MLXModel(build("llama"), CacheOptions())
-    texts = [wrapped.open_sequence() for _ in range(3)]
+    texts = [wrapped.open_sequence(beside_another=False) for _ in range(3)]
     for text, length in zip(texts, (1500, 100, 200), strict=True):
         text.feed(tuple(i % VOCAB_SIZE for i in range(length)), 0)
     mx.eval(wrapped.feed_together([Feed(text, (1,), 1) for text in texts]))
@@ -210,7 +210,7 @@ def test_a_batch_gives_back_the_memory_of_a_long_text_that_has_left() -> None:
     texts[0].close()
     assert batch.num_bytes <= held / 4
     after = wrapped.feed_together([Feed(text, (2,), 1) for text in texts[1:]])
-    alone = wrapped.open_sequence()
+    alone = wrapped.open_sequence(beside_another=False)
     alone.feed(tuple(i % VOCAB_SIZE for i in range(100)), 0)
     alone.feed((1,), 0)
     expected = alone.feed((2,), 1)
@@ -269,7 +269,7 @@ def test_an_id_beyond_the_vocabulary_is_read_as_the_last_id(beyond: int) -> None
     model = MLXModel(build("llama"), CacheOptions())
 
     def logits_after(token: int) -> list[mx.array]:
-        sequences = [model.open_sequence() for _ in range(2)]
+        sequences = [model.open_sequence(beside_another=False) for _ in range(2)]
         for sequence in sequences:
             sequence.feed((3, 1, 4), 0)
         logits = model.feed_together([Feed(sequences[0], (token, 5), 2), Feed(sequences[1], (7,), 1)])

@@ -22,14 +22,14 @@ NUM_POSITIONS = 4000
 
 
 def opened(model: Model) -> CachedSequence:
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=True)
     sequence.feed(PROMPT, 0)
     return sequence
 
 
 def text(scenario: Scenario, length: int) -> tuple[int, ...]:
     """The target's own text, decoded one token at a time."""
-    sequence, token, tokens = ScriptedTarget(scenario).open_sequence(), PROMPT[0], []
+    sequence, token, tokens = ScriptedTarget(scenario).open_sequence(beside_another=False), PROMPT[0], []
     for _ in range(length):
         token = argmaxes(sequence.feed((token,), 1))[0]
         tokens.append(token)
@@ -63,7 +63,7 @@ class Drafted:
 
 def drafted(scenario: Scenario, length: int = NUM_POSITIONS) -> Drafted:
     tokens = long_text(scenario.seed)[:length]
-    rows = ScriptedDraft(scenario).open_sequence().feed(PROMPT + tokens[:-1], length)
+    rows = ScriptedDraft(scenario).open_sequence(beside_another=True).feed(PROMPT + tokens[:-1], length)
     probs = mx.softmax(rows, axis=-1).tolist()
     order = mx.argsort(rows, axis=-1).tolist()
     first, second = [row[-1] for row in order], [row[-2] for row in order]

@@ -618,7 +618,7 @@ class PositionalModel(FeedsEach):
         self.text = tuple(text)
         self.vocab_size = vocab_size
 
-    def open_sequence(self) -> PositionalSequence:
+    def open_sequence(self, *, beside_another: bool) -> PositionalSequence:
         return PositionalSequence(self)
 
 

@@ -113,8 +113,8 @@ class TranslatedScript(ScriptedModel):
         self._map = vocabulary_map
         self._tables = TokenTables.of(vocabulary_map)
 
-    def open_sequence(self) -> Any:
-        own = super().open_sequence()
+    def open_sequence(self, *, beside_another: bool) -> Any:
+        own = super().open_sequence(beside_another=beside_another)
         return TranslatedSequence(own, self._map, self._tables, self.context_length)
 
 

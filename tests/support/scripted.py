@@ -316,7 +316,7 @@ class ScriptedSequence(scripted_sequence.ScriptedSequence):
         model.fail_if_told("fork_point")
 
         def fork() -> ScriptedSequence:
-            sequence = model.open_sequence()
+            sequence = model.open_sequence(beside_another=False)
             sequence.tokens, sequence.prefix_checkpoints = list(tokens), list(prefix_checkpoints)
             return sequence
 
@@ -377,7 +377,7 @@ class ScriptedModel(FeedsEach):
     # What its sequences are.
     kind: type[ScriptedSequence] = ScriptedSequence
 
-    def open_sequence(self) -> ScriptedSequence:
+    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
         self.fail_if_told("open")
         self.sequences.append(self.kind(self))
         return self.sequences[-1]

@@ -121,7 +121,7 @@ async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
 ) -> None:
     target = make(kind, tmp_path)
     async with drafted(tmp_path, target) as rt:
-        sequences = type(rt._draft.model.open_sequence())
+        sequences = type(rt._draft.model.open_sequence(beside_another=False))
         feed = sequences.feed
         for at in (1, 5):
             num_fed = 0
@@ -301,7 +301,7 @@ async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(
     drafter = TrainedDrafter(tmp_path, target, target_vocab_size=SIZE)
     features = features_of(target, text, drafter.feature_layers)
     for position, tokens in proposals:
-        sequence = drafter.open_sequence()
+        sequence = drafter.open_sequence(beside_another=False)
         sequence.give(0, features[: position - 1])
         logits = sequence.feed((*text[:position], *tokens[:-1]), len(tokens))
         assert logits is not None

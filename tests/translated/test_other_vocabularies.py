@@ -70,7 +70,9 @@ def test_the_same_tokens_by_other_ids_have_the_same_logits(demo_pair: Pair) -> N
     assert found is not None
     own, other = MLXModel(model, CacheOptions()), MLXModel(every.given_to(model), CacheOptions())
     prompt = tuple(encoded(tokenizer)[0])
-    expected, rows = (each.open_sequence().feed(prompt, 8) for each in (own, TranslatedModel(other, found)))
+    expected, rows = (
+        each.open_sequence(beside_another=False).feed(prompt, 8) for each in (own, TranslatedModel(other, found))
+    )
     assert expected is not None
     assert rows is not None
     assert mx.allclose(rows, expected, atol=1e-3).item()
@@ -181,7 +183,7 @@ def test_longer_tokens_of_the_draft_model_stand_for_what_the_target_begins_them_
     text = smaller.tokenizer.encode("".join(STREAM_PROMPTS))
     num_foreseen = []
     for vocabularies in (found, attrs.evolve(found, beginnings={})):
-        sequence = TranslatedModel(MLXModel(model, CacheOptions()), vocabularies).open_sequence()
+        sequence = TranslatedModel(MLXModel(model, CacheOptions()), vocabularies).open_sequence(beside_another=False)
         rows = sequence.feed(tuple(text[:-1]), len(text) - 1)
         assert rows is not None
         num_foreseen.append(int(mx.sum(mx.argmax(rows, axis=-1) == mx.array(text[1:])).item()))

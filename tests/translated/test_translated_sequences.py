@@ -56,7 +56,7 @@ def expected_rows(own: MLXModel, text: list[int], num_rows: int, vocabulary_map:
     """The logits after the last tokens of a text, each from a sequence of its own."""
     rows = []
     for end in range(len(text) - num_rows + 1, len(text) + 1):
-        sequence = own.open_sequence()
+        sequence = own.open_sequence(beside_another=False)
         logits = sequence.feed(tuple(own_texts(vocabulary_map, text[:end])), 1)
         assert logits is not None
         proposed = {own: token for token, own in vocabulary_map.shared.items()} | dict(vocabulary_map.beginnings)
@@ -78,7 +78,7 @@ def assert_same(found: mx.array | None, expected: mx.array) -> None:
 
 def test_logits_are_those_of_the_models_own_tokens() -> None:
     model, own = translated()
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     assert sequence.feed((0, 4), 0) is None
     assert (sequence.length, sequence.own.length) == (2, 3)
     assert_same(sequence.feed((5, 1, 4, 2), 3), expected_rows(own, [0, 4, 5, 1, 4, 2], 3))
@@ -97,7 +97,7 @@ def test_logits_are_those_of_the_models_own_tokens() -> None:
 
 def test_a_rewind_leads_to_the_end_of_one_of_the_targets_tokens() -> None:
     model, own = translated()
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     sequence.feed((0, 4, 5, 1), 0)
     for length in (4, 3, 2, 1, 0):
         assert sequence.rewind(length) == length
@@ -110,7 +110,7 @@ def test_a_rewind_leads_to_the_end_of_one_of_the_targets_tokens() -> None:
 
 def test_a_recurrent_model_goes_back_to_a_checkpoint() -> None:
     model, own = translated(mamba(vocab_size=OWN_SIZE))
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     sequence.feed((0, 4), 0)
     assert sequence.prepare(1, 2) is RewindMode.CHECKPOINT
     sequence.feed((5, 5, 1), 1)
@@ -122,7 +122,7 @@ def test_a_recurrent_model_goes_back_to_a_checkpoint() -> None:
 def test_every_text_begins_as_the_model_is_used_to() -> None:
     begins = VocabularyMap(MAP.shared, MAP.readings, 6, 6, MAP.beginnings)
     model, own = translated(vocabulary_map=begins)
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     assert_same(sequence.feed((4, 2), 2), expected_rows(own, [4, 2], 2, begins))
     assert sequence.own.length == 4
     assert sequence.rewind(0) == 0
@@ -133,7 +133,7 @@ def test_every_text_begins_as_the_model_is_used_to() -> None:
 def test_several_texts_share_a_pass() -> None:
     model, own = translated()
     texts = [[0, 4, 1], [5, 2], [3, 3, 4, 4]]
-    sequences = [model.open_sequence() for _ in texts]
+    sequences = [model.open_sequence(beside_another=False) for _ in texts]
     for sequence, text in zip(sequences, texts, strict=True):
         sequence.feed(tuple(text), 0)
     assert model.sharing_obstacle() is None
@@ -152,7 +152,7 @@ def test_several_texts_share_a_pass() -> None:
 
 def test_another_text_reuses_the_beginning() -> None:
     model, own = translated()
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     sequence.feed((0, 4, 5, 1), 0)
     assert sequence.reusable_length(4, 6) == 4
     assert sequence.reusable_length(9, 9) == 4
@@ -165,7 +165,7 @@ def test_another_text_reuses_the_beginning() -> None:
 
 def test_another_text_reuses_a_recurrent_models_checkpoint() -> None:
     model, own = translated(mamba(vocab_size=OWN_SIZE))
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     sequence.feed((0, 4, 5), 0)
     assert sequence.needs_prefix_checkpoints
     sequence.add_prefix_checkpoint()
@@ -178,7 +178,7 @@ def test_another_text_reuses_a_recurrent_models_checkpoint() -> None:
 def test_a_text_that_is_too_long_in_the_models_own_tokens_is_not_fed() -> None:
     model, _ = translated(llama(vocab_size=OWN_SIZE, max_position_embeddings=8))
     assert model.context_length == 8
-    sequence = model.open_sequence()
+    sequence = model.open_sequence(beside_another=False)
     sequence.feed((4, 4, 4), 0)
     with pytest.raises(runtime.ModelError, match="the text has 9 tokens of the draft model, and its context takes 8"):
         sequence.feed((5,), 1)
