@@ -142,7 +142,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return Need.OPEN if self._may_open(session) else None
         if not session.has_read_prompt:
             if session.awaits_features:
-                if session.was_prompt_cached and not session.is_ready:
+                is_verifying = session.state.phase is SessionPhase.VERIFYING  # its empty proposal, after a late answer
+                if session.was_prompt_cached and not session.is_ready and not is_verifying:
                     # Only the next verdicts bring features, so the target must not wait for this drafter.
                     self._say_ready(session)
                     self._rest(session, ROUNDS_WITHOUT_FEATURES)

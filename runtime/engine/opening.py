@@ -286,7 +286,6 @@ class _DraftLoader:
         """
         if draft == AUTO_DRAFT:
             return await load_auto_onto(stack, self.target, partial(self.load, group=group))
-        stack.callback(self.target.model.record_features, None)
         if group is not None and group.drafter is not None:
             elsewhere = await load_elsewhere(group.drafter, self._asked(None, None), RankError)
         elif self.options.has_draft_process:
@@ -297,12 +296,27 @@ class _DraftLoader:
         else:
             worker = await stack.enter_async_context(ThreadWorker("draft", self.events, may_be_given_up=True))
             drafter = (await load_draft_onto(worker, draft, self.caches, self.target)).model
+            self._stop_recording_with(stack)
             _warn_if_too_large(self.target.model, drafter)
             stack.enter_context(drafter.evaluating_layers())
             return drafter, worker
         if (layers := elsewhere.loaded.feature_layers) is not None:
             self.target.model.record_features(layers)
+            self._stop_recording_with(stack)
         return elsewhere
+
+    def _stop_recording_with(self, stack: AsyncExitStack) -> None:
+        """Have the target record no more for a drafter when its stack is closed. One that hangs is released late, when
+        the target may record for the next one.
+        """
+        model = self.target.model
+        recorder = model.recorder_slot.recorder
+
+        def stop() -> None:
+            if model.recorder_slot.recorder is recorder:
+                model.record_features(None)
+
+        stack.callback(stop)
 
     def _asked(self, target: dict[str, Any] | None, draft: dict[str, Any] | None) -> LoadDrafter:
         options = {name: getattr(self.options, name) for name in DRAFTING_OPTIONS}

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
@@ -20,12 +21,14 @@ from faces import got, on_every_face, within
 from models import greedy, llama, near, prompt_of, save
 from scripted import ScriptedModel, agreeing, collect, continuation, priced, run, simulated, text_of, truthful
 from sweeps import sweep
-from trained_scripts import RecordingTarget, TrainedDraft
+from trained_drafters import write_eagle3
+from trained_scripts import RecordingSequence, RecordingTarget, TrainedDraft
 
 import runtime
 from actors.workers.simulated_worker import SimulatedWorker
 from protocol.trace import Event
 from runtime.engine.drafter_slot import LoadedDrafter
+from runtime.simulation.scripted_sequence import EmptyFeatures
 
 PROMPT = tuple(prompt_of(17))
 SETTINGS: dict[str, Any] = {"max_tokens": 12, "lookahead": 3}
@@ -281,3 +284,66 @@ def test_a_drafter_about_to_get_a_prompts_features_can_be_detached() -> None:
     for n in range(1, 20):
         draft = TrainedDraft(lambda history, staleness: script(history))
         run(change_at_event, 2, draft, n, RecordingTarget(truthful))
+
+
+async def test_a_drafter_that_is_released_late_leaves_the_next_ones_features(tmp_path: Path) -> None:
+    write_eagle3(tmp_path, target())
+    async with runtime.open((target(), None), str(tmp_path)) as rt, AsyncExitStack() as hanging:
+        slot = rt._target.model.recorder_slot  # type: ignore[attr-defined]
+        assert rt._drafter._load is not None
+        await rt._drafter._load(hanging, str(tmp_path))
+        async with AsyncExitStack() as following:
+            await rt._drafter._load(following, str(tmp_path))
+            recorder = slot.recorder
+            await hanging.aclose()
+            assert slot.recorder is recorder is not None
+        assert slot.recorder is None
+
+
+@sweep("widths", [range(6, 99), range(1, 6)])  # of a pass over the prompt; of a round
+async def test_a_trained_drafter_can_be_detached_during_a_pass(
+    widths: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_eagle3(tmp_path, target())
+    inside, released, layer = threading.Event(), threading.Event(), target().layers[0]
+    call = type(layer).__call__
+
+    def blocking(self: nn.Module, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        if self is layer and x.shape[1] in widths and not inside.is_set():
+            inside.set()
+            released.wait(10)
+        return call(self, x, *args, **kwargs)
+
+    async with runtime.open((target(), None), str(tmp_path)) as rt, trio.open_nursery() as nursery:
+        monkeypatch.setattr(type(layer).__mro__[1], "__call__", blocking)
+        nursery.start_soon(drafted, rt)
+        await trio.to_thread.run_sync(inside.wait, 10)
+        await rt.detach_draft()
+        released.set()
+
+
+class Unrecorded(EmptyFeatures):
+    """Features that nobody has recorded."""
+
+    def arrays(self) -> list[mx.array]:
+        return []
+
+    def take(self, end: int) -> None:
+        return None
+
+
+class UnrecordedSequence(RecordingSequence):
+    features = functools.cached_property(lambda _: Unrecorded())
+
+
+class UnrecordedTarget(ScriptedModel):
+    kind = UnrecordedSequence
+
+
+async def test_a_drafter_whose_features_never_come_is_not_given_up(autojump_clock: Any) -> None:
+    draft = TrainedDraft(lambda history, staleness: truthful(history))
+    async with simulated(UnrecordedTarget(truthful), draft) as simulation:
+        for lookahead in (2, "auto"):
+            completion = await simulation.runtime.generate(SHORT_PROMPT, max_tokens=30, lookahead=lookahead)
+            assert [token.id for token in completion.tokens] == continuation(SHORT_PROMPT, 30)
+            assert completion.statistics.draft_failures == 0
