@@ -37,7 +37,7 @@ class Reading:
         model: Model,
         worker: Worker,
         chunk_size: PrefillChunkSize,
-        num_shared: int,
+        max_batch: int,
     ) -> None:
         """Begin without prompts.
 
@@ -45,14 +45,14 @@ class Reading:
             model: lives on the worker's thread.
             worker: runs the passes.
             chunk_size: of the model; updated.
-            num_shared: how many texts may share a pass, >= 1.
+            max_batch: how many texts may share a pass, >= 1.
         """
         self._model = model
         self._worker = worker
         self._chunk_size = chunk_size
         # A pass that scores costs more than one that only reads.
         self._score_size = PrefillChunkSize()
-        self._num_shared = num_shared
+        self._max_batch = max_batch
         self.prompts: dict[TargetSession, None] = {}
 
     @property
@@ -96,13 +96,13 @@ class Reading:
     def _chosen(self) -> list[TargetSession]:
         # `wanted` may be empty by now, since another thread may set `is_unwanted` at any time; any prompt will do then.
         first, *others = self.wanted or self.prompts
-        if self._num_shared == 1 or not _can_share(first):
+        if self._max_batch == 1 or not _can_share(first):
             return [first]
         fitting = [first, *filter(_can_share, others)]
         indices = read_together(
             [each.num_to_read for each in fitting], self._chunk_size.most_tokens, self._model.widest_row
         )
-        return [fitting[index] for index in indices[: self._num_shared]]
+        return [fitting[index] for index in indices[: self._max_batch]]
 
     async def _read_chunk(self, session: TargetSession) -> None:
         try:

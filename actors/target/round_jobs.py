@@ -41,7 +41,7 @@ class _PlainRun:
     """Passes in a row over texts that nobody drafts for.
 
     Attributes:
-        sessions, rows, shares: the texts, with their rows and shares in the first pass.
+        sessions, shares: the texts, with their shares in the first pass.
         num_passes: the most passes that are still to finish.
         goes_ahead: whether the last of them launches one more pass ahead.
         steps: the passes, for the worker.
@@ -50,7 +50,6 @@ class _PlainRun:
     """
 
     sessions: Sequence[TargetSession]
-    rows: Sequence[PlainRow]
     num_passes: int
     goes_ahead: bool
     shares: Sequence[Share]
@@ -65,7 +64,7 @@ class RoundJobs:
     Attributes:
         texts: the sessions whose rounds are run, by id.
         pass_began_s: when the last pass was handed to the worker, in seconds on its clock.
-        num_shared: most rounds in one pass.
+        max_batch: most rounds in one pass.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class RoundJobs:
         self._note = note
         self.texts: dict[int, TargetSession] = {}
         self.pass_began_s = 0.0
-        self.num_shared = max_batch
+        self.max_batch = max_batch
         self._limit = SharingLimit()
         self._plain_rows = PlainRows(model)
         self._plain_run: _PlainRun | None = None
@@ -118,7 +117,7 @@ class RoundJobs:
     @property
     def most_rounds(self) -> int:
         """Most rounds in the next pass."""
-        return min(self.num_shared, self._limit.value)
+        return min(self.max_batch, self._limit.value)
 
     def begin_round(self, session: TargetSession) -> None:
         """Note that a session's next round begins."""
@@ -196,7 +195,7 @@ class RoundJobs:
         """Run passes over texts that nobody drafts for: one, or several in a row until something changes.
 
         Args:
-            sessions: at least one, and only one if `num_shared` is 1; `is_plain` is true of each.
+            sessions: at least one, and only one if `max_batch` is 1; `is_plain` is true of each.
             goes_ahead: whether the next such pass may be started ahead.
             may_repeat: whether several passes may run in a row, since there is nothing else to do.
 
@@ -216,7 +215,7 @@ class RoundJobs:
         )
         for share in shares:
             self._target_queue.enter(share.session, share.num_tokens)
-        run = _PlainRun(sessions, rows, num_passes, goes_ahead, shares)
+        run = _PlainRun(sessions, num_passes, goes_ahead, shares)
         step = partial(self._plain_rows.steps, rows, shares, num_passes, goes_ahead=goes_ahead)
         num_tokens = sum([share.num_tokens for share in shares])
         run.steps = steps = Steps("verify", step, partial(self._decoded, run), num_tokens=num_tokens)

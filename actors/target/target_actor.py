@@ -227,7 +227,7 @@ class TargetActor(ModelActor[TargetSession]):
             self.prices,
             now_s,
             has_prompts=bool(self._reading.wanted),
-            most_shared=self._jobs.num_shared,
+            most_shared=self._jobs.max_batch,
             max_batch=self._jobs.most_rounds,
             idle_since_s=self._idle_since_s,
             hurried_until_s=self._hurried_until_s,

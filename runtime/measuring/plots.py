@@ -54,8 +54,10 @@ class Plot:
         from matplotlib.figure import Figure
 
         bars, positions = self.bars, range(len(self.bars))
-        # Text stays text in an SVG, and its ids are the same each time.
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "outrider", "font.size": 9}):
+        # Text stays text in an SVG, whose ids are the same each time; a "$" in a model's name begins no formula.
+        with matplotlib.rc_context(
+            {"svg.fonttype": "none", "svg.hashsalt": "outrider", "text.parse_math": False, "font.size": 9}
+        ):
             figure = Figure(figsize=(8, 1.4 + 0.28 * len(bars)), dpi=150, layout="constrained")
             axes = figure.subplots()
             spreads = [[bar.value - bar.low for bar in bars], [bar.high - bar.value for bar in bars]]

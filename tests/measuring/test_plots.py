@@ -11,7 +11,7 @@ from sweeps import sweep
 from runtime.measuring.plots import Bar, Plot
 
 PLOT = Plot(
-    "a target with a drafter",
+    r"a target named $\frac$ with a drafter",
     "tokens per second",
     [
         Bar("plain", 50.0, 48.0, 51.0, "50.0 (1.00×)", stands_out=False),
