@@ -92,7 +92,7 @@ class RowKVCache(RowCache):
         self.offset = mx.array(tuple(lengths), mx.int32)
         self._end = max(lengths) + max(widths)
         if self.keys is not None and self.values is not None:
-            grown = -(-(self._end - self.keys.shape[2]) // STEP) * STEP
+            grown = self._num_slots_for(self._end) - self.keys.shape[2]
             self.keys, self.values = _grown(self.keys, grown), _grown(self.values, grown)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -189,14 +189,16 @@ class RowRingCache(RowKVCache):
         self._first_held: list[int] = []
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        self.offset = mx.array(tuple(lengths), mx.int32)
+        super().begin(lengths, widths)
+        # Until the longest row has filled the ring, no slot after its end holds anything.
+        self._end = min(self._end, self._num_slots)
         self._first_held = [
             max(first, length + max(widths) - self._num_slots)
             for first, length in zip(self._first_held, lengths, strict=True)
         ]
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        slots = mx.arange(self._num_slots)
+        slots = mx.arange(self._end)
         last = (self.offset + (N - 1))[:, None]
         # The position of the token in each slot, once the pass is written; negative where there was none yet.
         held = last - (last - slots) % self._num_slots
@@ -237,22 +239,16 @@ class RowRingCache(RowKVCache):
         """A ring has the slots that it needs."""
 
     def _num_slots_for(self, num_tokens: int) -> int:
-        return self._num_slots
+        return min(super()._num_slots_for(num_tokens), self._num_slots)
 
     def _slots(self, width: int) -> mx.array:
         return super()._slots(width) % self._num_slots
 
-    def _visible(self, buffer: mx.array) -> mx.array:
-        return buffer
-
     def _ring(self, text: mx.array, length: int) -> mx.array:
         num_held = min(text.shape[2], self._num_slots)
         slots = mx.arange(length - num_held, length) % self._num_slots
-        ring = mx.zeros((*text.shape[:2], self._num_slots, text.shape[3]), text.dtype)
+        ring = mx.zeros((*text.shape[:2], self._num_slots_for(length), text.shape[3]), text.dtype)
         return mx.put_along_axis(ring, slots[None, None, :, None], text[:, :, -num_held:], axis=2)
-
-    def _joined(self, buffer: mx.array | None, text: mx.array) -> mx.array:
-        return text if buffer is None else mx.concatenate([buffer, text])
 
 
 class RowArraysCache(ArraysCache, RowCache):

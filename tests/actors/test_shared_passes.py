@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from architectures import ARCHITECTURES, VOCAB_SIZE, build
 from completions import ids
@@ -20,7 +21,7 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.row_batch import RowBatch
-from actors.mlx.row_caches import RowKVCache
+from actors.mlx.row_caches import MAX_WIDTH, RowKVCache, RowRingCache
 from actors.model import Feed, RewindMode
 from protocol.trace import Event, Span
 
@@ -137,6 +138,45 @@ def test_a_row_of_keys_and_values_has_the_mask_that_its_text_has_alone(window_si
     for (mask,), length in zip(masks, lengths, strict=True):
         assert mx.array_equal(mask[:, : length + width], create_causal_mask(width, length, window_size=window_size))
         assert not mx.any(mask[:, length + width :])
+
+
+class Positions:
+    """A cache of one text whose keys are the positions of its tokens."""
+
+    keys: mx.array
+    values: mx.array
+    offset = _idx = 0
+
+    @property
+    def state(self) -> tuple[mx.array, mx.array]:
+        return self.keys, self.values
+
+
+@sweep("window", [8, 180, 300])
+def test_a_ring_shows_each_row_its_window_and_no_slots_that_nobody_has_filled(window: int) -> None:
+    draws, ring, lengths = random.Random(window), RowRingCache(window), [0, 0, 0]
+    for _ in lengths:
+        ring.join(None, 0)
+    while min(lengths) < 2 * (window + MAX_WIDTH):
+        most = draws.choice((1, 6, MAX_WIDTH))
+        widths = [draws.randint(0, most), draws.randint(0, most), most]
+        ring.begin(lengths, widths)
+        mask = np.array(ring.make_mask(most))
+        positions = mx.array(lengths)[:, None] + mx.arange(most)
+        keys, _ = ring.update_and_fetch(*[positions[:, None, :, None].astype(mx.float32)] * 2)
+        held = np.array(keys)[:, 0, :, 0]
+        assert held.shape[1] == min(max(lengths) + most, window + MAX_WIDTH)
+        for row, width in enumerate(widths):
+            for i in range(width):
+                end = lengths[row] + i + 1
+                assert sorted(held[row][mask[row, 0, i]]) == list(range(max(0, end - window), end))
+            lengths[row] += width - draws.randint(0, width // 2)  # the others are rejected
+        if lengths[0] > 0 and draws.random() < 0.2:
+            single = Positions()
+            ring.leave(0, lengths[0], single)
+            ring.remove(0)
+            ring.join(single, lengths[0])
+            lengths.append(lengths.pop(0))
 
 
 class Counting(Wrapped):
