@@ -305,7 +305,6 @@ class ModelActor(Actor[S]):
         self.model, self.worker = model, worker
         self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
-        # It belongs to the worker's thread: only jobs may touch its sequences.
         self.prefix_cache = PrefixCache(model, prefix_cache_bytes)
         self._prompt_readings: dict[SharedPrompt, PromptReading] = {}
 

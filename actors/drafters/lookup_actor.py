@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from actors.actor import Mailbox
-from actors.drafters.drafter import (
-    Drafter,
-    DrafterSession,
-    MakePolicy,
-    policy_by_settings,
-)
+from actors.drafters.drafter import Drafter, DrafterSession, MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy
 from protocol.draft_plan import Need

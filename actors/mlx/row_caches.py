@@ -236,7 +236,7 @@ class RowRingCache(RowKVCache):
         del self._first_held[row]
 
     def shrink(self, longest: int) -> None:
-        """A ring has the slots that it needs."""
+        """A ring has no more slots than its window needs."""
 
     def _num_slots_for(self, num_tokens: int) -> int:
         return min(super()._num_slots_for(num_tokens), self._num_slots)
