@@ -7,10 +7,13 @@ ids, and pieces before it may later turn out to be part of a tag, whereas text t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TypedDict, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_format import CallFormat
 
 
 class ReasoningMarks(TypedDict):
@@ -135,3 +138,10 @@ class ReasoningTracker:
 def marks_of(answer: ReasoningTracker) -> ReasoningMarks:
     """The marks for the reader and the grammar of an answer that begins now; no tags unless both are known."""
     return {"tags": answer.tags if all(answer.tags) else None, "is_thinking": answer.is_thinking}
+
+
+def reader_of(
+    answer: ReasoningTracker, format: CallFormat | None = None, tools: Sequence[Mapping[str, Any]] = ()
+) -> AnswerReader:
+    """The reader of an answer that begins now: by its tags, and by the format of calls if it may have some."""
+    return AnswerReader(**marks_of(answer), format=format, tools=tools)

@@ -48,7 +48,7 @@ CASES = {
 def answer(tokenizer: Any = None) -> BegunAnswer:
     ids = (f"call_{i}" for i in itertools.count())
     reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS, new_id=lambda: next(ids))
-    splitter = AnswerSplitter(reader, has_reasoning=False)
+    splitter = AnswerSplitter(reader)
     return BegunAnswer("tiny", tokenizer, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
 
 

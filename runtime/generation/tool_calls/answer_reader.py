@@ -120,6 +120,16 @@ class AnswerReader:
         self._enter(self._read_reasoning if is_thinking else self._read_content)
 
     @property
+    def marks(self) -> list[str]:
+        """The tags and markers that the reader looks for."""
+        return [mark for mark in (*self._tags, self._start, self._end) if mark]
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether reasoning is told apart; otherwise the whole text is the answer."""
+        return bool(self._tags[1])
+
+    @property
     def is_in_block(self) -> bool:
         """Whether the text so far ends within a block of calls, malformed or not."""
         return self._read not in (self._read_content, self._read_reasoning)

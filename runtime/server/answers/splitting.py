@@ -22,11 +22,9 @@ class AnswerSplitter:
     Attributes:
         num_reasoning_tokens: number of tokens so far that were reasoning, tags included.
         has_calls: whether a call is complete.
-        has_reasoning: whether reasoning is told apart; otherwise the whole text is the answer.
     """
 
     _reader: AnswerReader
-    has_reasoning: bool = attrs.field(kw_only=True)
     num_reasoning_tokens: int = attrs.field(init=False, default=0)
     has_calls: bool = attrs.field(init=False, default=False)
     _has_left: bool = attrs.field(init=False, default=False)  # reasoning that was not closed, by a call
@@ -48,7 +46,7 @@ class AnswerSplitter:
 
     def is_reasoning(self, token: Token) -> bool:
         """Whether the last token, or the next one, is reasoning: between its tags, and before a call that ends it."""
-        return self.has_reasoning and token.is_thinking and not (self._has_left or self._reader.is_in_block)
+        return self._reader.tells_reasoning and token.is_thinking and not (self._has_left or self._reader.is_in_block)
 
 
 # Attributes of a tokenizer with the texts around reasoning and tool calls, which the answer reader needs.
