@@ -30,7 +30,7 @@ from runtime.generation.reasoning import ReasoningTracker, reader_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_reader import Arrivals, Progress, TokenReader
 from runtime.generation.token_stream import SessionFile, TokenStream
-from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.persistence.saved_session import SavedStream
 
@@ -46,7 +46,7 @@ _DECODED_AT_ONCE = 64
 # The owner of the texts that streams begun in this task copy from, and add to. A server sets it for each request.
 CORPUS_OWNER: ContextVar[bytes] = ContextVar("outrider_corpus_owner", default=EVERYBODY)
 
-NewReader = Callable[[ReasoningTracker], AnswerReader | None]
+NewReader = Callable[[ReasoningTracker], Reader | None]
 """Makes the reader of an answer from its reasoning, of which nothing was given yet; None if all of it is content."""
 
 # The readers of answers whose streams are begun in this task. They tell the content, in which stop strings are searched

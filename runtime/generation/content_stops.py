@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from protocol.stop_strings import StopMatcher
-from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import AnswerEvent, TextPart
+from runtime.generation.tool_calls.message_reader import Reader
 
 
 class ContentStops:
@@ -20,7 +20,7 @@ class ContentStops:
         found: the stop string that ended the text; None so far.
     """
 
-    def __init__(self, stops: Sequence[str], reader: AnswerReader) -> None:
+    def __init__(self, stops: Sequence[str], reader: Reader) -> None:
         """Search the answer that `reader` reads; it has read nothing yet."""
         self.found: str | None = None
         with_marks = [stop for stop in stops if any(mark in stop for mark in reader.marks)]
@@ -72,6 +72,8 @@ class ContentStops:
         """The text to give with events, up to a stop string."""
         num_given = 0
         for event in events:
+            if not event.source:
+                continue
             content = event.text if isinstance(event, TextPart) else ""
             if num_around := len(event.source) - len(content):
                 num_given += len(self._flushed()) + self._beyond_ahead(num_around)

@@ -16,7 +16,7 @@ from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
 from runtime.generation.content_stops import ContentStops
-from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.messages import for_template
 
 logger = logging.getLogger("outrider")
@@ -322,14 +322,13 @@ class GrowingText:
         alone: see `Detokenizer.alone`.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open, reader: AnswerReader | None = None) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open, reader: Reader | None = None) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
         self._matcher: StopMatcher | ContentStops | None = None
         if stops := opened.settings.stop:
-            is_all_content = reader is None or not reader.marks
-            self._matcher = StopMatcher(stops) if is_all_content else ContentStops(stops, reader)
+            self._matcher = ContentStops(stops, reader) if reader and reader.marks else StopMatcher(stops)
         self.readable = ""
 
     @property
@@ -362,7 +361,7 @@ class GrowingText:
 class StopFinder:
     """Searches the tokens that a generation is about to commit for stop strings."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, opened: Open, reader: AnswerReader | None = None) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, opened: Open, reader: Reader | None = None) -> None:
         text = GrowingText(tokenizer, opened, reader)
         # What was generated before the stream was saved; it contains no complete stop string.
         for token in opened.prompt[opened.num_prompt :]:

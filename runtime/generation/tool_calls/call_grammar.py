@@ -84,6 +84,7 @@ _LAYOUTS = {
     ),
     "pythonic": CallLayout("{name}(", ")", "{key}=", between_arguments=", ", block=("[", "]"), between_calls=", "),
     "function_gemma": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values="<escape>"),
+    "harmony": CallLayout("{name} <|constrain|>json<|message|>", ""),
     "gemma4": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values='<|"|>'),
 }
 

@@ -20,6 +20,7 @@ from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar
+from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.request import Request
 from runtime.server.answers.splitting import AnswerSplitter
@@ -123,7 +124,7 @@ class Preparation:
             prepared.append(PreparedPrompt(ids, own, echo, score))
         return prepared
 
-    def reader(self, answer: ReasoningTracker) -> AnswerReader:
+    def reader(self, answer: ReasoningTracker) -> Reader:
         """A reader of an answer, of which nothing was given yet."""
         # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
         may_reason = self.request.is_chat and self.request.constraint is None

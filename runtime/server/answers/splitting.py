@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.reasoning import tags_of
 from runtime.generation.tool_calls.events import AnswerEvent, CallEnded, ReasoningPart, TextPart
+from runtime.generation.tool_calls.message_format import message_format
+from runtime.generation.tool_calls.message_reader import Reader
 from runtime.server.answers.request import Request
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ class AnswerSplitter:
         has_calls: whether a call is complete.
     """
 
-    _reader: AnswerReader
+    _reader: Reader
     num_reasoning_tokens: int = attrs.field(init=False, default=0)
     has_calls: bool = attrs.field(init=False, default=False)
     _has_left: bool = attrs.field(init=False, default=False)  # reasoning that was not closed, by a call
@@ -49,8 +51,8 @@ class AnswerSplitter:
         return self._reader.tells_reasoning and token.is_thinking and not (self._has_left or self._reader.is_in_block)
 
 
-# Attributes of a tokenizer with the texts around reasoning and tool calls, which the answer reader needs.
-_MARKS = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+# Attributes of a tokenizer with the texts around tool calls, which the answer reader needs.
+_MARKS = ("tool_call_start", "tool_call_end")
 
 
 class ShownTokens:
@@ -79,7 +81,9 @@ class ShownTokens:
 
 def _special_texts(tokenizer: Any) -> dict[int, str]:
     """The texts of special tokens by id, without those that mark reasoning and calls."""
-    marks = {getattr(tokenizer, name, None) for name in _MARKS}
+    messages, tags = message_format(tokenizer), tags_of(tokenizer)
+    marks = [getattr(tokenizer, name, None) or "" for name in _MARKS]
+    marks += [*getattr(tokenizer, "structural_markers", ()), *(messages.marks if messages else ()), *(tags or ((),))[0]]
     added = getattr(tokenizer, "added_tokens_decoder", {})
     texts = {id: tokenizer.decode([id]) for id, token in added.items() if token.special}
-    return {id: text for id, text in texts.items() if text not in marks}
+    return {id: text for id, text in texts.items() if not any(text in mark for mark in marks)}
