@@ -9,9 +9,13 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from sweeps import sweep
 from tool_call_cases import TOOLS, call_format
+from transformers import AutoTokenizer
 
+import runtime
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import call_format as format_of
 from runtime.generation.tool_calls.events import Answer, AnswerEvent
@@ -164,3 +168,16 @@ def test_text_and_arguments_come_as_they_are_written() -> None:
         came.append([getattr(event, "text", None) for event in reader.add(piece)])
     assert came == [["Hm"], ["!"], [None], ['{"a":'], [' "x"'], ["}"]]
     assert reader.is_in_block
+
+
+@sweep("tags", [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|inner_prefix|>", "<|inner_suffix|>")])
+def test_tags_that_are_special_tokens_mark_the_reasoning(tags: tuple[str, str]) -> None:
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens(list(tags), special_tokens=True)
+    tokenizer = TokenizerWrapper(base)
+    for prompt, text in (("", f"{tags[0]}a{tags[1]}b"), (tags[0], f"a{tags[1]}b")):
+        answer = ReasoningTracker(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
+        assert answer.is_thinking is bool(prompt)
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            answer.add(token, tokenizer.decode([token]), tokenizer.decode([token]))
+        assert (answer.thinking, answer.said) == ("a", "b")

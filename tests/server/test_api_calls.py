@@ -40,7 +40,8 @@ CASES = {
         [("multiply", {"a": 2, "b": 3}), ("search", {"query": "a } b", "tags": []})],
     ),
     "a malformed call": (f"So: {BROKEN} or {FIRST}", True, f"So: {BROKEN} or", [("multiply", {"a": 2, "b": 3})]),
-    "a call that is cut off": (FIRST[:60], False, FIRST[:60], []),
+    "a call that is cut off": (FIRST[:60], False, "", []),
+    "a call and one that is cut off": (f"{FIRST}{SECOND[:60]}", False, "", [("multiply", {"a": 2, "b": 3})]),
     "no call": ("Nothing.", True, "Nothing.", []),
 }
 
@@ -81,6 +82,8 @@ def test_calls_are_blocks_of_a_message(case: str, size: int) -> None:
     message = assembled_message(streamed(MessageSerializer(chat, answer()), tokens))
     assert text_of_message(message) == text_of_message(whole) == said
     uses = [block for block in whole["content"] if block["type"] == "tool_use"]
+    if not is_complete:
+        assert uses.pop()["input"] == {}
     assert [(use["name"], use["input"]) for use in uses] == calls
     assert len({use["id"] for use in uses}) == len(uses)
     # A call that breaks cannot be taken back; its input is no object.
@@ -105,6 +108,11 @@ def test_calls_are_items_of_a_response(case: str, size: int) -> None:
     for each in (whole, response):
         assert text_of_response(each) == said
         items = [item for item in each["output"] if item["type"] == "function_call"]
+        if not is_complete:
+            cut = items.pop()
+            assert cut["status"] == "incomplete"
+            assert cut["arguments"] == text[text.rindex("{") :]
+        assert all(item["status"] == "completed" for item in items)
         assert [(item["name"], json.loads(item["arguments"])) for item in items] == calls
         assert [item["call_id"] for item in items] == list(dict.fromkeys(item["call_id"] for item in items))
         assert each["status"] == ("completed" if is_complete else "incomplete")

@@ -97,6 +97,7 @@ class MessageFormat:
 HARMONY = MessageFormat(("<|end|>", "<|return|>", "<|call|>"), is_harmony=True)
 # What a call begins with, as the model is told to write it.
 HARMONY_CALL = "<|channel|>commentary to=functions."
+HARMONY_FINAL = "<|channel|>final<|message|>"
 # The tags around the reasoning of an answer with one message of reasoning, for grammars.
 HARMONY_TAGS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 MUSE_SPARK = MessageFormat(("<|eom|>", "<|eot|>"), is_harmony=False)

@@ -127,7 +127,7 @@ class Preparation:
     def reader(self, answer: ReasoningTracker) -> Reader:
         """A reader of an answer, of which nothing was given yet."""
         # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
-        may_reason = self.request.is_chat and self.request.constraint is None
+        may_reason = self.request.is_chat and (self.request.constraint is None or answer.messages is not None)
         format = None if self.tools is None else call_format(self.tokenizer)
         tools = () if self.tools is None else self.tools.listed
         return reader_of(answer, format, tools) if may_reason else AnswerReader(format=format, tools=tools)

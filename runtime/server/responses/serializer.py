@@ -17,6 +17,7 @@ from runtime.generation.tool_calls.events import (
     CallEnded,
     ReasoningPart,
     TextPart,
+    ToolCall,
 )
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.answers.json_pieces import encode_ascii, json_pieces
@@ -108,6 +109,9 @@ class ResponseSerializer(Serializer):
             case CallEnded():
                 self._withheld.clear()
                 yield from self._done("completed")
+            case CallBroken(cut_off=ToolCall()):
+                self._withheld.clear()
+                yield from self._done("incomplete")
             case CallBroken(given=given):
                 # Events cannot be taken back, but a client does not answer a call whose last event is missing.
                 self._is_open = False
@@ -170,7 +174,8 @@ class ResponseSerializer(Serializer):
         item = self._item
         if item["type"] == "function_call":
             called = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **self._place, **called)
+            if status == "completed":
+                yield self._event("response.function_call_arguments.done", **self._place, **called)
         else:
             content = item["content"][0]
             if content["type"] == "reasoning_text":
@@ -220,8 +225,11 @@ class ResponseSerializer(Serializer):
 
     def _keep(self) -> None:
         items = {item["id"]: _json(item).encode() for item in self._output}
-        answer = messages_of(map(ITEM.validate_python, self._output))
+        # Nobody answers a call that was cut off.
+        whole = [item for item in self._output if item["type"] != "function_call" or item["status"] == "completed"]
+        answer = messages_of(map(ITEM.validate_python, whole))
         if (begun := self._parsed.begun) is not None:
+            answer = answer or [{"content": ""}]
             answer[0] = {**begun, **answer[0], "content": begun["content"] + answer[0]["content"]}
         # The earlier messages are a JSON list already; the answer is appended without parsing it.
         before = [self._parsed.messages[1:-1]] if self._parsed.messages != b"[]" else []
