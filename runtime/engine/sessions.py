@@ -173,8 +173,7 @@ class Sessions:
             session.on_finished = partial(self._keep, opened, owner)
         session.counts.prompt_tokens = len(opened.prompt)
         format = None if tools is None else check_callable(tools, self._tokenizer)
-        listed = () if tools is None else tools.listed
-        of_answer = partial(reader_of, format=format, tools=listed)
+        of_answer = partial(reader_of, format=format, tools=() if tools is None else tools.callable)
         new_reader = NEW_READER.get() or of_answer
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = StopFinder(self._tokenizer, opened, new_reader(reasoning))

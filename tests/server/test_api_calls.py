@@ -17,6 +17,7 @@ from tool_letters import TOOLS as TOLD
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
+from runtime.server.answers.chat import function_of
 from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.anthropic.requests import MessagesRequest, parse_chat
 from runtime.server.anthropic.serializer import MessageSerializer
@@ -211,20 +212,19 @@ def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, 
 
 
 @sweep(
-    ("choice", "wanted", "names"),
+    ("choice", "wanted"),
     [
-        ("required", "required", "fg"),
-        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}, "fg"),
+        ("required", "required"),
+        ({"type": "function", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
         (
             {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]},
-            "required",
-            ["g"],
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function_of(name="g")]}},
         ),
-        ({"type": "web_search"}, "auto", "fg"),
+        ({"type": "web_search"}, "auto"),
     ],
 )
-def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any, names: str) -> None:
+def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any) -> None:
     body = {"input": "a", "tools": [{"type": "function", "name": name} for name in "fg"], "tool_choice": choice}
     chat = parse_response_request(json.dumps(body).encode(), ResponseStore(0, 0)).chat
     assert chat.tool_choice == wanted
-    assert [tool["function"]["name"] for tool in chat.tools or ()] == list(names)
+    assert [tool["function"]["name"] for tool in chat.tools or ()] == ["f", "g"]

@@ -129,7 +129,7 @@ class Preparation:
         # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
         may_reason = self.request.is_chat and (self.request.constraint is None or answer.messages is not None)
         format = None if self.tools is None else call_format(self.tokenizer)
-        tools = () if self.tools is None else self.tools.listed
+        tools = () if self.tools is None else self.tools.callable
         return reader_of(answer, format, tools) if may_reason else AnswerReader(format=format, tools=tools)
 
     def splitter(self, stream: TokenStream | None) -> AnswerSplitter:

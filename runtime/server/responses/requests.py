@@ -361,9 +361,6 @@ def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[s
             fields["response_format"] = {"type": "json_object"}
     choice = request.tool_choice
     tools = [tool for tool in request.tools or () if tool.type == "function"]
-    if isinstance(choice, ResponsesToolChoice) and choice.type == "allowed_tools":
-        allowed = {tool.name for tool in choice.tools or ()}
-        tools = [tool for tool in tools if tool.name in allowed]
     if tools:
         names = ("name", "description", "parameters", "strict")
         fields["tools"] = [function_of(**{name: getattr(tool, name) for name in names}) for tool in tools]
@@ -375,4 +372,7 @@ def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[s
 def _tool_choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
     if isinstance(choice, str):
         return choice
+    if choice.type == "allowed_tools":
+        allowed = [function_of(name=tool.name) for tool in choice.tools or () if tool.type == "function"]
+        return {"type": choice.type, choice.type: {"mode": choice.mode or "auto", "tools": allowed}}
     return function_of(name=choice.name) if choice.type == "function" else choice.mode or "auto"
