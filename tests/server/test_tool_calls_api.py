@@ -20,6 +20,7 @@ def message_of(events: Sequence[Any]) -> tuple[dict[str, Any], str | None]:
         for choice in event["choices"]:
             delta = choice["delta"]
             assert reason is None
+            assert delta or choice["finish_reason"]
             message["content"] += delta.get("content", "")
             for call in delta.get("tool_calls", ()):
                 if call["index"] == len(message["calls"]):
