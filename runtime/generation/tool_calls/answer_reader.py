@@ -144,9 +144,13 @@ class AnswerReader:
         elif self._read == self._read_tail and is_complete:
             self._end_call(rest, "")
             self._give_content(self._unread)
-        else:
+        elif is_complete:
             self._break_call()
             self._give_content(rest)
+        else:
+            call = ToolCall(self._call.id, self._call.name, self._arguments)
+            self._events.append(CallBroken(self._call.index, self._given + rest, rest, call))
+            self._follows_call = False
         self._unread = ""
         if self._follows_call:
             self._leave_out_space()
