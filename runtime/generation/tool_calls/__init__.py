@@ -2,5 +2,6 @@
 
 `tools` has the functions of a request and puts them into the prompt. `call_format` has the markers and the layouts of
 calls: `call_reader` reads them by these, in a text that arrives in pieces (`incoming_text`), and `answer_reader` splits
-an answer into the events of `events`; `call_grammar` makes a grammar that holds a model to the schemas of the functions.
+an answer into the events of `events`. `call_grammar` makes a grammar that holds a model to the schemas of the
+functions.
 """

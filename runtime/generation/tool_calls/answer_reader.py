@@ -134,12 +134,14 @@ class AnswerReader:
 
     def _is_to_be_searched(self) -> bool:
         """Whether a text that is no block may have one in it; otherwise it is given."""
-        length = self._text.num_passed
+        assert self._calls is not None
+        length = max(self._text.num_passed, self._calls.num_retried)
         self._num_long += length > _SHORT
         if length <= _SHORT or self._num_long <= _MAX_LONG:
             self._text.back()
             return True
-        self._give(self._text.pop())
+        # What was read twice was read to the end of the answer.
+        self._give(self._text.pop_rest() if self._calls.num_retried else self._text.pop())
         return False
 
     def _give_word(self, marker: str) -> Steps[None]:

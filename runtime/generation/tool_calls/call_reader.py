@@ -90,12 +90,13 @@ class CallReader:
     Attributes:
         markers: with which a block may begin.
         is_in_call: whether the text so far has the head of a call that is not over.
+        num_retried: characters of the block that were read twice.
     """
 
     def __init__(
         self, text: IncomingText, format: CallFormat, tools: Sequence[Mapping[str, Any]], sink: CallSink
     ) -> None:
-        self.is_in_call = False
+        self.is_in_call, self.num_retried = False, 0
         self._text, self._format, self._tools, self._sink = text, format, tools, sink
         self._known = {tool["function"]["name"]: _Tool.of(tool["function"]) for tool in tools}
         self._layouts = () if format.layout is None else (format.layout, *format.layout.others)
@@ -115,14 +116,15 @@ class CallReader:
             MalformedError: it is none, from the text on that was not given.
             CutOffError: the answer ends within it.
         """
+        self.num_retried, self._pairs_markers = 0, True
         try:
-            self._pairs_markers = True
             try:
                 yield from self._read_block()
             except MalformedError:
                 # Markers that do not pair may be words of the string.
                 if not (self._text.is_over and self._num_open) or self._may_lack_end:
                     raise
+                self.num_retried = self._text.num_passed
                 self._text.back()
                 self._pairs_markers = False
                 yield from self._read_block()
