@@ -9,95 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
 from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import special_tokens
 from runtime.generation.json_schema import grammar_of_schema
-from runtime.generation.tool_calls.call_format import CallFormat
+from runtime.generation.tool_calls.call_format import CallFormat, CallLayout, written_layout
 from runtime.generation.tool_calls.message_format import HARMONY_FINAL
 from runtime.generation.tool_calls.tools import Tools
 
 _OPTIONAL_NEWLINE = "\0"
-
-
-@attrs.frozen
-class CallLayout:
-    """The layout of one call.
-
-    In these texts, "{name}" is the function's name, "{key}" an argument's, "{type}" its type, "{number}" a whole
-    number; a NUL character is an optional newline, in which versions of a format differ.
-
-    Attributes:
-        head, tail: around the arguments.
-        key: before each argument; None if the arguments are one JSON object.
-        values: how an argument is written: "json"; "text": a string as plain text up to `value_end`, anything else as
-            JSON; or a quotation mark: a string between two of these, anything else as JSON.
-        block: around the calls of a block.
-        between_calls: None if each call has a block of its own.
-    """
-
-    head: str
-    tail: str
-    key: str | None = None
-    value_end: str = ""
-    between_arguments: str = ""
-    values: Literal["json", "text"] | str = "json"
-    block: tuple[str, str] = ("", "")
-    between_calls: str | None = None
-
-
-_MISTRAL = CallLayout("{name}[ARGS]", "")
-_MISTRAL_LIST = CallLayout('{"name": "{name}", "arguments": ', "}", block=("[", "]"), between_calls=", ")
-
-_in_text = partial(CallLayout, values="text")
-_LAYOUTS = {
-    "json_tools": CallLayout('\n{"name": "{name}", "arguments": ', "}\n"),
-    "kimi_k2": CallLayout(
-        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        between_calls="",
-    ),
-    "qwen3_coder": _in_text("\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "\n</parameter>\n"),
-    "glm47": _in_text("{name}\0", "", "<arg_key>{key}</arg_key>\0<arg_value>", "</arg_value>\0"),
-    "longcat": _in_text(
-        "{name}\0", "", "<longcat_arg_key>{key}</longcat_arg_key>\0<longcat_arg_value>", "</longcat_arg_value>\0"
-    ),
-    "minimax_m2": _in_text(
-        *('<invoke name="{name}">\n', "</invoke>\n", '<parameter name="{key}">', "</parameter>\n"),
-        block=("\n", ""),
-        between_calls="",
-    ),
-    "minicpm5": _in_text('"{name}">', "", '<param name="{key}">', "</param>"),
-    "muse_spark": _in_text(
-        *('<atem:invoke name="{name}">\n', "</atem:invoke>\n"),
-        *('<atem:parameter name="{key}">', "</atem:parameter>\n"),
-        block=("\n", ""),
-        between_calls="",
-    ),
-    "kimi_k3": _in_text(
-        *('<|open|>call tool="{name}" index="{number}"<|sep|>', "<|close|>call<|sep|>"),
-        *('<|open|>argument key="{key}" type="{type}"<|sep|>', "<|close|>argument<|sep|>"),
-        between_calls="",
-    ),
-    "pythonic": CallLayout("{name}(", ")", "{key}=", between_arguments=", ", block=("[", "]"), between_calls=", "),
-    "function_gemma": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values="<escape>"),
-    "harmony": CallLayout("{name} <|constrain|>json<|message|>", ""),
-    "gemma4": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values='<|"|>'),
-}
-
-
-def call_layout(name: str, template: Any) -> CallLayout | None:
-    """The layout of a format; None if it has none here, such as a parser of the user's own.
-
-    The chat template `template` tells the two versions of Mistral's format apart.
-    """
-    if name == "mistral":
-        return _MISTRAL if isinstance(template, str) and "[ARGS]" in template else _MISTRAL_LIST
-    return _LAYOUTS.get(name)
 
 
 # Most calls of an answer that must be calls. Small models repeat theirs until they are cut off.
@@ -128,7 +51,7 @@ def call_grammar(
 
     Raises: SettingsError: the format has no layout, a schema cannot be followed, or llguidance is not installed.
     """
-    layout = call_layout(format.name, getattr(tokenizer, "chat_template", None))
+    layout = written_layout(format, getattr(tokenizer, "chat_template", None))
     if layout is None:
         raise SettingsError(
             f"no grammar is known for the calls of this model, whose parser is {format.name!r}; leave tool_choice at "
@@ -192,8 +115,8 @@ def _argument(writer: _Writer, layout: CallLayout, key: str, schema: Mapping[str
     head = writer.text(layout.key.replace("{key}", key).replace("{type}", "number" if kind == "integer" else kind))
     end = writer.text(layout.value_end)
     value_schema = True if is_loose else schema
-    if layout.values == "json" or kind != "string":
-        if layout.values not in ("json", "text") and _types(_items(schema)) == {"string"}:
+    if layout.values in ("json", "python") or kind != "string":
+        if layout.values not in ("json", "text", "python") and _types(_items(schema)) == {"string"}:
             item = f"{writer.text(layout.values)} {writer.until(layout.values)}"
             return writer.rule(f'{head} "[" ({item} ("," {item})*)? "]" {end}')
         return writer.rule(f"{head} {writer.schema(value_schema)} {end}")
