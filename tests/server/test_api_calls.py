@@ -212,7 +212,6 @@ def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, 
             "required",
             ["g"],
         ),
-        ({"type": "web_search"}, "auto", "fg"),
     ],
 )
 def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any, names: str) -> None:
