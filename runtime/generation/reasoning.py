@@ -7,10 +7,16 @@ ids, and pieces before it may later turn out to be part of a tag, whereas text t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TypedDict, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_format import CallFormat
+from runtime.generation.tool_calls.events import Answer
+from runtime.generation.tool_calls.message_format import HARMONY_TAGS, begun_message, message_format, special_tokens_of
+from runtime.generation.tool_calls.message_reader import MessageReader, Reader
 
 
 class ReasoningMarks(TypedDict):
@@ -26,7 +32,10 @@ class ReasoningTracker:
     Attributes:
         num_tokens: number of tokens given.
         tail: the withheld text of those tokens; see `TokenStream.tail`.
-        tags: the opening and the closing tag; both empty if the tokenizer names none.
+        tags: the opening and the closing tag; both empty if none are known.
+        messages: the format of its messages, or None; `begun` is the text of the message that the prompt has begun.
+        dropped: markers of its structure, which are part of no text.
+        began_thinking: whether it begins within the reasoning.
         has_tags: whether the answer so far has a tag.
         is_thinking: whether the next token is reasoning, unless it completes a tag.
         is_over: whether no more tokens are given.
@@ -52,15 +61,26 @@ class ReasoningTracker:
         self._num_readable_chars = 0  # including those withheld as a possible stop string
         self._given_texts: list[str] = []
         self._num_given_chars = 0
-        if tokenizer is not None and tokenizer.has_thinking:
-            self._start = cast(tuple[int, ...], tokenizer.think_start_tokens)
-            self._end = cast(tuple[int, ...], tokenizer.think_end_tokens)
-            self.tags = (cast(str, tokenizer.think_start), cast(str, tokenizer.think_end))
-            # `in` is fast, and mlx-lm's search is slow.
+        # How answers are structured beyond tags; then a reader tells the reasoning, instead of ids.
+        self.messages = None if tokenizer is None else message_format(tokenizer)
+        self.dropped: tuple[str, ...] = getattr(tokenizer, "structural_markers", None) or ()
+        self.begun = ""
+        self._reader: Reader | None = None
+        if tokenizer is not None and self.messages is not None:
+            self.begun = begun_message(prompt, tokenizer)
+            self.tags = HARMONY_TAGS if self.messages.is_harmony else self.tags
+            self._reader = reader_of(self)
+            self.is_thinking = self._reader.is_reasoning
+        elif tokenizer is not None and (tags := tags_of(tokenizer)) is not None:
+            self.tags, (self._start, self._end) = tags
+            # `in` is fast.
             if self._start[0] in prompt:
-                start, end = tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)
+                start, end = (_last_index(prompt, tag) for tag in (self._start, self._end))
                 # A tag in a message that is over was only mentioned there.
                 self.is_thinking = start > end and tokenizer.eos_token_ids.isdisjoint(prompt[start:])
+        self.began_thinking = self.is_thinking
+        if self.dropped:
+            self._reader = reader_of(self)
 
     @property
     def text(self) -> str:
@@ -90,6 +110,12 @@ class ReasoningTracker:
         return whole
 
     def _side(self, *, is_thinking: bool) -> str:
+        if self._reader is not None:
+            reader, answer = reader_of(self), Answer()
+            answer.add(reader.add(self.text))
+            if self.is_over:
+                answer.add(reader.finish(is_complete=True))
+            return answer.reasoning if is_thinking else answer.content
         pieces = [(begin, text) for begin, text, is_piece_thinking in self._pieces if is_piece_thinking is is_thinking]
         return "".join(text[: max(0, self._num_given_chars - begin)] for begin, text in pieces)
 
@@ -109,6 +135,11 @@ class ReasoningTracker:
         self._num_given_chars += len(given)
         self._pieces.append((self._num_readable_chars, readable, self.is_thinking))
         self._num_readable_chars += len(readable)
+        if self._reader is not None:
+            was_thinking = self.is_thinking
+            self._reader.add(readable)
+            self.is_thinking = self._reader.is_reasoning
+            return was_thinking or self.is_thinking
         if not self._start:
             return False
         self._recent.append(token)
@@ -134,4 +165,40 @@ class ReasoningTracker:
 
 def marks_of(answer: ReasoningTracker) -> ReasoningMarks:
     """The marks for the reader and the grammar of an answer that begins now; no tags unless both are known."""
-    return {"tags": answer.tags if all(answer.tags) else None, "is_thinking": answer.is_thinking}
+    return {"tags": answer.tags if all(answer.tags) else None, "is_thinking": answer.began_thinking}
+
+
+def reader_of(
+    answer: ReasoningTracker, format: CallFormat | None = None, tools: Sequence[Mapping[str, Any]] = ()
+) -> Reader:
+    """A reader of a whole answer: by its messages or tags, and by the format of calls if it may have some."""
+    if answer.messages is not None:
+        return MessageReader(answer.messages, answer.begun, format=format, tools=tools)
+    return AnswerReader(**marks_of(answer), dropped=answer.dropped, format=format, tools=tools)
+
+
+# Tags that mlx-lm does not know: Magistral's and Ministral's, Seed-OSS', Apertus' and MiniMax M3's.
+_FURTHER_TAGS = (
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<mm:think>", "</mm:think>"),
+)
+
+
+def tags_of(tokenizer: TokenizerWrapper) -> tuple[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] | None:
+    """The opening and the closing tag of a model's reasoning, and the ids of each; None if it has none."""
+    if tokenizer.has_thinking:
+        tags = cast(tuple[str, str], (tokenizer.think_start, tokenizer.think_end))
+        return tags, (tuple(tokenizer.think_start_tokens or ()), tuple(tokenizer.think_end_tokens or ()))
+    known = special_tokens_of(tokenizer)
+    for opening, closing in _FURTHER_TAGS:
+        if opening in known and closing in known:
+            return (opening, closing), ((known[opening],), (known[closing],))
+    return None
+
+
+def _last_index(tokens: Sequence[int], wanted: tuple[int, ...]) -> int:
+    """Where the last occurrence of some tokens begins; -1 if there is none."""
+    starts = (i for i in range(len(tokens) - len(wanted), -1, -1) if tokens[i] == wanted[0])
+    return next((i for i in starts if tuple(tokens[i : i + len(wanted)]) == wanted), -1)

@@ -15,6 +15,8 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
+from runtime.generation.content_stops import ContentStops
+from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.messages import for_template
 
 logger = logging.getLogger("outrider")
@@ -313,16 +315,20 @@ class Detokenizer:
 class GrowingText:
     """The text of one generation, token by token: without end-of-text tokens, and up to a stop string.
 
+    With the reader of an answer, stop strings are searched for in its content, otherwise in the whole text.
+
     Attributes:
         readable: the text that the last token has made readable, given or withheld.
         alone: see `Detokenizer.alone`.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open, reader: Reader | None = None) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
-        self._matcher = StopMatcher(opened.settings.stop) if opened.settings.stop else None
+        self._matcher: StopMatcher | ContentStops | None = None
+        if stops := opened.settings.stop:
+            self._matcher = ContentStops(stops, reader) if reader and reader.marks else StopMatcher(stops)
         self.readable = ""
 
     @property
@@ -355,8 +361,8 @@ class GrowingText:
 class StopFinder:
     """Searches the tokens that a generation is about to commit for stop strings."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
-        text = GrowingText(tokenizer, opened)
+    def __init__(self, tokenizer: TokenizerWrapper, opened: Open, reader: Reader | None = None) -> None:
+        text = GrowingText(tokenizer, opened, reader)
         # What was generated before the stream was saved; it contains no complete stop string.
         for token in opened.prompt[opened.num_prompt :]:
             text.add(token, is_last=False)

@@ -247,7 +247,7 @@ def test_log_probabilities_come_beside_reasoning_opened_by_the_template() -> Non
     # With a constraint, the whole text is the answer.
     letters: Any = Letters(thinks=True)
     parsed = parse_response_request(json.dumps({**RESPONSE, **LOGPROBS}).encode(), ResponseStore(1, 1))
-    splitter = AnswerSplitter(AnswerReader(tags=None, is_thinking=False, format=None, tools=()), has_reasoning=False)
+    splitter = AnswerSplitter(AnswerReader())
     begun = BegunAnswer("x", letters, splitter, watch=lambda id: None)  # type: ignore[arg-type, return-value]
     serializer = ResponseSerializer(parsed, begun, ResponseStore(1, 1))
     texts, statistics = list("yes"), cast(Any, None)

@@ -112,7 +112,8 @@ class Chat(Request):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Objects | None = Field(None, description="functions that the model may call")
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description='"none", "auto", "required", or the function that must be called'
+        None,
+        description='"none", "auto", "required", the function that must be called, or the tools that may be',
     )
     parallel_tool_calls: bool | None = Field(
         None,
@@ -224,11 +225,19 @@ def checked_tools(
 
     Args:
         listed, is_parallel: see `tools_of`.
-        choice: likewise, or a function as an object.
+        choice: likewise, or a function or the allowed tools as an object.
 
     Raises: ErrorResponse: a tool or the choice is invalid.
     """
+    allowed: list[Any] | None = None
     match choice:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
+            choice = mode
+            allowed = [
+                (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else tool
+                for tool in allowed
+                if callable_in_chat(tool)
+            ]
         case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
             choice = name
         case str() | None:
@@ -237,14 +246,16 @@ def checked_tools(
         case _:
             raise ErrorResponse(
                 400,
-                f'{choice_field} must be "none", "auto", "required" or '
-                f'{{"type": "function", "function": {{"name": "…"}}}}, got {short_json(choice)}',
+                f'{choice_field} must be "none", "auto", "required", '
+                '{"type": "function", "function": {"name": "…"}} or '
+                '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}, '
+                f"got {short_json(choice)}",
                 param=choice_field,
             )
     offered = [tool for tool in listed or () if callable_in_chat(tool)]
     check_choice(choice, offered, [tool for tool in listed or () if not callable_in_chat(tool)])
     try:
-        return tools_of(offered, choice, is_parallel=is_parallel)
+        return tools_of(offered, choice, is_parallel=is_parallel, allowed=allowed)
     except SettingsError as error:
         raise ErrorResponse(400, str(error), param="tools") from error
 

@@ -15,11 +15,13 @@ from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
-from runtime.generation.reasoning import ReasoningTracker, marks_of
+from runtime.generation.reasoning import ReasoningTracker, marks_of, reader_of
 from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar
+from runtime.generation.tool_calls.events import ToolCall
+from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.request import Request
 from runtime.server.answers.splitting import AnswerSplitter
@@ -127,18 +129,20 @@ class Preparation:
             prepared.append(PreparedPrompt(ids, own, echo, score))
         return prepared
 
+    def reader(self, answer: ReasoningTracker) -> Reader:
+        """A reader of an answer, of which nothing was given yet."""
+        # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
+        may_reason = self.request.is_chat and (self.request.constraint is None or answer.messages is not None)
+        format = None if self.tools is None else call_format(self.tokenizer)
+        tools = () if self.tools is None else self.tools.callable
+        return reader_of(answer, format, tools) if may_reason else AnswerReader(format=format, tools=tools)
+
     def splitter(self, stream: TokenStream | None) -> AnswerSplitter:
         """The splitter of an answer's tokens."""
-        # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
-        may_reason = stream is not None and self.request.is_chat and self.request.constraint is None
-        marks = marks_of(stream.answer) if stream is not None and may_reason else None
-        has_reasoning = marks is not None and marks["tags"] is not None
-        reader = AnswerReader(
-            **(marks if marks is not None and has_reasoning else {"tags": None, "is_thinking": False}),
-            format=None if self.tools is None else call_format(self.tokenizer),
-            tools=() if self.tools is None else self.tools.listed,
-        )
-        return AnswerSplitter(reader, has_reasoning=has_reasoning)
+        format, tools, forced = call_format(self.tokenizer), self.tools, None
+        if format is not None and tools is not None and tools.must_call and len(tools.callable) == 1:
+            forced = ToolCall(format.new_id(), tools.callable[0]["function"]["name"], "")
+        return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), forced)
 
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 

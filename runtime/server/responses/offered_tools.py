@@ -15,6 +15,7 @@ from runtime.server.answers.client_tools import SHELL_ARGUMENTS, check_choice, c
 # The types of tools that a model can call here, besides namespaces of these.
 CALLABLE = ("function", "custom", "local_shell")
 
+_SHELL = SHELL_ARGUMENTS["properties"]
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _MAX_NAME = 128
 
@@ -38,23 +39,18 @@ class OfferedTool:
         """The name of a call of the tool, and its namespace, if it is in one."""
         return {"name": self.name} if self.namespace is None else {"name": self.name, "namespace": self.namespace}
 
-    def item(self, call: ToolCall) -> tuple[str, dict[str, Any]] | None:
-        """A call as an item of the output, of a tool that is no function.
+    def item(self, call: ToolCall, *, is_whole: bool) -> tuple[str, dict[str, Any]] | None:
+        """A call as an item of the output, of a tool that is no function; one that is cut off is empty.
 
         Returns: the first part of its id, and its fields. None if the arguments are not those of such an item.
         """
         if self.type == "custom":
-            fields = {
-                "type": "custom_tool_call",
-                "call_id": call.id,
-                **self.place,
-                "input": custom_input(call.arguments),
-            }
-            return "ctc", fields
-        command = call.values.get("command")
+            named = {"type": "custom_tool_call", "call_id": call.id, **self.place}
+            return "ctc", {**named, "input": custom_input(call.arguments) if is_whole else ""}
+        known = {name: each for name, each in call.values.items() if name in _SHELL} if is_whole else {"command": []}
+        command = known.get("command")
         if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
             return None
-        known = {name: value for name, value in call.values.items() if name in SHELL_ARGUMENTS["properties"]}
         return "lsh", {"type": "local_shell_call", "call_id": call.id, "action": {"type": "exec", "env": {}, **known}}
 
 
@@ -92,30 +88,32 @@ class OfferedTools:
         return name if namespace is None else _full_name(name, namespace)
 
     def chosen(self, choice: Any) -> tuple[list[dict[str, Any]], Any]:
-        """The functions of the chat and its `tool_choice`, which is None if there is none.
+        """The functions of the chat and its `tool_choice`.
 
         Raises: ErrorResponse: the choice asks for a call of a tool that is left out.
         """
-        listed = self.listed
+        functions = [tool.offered for tool in self.listed]
+        found = [] if choice is None or isinstance(choice, str) else self._chosen_by(choice)
+        named = [function_of(name=tool.offered["function"]["name"]) for tool in found]
         if choice is None or isinstance(choice, str):
-            wanted = choice
+            wanted = choice or "auto"
         elif choice.type == "allowed_tools":
-            allowed = [tool for each in choice.tools or () for tool in self._chosen_by(each)]
-            listed = [tool for tool in listed if tool in allowed]
-            # Nothing is allowed if all that is allowed is left out.
             wanted = choice.mode or "auto"
+            if named:
+                return functions, {"type": choice.type, choice.type: {"mode": wanted, "tools": named}}
+            # All that is allowed is left out.
+            functions = []
+        elif len(named) == 1:
+            return functions, named[0]
         else:
-            found = self._chosen_by(choice)
-            names = [tool.offered["function"]["name"] for tool in found]
-            if len(names) == 1:
-                return [tool.offered for tool in listed], function_of(name=names[0])
             wanted = choice.name or choice.type
-        functions = [tool.offered for tool in listed]
-        check_choice(wanted or "auto", functions, self.left_out)
+        check_choice(wanted, functions, self.left_out)
         return functions, wanted
 
     def _chosen_by(self, choice: Any) -> list[OfferedTool]:
         """The tools that a choice, or an entry of one, names."""
+        if choice.type == "allowed_tools":
+            return [tool for each in choice.tools or () for tool in self._chosen_by(each)]
         if choice.type == "namespace":
             return [tool for tool in self.listed if tool.namespace == choice.name]
         return self._found(choice.name or choice.type, getattr(choice, "namespace", None))

@@ -118,6 +118,12 @@ class ResponseSerializer(Serializer):
                     yield from self._other_call(self._called, call)
                 else:
                     yield from self._done("completed")
+            case CallBroken(cut_off=ToolCall() as call):
+                self._withheld.clear()
+                if self._called is not None and self._called.type != "function":
+                    yield from self._other_call(self._called, call, "incomplete")
+                else:
+                    yield from self._done("incomplete")
             case CallBroken(given=given):
                 if self._called is None or self._called.type == "function":
                     # Events cannot be taken back, but a client does not answer a call whose last event is missing.
@@ -126,20 +132,19 @@ class ResponseSerializer(Serializer):
                 self._withheld = self._of_call + self._withheld
                 yield from self._text("message", given)
 
-    def _other_call(self, tool: OfferedTool, call: ToolCall) -> Iterator[Event]:
+    def _other_call(self, tool: OfferedTool, call: ToolCall, status: ItemStatus = "completed") -> Iterator[Event]:
         """A call of a tool that is no function, known only at its end: its arguments are no JSON in this API."""
-        if (found := tool.item(call)) is None:
-            yield from self._text("message", json.dumps({"name": call.name, "arguments": call.values}))
+        if (found := tool.item(call, is_whole=status == "completed")) is None:
+            yield from self._text("message", json.dumps({"name": call.name, "arguments": call.arguments}))
             return
         prefix, fields = found
-        if "input" not in fields:
-            yield from self._begin(prefix, **fields)
-        else:
-            yield from self._begin(prefix, **{**fields, "input": ""})
-            self._item["input"] = text = fields["input"]
+        text = fields.get("input")
+        yield from self._begin(prefix, **(fields if text is None else {**fields, "input": ""}))
+        if text is not None and status == "completed":
+            self._item["input"] = text
             yield self._event("response.custom_tool_call_input.delta", **self._place, delta=text)
             yield self._event("response.custom_tool_call_input.done", **self._place, input=text)
-        yield from self._done("completed")
+        yield from self._done(status)
 
     def _ended(self, statistics: Statistics) -> Iterator[Event]:
         """Complete the response, and keep it if it is to be stored."""
@@ -196,7 +201,8 @@ class ResponseSerializer(Serializer):
         item = self._item
         if item["type"] == "function_call":
             called = {"name": item["name"], "arguments": item["arguments"]}
-            yield self._event("response.function_call_arguments.done", **self._place, **called)
+            if status == "completed":
+                yield self._event("response.function_call_arguments.done", **self._place, **called)
         elif "content" in item:
             content = item["content"][0]
             if content["type"] == "reasoning_text":
@@ -246,8 +252,11 @@ class ResponseSerializer(Serializer):
 
     def _keep(self) -> None:
         items = {item["id"]: _json(item).encode() for item in self._output}
-        answer = messages_of(map(ITEM.validate_python, self._output), self._parsed.tools)
+        # Nobody answers a call that was cut off.
+        whole = [item for item in self._output if "content" in item or item["status"] == "completed"]
+        answer = messages_of(map(ITEM.validate_python, whole), self._parsed.tools)
         if (begun := self._parsed.begun) is not None:
+            answer = answer or [{"content": ""}]
             answer[0] = {**begun, **answer[0], "content": begun["content"] + answer[0]["content"]}
         # The earlier messages are a JSON list already; the answer is appended without parsing it.
         before = [self._parsed.messages[1:-1]] if self._parsed.messages != b"[]" else []
