@@ -6,7 +6,7 @@ a conversation with an image in it can go on. Only in what the user asks now, it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
@@ -85,14 +85,12 @@ class DocumentPart(OtherPart):
     @property
     def text(self) -> str | None:
         """The text of the document with its title and its context, or source, before it; None if it has none."""
-        match self.source:
-            case {"type": "text", "data": str(text)}:
-                before: Any = (self.title, self.context)
-            case {"type": "content", "content": content}:
-                before, text = (self.title, self.context), _texts(content)
-            case _:
-                before, text = (self.title, self.source), _texts(self.content)
-        return None if text is None else "\n".join(part for part in (*before, text) if part and isinstance(part, str))
+        text, source = _texts(self.content), self.source
+        match source:
+            case {"type": "text", "data": data} | {"type": "content", "content": data}:
+                text, source = _texts(data), self.context
+        parts = (self.title, source, text)
+        return None if text is None else "\n".join(part for part in parts if part and isinstance(part, str))
 
 
 def _texts(content: Any) -> str | None:
@@ -137,7 +135,7 @@ Content = str | BoundedList[Part]
 _BILLING = "x-anthropic-billing-header:"
 
 
-def joined(content: str | Sequence[Any], *, is_system: bool = False) -> str:
+def joined(content: str | list[Any], *, is_system: bool = False) -> str:
     """The text of a message's content. A part that cannot be read is a line of its own.
 
     Args:
