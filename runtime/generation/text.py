@@ -104,10 +104,12 @@ def _encode(
 def check_prompt_length(num_tokens: int, context_length: int | None) -> None:
     """Raises: PromptTooLongError: `num_tokens` fill the context; None is a context without bound."""
     if context_length is not None and num_tokens >= context_length:
-        raise PromptTooLongError(
-            f"the prompt has {num_tokens} tokens, and the target's context of {context_length} must hold it and at "
-            f"least one more; shorten it to {context_length - 1}"
-        )
+        raise _too_long(num_tokens, context_length)
+
+
+def _too_long(num_tokens: int, context_length: int) -> PromptTooLongError:
+    bound = f"this model's maximum context length is {context_length} tokens, one of them for the answer"
+    return PromptTooLongError.by(num_tokens, context_length - 1, bound)
 
 
 def _checked_message(index: int, message: Mapping[str, Any], tokenizer: TokenizerWrapper) -> dict[str, Any]:
@@ -188,10 +190,8 @@ def _check_text_length(text: str, tokenizer: TokenizerWrapper, context_length: i
     num_characters = len(text if backend.normalizer is None else backend.normalizer.normalize_str(text))
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
     if num_characters >= context_length * longest:
-        raise PromptTooLongError(
-            f"the prompt has {num_characters} characters, at least {-(-num_characters // longest)} tokens, and the "
-            f"target's context of {context_length} must hold it and at least one more token; shorten it"
-        )
+        # At least so many tokens.
+        raise _too_long(-(-num_characters // longest), context_length)
 
 
 def apply_chat_template(
