@@ -59,13 +59,14 @@ def test_a_text_that_takes_long_to_lay_out_is_shown_less_often(tab: Tab, server:
     seen = tab.page.evaluate(
         """async () => {
             const { GrowingText } = await import("/page/text.js");
-            const element = document.createElement("div"), frames = [], timers = [], seen = [];
+            const place = { thoughts: document.createElement("details"), thinking: document.createElement("div") };
+            const element = (place.text = document.createElement("div")), frames = [], timers = [], seen = [];
             let now = 0, cost = 0;
             performance.now = () => now;
             window.requestAnimationFrame = (paint) => frames.push(paint);
             window.setTimeout = (call, wait) => timers.push([call, wait]);
             const frame = () => { frames.splice(0).forEach((paint) => paint()); seen.push(element.textContent); };
-            const text = new GrowingText(element, (paint) => { paint(); now += cost; });
+            const text = new GrowingText(place, (paint) => { paint(); now += cost; });
             const write = (word) => text.add([{ text: word, isDrafted: false, isThought: false }]);
             text.clear();
             write("quick ");
@@ -415,9 +416,11 @@ def test_an_answer_that_failed_says_so_when_the_page_is_loaded_again(tab: Tab, s
     tab.expect_state("failed")
     tab.page.reload()
     tab.expect_state("failed")
-    expect(tab["state-more"]).to_have_text("The connection was lost in mid-answer. What was written by then is kept.")
-    expect(tab["problem"]).to_be_hidden()
+    tab.expect_failed("The connection was lost in mid-answer. What was written by then is kept.")
     tab.expect_text("Once upon")
+    tab["retry"].click()
+    assert server.next().body["prompt"] == "Once"
+    expect(tab["prompt"]).to_have_value("")
 
 
 def test_an_answer_too_long_to_keep_is_dropped_with_the_one_before(tab: Tab, server: ScriptedServer) -> None:

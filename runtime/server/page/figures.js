@@ -22,7 +22,8 @@ const TOLD = {
     generation_tps > 0 ? [rate(generation_tps), rows_per_pass > 1 ? `${rows_per_pass.toFixed(1)} streams a pass` : undefined] : null,
   tokens: ({ generated_tokens }) => (isNumber(generated_tokens) ? [count(generated_tokens)] : null),
   first: ({ time_to_first_token }) => (isNumber(time_to_first_token) ? [duration(time_to_first_token)] : null),
-  read: ({ prompt_tokens }) => (isNumber(prompt_tokens) ? [count(prompt_tokens)] : null),
+  read: ({ prompt_tokens, cached_tokens }) =>
+    isNumber(prompt_tokens) ? [count(prompt_tokens), cached_tokens > 0 ? `, of which ${count(cached_tokens)} cached` : undefined] : null,
 };
 
 export class Figures {
