@@ -339,7 +339,7 @@ function showDrafter(model) {
   $("welcome-title").textContent = title;
   $("welcome-text").replaceChildren(before, ...(example ? [tinted, after] : []));
   document.body.dataset.drafter = drafter;
-  strip.hasDrafter = drafter !== "none";
+  strip.drafter = drafter;
 }
 
 /** Show the prompt of an answer: as a question above it, or as the beginning of the text that is continued. */

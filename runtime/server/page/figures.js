@@ -13,10 +13,11 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const TOLD = {
   acceptance: ({ proposed, accepted, accepted_copied = 0, rejected_copied = 0, drafter }) => {
     const own = accepted - accepted_copied;
-    const of = proposed - accepted_copied - rejected_copied;
-    const copied = accepted_copied > 0 ? `${count(accepted_copied)} copied` : undefined;
-    if (of > 0) return [percent(own / of), `${count(own)} of ${count(of)}${copied ? `, ${copied}` : ""}`];
-    return drafter === "resting" || copied ? [drafter === "resting" ? "resting" : NONE, copied] : null;
+    const copied = accepted_copied + rejected_copied;
+    const of = proposed - copied;
+    if (of > 0) return [percent(own / of), `${count(own)} of ${count(of)}${accepted_copied ? `, ${count(accepted_copied)} copied` : ""}`];
+    if (copied > 0) return [percent(accepted_copied / copied), `${count(accepted_copied)} of ${count(copied)}`];
+    return drafter === "resting" ? ["resting"] : null;
   },
   speed: ({ generation_tps, rows_per_pass }) =>
     generation_tps > 0 ? [rate(generation_tps), rows_per_pass > 1 ? `${rows_per_pass.toFixed(1)} streams a pass` : undefined] : null,
