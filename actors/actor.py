@@ -101,6 +101,18 @@ class ActorSession:
         """Whether other sessions wait for this one to read the prompt."""
         return self.reading is not None and self.reading.num_waiting > 0
 
+    def notice_loss(self) -> bool:
+        """Have the ledger say what the cache holds: a pass that the text has shared may have failed, which empties the
+        caches of all its rows. To be called while no pass runs, before anything is planned that feeds the text.
+
+        Returns: whether cached tokens were lost.
+        """
+        sequence, cached_tokens = self.sequence, self.cached_tokens
+        if sequence is None or sequence.length >= len(cached_tokens):
+            return False
+        cached_tokens.rewind(sequence.length)
+        return True
+
     def end_reading(self, read: ReadPrompt | None = None) -> None:
         """Give the prompt to those that wait for it; None if one of them must read it. Harmless the second time."""
         reading, self.reading = self.reading, None
@@ -398,6 +410,7 @@ class ModelActor(Actor[S]):
         opened, sequence = session.shared.opened, session.sequence
         if sequence is None:
             return
+        session.notice_loss()
         session.sequence = None
         put_away: Callable[[], None] = sequence.close
         # A runtime that closes ends all sessions with an error, even one that has just finished.

@@ -36,40 +36,33 @@ def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
     return {opened.num_read - CHECKPOINT_DISTANCE, opened.num_read}
 
 
-async def prefill_chunk(worker: Worker, session: ActorSession, chunk_size: PrefillChunkSize) -> Job[None]:
-    """Feed the next part of a prompt that was not read to its end, in one pass, and update `chunk_size`, which is used
-    if the setting is "auto". Returns: the pass. Cancellation: strikes after the pass.
+async def prefill_chunk(
+    worker: Worker, session: ActorSession, text: Sequence[int], chunk_size: PrefillChunkSize
+) -> Job[int]:
+    """Feed the next part of the session's text that its cache lacks, in one pass, and update `chunk_size`, which is
+    used if the setting is "auto". Returns: the pass.
+
+    Args:
+        text: the prompt or a beginning of the committed text; the cache lacks some of it, or holds too much.
+
+    Cancellation: strikes after the pass.
     """
+    session.notice_loss()
     sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
     assert sequence is not None
-    prefix_checkpoints = _prefix_checkpoints(sequence, opened)
+    plan = cached_tokens.plan(text, num_logits=0)
+    checkpoints = _prefix_checkpoints(sequence, opened)
     pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
-    size = chunk_size.of(opened.num_read - len(cached_tokens)) if pass_tokens == "auto" else pass_tokens
     is_aligned = pass_tokens != "auto"
-    end = _end_of_pass(len(cached_tokens), opened.num_read, size, prefix_checkpoints, is_aligned=is_aligned)
-    plan = cached_tokens.plan(opened.prompt[:end], num_logits=0)
-    call = partial(_feed, sequence, plan.feed, adds_checkpoint=end in prefix_checkpoints)
+    size = chunk_size.of(len(plan.feed)) if pass_tokens == "auto" else pass_tokens
+    # Where the text depends on its passes, they end where they did when the prompt was read first.
+    stops = checkpoints | {opened.num_read} if is_aligned else checkpoints
+    end = _end_of_pass(plan.keep, len(text), size, stops, is_aligned=is_aligned)
+    plan = FeedPlan(plan.keep, plan.feed[: end - plan.keep])
+    call = partial(_rewind_and_feed, sequence, plan, adds_checkpoint=end in checkpoints)
     job = Job("prefill", call, session.id, len(plan.feed))
-    await worker.run(job)
-    chunk_size.observe(job.num_tokens, job.seconds)
-    cached_tokens.follow(plan)
-    return job
-
-
-async def prefill_committed(
-    worker: Worker, session: ActorSession, committed: Sequence[int], chunk_size: PrefillChunkSize
-) -> Job[int]:
-    """Feed tokens of the session's text that a cache lacks, in one pass, which is returned. Cancellation: strikes after
-    the pass.
-    """
-    sequence, cached_tokens = session.sequence, session.cached_tokens
-    assert sequence is not None
-    plan, setting = cached_tokens.plan(committed, num_logits=0), session.shared.opened.settings.prefill_step_size
-    size = chunk_size.of(len(plan.feed)) if setting == "auto" else setting
-    plan = FeedPlan(plan.keep, plan.feed[:size])
-    job = Job("prefill", partial(_rewind_and_feed, sequence, plan), session.id, len(plan.feed))
     length = await worker.run(job)
-    if length < plan.keep:  # the cache was lost, or only a checkpoint below could be restored; nothing was fed
+    if length < plan.keep:  # only a checkpoint below could be restored; nothing was fed
         cached_tokens.rewind(length)
     else:
         chunk_size.observe(job.num_tokens, job.seconds)
@@ -82,25 +75,20 @@ def tokens_per_pass(setting: int | Literal["auto"], sequence: CachedSequence) ->
     return FIXED_CHUNK_TOKENS if setting == "auto" and sequence.depends_on_passes else setting
 
 
-def _end_of_pass(begin: int, num_read: int, size: int, prefix_checkpoints: set[int], *, is_aligned: bool) -> int:
-    """The length at which a pass ends: `size` tokens on, or at the next multiple, but not beyond a checkpoint or the
-    end of the prompt. Alignment matters for a quantised cache, which is quantised at the end of a pass.
+def _end_of_pass(begin: int, num_read: int, size: int, stops: set[int], *, is_aligned: bool) -> int:
+    """The length at which a pass ends: `size` tokens on, or at the next multiple, but not beyond the end of what is to
+    be read, nor beyond a stop. Alignment matters for a quantised cache, which is quantised at the end of a pass.
     """
     end = (begin // size + 1) * size if is_aligned else begin + size
-    return min(end, num_read, *(length for length in prefix_checkpoints if length > begin))
+    return min(end, num_read, *(length for length in stops if length > begin))
 
 
-def _feed(sequence: CachedSequence, tokens: tuple[int, ...], *, adds_checkpoint: bool) -> None:
-    sequence.feed(tokens, 0)
-    if adds_checkpoint and (reusable := sequence.reusable) is not None:
-        reusable.add_prefix_checkpoint()
-
-
-def _rewind_and_feed(sequence: CachedSequence, plan: FeedPlan) -> int:
+def _rewind_and_feed(sequence: CachedSequence, plan: FeedPlan, *, adds_checkpoint: bool) -> int:
     """Returns: the length after the rewind; nothing is fed if that is less than `plan.keep`."""
-    # A pass that the text has shared may have failed since the plan was made, and emptied the cache.
-    length = sequence.rewind(min(plan.keep, sequence.length))
+    length = sequence.rewind(plan.keep)
     if length == plan.keep:
         sequence.feed(plan.feed, 0)
         sequence.check(plan.keep + len(plan.feed))
+        if adds_checkpoint and (reusable := sequence.reusable) is not None:
+            reusable.add_prefix_checkpoint()
     return length

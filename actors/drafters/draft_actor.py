@@ -20,10 +20,9 @@ from actors.drafters.draft_steps import (
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CacheLostError, Model
-from actors.prefill import prefill_chunk, prefill_committed
+from actors.prefill import prefill_chunk
 from actors.session import Session
 from actors.trained.drafter_model import TrainedDrafter
-from actors.trained.feature_input import FeatureInput
 from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
@@ -140,6 +139,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if session.is_ready and self._is_left_alone(session):
                 return None
             return Need.OPEN if self._may_open(session) else None
+        session.notice_loss()
         if not session.has_read_prompt:
             if session.awaits_features:
                 is_verifying = session.state.phase is SessionPhase.VERIFYING  # its empty proposal, after a late answer
@@ -158,10 +158,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 session.copy()
             self._say_ready(session)
             self._begin_turn(session)
-        if sequence.length < len(session.cached_tokens):
-            # A pass that it shared has failed.
-            session.cached_tokens.rewind(sequence.length)
-            session.reads_again = True
         session.reads_again = session.reads_again and session.num_behind > MAX_BEHIND_WHEN_READY
         if session.reads_again:
             return Need.READ
@@ -224,12 +220,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         elif sequence is None:
             await self._open_sequence(session)
             session.hand_over_features()
-        elif not session.has_read_prompt and isinstance(sequence, FeatureInput):
-            # With the features that have come. Cached tokens that are of no use with them are read again.
-            opened = session.shared.opened
-            read = await prefill_committed(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
         elif not session.has_read_prompt:
-            read = await prefill_chunk(self.worker, session, self.chunk_size)
+            # A trained drafter reads it with the features that have come.
+            opened = session.shared.opened
+            read = await prefill_chunk(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
         elif session.reading is not None:
             await self._hand_on(session)
         elif not session.is_indexed:
@@ -239,7 +233,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             await self._catch_up(session)
         else:
             # The last token is left to the draft step, which needs the logits.
-            read = await prefill_committed(self.worker, session, session.state.committed[:-1], self.chunk_size)
+            read = await prefill_chunk(self.worker, session, session.state.committed[:-1], self.chunk_size)
         if read is not None:
             self.prices.observe_draft_reading(read.began, read.ended)
 
@@ -280,10 +274,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             None if only is None else only.round,
             () if only is not None else shares,
         )
+        # The other rows of a batch are computed in any case.
+        is_alone = only is not None and (not together or only.alone or not only.draft_steps.sequence.is_row)
         try:
             await self.worker.run_steps(steps)
         except JobError as error:
-            self._step_failed([session for session in sessions if session.part is not None], error)
+            left = [session for session in sessions if session.part is not None]
+            self._step_failed(left, error, is_alone=is_alone)
         finally:
             self._under_way = None
             for session in sessions:
@@ -405,9 +402,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.shared.counts.draft_replayed_tokens += found.wanted - found.length
         session.cached_tokens.rewind(found.length)
 
-    def _step_failed(self, sessions: Sequence[DraftSession], error: JobError) -> None:
+    def _step_failed(self, sessions: Sequence[DraftSession], error: JobError, *, is_alone: bool) -> None:
         """After a shared step failed, have each session draft once alone; leave a session whose own step failed."""
-        if len(sessions) > 1:
+        if not is_alone:
             suspects = Suspects(len(sessions), partial(self._limit.halve, len(sessions)))
             for session in sessions:
                 session.suspects = suspects

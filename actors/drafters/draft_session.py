@@ -66,6 +66,12 @@ class DraftSession(DrafterSession):
                 self.sequence.give(features.start, features.values)
             self._given.clear()
 
+    def notice_loss(self) -> bool:
+        """See `ActorSession.notice_loss`."""
+        was_lost = super().notice_loss()
+        self.reads_again = self.reads_again or was_lost
+        return was_lost
+
     @property
     def goes_alone(self) -> bool:
         """See `DrafterSession.goes_alone`."""

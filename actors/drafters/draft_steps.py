@@ -189,7 +189,7 @@ class DraftSteps:
         # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text
         # that will never be committed, which is not a failure of the drafter.
         logit_check = LogitCheck.of(rows, rows)
-        if (chosen := pipeline.sample(logits)) is not None:
+        if (chosen := pipeline.sample(logits, position)) is not None:
             confidence = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
             found = LikeliestTokens(*likeliest(logits, self.num_guesses))
             lazy = LazyGuesses(chosen, logit_check, found, confidence=confidence)
@@ -233,7 +233,7 @@ class DraftSteps:
         pipeline, settings, seed = self.shared.logits_pipeline, self.shared.opened.settings, self.shared.opened.seed
         start = end - num_rows + 1
         logits = pipeline.shape(pad(rows, self.vocab_size), history, start)
-        if (chosen := pipeline.sample(logits)) is not None:
+        if (chosen := pipeline.sample(logits, start)) is not None:
             probs = mx.softmax(logits.astype(mx.float32), axis=-1)
             tokens, confidences = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
         elif settings.rule == "match":

@@ -1,24 +1,14 @@
-"""MLX's memory: keeps models resident, and frees unused buffers without stalling other threads.
-
-On CPU, `mx.clear_cache` waits for other threads' evaluations, such as a chunk of a long prompt, with the GIL held, so
-that the event loop stands still. Called through ctypes, the same function waits without the GIL.
-"""
+"""MLX's memory: keeps models resident, and frees unused buffers without touching other threads' streams."""
 
 from __future__ import annotations
 
-import ctypes
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import cast
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
-
-# mlx::core::clear_cache(), as compilers on Linux and macOS name it.
-_SYMBOL = "_ZN3mlx4core11clear_cacheEv"
 
 _lock = threading.Lock()
 _num_users = 0
@@ -50,20 +40,13 @@ def recommended_working_set() -> int | None:
 
 
 def release_buffers() -> None:
-    """Free the buffers that MLX keeps for later use. Releases the GIL meanwhile, if MLX's function is found."""
-    if mx.get_cache_memory() > 0:
-        (_clear_cache_without_gil() or mx.clear_cache)()
+    """Free the buffers that a GPU's allocator keeps for later use.
 
-
-@cache
-def _clear_cache_without_gil() -> Callable[[], None] | None:
-    """MLX's `clear_cache` as a foreign function, which releases the GIL; None if it is not found."""
-    libraries = sorted((Path(mx.__file__).parent / "lib").glob("libmlx.*"))
-    for library in libraries:
-        try:
-            function = ctypes.CDLL(str(library))[_SYMBOL]
-        except (OSError, AttributeError):
-            continue
-        function.argtypes, function.restype = [], None
-        return cast(Callable[[], None], function)
-    return None
+    A build of MLX for CPUs alone keeps 32 MB at most, and must not be asked: there, `mx.clear_cache` waits for the
+    streams of all threads, and takes the error with which a stream has failed. It would be raised here, in a job of
+    another model, and the job to which it belongs would go on with the wrong numbers.
+    """
+    if mx.metal.is_available() or mx.cuda.is_available():
+        # On CUDA, what another thread's kernel has failed with is raised here, too, and stays to be raised there.
+        with suppress(RuntimeError):
+            mx.clear_cache()

@@ -127,12 +127,13 @@ class LogitsPipeline:
             logprobs = apply(logprobs, partial(self._xtc_uniforms, start, logits.shape[0]))
         return logprobs
 
-    def sample(self, logits: mx.array) -> mx.array | None:
-        """The tokens (n,) that the user's sampler, if there is one, chooses from (n, V) shaped logits.
+    def sample(self, logits: mx.array, start: int) -> mx.array | None:
+        """The tokens (n,) that the user's sampler, if there is one, chooses from (n, V) shaped logits, for positions
+        from `start` on.
 
         Raises: ProcessorError: the sampler failed.
         """
-        return None if self._sampler is None else self._sampler(logits)
+        return None if self._sampler is None else self._sampler(logits, start)
 
     def shape(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
         """`process`, then `filter`."""

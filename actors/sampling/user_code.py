@@ -3,6 +3,9 @@
 A processor's error must end its own stream only, and not look like the model's. But MLX is lazy, so an error in a
 processor's result would come up in the middle of a pass. So the logits are evaluated before a processor gets them, and
 its result right after the call: an error in that second evaluation is the processor's.
+
+Unmarked code is called once for each token of the text. So its last result is kept until the next token: a pass that
+fails after the call, even one launched ahead, has the same token chosen again.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from weakref import WeakValueDictionary
 import mlx.core as mx
 
 from protocol.errors import ProcessorError
-from protocol.logits_processors import Checkpointed, LogitsProcessor, Sampler, Stateless
+from protocol.logits_processors import Checkpointed, LogitsProcessor, Sampler, Stateless, can_be_speculated_with
 
 # User code may raise anything. `sys.exit()` only ends its stream, since a thread cannot end the process.
 _RAISED = (Exception, SystemExit, KeyboardInterrupt)
@@ -37,6 +40,8 @@ class UserProcessors:
             _CheckpointedProcessor(processor, prompt_length) if isinstance(processor, Checkpointed) else processor
             for processor in processors
         ]
+        self._are_called_once = not all(map(can_be_speculated_with, processors))
+        self._last: tuple[int, list[mx.array]] | None = None  # tokens of the text, and the result after them
 
     def __len__(self) -> int:
         return len(self._processors)
@@ -49,6 +54,8 @@ class UserProcessors:
             ProcessorError: a processor raised, or did not return logits that can be evaluated.
             Exception: what the evaluation of `rows` raises: the model's error.
         """
+        if self._last is not None and self._last[0] == len(histories[-1]):
+            return self._last[1]
         mx.eval(rows)
         texts = [mx.array(history) for history in histories]
         for processor in self._processors:
@@ -57,6 +64,8 @@ class UserProcessors:
                 for ids, tokens, row in zip(histories, texts, rows, strict=True)
             ]
             evaluate_guarded(f"the logits processor {name_of(processor)}", rows)
+        if self._are_called_once:
+            self._last = len(histories[-1]), rows
         return rows
 
 
@@ -91,13 +100,18 @@ class UserSampler:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self._named = f"the sampler {name_of(sampler)}"
+        self._is_called_once = not isinstance(sampler, Stateless)
+        self._last: tuple[int, mx.array] | None = None  # a position, and what was chosen for it
 
-    def __call__(self, logits: mx.array) -> mx.array:
-        """Choose a token for each row of (n, V) shaped logits, in order. Synchronises with the device twice.
+    def __call__(self, logits: mx.array, start: int) -> mx.array:
+        """Choose a token for each row of (n, V) shaped logits, for positions from `start` on, in order. Synchronises
+        with the device twice.
 
         Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen (see `LogitCheck`).
         Raises: as `UserProcessors`.
         """
+        if self._last is not None and self._last[0] == start:
+            return self._last[1]
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         are_sound = mx.isfinite(mx.max(logits, axis=-1))
         mx.eval(logprobs, are_sound)
@@ -110,7 +124,10 @@ class UserSampler:
         for id in ids:
             if not 0 <= id < logits.shape[-1]:
                 raise ProcessorError(f"{self._named} must return ids in [0, {logits.shape[-1] - 1}], got {id}")
-        return mx.array(ids)
+        tokens = mx.array(ids)
+        if self._is_called_once:
+            self._last = start, tokens
+        return tokens
 
     def _choose(self, logprobs: mx.array) -> mx.array:
         try:

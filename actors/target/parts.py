@@ -257,13 +257,7 @@ def num_plain_rounds(session: TargetSession) -> float:
 
 def has_lost_tokens(session: TargetSession) -> bool:
     """Whether tokens of a text must be read again, since a pass that it shared has failed. Updates its session."""
-    sequence = session.sequence
-    assert sequence is not None
-    if sequence.length < len(session.cached_tokens):
-        session.reads_again = True
-        session.plain_row = None  # it may be ahead, in the cache that was lost
-        session.cached_tokens.rewind(sequence.length)
-    # The prompt is read again as prompts are, and there may be no tokens beyond it.
+    session.notice_loss()
     num_wanted = len(session.state.committed) + len(session.fed_drafted) - 1
     session.reads_again = session.reads_again and len(session.cached_tokens) < num_wanted
     return session.reads_again

@@ -288,7 +288,7 @@ def _choose_alone(
         try:
             processed = pipeline.process(logits, row.history, position)
             filtered = pipeline.filter(processed, position)
-            chosen = pipeline.sample(filtered)
+            chosen = pipeline.sample(filtered, position)
         except OutriderError as error:
             return mx.zeros((1,), mx.uint32), logits, error
     else:

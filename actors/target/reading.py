@@ -69,6 +69,8 @@ class Reading:
 
         Returns: the sessions whose prompts were read. A prompt with much left to read goes behind the others.
         """
+        for session in self.prompts:
+            session.notice_loss()
         chosen = self._chosen()
         num_more = MAX_MORE * _num_to_read(chosen)
         await self._run_pass(chosen)
@@ -106,8 +108,10 @@ class Reading:
 
     async def _read_chunk(self, session: TargetSession) -> None:
         try:
-            if len(session.cached_tokens) < session.shared.opened.num_read:
-                await prefill_chunk(self._worker, session, self._chunk_size)
+            opened = session.shared.opened
+            # What was scored already may have to be read again.
+            if len(session.cached_tokens) < (end := opened.num_read + len(session.shared.scores)):
+                await prefill_chunk(self._worker, session, opened.prompt[:end], self._chunk_size)
             else:
                 await score_chunk(self._worker, session, self._score_size, self._model.vocab_size)
         except JobError as error:

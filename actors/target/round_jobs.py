@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from actors.model import CacheLostError, Model
-from actors.prefill import prefill_committed
+from actors.prefill import prefill_chunk
 from actors.target.drafter_link import DrafterLink
 from actors.target.parts import Part, next_part, num_plain_rounds, verdict_of, verdict_so_far
 from actors.target.plain_rows import PlainResult, PlainRow, PlainRows
@@ -155,7 +155,7 @@ class RoundJobs:
         self._begin_job([session])
         to_feed = (*session.state.committed, *session.fed_drafted)[:-1]
         try:
-            await prefill_committed(self._worker, session, to_feed, self._chunk_size)
+            await prefill_chunk(self._worker, session, to_feed, self._chunk_size)
         except JobError as error:
             self.fail(session, error)
         finally:
@@ -166,6 +166,7 @@ class RoundJobs:
         self.pass_began_s = self._worker.clock()
         self._last_plain = None
         sessions = [part.session for part in parts]
+        is_alone = len(parts) == 1 and (parts[0].alone or not sessions[0].is_row)
         self._begin_job(sessions)
         self._limit.count_job()
         proposals = [part.proposal for part in parts if part.proposal.tokens]
@@ -180,7 +181,7 @@ class RoundJobs:
             await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
             self._last_drafted = None
-            self._failed(parts, error)
+            self._failed(parts, error, is_alone=is_alone)
         else:
             if only_copies and self._last_drafted is not None:
                 self._prices.observe_gap(min(job.seconds, self._idle_s(self._last_drafted, job)))
@@ -223,6 +224,7 @@ class RoundJobs:
             steps.kind, steps.session, steps.round = "decode", sessions[0].id, sessions[0].state.round
         else:
             steps.shares = shares
+        is_alone = num_texts == 1 and not sessions[0].is_row
         self._begin_job(sessions)
         self._limit.count_job()
         self._last_drafted = None
@@ -233,7 +235,8 @@ class RoundJobs:
         except JobError as error:
             self._last_plain, self._num_ahead, run.going_on = None, 0, []
             left = [session for session in sessions if not session.has_ended]
-            self._failed([next_part(session, self._prices, self._worker.clock()) for session in left], error)
+            parts = [next_part(session, self._prices, self._worker.clock()) for session in left]
+            self._failed(parts, error, is_alone=is_alone)
         finally:
             self._plain_run = None
             self._end_job(sessions)
@@ -434,10 +437,13 @@ class RoundJobs:
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _failed(self, parts: Sequence[Part], error: JobError) -> None:
-        """Have the rounds of a failed pass computed again, or end the text if its pass had no other."""
-        if len(parts) == 1:
-            self._failed_alone(parts[0], error)
+    def _failed(self, parts: Sequence[Part], error: JobError, *, is_alone: bool) -> None:
+        """Have the rounds of a failed pass computed again, or end the text if it was alone: no other took part, and it
+        was no row of the batch, whose other rows are computed in any case.
+        """
+        if is_alone:
+            for part in parts:
+                self._failed_alone(part, error)
             return
         with_drafts = [part for part in parts if part.feeds_drafted]
         suspected = with_drafts or parts

@@ -149,15 +149,15 @@ class TargetActor(ModelActor[TargetSession]):
         elif session.sequence is None:
             if self._may_open(session):
                 self._errands[session] = self._open
+        elif session.id in self._jobs.texts:
+            self._take_in_round(session)
         elif session.num_to_read > 0:
             self._reading.prompts.setdefault(session)
         elif not session.has_read_prompt:
             self._errands[session] = self._end_prompt
-        elif session.shared.opened.num_scored > 0:
+        else:
             session.state.close(Close(session.id))
             self._errands[session] = self._let_go
-        else:
-            self._take_in_round(session)
 
     def _take_in_round(self, session: TargetSession) -> None:
         if (turn := self._ready.get(session)) is not None:

@@ -145,6 +145,14 @@ class TargetSession(ActorSession):
         self.round_failure: RoundFailure | None = None
         self.reads_again = False
 
+    def notice_loss(self) -> bool:
+        """See `ActorSession.notice_loss`."""
+        if not super().notice_loss():
+            return False
+        self.reads_again = True
+        self.plain_row = None  # it may be ahead, in the cache that was lost
+        return True
+
     @property
     def has_ended(self) -> bool:
         """Whether nothing is left to do but to close the cache."""

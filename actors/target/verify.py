@@ -137,7 +137,7 @@ def _processed(part: Part, logits: mx.array) -> _Group:
         sound = mx.concatenate([mx.ones((part.num_earlier,), mx.bool_), sound])
     num_rows = processed.shape[0]
     filtered = pipeline.filter(processed, start)
-    chosen = pipeline.sample(filtered) if settings.rule == "match" else None
+    chosen = pipeline.sample(filtered, start + part.num_earlier) if settings.rule == "match" else None
     proposed = part.proposed_rows
     drafted, probs = part.drafted[:num_rows], proposed.draft_probs[:num_rows]
     proposed = attrs.evolve(proposed, num_rows=num_rows, drafted=drafted, draft_probs=probs)

@@ -359,10 +359,10 @@ async def test_a_target_that_fails_in_anything_else_for_good_breaks_the_runtime(
 
 async def test_a_target_whose_cache_lost_count_ends_that_session_and_no_other(autojump_clock: Any) -> None:
     for lookahead in (0, 2):
-        async with simulated(ScriptedModel(truthful, fails={"check": {3}}), drafter()) as simulation:
+        async with simulated(ScriptedModel(truthful, fails={"check": {5}}), drafter()) as simulation:
             stream = simulation.runtime.stream(PROMPT, **SETTINGS, lookahead=lookahead)
             got: list[int] = []
-            with pytest.raises(RewindError, match="check 3 failed"):
+            with pytest.raises(RewindError, match="check 5 failed"):
                 await read_into(got, stream)
             assert got == TEXT[: len(got)]
             assert len(got) >= 2

@@ -270,7 +270,7 @@ async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any
         assert (again.draft_failures, again.cached_tokens) == (0, len(PROMPT) - 1)
 
 
-@sweep("call, nth, error", [("check", 5, None), ("reuse", 1, "reuse 1 failed"), ("check", 3, "check 3 failed")])
+@sweep("call, nth, error", [("check", 6, None), ("reuse", 1, "reuse 1 failed"), ("check", 4, "check 4 failed")])
 async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(
     call: str, nth: int, error: str | None, autojump_clock: Any
 ) -> None:
