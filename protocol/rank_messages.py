@@ -129,25 +129,21 @@ class CloseTarget:
 
 
 @attrs.frozen
-class Measure:
-    """Rank 0 begins a measurement of the links, in which each rank takes its part; see `actors.distributed.links`."""
-
-    name: str
-    arguments: tuple[int, ...] = ()
+class Describe:
+    """Rank 0 asks each rank for a `Description`."""
 
 
 @attrs.frozen
-class Measured:
-    """A rank's result of a measurement: seconds of each repetition that it timed, and its description."""
+class Description:
+    """Host, device and system of the rank that sends it."""
 
-    seconds: tuple[float, ...] = ()
-    description: dict[str, str] = attrs.field(factory=dict)
+    of_rank: dict[str, str]
 
 
 _OfTarget = (
     OpenTarget | Present | ConnectRanks | Loaded | Operations | Recorded | OperationResult | ForDrafter | CloseTarget
 )
-RankMessage = Beat | Broken | Hello | Welcome | _OfTarget | Measure | Measured
+RankMessage = Beat | Broken | Hello | Welcome | _OfTarget | Describe | Description
 
 _CODEC: Codec[RankMessage] = Codec(get_args(RankMessage), "of another rank")
 encode, decode = _CODEC.encode, _CODEC.decode

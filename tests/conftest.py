@@ -72,8 +72,9 @@ def short_warm_up() -> Iterator[dict[str, Any]]:
     Returns: what the settings of the warm-up are otherwise.
     """
     # Imports mlx-lm, for which the workers of `pytest -n` would wait if its controller did it.
+    import simulation
+
     from actors import warm_up
-    from runtime.simulation import simulation
 
     short = {
         "NUM_PASSES_ALONE": 1, "MAX_STEPS_BESIDE_TARGET": 2, "NUM_PLAIN_STEPS": 3, "WIDE_WIDTHS": (), "MAX_REPEATS": 0,

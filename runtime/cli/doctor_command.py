@@ -27,8 +27,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--distributed",
         action="store_true",
-        help="examine the ranks that mlx.launch has started, and the links between them; if a target is named, also "
-        "examine it sharded over all of them",
+        help="examine the ranks that mlx.launch has started; if a target is named, also examine it sharded over "
+        "all of them",
     )
 
 
@@ -46,28 +46,25 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
     """Examine the ranks or the models, and print the report on stdout. SIGINT and SIGTERM end the process at once."""
     models = models_of(arguments)
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
-        from runtime.doctor.ranks import examine_ranks, plan, report_on_ranks
+        from runtime.doctor.ranks import examine_ranks, report_on_ranks
         from runtime.doctor.report import check_examined, examine, report
 
         models.use_device()
-        ranks = None
         if _examines_models(arguments):
             check_examined(models.target, models.draft, **models.options)
         if arguments.distributed:
-            display.show_activity("measuring the links between the ranks")
-            ranks = examine_ranks(models.options.get("group"))
+            display.show_activity("examining the ranks")
+            found = report_on_ranks(examine_ranks(models.options.get("group")))
             display.clear()
             # Printed now, since the target may fail to load.
-            print_sections(report_on_ranks(ranks))
+            print_sections(found)
         if not _examines_models(arguments):
             return CommandOutcome(finish_reason="complete")
         work = partial(examine, models.target, models.draft, on_progress=display.show_activity, **models.options)
         diagnosis = trio.run(work)
     sections = report(diagnosis)
-    if ranks is not None:
+    if arguments.distributed:
         print_text("\n")
-        if (command := plan(ranks, diagnosis)) is not None:
-            sections[-1][1].insert(-1, ("plan", command))
     print_sections(sections)
     return CommandOutcome(finish_reason="complete")
 

@@ -30,7 +30,6 @@ from runtime.cli import (
     ranks,
     selftest_command,
     serve_command,
-    simulate_command,
 )
 from runtime.cli.arguments.models import models_of
 from runtime.cli.command import Command
@@ -51,9 +50,11 @@ COMMANDS: dict[str, Command] = {
         bench_command,
         distill_command,
         selftest_command,
-        simulate_command,
     )
 }
+
+# Commands that earlier versions had, and what takes their place.
+REMOVED = {"simulate": "outrider bench measures a pair on this machine"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,6 +147,8 @@ class _Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            if value in REMOVED:
+                raise argparse.ArgumentError(None, f"outrider {value} was removed; {REMOVED[value]}")
             near = difflib.get_close_matches(str(value), action.choices, n=1)
             hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(action.choices)}"
             raise argparse.ArgumentError(None, f"there is no command {shown(value)}; {hint}")

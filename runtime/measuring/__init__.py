@@ -1,8 +1,8 @@
-"""The measuring kernel: what `bench`, `doctor`, `selftest` and `simulate` have in common.
+"""The measuring kernel: what `bench`, `doctor` and `selftest` have in common.
 
     subject ──> contenders ──> Contest ──> Figures ──> Record ──> table, JSON, plot
 
-A *subject* is what is measured: `LoadedModels` on their threads, or a `Scenario` of the simulator. *Contenders* are the
+A *subject* is what is measured: `LoadedModels` on their threads. *Contenders* are the
 ways to decode it. A `Contest` has them take turns on the same cases, repeatedly, after a warm-up; it can be stopped at
 any time and knows what is complete so far. `Figure`s are declared once, and computed from the runs for JSON and for the
 table alike. A `Record` holds the figures; `reports` prints and writes it.

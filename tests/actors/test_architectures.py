@@ -32,13 +32,13 @@ from completions import ids
 from mlx_lm.models.cache import make_prompt_cache
 from models import assert_leads
 from plain_decoding import CLEAR_LEAD, NUM_TOKENS, PROMPT, greedy_text
+from simulated_worker import SimulatedWorker
 from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.probe import probe
-from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.errors import ModelError

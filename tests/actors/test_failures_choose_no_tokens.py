@@ -25,12 +25,12 @@ from distributions import DRAWING_RULES, SIGNIFICANCE, outcomes, p_value, random
 from drafters_elsewhere import elsewhere
 from other_vocabularies import TranslatedScript
 from scripted import Price, Script, ScriptedFailure, ScriptedModel, Undo, always, ids, never, priced, run
+from simulated_worker import SimulatedWorker
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import DrafterSession, MakePolicy, policy_by_settings
 from actors.remote.remote_drafter import RemoteDrafter
-from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job
 from protocol.lookahead_policy import ChainPolicy, PolicyView
 from protocol.lookahead_tree import Node

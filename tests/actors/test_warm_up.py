@@ -10,10 +10,10 @@ import mlx.core as mx
 import pytest
 import trio
 from scripted import ScriptedModel, run, truthful
+from simulated_worker import Contention, SimulatedWorker
 from sweeps import sweep
 
 from actors.warm_up import DRAFT_WIDTHS, MIN_CONTEXT_LENGTH, TARGET_WIDTHS, WIDE_WIDTHS, warm_up
-from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError
 from protocol.prices import Prices
 from protocol.trace import Event, Span

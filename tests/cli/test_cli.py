@@ -520,7 +520,7 @@ def test_help_names_every_option_and_its_default(capfd):
     assert "(default: 256)" in text
 
 
-@sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
+@sweep("command", ["generate", "chat", "serve", "doctor", "bench"])
 def test_a_short_help_has_ten_options_that_exist(command, capfd):
     texts = [ran(capfd, command, flag).out for flag in ("--help", "--help-all")]
     short, full = (re.findall(r"^  (-.*?)(?:   |$)", text, re.MULTILINE) for text in texts)

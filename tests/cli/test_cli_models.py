@@ -239,7 +239,7 @@ def test_the_error_of_a_value_has_its_fields() -> None:
     }
 
 
-@sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
+@sweep("command", ["generate", "chat", "serve", "doctor", "bench"])
 def test_every_help_has_examples_that_can_be_parsed(command: str, capfd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = ran(capfd, command, "--help-all").out

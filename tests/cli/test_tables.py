@@ -14,7 +14,6 @@ from sweeps import sweep
 from runtime.bench.many_streams import ManyStreams, StreamsPlan
 from runtime.bench.one_stream import OneStream, OneStreamPlan
 from runtime.measuring.figures import Record
-from runtime.simulation.comparison import TextComparison
 from runtime.terminal.display import OutputError, print_sections
 from runtime.terminal.tables import UNBOUNDED, TableRow, TextTable, show_sections, show_table
 
@@ -98,14 +97,6 @@ SHEETS = {
         )
     )
     .table,
-    "simulate": TextTable(
-        (*(figure.heading for figure in TextComparison.figures if figure.heading is not None), ""),
-        (
-            TableRow(("sequential", "16", "1.07×", "9.9", "5.32", "27%", "0%", "100%", "100%", ""), "bold"),
-            TableRow(("single chain", "auto", "1.97×", "18.2", "3.21", "80%", "66%", "99%", "100%", "best")),
-        ),
-        num_labels=2,
-    ),
 }
 
 

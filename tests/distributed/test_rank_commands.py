@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
@@ -70,31 +69,19 @@ def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path) -> Non
         assert second.result() == (0, "", "")
         assert [first.join(), second.join()] == [0, 0]
     found = sections(printed)
-    assert list(found) == ["ranks", "links", "target", "draft", "pair", "machine", "conclusion"]
+    assert list(found) == ["ranks", "target", "draft", "pair", "machine", "conclusion"]
     about = found["ranks"]
     assert "ring (in use)" in about["backends"]
     assert re.fullmatch(r"outrider \S+, mlx \S+, mlx-lm \S+; the same on all", about["versions"])
     assert about["rank 0"] == about["rank 1"]
     assert socket.gethostname() in about["rank 1"]
-    about = found["links"]
     times = r"[\d,]+\.\d\d ms \([\d,]+\.\d\d–[\d,]+\.\d\d\)"
-    assert re.fullmatch(f"an announcement and its answer take {times}", about["control, rank 1"])
-    assert re.fullmatch(times, about["all_sum of 4 bytes"])
-    assert re.fullmatch(rf"{times}, \S+ Gbit/s", about["all_sum of 4.2 MB"])
-    for name in ("rank 0 to rank 1", "rank 1 to rank 0"):
-        assert re.fullmatch(rf"{times} one way for a small message, \S+ Gbit/s for 4.2 MB", about[name])
-    flags = about["to plan with"].removeprefix("outrider simulate … ")
-    assert re.fullmatch(r"--all-reduce ring --link-latency \S+ --link-bandwidth \S+", flags)
     about = found["target"]
     assert re.fullmatch(rf"T_v\(1\) = {times}, of it exchange [\d,]+\.\d\d ms", about["a pass of 1 token"])
     # Two for each of two layers, of hidden states with 32 numbers in float32.
     assert about["a pass exchanges"] == "512 bytes a token, by 4 × all_sum"
     assert "exchange" not in found["draft"]["a pass of 1 token"]
-    about = found["conclusion"]
     assert re.search(r"\d+% of a pass of 1 token, \d+% of one of 9, is exchange between 2 ranks", printed)
-    assert about["plan"].startswith("outrider simulate --ranks 1,2,4 ")
-    assert f"--layers 2 --hidden-size 64 {flags}" in about["plan"]
-    assert main([*shlex.split(about["plan"])[1:], "--tokens", "20", "--lookahead", "1"]) == 0
 
 
 def test_bench_compares_lookaheads_over_the_ranks(tmp_path: Path):

@@ -24,7 +24,7 @@ from sample_tokenizers import demo
 from sweeps import sweep
 
 import runtime
-from actors.distributed.links import BACKENDS
+from actors.distributed.backends import BACKENDS
 from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report

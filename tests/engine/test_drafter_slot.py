@@ -20,15 +20,15 @@ from blocking_models import BlockingModel
 from faces import got, on_every_face, within
 from models import greedy, llama, near, prompt_of, save
 from scripted import ScriptedModel, agreeing, collect, continuation, priced, run, simulated, text_of, truthful
+from scripted_sequence import EmptyFeatures
+from simulated_worker import SimulatedWorker
 from sweeps import sweep
 from trained_drafters import write_eagle3
 from trained_scripts import RecordingSequence, RecordingTarget, TrainedDraft
 
 import runtime
-from actors.workers.simulated_worker import SimulatedWorker
 from protocol.trace import Event
 from runtime.engine.drafter_slot import LoadedDrafter
-from runtime.simulation.scripted_sequence import EmptyFeatures
 
 PROMPT = tuple(prompt_of(17))
 SETTINGS: dict[str, Any] = {"max_tokens": 12, "lookahead": 3}

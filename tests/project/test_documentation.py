@@ -307,7 +307,7 @@ def check_command(arguments: list[str]) -> None:
 def runs(line: str) -> bool:
     """Whether a line needs nothing but the demo pair and a few seconds; a plot takes many simulations."""
     command = commands_of(line)[-1]
-    is_small = command[0] == "outrider" and command[1] in ("generate", "simulate")
+    is_small = command[0] == "outrider" and command[1] == "generate"
     return is_small and PLACEHOLDER not in line and "--plot" not in command
 
 

@@ -26,7 +26,6 @@ ORDER = (
     {"bridge"},
     {"aio", "sync"},
     {"measuring"},
-    {"simulation"},
     {"bench"},
     {"doctor"},
     {"selftest"},

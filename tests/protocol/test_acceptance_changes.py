@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import trio
+from scenario import Scenario
 from scripted import run
+from scripted_models import PROMPT
+from simulation import simulated_runtime
 from sweeps import sweep
 
 from runtime.engine.events import Events
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.scripted_models import PROMPT
-from runtime.simulation.simulation import simulated_runtime
 
 GOOD, BAD = 0.9, 0.2
 BAD_FROM, GOOD_AGAIN = 300, 700

@@ -11,10 +11,10 @@ import math
 
 import pytest
 from fixed_lookaheads import LOOKAHEADS, auto, sequential_speed
+from scenario import Scenario
+from simulation import run_simulation
 
 from protocol.lookahead_policy import ChainPolicy
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import run_simulation
 
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.75, 0.85, 0.92)
 COSTS = (0.03, 0.1, 0.2, 0.35, 1.5)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import scripted_models
 from device_tables import FILES, scenarios
 from fixed_lookaheads import LOOKAHEADS, auto, sequential_speed
+from scenario import Scenario
+from simulation import run_simulation
 
 from actors.drafters.drafter import DrafterSession
-from runtime.simulation import scripted_models
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import run_simulation
 
 NUM_TOKENS = 600
 # A text that says the same again and again.

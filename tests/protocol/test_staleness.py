@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scenario import Scenario
 from scripted import agreeing, ids, next_token, priced, simulated, spike, truthful
+from simulation import SimulatedRun, run_simulation
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 from trees import POSITION, ROOT, tree_of, view_of
@@ -26,8 +28,6 @@ from protocol.prices import Prices
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.statistics import Statistics
 from protocol.trace import Span
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import SimulatedRun, run_simulation
 
 # --- calibration ----------------------------------------------------------------------------------
 

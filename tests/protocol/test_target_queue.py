@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from scenario import Scenario
+from simulation import SimulatedStreams, simulate_streams
 from trees import chain_of, view_of
 
 from protocol.auto_policy import AutoPolicy
@@ -11,8 +13,6 @@ from protocol.draft_budget import EMPTY_BUDGET
 from protocol.lookahead_policy import PolicyView
 from protocol.prices import Prices
 from protocol.target_queue import TargetQueue
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import SimulatedStreams, simulate_streams
 
 # --- estimated times ------------------------------------------------------------------------------
 

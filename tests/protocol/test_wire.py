@@ -126,8 +126,8 @@ def test_damaged_bytes_are_refused_or_another_sound_message(sent: Any, data: st.
         b'["Recorded", {"a": {"__tensor__": ["F32", [2], 4]}}, null]\n1234',
         b'["Recorded", {"a": {"__tensor__": ["U8", [-1], -1]}}, null]',
         b'["Recorded", {"a": 3}, null]',
-        b'["Measure", "sum", 4]',
-        b'["Measured", ["1"], {}]',
+        b'["Describe", 4]',
+        b'["Description", ["1"]]',
     ],
 )
 def test_other_bytes_are_refused(data: bytes) -> None:

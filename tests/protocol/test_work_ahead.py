@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from fixed_lookaheads import sequential_speed
+from scenario import Scenario
 from scripted import ScriptedModel, continuation, simulated, text_of, truthful
 from scripted import priced as job_prices
+from simulation import run_simulation
 from sweeps import sweep
 
 import runtime
@@ -18,8 +20,6 @@ from protocol.lookahead_policy import ChainPolicy
 from protocol.open_options import WORK_AHEAD, WorkAhead
 from protocol.prices import TRIED_EVERY_ROUNDS, TRIED_ROUNDS, Prices
 from protocol.settings import Settings
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import run_simulation
 
 # Of the better of both ways. The others' rounds find out which that is.
 LEAST = 0.97

@@ -16,13 +16,13 @@ from drafted_runtime import PROMPTS, check_greedy, check_reuse, check_seeded, dr
 from drafters_elsewhere import elsewhere, simulated_worker
 from models import greedy
 from scripted import ids, priced
+from simulated_worker import SimulatedWorker
 from sweeps import sweep
 from trained_drafters import KINDS, make
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.workers.simulated_worker import SimulatedWorker
 from protocol.drafter_wire import CorpusCopy, DraftNews, TargetNews, decode, encode
 from protocol.messages import Close, Proposal, Ready, Rest, Rested, Verdict, Withdraw
 from runtime.engine.events import Events

@@ -14,6 +14,8 @@ import pytest
 from device_tables import all_tables
 from fixed_lookaheads import auto
 from models import Wrapped, llama, save
+from scenario import Scenario
+from simulation import run_simulation
 from sweeps import sweep
 
 import actors.mlx.memory
@@ -29,8 +31,6 @@ from runtime.selftest.checks import Finding
 from runtime.selftest.report import SelfTestReport
 from runtime.selftest.runner import CheckRun
 from runtime.selftest.subject import Subject
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import run_simulation
 
 pytestmark = pytest.mark.slow
 

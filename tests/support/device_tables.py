@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.simulation.scenario import Scenario
+from scenario import Scenario
 
 ACCEPTANCES = (0.3, 0.6, 0.9)
 COST_RATIOS = (0.05, 0.2)

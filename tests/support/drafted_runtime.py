@@ -12,12 +12,12 @@ import mlx.core as mx
 from drafters_elsewhere import elsewhere
 from models import greedy
 from scripted import Price
+from simulated_worker import SimulatedWorker
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import evaluating_layers
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
-from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from protocol.trace import Event, Instant

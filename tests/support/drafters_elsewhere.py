@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import trio
+from simulated_worker import SimulatedWorker
 
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.remote.drafting_end import DraftingEnd
 from actors.remote.link import LinkLostError, SocketLink
 from actors.remote.remote_drafter import LoadedElsewhere
-from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Worker
 from protocol.drafter_wire import DrafterLoaded
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES

@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 
+from scenario import Scenario
+from scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
+
 from protocol.auto_policy import AutoPolicy
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
 
 LOOKAHEADS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 

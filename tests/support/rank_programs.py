@@ -23,7 +23,6 @@ import trio
 from polling import until_in_trio
 
 import actors.distributed.joining
-import actors.distributed.links
 import actors.distributed.sharded_model
 import actors.target.drafter_link
 import runtime
@@ -434,17 +433,16 @@ def serve(give: Give, *arguments: str) -> None:
 def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
     """Each rank runs a command, and gives its exit status, output and errors.
 
-    Rank 1 may end while links are measured ("ends"), or fail in a pass ("fails") or in plain decoding ("decodes").
+    Rank 1 may end while the ranks are examined ("ends"), or fail in a pass ("fails") or in plain decoding ("decodes").
     """
     if os.environ["MLX_RANK"] == "1":
         if how == "ends":
-            actors.distributed.links._time_sums = lambda *_: os._exit(0)
+            runtime.doctor.ranks._description = lambda: os._exit(0)
         elif how == "fails":
             actors.distributed.sharded_model.time_exchange = _fail
         elif how == "decodes":
             MLXSequence.feed_lazy = _fail
     os.environ["COLUMNS"] = "1000"  # so that nothing is folded
-    actors.distributed.links.NUM_SMALL = actors.distributed.links.NUM_LARGE = 2
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         status = outrider(arguments)

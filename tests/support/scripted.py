@@ -19,9 +19,11 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 import mlx.core as mx
+import scripted_sequence
 import trio
 import trio.testing
 from outcome import Error
+from simulated_worker import SimulatedWorker
 from sweeps import sweep
 
 from actors.actor import Actor, ActorSession
@@ -29,7 +31,6 @@ from actors.drafters.draft_actor import DraftActor
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.model import Feed, FeedsEach, Fork, RewindMode, feed_each
 from actors.prefix_cache import CacheHit
-from actors.workers.simulated_worker import SimulatedWorker
 from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
 from protocol.messages import Message
@@ -39,7 +40,6 @@ from runtime import Token
 from runtime.engine.events import Events
 from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
-from runtime.simulation import scripted_sequence
 
 T = TypeVar("T")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 
 import attrs
 from device_tables import FILES, tables, with_more_rows
+from scenario import Scenario
+from simulation import simulate_streams
 
 from protocol.open_options import MAX_BATCH
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import simulate_streams
 
 DEVICES = {path.stem: with_more_rows(tables(path)["target"]) for path in FILES}
 STREAMS = (1, 2, 4, 8, 16, 32)

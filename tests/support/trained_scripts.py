@@ -11,8 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 from scripted import ScriptedModel, ScriptedSequence
-
-from runtime.simulation.scripted_sequence import ReadsFeatures, RecordsEmptyFeatures
+from scripted_sequence import ReadsFeatures, RecordsEmptyFeatures
 
 StaleScript = Callable[[Sequence[int], int], Sequence[float]]
 """A function from a token history, and how many hidden states of its own the drafter has read, to the next logits."""

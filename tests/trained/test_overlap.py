@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from scripted import priced
+from simulated_worker import SimulatedWorker
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel, load
 from actors.trained.drafter_model import TrainedDrafter
-from actors.workers.simulated_worker import SimulatedWorker
 from protocol.trace import Instant, Span
 from runtime.engine.events import Events
 from runtime.engine.opening import running

@@ -1,6 +1,6 @@
 """A scenario: the few numbers that describe a machine and a pair of models to the simulator.
 
-The unit of time is T_v(1), the time that the target takes to decode one token; of a sharded target, on one machine.
+The unit of time is T_v(1), the time that the target takes to decode one token.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from typing import Any
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.options import option
 from protocol.settings import MAX_SEED
 from protocol.validation import check_number, integer, is_integer, must_be, number, validator
 from protocol.wording import Message
-from runtime.simulation.sharding import Sharding, described_sharding
 
 MAX_STREAMS = 64
 
@@ -79,8 +77,6 @@ class Scenario:
         seed: seed of the text and of the drafts.
         acceptance_changes: pairs (token, acceptance): from that generated token on, that acceptance holds. Tokens are
             >= 1 and rise.
-        sharding: the ranks of a target that is sharded over several machines, and their links; None for one machine.
-            The draft model runs on one of them.
 
     At each position the draft's first choice is right with a probability drawn from the Beta distribution with mean
     `acceptance` and concentration `spread`. Its second choice is never likelier than the first, so it is right less
@@ -92,21 +88,20 @@ class Scenario:
     Raises: SettingsError: a value is out of its range.
     """
 
-    acceptance: float = attrs.field(validator=_SHARE, metadata=option("A"))
-    cost_ratio: float = attrs.field(validator=_ABOVE_0, metadata=option("C"))
-    contention: float = attrs.field(default=0.0, validator=_SHARE, metadata=option("K"))
-    verify_slope: float = attrs.field(default=0.06, validator=_AT_LEAST_0, metadata=option("S"))
-    draft_slope: float | None = attrs.field(default=None, validator=_OPTIONAL(_AT_LEAST_0), metadata=option("S"))
-    verify_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_table, metadata=option("TIMES"))
-    draft_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_table, metadata=option("TIMES"))
-    overhead: float = attrs.field(default=0.0, validator=_AT_LEAST_0, metadata=option("T"))
-    second_choice: float = attrs.field(default=0.45, validator=_SHARE, metadata=option("P"))
-    stale_acceptance: float | None = attrs.field(default=None, validator=_OPTIONAL(_SHARE), metadata=option("P"))
-    spread: float = attrs.field(default=1.3, validator=_ABOVE_0, metadata=option("B"))
-    overconfidence: float = attrs.field(default=0.0, validator=_AT_LEAST_0, metadata=option("O"))
-    seed: int = attrs.field(default=0, validator=integer(0, MAX_SEED), metadata=option("N"))
+    acceptance: float = attrs.field(validator=_SHARE)
+    cost_ratio: float = attrs.field(validator=_ABOVE_0)
+    contention: float = attrs.field(default=0.0, validator=_SHARE)
+    verify_slope: float = attrs.field(default=0.06, validator=_AT_LEAST_0)
+    draft_slope: float | None = attrs.field(default=None, validator=_OPTIONAL(_AT_LEAST_0))
+    verify_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_table)
+    draft_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_table)
+    overhead: float = attrs.field(default=0.0, validator=_AT_LEAST_0)
+    second_choice: float = attrs.field(default=0.45, validator=_SHARE)
+    stale_acceptance: float | None = attrs.field(default=None, validator=_OPTIONAL(_SHARE))
+    spread: float = attrs.field(default=1.3, validator=_ABOVE_0)
+    overconfidence: float = attrs.field(default=0.0, validator=_AT_LEAST_0)
+    seed: int = attrs.field(default=0, validator=integer(0, MAX_SEED))
     acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_changes)
-    sharding: Sharding | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.stale_acceptance is not None and self.stale_acceptance > self.acceptance:
@@ -124,8 +119,7 @@ class Scenario:
 
     def verify_seconds(self, num_tokens: int) -> float:
         """Time of a target pass over `num_tokens` tokens, in units of T_v(1)."""
-        alone = _relative_time(self.verify_table, self.verify_slope, num_tokens)
-        return self.overhead + (alone if self.sharding is None else self.sharding.pass_seconds(alone, num_tokens))
+        return self.overhead + _relative_time(self.verify_table, self.verify_slope, num_tokens)
 
     def draft_seconds(self, num_tokens: int) -> float:
         """Time of a draft pass over `num_tokens` tokens, in units of T_v(1)."""
@@ -144,29 +138,3 @@ def _relative_time(table: tuple[tuple[int, float], ...], slope: float, width: in
     if width > high:
         return (high_time + (width - high) * max(0.0, slope)) / table[0][1]
     return (low_time + (width - low) * slope) / table[0][1]
-
-
-def described(scenario: Scenario) -> str:
-    """A scenario in one line; fields beyond the usual four only where they differ from their defaults."""
-    words = [
-        f"acceptance {scenario.acceptance:g}",
-        f"cost ratio {scenario.cost_ratio:g}",
-        f"contention {scenario.contention:g}",
-        _described_table("verify", scenario.verify_table) or f"verify slope {scenario.verify_slope:g}",
-    ]
-    if scenario.draft_table:
-        words.append(_described_table("draft", scenario.draft_table))
-    fields = attrs.fields_dict(type(scenario))
-    for name in ("draft_slope", "overhead", "second_choice", "spread", "overconfidence", "stale_acceptance"):
-        if (value := getattr(scenario, name)) != fields[name].default:
-            words.append(f"{name.replace('_', ' ')} {value:g}")
-    if scenario.sharding is not None:
-        words.append(described_sharding(scenario.sharding, str(scenario.sharding.ranks)))
-    return ", ".join(words)
-
-
-def _described_table(role: str, table: tuple[tuple[int, float], ...]) -> str:
-    if not table:
-        return ""
-    widths = "1 width" if len(table) == 1 else f"{len(table)} widths up to {table[-1][0]}"
-    return f"{role} table of {widths}"

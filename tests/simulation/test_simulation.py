@@ -9,14 +9,14 @@ import attrs
 import mlx.core as mx
 import pytest
 import trio
+from scenario import Scenario
+from scripted_models import PROMPT, VOCAB_SIZE, ScriptedDraft, ScriptedTarget
+from simulation import run_simulation
 from sweeps import sweep
 
 from actors.model import CachedSequence, Model, RewindMode
 from protocol.errors import RewindError, SettingsError
 from protocol.lookahead_policy import ChainPolicy
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.scripted_models import PROMPT, VOCAB_SIZE, ScriptedDraft, ScriptedTarget
-from runtime.simulation.simulation import run_simulation
 
 NUM_POSITIONS = 4000
 

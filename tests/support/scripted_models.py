@@ -11,9 +11,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+from scenario import Scenario
+from scripted_sequence import ReadsFeatures, RecordsEmptyFeatures, ScriptedSequence
+
 from actors.model import FeedsEach
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.scripted_sequence import ReadsFeatures, RecordsEmptyFeatures, ScriptedSequence
 
 VOCAB_SIZE = 64
 

@@ -8,9 +8,9 @@ from typing import Any
 import attrs
 import pytest
 import trio
+from simulated_worker import Contention, SimulatedWorker
 from sweeps import sweep
 
-from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job, JobError, Step, Steps
 from protocol.errors import SettingsError
 from protocol.trace import Actor, Event, Span, SpanKind

@@ -5,12 +5,12 @@ from __future__ import annotations
 import attrs
 import pytest
 import trio
+from scenario import Scenario
+from simulation import SimulatedStreams, rows_of, run_simulation, simulate_streams
 from sweeps import sweep
 
 from protocol.errors import SettingsError
 from protocol.trace import Share, Span
-from runtime.simulation.scenario import Scenario
-from runtime.simulation.simulation import SimulatedStreams, rows_of, run_simulation, simulate_streams
 
 # Passes of any width take the same time.
 FLAT = Scenario(0.8, 0.1, verify_slope=0.0, draft_slope=0.0)

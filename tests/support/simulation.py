@@ -19,10 +19,12 @@ from typing import Any, Literal
 import attrs
 import trio
 import trio.testing
+from scenario import MAX_STREAMS, Scenario
+from scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
+from simulated_worker import Contention, SimulatedWorker
 
 from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.warm_up import warm_up
-from actors.workers.simulated_worker import Contention, SimulatedWorker
 from actors.workers.worker import Job
 from protocol.open_options import MAX_BATCH
 from protocol.prices import Prices
@@ -33,8 +35,6 @@ from protocol.validation import check_integer
 from runtime.engine.events import Events
 from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
-from runtime.simulation.scenario import MAX_STREAMS, Scenario
-from runtime.simulation.scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
 
 # Simulated time after which a run that hangs is cancelled. Without this deadline the clock would have nothing to jump
 # to.
