@@ -11,11 +11,6 @@ token with probability at least (1 - TV) / (1 + TV). A user's sampler may make t
 min(1, p(d)/q(d)). At the first rejection a token is *recovered* from the residual max(0, p - q), normalised; after a
 full acceptance a *bonus* token is drawn from p. Exact whatever q is, if d was really drawn from q.
 
-**block** (Sun et al. 2024, arXiv 2403.10444, algorithm 2): the drafted tokens are judged jointly: whether a prefix is
-accepted depends on the tokens after it, too, and no fewer are accepted on average. Exact under the same condition. A
-recovered token is never the drafted one: a drafted token to which the residual gives any probability has a weight of 1
-(`prefix_weights`), so it is accepted. So tokens that were drafted after it, and looked at, are not proposed again.
-
 Logits come here after processors and filters, which remove a token by -inf, and before the temperature. A judgement is
 lazy, so that those of all texts of a pass are evaluated together, in one synchronisation.
 """
@@ -33,7 +28,7 @@ from protocol.errors import ProtocolError
 from protocol.messages import Distribution, Likelihood, Sparse
 from protocol.randomness import Purpose, keys_for
 
-Rule = Literal["match", "rejection", "block"]
+Rule = Literal["match", "rejection"]
 
 # (seed, absolute position) of each row of some logits, which may be of several texts.
 Decisions = Sequence[tuple[int, int]]
@@ -109,16 +104,13 @@ def judge(
     temperature: float,
     *,
     chosen: mx.array | None = None,
-    sound: mx.array | None = None,
 ) -> LazyJudgements:
     """Judge the proposals of several texts, as one set of array operations; each is judged as if it were alone.
 
     Args:
         logits: (R, V) the target's, of one text after the other.
-        rule, temperature: of all texts; > 0 under the rejection and block rules.
+        rule, temperature: of all texts; > 0 under the rejection rule.
         chosen: (R,) under the match rule, the target's choices, if a user's sampler has made them.
-        sound: (R,) whether a token can be chosen from the row; None if it can from all. The block rule accepts only
-            tokens before a text's first unsound row; under the other rules, the caller must cut the result there.
 
     Raises: ProtocolError: see `ProposedRows.check`.
     """
@@ -126,8 +118,7 @@ def judge(
         each.check(rule)
     if rule == "match":
         return _by_match(logits, proposed, temperature, chosen)
-    sound = mx.ones(logits.shape[:1], mx.bool_) if sound is None else sound
-    return _by_drawing(logits, proposed, rule, temperature, sound)
+    return _by_drawing(logits, proposed, temperature)
 
 
 @attrs.frozen
@@ -224,7 +215,7 @@ def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions
     Args:
         logits: (n, V) of any texts.
         rule: of all of them: argmaxes of `scores` under the match rule, bonus tokens under the others.
-        temperature: of all of them, >= 0; > 0 under the rejection and block rules.
+        temperature: of all of them, >= 0; > 0 under the rejection rule.
         decisions: of each row.
     """
     if rule == "match":
@@ -331,69 +322,23 @@ def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
 
     With zeros for q it is p, which is how a bonus token is drawn. If rounding leaves nothing, it is p, too.
     """
-    return _unless_nothing(mx.maximum(target_probs - draft_probs, 0), target_probs)
-
-
-def _unless_nothing(difference: mx.array, target_probs: mx.array) -> mx.array:
+    difference = mx.maximum(target_probs - draft_probs, 0)
     return mx.where(difference.sum(axis=-1, keepdims=True) > 0, difference, target_probs)
 
 
-def prefix_weights(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """The probability that at least the tokens up to each one are accepted under the block rule, given those tokens.
-
-    It is w_i = min(1, w_{i-1} p_i/q_i) with w_0 = 1, a random walk of logarithms that is reflected at 0.
-
-    Args:
-        target_probs, draft_probs: (…, k) as for `count_accepted`.
-
-    Returns: (…, k), lazy.
-    Source: Sun et al. 2024, arXiv 2403.10444, equation 4.
-    """
-    walk = mx.cumsum(mx.log(target_probs) - mx.log(draft_probs), axis=-1)
-    return mx.exp(walk - mx.maximum(mx.cummax(walk, axis=-1), 0))
-
-
-def count_accepted_jointly(weights: mx.array, left: mx.array, uniforms: mx.array, valid: mx.array) -> mx.array:
-    """How many tokens of each of some proposals are accepted under the block rule.
-
-    Args:
-        weights: (…, k) of the tokens; see `prefix_weights`.
-        left: (…, k) for each token, the sum of the residual max(0, w p - q) at the next token, w being its weight.
-        uniforms: (…, k) draws in [0, 1).
-        valid: (…, k) whether the token is to be judged; once False, False for all after it.
-
-    Returns: (…) int in [0, k], lazy.
-    Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2.
-    """
-    is_last = valid & ~mx.concatenate([valid[..., 1:], mx.zeros_like(valid[..., :1])], axis=-1)
-    # With w = 1 and nothing left, the next token is accepted for sure.
-    accept = mx.where(is_last | (weights == 1), weights, left / mx.maximum(left + 1 - weights, 1e-30))
-    ends = mx.arange(1, weights.shape[-1] + 1)
-    return mx.where(valid & (uniforms < accept), ends, 0).max(axis=-1)
-
-
-def _by_drawing(
-    logits: mx.array, proposed: Sequence[ProposedRows], rule: Rule, temperature: float, sound: mx.array
-) -> LazyJudgements:
+def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature: float) -> LazyJudgements:
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
-    num_accepted, q, weight, differences = mx.zeros((len(proposed),), mx.int32), None, None, None
+    num_accepted, q = mx.zeros((len(proposed),), mx.int32), None
     if longest := max(len(each.drafted) for each in proposed):
         q = _draft_rows(proposed, begins, like=p)
         padded = _Padded.of(proposed, begins, longest)
-        if rule == "rejection":
-            num_accepted = count_accepted(*padded.probs(p, q), padded.uniforms(Purpose.ACCEPT))
-        else:
-            num_accepted, weight, differences = _judged_jointly(proposed, padded, p, q, sound)
+        num_accepted = count_accepted(*padded.probs(p, q), padded.uniforms())
     # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
     # a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
     keys = keys_for(Purpose.RECOVER, [decision for each in proposed for decision in each.decisions])[row]
-    left = p[row] if weight is None else weight[:, None] * p[row]
-    if differences is not None:
-        left = _unless_nothing(differences[row], left)
-    elif q is not None:
-        left = residual(left, q[row])
+    left = p[row] if q is None else residual(p[row], q[row])
     # As `draw`: the largest sum of log-probability and noise.
     tokens = mx.argmax(mx.log(left) + _gumbel(keys, left.shape[1]), axis=-1)
 
@@ -405,25 +350,6 @@ def _by_drawing(
         ]
 
     return LazyJudgements((num_accepted, tokens), read)
-
-
-def _judged_jointly(
-    proposed: Sequence[ProposedRows], padded: _Padded, p: mx.array, q: mx.array, sound: mx.array
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    """(texts,) numbers of accepted tokens; (texts,) the weights of the accepted prefixes; and, if it was needed, (R, V)
-    max(0, w p - q) of each row, w being the weight of the tokens before it; lazy.
-    """
-    of_target, of_draft = padded.probs(p, q)
-    valid = mx.cumprod(((of_draft > 0) & sound[padded.rows]).astype(mx.int32), axis=-1) == 1
-    weights = prefix_weights(mx.where(valid, of_target, 0.0), mx.where(valid, of_draft, 1.0))
-    from_none = mx.concatenate([mx.ones_like(weights[:, :1]), weights], axis=-1)
-    differences, left = None, mx.zeros_like(weights)
-    if weights.shape[1] > 1:  # the last token of a proposal is judged by its weight alone
-        before_rows = mx.concatenate([from_none[i, : each.num_rows] for i, each in enumerate(proposed)])
-        differences = mx.maximum(before_rows[:, None] * p - q, 0)
-        left = differences.sum(axis=-1)[mx.minimum(padded.rows + 1, p.shape[0] - 1)]
-    num_accepted = count_accepted_jointly(weights, left, padded.uniforms(Purpose.ACCEPT_BLOCK), valid)
-    return num_accepted, mx.take_along_axis(from_none, num_accepted[:, None], axis=-1)[:, 0], differences
 
 
 @attrs.frozen
@@ -459,17 +385,11 @@ class _Padded:
         was_drawn = self.exists & (of_draft > 0)
         return mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
 
-    def uniforms(self, purpose: Purpose) -> mx.array:
+    def uniforms(self) -> mx.array:
         """(texts, longest) draws in [0, 1)."""
         shape = self.rows.shape
-        # Under the block rule, a number has also decided about earlier tokens, so the next round must have others.
-        starts = [0 if purpose is Purpose.ACCEPT else each.start for each in self.proposed]
-        decisions = [
-            (each.seed, each.start + i, start)
-            for each, start in zip(self.proposed, starts, strict=True)
-            for i in range(shape[1])
-        ]
-        draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(purpose, decisions))
+        decisions = [(each.seed, each.start + i) for each in self.proposed for i in range(shape[1])]
+        draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, decisions))
         return draws.reshape(shape)
 
 

@@ -27,7 +27,6 @@ class Purpose(enum.IntEnum):
     ACCEPT = 3  # the uniform number that decides whether a drafted token is accepted
     RECOVER = 4  # a token drawn from the residual, or the bonus token
     XTC = 5  # whether XTC removes the top choices, for target and draft alike
-    ACCEPT_BLOCK = 6  # the uniform numbers that decide how many drafted tokens are accepted, if they are judged jointly
 
 
 def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.array:

@@ -18,7 +18,7 @@ from protocol.reprs import brief, shown
 from protocol.validation import check_number, flag, integer, is_integer, is_number, must_be, number, one_of, validator
 from protocol.wording import Message
 
-Acceptance = Literal["auto", "match", "rejection", "block"]
+Acceptance = Literal["auto", "match", "rejection"]
 
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
@@ -211,7 +211,7 @@ class Settings:
         prefill_step_size: prompt tokens per forward pass during prefill, >= 1; "auto" to choose by measured times, with
             at most 0.2 s a pass. (Where the text depends on it, as with `kv_bits`: 2048.) Between two passes a
             cancellation takes effect, and other streams have their turn.
-        acceptance: acceptance rule for drafted tokens: "match", "rejection", "block", or "auto", which is match at
+        acceptance: acceptance rule for drafted tokens: "match", "rejection", or "auto", which is match at
             temperature 0 or with a seed, else rejection. At temperature 0 all rules are the same.
         lookahead: maximum number of tokens in one proposal, in [0, 64], or "auto" by measured prices; 0 is plain
             decoding.
@@ -342,7 +342,7 @@ class Settings:
     )
     acceptance: Acceptance = attrs.field(
         default="auto",
-        validator=one_of(*get_args(Acceptance), spelled='"auto", "match", "rejection" or "block"'),
+        validator=one_of(*get_args(Acceptance), spelled='"auto", "match" or "rejection"'),
         metadata=option("RULE", _BASIC),
     )
     lookahead: int | Literal["auto"] = attrs.field(
@@ -378,10 +378,10 @@ class Settings:
             raise SettingsError(
                 f"a sampler chooses by itself, so {', '.join(void)} would do nothing; leave out one or the other"
             )
-        if self.acceptance in ("rejection", "block"):
+        if self.acceptance == "rejection":
             raise SettingsError(
                 "a sampler says what it chooses and not how likely that was, so "
-                f'acceptance="{self.acceptance}" cannot judge by it; leave it at "auto", or use '
+                'acceptance="rejection" cannot judge by it; leave it at "auto", or use '
                 "temperature and the filters"
             )
 
@@ -392,7 +392,7 @@ class Settings:
         return brief("Settings", told)
 
     @property
-    def rule(self) -> Literal["match", "rejection", "block"]:
+    def rule(self) -> Literal["match", "rejection"]:
         """The acceptance rule in force, with "auto" resolved."""
         if self.temperature == 0:
             return "match"

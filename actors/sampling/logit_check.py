@@ -32,11 +32,6 @@ class LogitCheck:
         """All arrays, to be evaluated together with something else."""
         return [self.own] if self.processed is None else [self.own, self.processed]
 
-    def sound(self) -> mx.array:
-        """(n,) whether a token can be chosen from each row; lazy."""
-        own = mx.isfinite(self.own)
-        return own if self.processed is None else own & mx.isfinite(self.processed)
-
     def are_sound(self) -> list[bool]:
         """Whether a token can be chosen from each row."""
         return [all(map(math.isfinite, row)) for row in self._read()]

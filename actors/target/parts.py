@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 
 import attrs
-import mlx.core as mx
 
 from actors.model import CachedSequence, CacheLostError, Feed, RewindMode
 from actors.sampling.logits_pipeline import TokenHistory
@@ -34,7 +33,6 @@ class Part:
         settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
             feed them for good.
         one_by_one: whether the proposal is judged one token a pass; see `OneByOne`.
-        earlier: (n, V) logits of the round's earlier passes, under the block rule; None if there are none.
         alone: whether it must have a pass to itself.
 
     Set by the pass, on the model's thread:
@@ -44,9 +42,7 @@ class Part:
         error: an error that concerns this text alone; then the rest is not set.
         num_accepted, token: the judgement; see `Judgement`.
         length: number of cached tokens afterwards.
-        can_go_on: whether the cache could undo another pass of `one_by_one`, too.
         goes_on: whether the next token is judged in another pass.
-        rows: (n, V) logits of the round so far, if another pass needs them to judge the proposal.
         likelihoods: of the accepted tokens and the one after them, if the session asks for them.
         features: of the tokens that were fed and accepted, if they are recorded.
     """
@@ -60,7 +56,6 @@ class Part:
     history: TokenHistory
     settle: bool = False
     one_by_one: bool = False
-    earlier: mx.array | None = None
     alone: bool = False
     feed: Feed | None = None
     drafted: tuple[int, ...] = ()
@@ -69,9 +64,7 @@ class Part:
     num_accepted: int = 0
     token: int | None = None
     length: int = 0
-    can_go_on: bool = True
     goes_on: bool = False
-    rows: mx.array | None = None
     likelihoods: tuple[Likelihood, ...] = ()
     features: Features | None = None
 
@@ -84,16 +77,6 @@ class Part:
     def feeds_drafted(self) -> bool:
         """Whether drafted tokens are fed, provided that the cache can drop them again."""
         return bool(self.proposal.tokens) and not self.settle and not self.one_by_one
-
-    @property
-    def judges_jointly(self) -> bool:
-        """Whether the passes of `one_by_one` are judged together, as the block rule requires."""
-        return self.one_by_one and self.session.shared.opened.settings.rule == "block"
-
-    @property
-    def num_earlier(self) -> int:
-        """Number of rows in `earlier`."""
-        return 0 if self.earlier is None else self.earlier.shape[0]
 
     @property
     def num_tokens(self) -> int:
@@ -117,14 +100,8 @@ class Part:
         self.single_step = bool(drafted) and (
             not self.feeds_drafted or self.sequence.prepare(width, self.proposal.start) is RewindMode.SINGLE
         )
-        if self.judges_jointly:
-            rewind_mode = self.sequence.prepare(len(self.plan.feed), self.proposal.start)
-            self.can_go_on = rewind_mode is not RewindMode.SINGLE
         if self.single_step:
-            self.drafted, self.feed = (
-                drafted[: self.num_earlier + 1],
-                Feed(self.sequence, self.plan.feed, 1, self.alone),
-            )
+            self.drafted, self.feed = drafted[:1], Feed(self.sequence, self.plan.feed, 1, self.alone)
         else:
             self.drafted = drafted
             self.feed = Feed(self.sequence, self.plan.feed + drafted, 1 + len(drafted), self.alone)
@@ -136,8 +113,7 @@ class Part:
         assert self.feed is not None
         drafted, proposal = self.drafted, self.proposal
         seed = self.session.shared.opened.seed
-        num_rows = self.num_earlier + self.feed.num_logits
-        return ProposedRows(seed, proposal.start, num_rows, drafted, proposal.probs[: len(drafted)])
+        return ProposedRows(seed, proposal.start, self.feed.num_logits, drafted, proposal.probs[: len(drafted)])
 
 
 def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
@@ -156,8 +132,6 @@ def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
         ready = ReadyRound(len(plan.feed), is_row=session.is_row)
         part = Part(session, sequence, plan, one_by_one.left, ready, since_s, history, alone=alone)
         part.one_by_one = bool(proposal.tokens)
-        if part.judges_jointly:
-            part.proposal, part.earlier = proposal, one_by_one.rows
         return part
     plan = session.cached_tokens.plan(state.committed)
     settle = session.replay.should_settle(len(plan.feed) - 1, prices.verify, session.seconds_per_token)
@@ -207,12 +181,9 @@ def verdict_of(part: Part, note: Callable[..., None]) -> Verdict | None:
 
 def _verdict_one_by_one(one_by_one: OneByOne, part: Part) -> Verdict | None:
     """The verdict, or None if another pass is to judge the next token."""
-    if part.judges_jointly:
-        one_by_one.judgement, one_by_one.likelihoods = Judgement(part.num_accepted, part.token), part.likelihoods
-    else:
-        one_by_one.judgement = Judgement(one_by_one.num_fed + part.num_accepted, part.token)
-        one_by_one.likelihoods += part.likelihoods
-    one_by_one.features, one_by_one.rows = part.features, part.rows
+    one_by_one.judgement = Judgement(one_by_one.num_fed + part.num_accepted, part.token)
+    one_by_one.likelihoods += part.likelihoods
+    one_by_one.features = part.features
     one_by_one.advance()
     return None if part.goes_on else verdict_so_far(one_by_one)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import attrs
-import mlx.core as mx
 
 from actors.actor import ActorSession
 from actors.session import Session
@@ -44,21 +43,17 @@ class OneByOne:
 
     So a pass that fails here fails in plain decoding, too. To keep the rejection rule exact, no token may be left out
     because of which token it is: all are judged, as in a single pass, until one is rejected, or a pass fails because of
-    the tokens before it. The block rule judges tokens jointly, so under it all are fed.
+    the tokens before it.
 
     Attributes:
         proposal: all of it.
         left: the part that was not judged yet.
-        rows: under the block rule, (n, V) processed logits by which the n tokens before `left` are judged jointly; None
-            before the first.
-        judgement: of the tokens that were judged. Under the block rule, it may accept fewer tokens than were fed; under
-            the others, it accepts those that were fed.
+        judgement: of the tokens that were judged; it accepts those that were fed.
         likelihoods, features: of the tokens that were judged, as in `Verdict`.
     """
 
     proposal: Proposal
     left: Proposal = attrs.field(init=False, default=attrs.Factory(lambda self: self.proposal, takes_self=True))
-    rows: mx.array | None = None
     judgement: Judgement = attrs.field(factory=partial(Judgement, 0, None))
     likelihoods: tuple[Likelihood, ...] = ()
     features: Features | None = None

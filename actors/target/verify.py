@@ -13,7 +13,7 @@ from actors.sampling.logit_check import LogitCheck
 from actors.sampling.logits_pipeline import by_kind
 from actors.target.parts import Part
 from protocol.acceptance import Judgement, LazyJudgements, judge, likelihoods
-from protocol.errors import ProcessorError, RewindError
+from protocol.errors import ProcessorError
 
 
 def verify(model: Model, parts: Sequence[Part]) -> None:
@@ -54,7 +54,7 @@ def _groups(parts: Sequence[Part], logits: Sequence[mx.array]) -> list[_Group]:
         mx.eval(list(logits))
     groups = []
     for kind, indices in by_kind([part.session.shared.logits_pipeline.kind for part in parts]).items():
-        alone = [index for index in indices if isinstance(kind, int) or parts[index].earlier is not None]
+        alone = [index for index in indices if isinstance(kind, int)]
         if together := [index for index in indices if index not in alone]:
             groups.append(_judged_together([parts[i] for i in together], [logits[i] for i in together]))
         for index in alone:
@@ -89,12 +89,11 @@ class _Group:
 
     def finish(self) -> None:
         """Read the judgements, and rewind the caches."""
-        # The rows of earlier passes were sound.
-        soundness = [True] * self.parts[0].num_earlier + self.logit_check.are_sound()
+        soundness = self.logit_check.are_sound()
         begin = 0
         for part, judgement in zip(self.parts, self.judgements.read(), strict=True):
             assert part.feed is not None
-            end = min(begin + part.num_earlier + part.feed.num_logits, len(soundness))
+            end = min(begin + part.feed.num_logits, len(soundness))
             num_sound = next((i for i, sound in enumerate(soundness[begin:end]) if not sound), end - begin)
             try:
                 if num_sound == 0:
@@ -112,7 +111,7 @@ def _judged_together(parts: Sequence[Part], logits: Sequence[mx.array]) -> _Grou
     settings = shared.opened.settings
     filtered = shared.logits_pipeline.filter(rows, 0)
     logit_check, proposed = LogitCheck.of(rows, rows), [part.proposed_rows for part in parts]
-    judgements = judge(filtered, proposed, settings.rule, settings.temperature, sound=logit_check.sound())
+    judgements = judge(filtered, proposed, settings.rule, settings.temperature)
     return _Group(parts, rows, logit_check, judgements)
 
 
@@ -129,19 +128,15 @@ def _judged_alone(part: Part, logits: mx.array) -> _Group:
 def _processed(part: Part, logits: mx.array) -> _Group:
     shared, start = part.session.shared, part.proposal.start
     settings, pipeline = shared.opened.settings, shared.logits_pipeline
-    processed = pipeline.process(logits, part.history, start + part.num_earlier)
+    processed = pipeline.process(logits, part.history, start)
     logit_check = LogitCheck.of(logits, processed)
-    sound = logit_check.sound()
-    if part.earlier is not None:
-        processed = mx.concatenate([part.earlier, processed])
-        sound = mx.concatenate([mx.ones((part.num_earlier,), mx.bool_), sound])
     num_rows = processed.shape[0]
     filtered = pipeline.filter(processed, start)
-    chosen = pipeline.sample(filtered, start + part.num_earlier) if settings.rule == "match" else None
+    chosen = pipeline.sample(filtered, start) if settings.rule == "match" else None
     proposed = part.proposed_rows
     drafted, probs = part.drafted[:num_rows], proposed.draft_probs[:num_rows]
     proposed = attrs.evolve(proposed, num_rows=num_rows, drafted=drafted, draft_probs=probs)
-    judgements = judge(filtered, [proposed], settings.rule, settings.temperature, chosen=chosen, sound=sound)
+    judgements = judge(filtered, [proposed], settings.rule, settings.temperature, chosen=chosen)
     return _Group([part], processed, logit_check, judgements)
 
 
@@ -152,10 +147,7 @@ def _finish(part: Part, judgement: Judgement, num_sound: int, processed: mx.arra
     num_rows, num_tokens = rows.stop - rows.start, len(part.proposal.tokens)
     # Without a row that gives the next token, the next round feeds the last accepted token again.
     num_fed = num_accepted - (token is None)
-    if part.judges_jointly:
-        part.goes_on, part.rows = part.can_go_on and num_sound == num_rows < num_tokens, processed[rows]
-        num_fed = part.num_earlier if part.goes_on else min(num_fed, part.num_earlier)
-    elif part.single_step:
+    if part.single_step:
         part.goes_on, num_fed = part.one_by_one and token is None and num_tokens > 1, 0
     tokens = part.drafted[:num_accepted] + (() if token is None else (token,))
     part.drafted = part.drafted[:num_rows]
@@ -165,18 +157,5 @@ def _finish(part: Part, judgement: Judgement, num_sound: int, processed: mx.arra
     # Before the rewind: a rewind to a checkpoint also drops accepted tokens, which the next pass replays.
     features = part.sequence.features
     part.features = None if part.goes_on or features is None else features.take(start + num_fed)
-    part.length = _rewound(part, start + num_fed)
-
-
-def _rewound(part: Part, length: int) -> int:
-    """Rewind a part's cache. Returns: how many tokens are cached afterwards."""
-    try:
-        length = part.sequence.rewind(length)
-    except RewindError:
-        if not part.judges_jointly:
-            raise
-        # There were several passes, and a row of a recurrent model can undo only the last. The text is read again.
-        part.sequence.forget()
-        return length
-    part.sequence.check(length)
-    return length
+    part.length = part.sequence.rewind(start + num_fed)
+    part.sequence.check(part.length)

@@ -21,7 +21,7 @@ import mlx.core as mx
 import pytest
 import trio
 from delays import RestingPolicy
-from distributions import DRAWING_RULES, SIGNIFICANCE, outcomes, p_value, random_price
+from distributions import SIGNIFICANCE, outcomes, p_value, random_price
 from drafters_elsewhere import elsewhere
 from other_vocabularies import TranslatedScript
 from scripted import Price, Script, ScriptedFailure, ScriptedModel, Undo, always, ids, never, priced, run
@@ -224,7 +224,7 @@ async def sampled(
 
                 async def work(waiting: Iterator[int] = waiting, rt: Any = rt) -> None:
                     for seed in waiting:
-                        asked = {**settings, "lookahead": moment.lookahead, "acceptance": DRAWING_RULES[seed % 2]}
+                        asked = {**settings, "lookahead": moment.lookahead, "acceptance": "rejection"}
                         found = await rt.generate(PROMPT, seed=seed, **asked)
                         texts[tuple(min(token, 3) for token in ids(found.tokens)[moment.compared])] += 1
 
@@ -347,7 +347,7 @@ async def detached(num_texts: int, after_s: float, is_elsewhere: bool) -> float:
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(call_after, after_s, rt.detach_draft)
-            settings: dict[str, Any] = {"temperature": 1.0, "acceptance": DRAWING_RULES[seed % 2], "stop_tokens": (0,)}
+            settings: dict[str, Any] = {"temperature": 1.0, "acceptance": "rejection", "stop_tokens": (0,)}
             found = await rt.generate(PROMPT, seed=seed, lookahead=4, max_tokens=6, **settings)
         texts[tuple(min(token, 3) for token in ids(found.tokens)[:3])] += 1
     return p_value(texts, outcomes([[*COIN[:3], sum(COIN[3:])]] * 4, 3, stop=(0,)))

@@ -190,7 +190,7 @@ async def test_where_one_token_is_left_it_comes_at_any_temperature_by_either_rul
     sampled: dict[str, Any] = {"temperature": 1.5, "top_k": 1, "seed": 3}
     reference = plain(TARGET)
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:
-        for settings in (greedy, *({**sampled, "acceptance": rule} for rule in ("match", "rejection", "block"))):
+        for settings in (greedy, *({**sampled, "acceptance": rule} for rule in ("match", "rejection"))):
             for lookahead in LOOKAHEADS if settings is greedy else (1, "auto"):
                 completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead, **settings)
                 assert ids(completion.tokens) == reference, (settings, lookahead)
@@ -452,7 +452,7 @@ async def test_log_probabilities_are_those_of_plain_decoding(build: Any) -> None
                 assert found == pytest.approx([logprobs[top.id] for top in token.top_logprobs], abs=1e-4)
 
 
-@pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
 async def test_log_probabilities_are_from_before_filters_and_temperature(acceptance: Any) -> None:
     sampled: dict[str, Any] = {"temperature": 1.3, "top_k": 3, "seed": 1, "acceptance": acceptance}
     async with runtime.open((TARGET, None), (NEAR, None)) as rt:

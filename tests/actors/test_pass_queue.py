@@ -256,7 +256,7 @@ class TooMuch(ScriptedModel):
             forget_all(self)
 
 
-@sweep("max_batch, acceptance", [(1, "match"), (8, "rejection"), (1, "block"), (8, "block")])
+@sweep("max_batch, acceptance", [(1, "match"), (1, "rejection"), (8, "rejection")])
 def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(max_batch: int, acceptance: str) -> None:
     def wrong(history: Sequence[int]) -> list[float]:
         return [100.0 * (token == BAD) for token in range(VOCAB_SIZE)] if len(history) % 7 == 0 else truthful(history)

@@ -267,7 +267,7 @@ def louder(tokens: Any, logits: Any) -> Any:
 PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 0.8, "seed": 3},
-    "block": {"temperature": 0.8, "seed": 3, "acceptance": "block"},
+    "rejection": {"temperature": 0.8, "seed": 3, "acceptance": "rejection"},
     "processor": {"logits_processors": [louder], "repetition_penalty": 1.3},
     "logprobs": {"logprobs": 2},
     "stops": {"stop_tokens": list(range(0, VOCAB_SIZE, 31))},
@@ -279,7 +279,7 @@ PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
     [
         ("llama", PLAIN_SETTINGS),
         *(
-            pytest.param(name, ("greedy", "block", "processor"), marks=pytest.mark.slow)
+            pytest.param(name, ("greedy", "rejection", "processor"), marks=pytest.mark.slow)
             for name in ("gemma3_text", "lfm2")
         ),
     ],

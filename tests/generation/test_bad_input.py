@@ -55,7 +55,7 @@ BAD_SETTINGS = [  # all that `tests/protocol/test_settings.py` tries are refused
     ("temperature", None, "use 0 for greedy"),
     ("stop_tokens", [-1], "at least 0"),
     ("stop_tokens", [VOCAB_SIZE], f"vocabulary of {VOCAB_SIZE}"),
-    ("acceptance", "sometimes", '"auto", "match", "rejection" or "block"'),
+    ("acceptance", "sometimes", '"auto", "match" or "rejection"'),
     ("lookahead", 65, 'between 0 and 64, or "auto"'),
     ("temprature", 0.5, "did you mean 'temperature'?"),
     ("colour", "red", "the settings are max_tokens"),

@@ -55,7 +55,7 @@ some_settings = st.fixed_dictionaries(
         "ignore_eos": st.booleans(),
         "logit_bias": st.dictionaries(st.integers(0, 2**31), finite | st.just(-math.inf) | st.integers(-9, 9)),
         "presence_penalty": st.none() | finite,
-        "acceptance": st.sampled_from(["auto", "match", "rejection", "block"]),
+        "acceptance": st.sampled_from(["auto", "match", "rejection"]),
         "lookahead": st.just("auto") | st.integers(0, 64),
         "reuse_prefix": st.booleans(),
     },

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -336,7 +335,7 @@ def test_acceptance_is_one_minus_the_total_variation():
     assert scipy.stats.binomtest(sum(judged), len(judged), 1 - total_variation).pvalue > SMALLEST_P_VALUE
 
 
-def several_rounds(rule: Any, num_texts: int) -> tuple[list[int], list[float]]:
+def several_rounds(num_texts: int) -> tuple[list[int], list[float]]:
     """Texts of three tokens, by number, that are made over several rounds; and the probability of each.
 
     Rounds end at every position, and tokens beyond a rejection are drawn again with the same keys.
@@ -362,7 +361,7 @@ def several_rounds(rule: Any, num_texts: int) -> tuple[list[int], list[float]]:
             probs = tuple(draft_probs[context] for context in contexts[:-1])
             proposed.append(ProposedRows(45, starts[n] + len(texts[n]), len(contexts), tuple(drafted), probs))
             rows += contexts
-        judgements = judge(logits_of(targets[rows]), proposed, rule, 1.0).read()
+        judgements = judge(logits_of(targets[rows]), proposed, "rejection", 1.0).read()
         for n, each, judgement in zip(unfinished, proposed, judgements, strict=True):
             texts[n] += [*each.drafted[: judgement.num_accepted], judgement.token]
     outcomes = [text[0] * 9 + text[1] * 3 + text[2] for text in texts]
@@ -372,9 +371,8 @@ def several_rounds(rule: Any, num_texts: int) -> tuple[list[int], list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_texts_made_over_several_rounds_have_the_targets_joint_distribution(rule):
-    assert_drawn_from(*several_rounds(rule, 2500))
+def test_texts_made_over_several_rounds_have_the_targets_joint_distribution():
+    assert_drawn_from(*several_rounds(2500))
 
 
 def test_a_verdict_lacks_its_token_only_without_a_row_for_it():
@@ -439,141 +437,14 @@ def test_drafted_tokens_without_a_distribution_each_are_an_error(num_drafted, nu
         judge_by_rejection(logits, (1,) * num_drafted, probs, temperature=1.0, seed=1, start=1)
 
 
-# --- block ----------------------------------------------------------------------------------------
-
-
-def block_by_hand(
-    p: Sequence[np.ndarray], q: Sequence[np.ndarray], drafted: Sequence[int]
-) -> tuple[list[float], list[float]]:
-    """The weights of the prefixes of a proposal, and the probabilities of accepting each if no longer one is.
-
-    Source: Sun et al. 2024, arXiv 2403.10444, algorithm 2, in its notation.
-    """
-    weights, accept = [1.0], []
-    for i, token in enumerate(drafted):
-        weights.append(min(1.0, weights[-1] * p[i][token] / q[i][token]))
-        if i + 1 == len(drafted):
-            accept.append(weights[-1])
-        else:
-            left = np.maximum(weights[-1] * p[i + 1] - q[i + 1], 0).sum()
-            accept.append(left / (left + 1 - weights[-1]) if weights[-1] < 1 else 1.0)
-    return weights, accept
-
-
-def law_by_hand(targets: np.ndarray, drafts: np.ndarray, length: int) -> tuple[dict[tuple[int, ...], float], float]:
-    """The law of the `length` tokens after token 0, those after a verdict's being drawn from the target; and the mean
-    number of accepted tokens. Rows are by the token before. Proposals end after token 1, too.
-    """
-    size = len(targets)
-    law: dict[tuple[int, ...], float] = dict.fromkeys(itertools.product(range(size), repeat=length), 0.0)
-    mean = 0.0
-    proposals = {
-        drafted[: drafted.index(1) + 1 if 1 in drafted else length - 1]
-        for drafted in itertools.product(range(size), repeat=length - 1)
-    }
-    for drafted in proposals:
-        contexts = (0, *drafted)
-        p, q = targets[list(contexts)], drafts[list(contexts)]
-        weights, accept = block_by_hand(p, q, drafted)
-        left_over = float(np.prod([q[i][token] for i, token in enumerate(drafted)]))
-        for num_accepted in range(len(drafted), -1, -1):
-            share = left_over * (accept[num_accepted - 1] if num_accepted else 1.0)
-            left_over -= share
-            mean += share * num_accepted
-            rest = (
-                p[-1]
-                if num_accepted == len(drafted)
-                else np.maximum(weights[num_accepted] * p[num_accepted] - q[num_accepted], 0)
-            )
-            if rest.sum() > 0:
-                for token in range(size):
-                    begun = (*drafted[:num_accepted], token)[:length]
-                    for text in law:
-                        if text[: len(begun)] == begun:
-                            pairs = zip(text[len(begun) - 1 :], text[len(begun) :], strict=False)
-                            law[text] += share * rest[token] / rest.sum() * np.prod([targets[pair] for pair in pairs])
-    return law, mean
-
-
-@deterministic
-@given(st.integers(0, 10**6), st.integers(2, 3))
-def test_the_block_rule_is_exact_and_accepts_no_fewer_than_rejection(seed, size):
-    random = np.random.default_rng(seed)
-    targets, drafts = normalised(random.gamma(0.6, size=(2, size, size)) + 1e-3)
-    law, mean = law_by_hand(targets, drafts, 4)
-    for text, probability in law.items():
-        contexts = (0, *text)
-        expected = np.prod([targets[pair] for pair in itertools.pairwise(contexts)])
-        assert probability == pytest.approx(expected, rel=1e-9)
-    by_rejection, reaches = 0.0, {(): 1.0}
-    for _ in range(3):
-        reaches = {
-            (*drafted, token): reach * min(targets[(0, *drafted)[-1], token], drafts[(0, *drafted)[-1], token])
-            for drafted, reach in reaches.items()
-            if 1 not in drafted
-            for token in range(size)
-        }
-        by_rejection += sum(reaches.values())
-    assert mean >= by_rejection - 1e-9
-
-
-def test_proposals_are_judged_jointly_as_by_hand():
-    p, q = np.array(TARGET_ROWS), np.array(DRAFT_ROWS)
-    logits, draft_probs = logits_of(p), tuple(map(mx.array, DRAFT_ROWS))
-    proposals, counts = draws(DRAFT_ROWS, seed=49, starts=range(300)), Counter[int]()
-    rows = [ProposedRows(49, start, 4, drafted, draft_probs) for start, drafted in enumerate(proposals)]
-    judgements = judge(mx.tile(logits, (300, 1)), rows, "block", 1.0).read()
-    for start, (drafted, judgement) in enumerate(zip(proposals, judgements, strict=True)):
-        weights, accept = block_by_hand(p, q, drafted)
-        uniforms = [mx.random.uniform(key=key_for(49, Purpose.ACCEPT_BLOCK, start + i, start)).item() for i in range(3)]
-        num_accepted = max((i + 1 for i in range(3) if uniforms[i] < accept[i]), default=0)
-        counts[num_accepted] += 1
-        left = (
-            mx.array(p[3])
-            if num_accepted == 3
-            else residual(weights[num_accepted] * mx.array(p[num_accepted]), mx.array(q[num_accepted]))
-        )
-        token = draw(left, key_for(49, Purpose.RECOVER, start + num_accepted)).item()
-        assert judgement == Judgement(num_accepted, token)
-    assert len(counts) == 4
-
-
-@sweep("num_sound", [1, 2, 3])
-def test_only_tokens_before_a_row_of_nan_are_judged(num_sound):
-    logits, draft_probs = logits_of(TARGET_ROWS), tuple(map(mx.array, DRAFT_ROWS))
-    sound = mx.arange(4) < num_sound
-    spoilt = mx.where(sound[:, None], logits, mx.nan)
-    for start, drafted in enumerate(draws(DRAFT_ROWS, seed=50, starts=range(60))):
-        proposals = ((spoilt, 3, sound), (logits[:num_sound], num_sound, None))
-        found, short = (
-            judge(rows, [ProposedRows(50, start, len(rows), drafted[:n], draft_probs[:n])], "block", 1.0, sound=each)
-            for rows, n, each in proposals
-        )
-        (judgement,), (expected,) = found.read(), short.read()
-        assert judgement.num_accepted == expected.num_accepted
-        assert expected.token in (None, judgement.token)
-
-
 @sweep("nothing", [math.nan, 0.0])
-@sweep("rule", ["rejection", "block"])
-def test_a_token_drawn_from_nothing_is_rejected_those_before_are_judged(rule, nothing):
+def test_a_token_drawn_from_nothing_is_rejected_those_before_are_judged(nothing):
     logits, draft_probs = logits_of(TARGET_ROWS[:3]), tuple(map(mx.array, DRAFT_ROWS[:2]))
     spoilt = (draft_probs[0], mx.full((5,), nothing))
     for start, drafted in enumerate(draws(DRAFT_ROWS[:2], seed=51, starts=range(60))):
         whole = ProposedRows(51, start, 3, drafted, spoilt)
         short = ProposedRows(51, start, 2, drafted[:1], draft_probs[:1])
-        assert judge(logits, [whole], rule, 1.0).read() == judge(logits[:2], [short], rule, 1.0).read()
-
-
-def test_the_block_rule_draws_other_numbers_in_each_round(monkeypatch):
-    """Its numbers have decided about tokens before their own. Taken twice, they give texts of another distribution."""
-
-    def as_under_rejection(purpose: Purpose, decisions: Sequence[tuple[int, ...]]) -> mx.array:
-        return keys_for(purpose, [decision[:2] for decision in decisions])
-
-    monkeypatch.setattr("protocol.acceptance.keys_for", as_under_rejection)
-    with pytest.raises(AssertionError):
-        assert_drawn_from(*several_rounds("block", 2500))
+        assert judge(logits, [whole], "rejection", 1.0).read() == judge(logits[:2], [short], "rejection", 1.0).read()
 
 
 # --- the power of these tests ---------------------------------------------------------------------
@@ -734,7 +605,7 @@ def test_equal_distributions_always_choose_alike():
     assert judgement == Judgement(200, None)
 
 
-@sweep("rule", ["match", "rejection", "block"])
+@sweep("rule", ["match", "rejection"])
 @sweep("temperature", [0.4, 1.0, 2.0])
 def test_texts_that_are_judged_together_are_judged_as_alone(rule: Any, temperature: float) -> None:
     """Proposals of different lengths, with and without a row for a bonus token, drawn or determined."""

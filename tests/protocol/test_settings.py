@@ -144,9 +144,8 @@ def test_what_a_sampler_takes_the_place_of_is_refused_beside_it(beside):
 
 
 def test_by_a_sampler_nothing_can_be_rejected():
-    for acceptance in ("rejection", "block"):
-        with pytest.raises(SettingsError, match=f'acceptance="{acceptance}" cannot judge'):
-            Settings(sampler=greedy, acceptance=acceptance)
+    with pytest.raises(SettingsError, match='acceptance="rejection" cannot judge'):
+        Settings(sampler=greedy, acceptance="rejection")
 
 
 # --- stop tokens, flags, rules --------------------------------------------------------------------
@@ -177,20 +176,20 @@ def test_a_flag_is_true_or_false(value):
         Settings(ignore_eos=value)
 
 
-@sweep("value", ["", "Match", "greedy", None, True, 0, ["match"]])
+@sweep("value", ["", "Match", "block", "greedy", None, True, 0, ["match"]])
 def test_an_unknown_acceptance_rule_is_refused_with_those_there_are(value):
-    with pytest.raises(SettingsError, match=r'^acceptance must be "auto", "match", "rejection" or "block", got'):
+    with pytest.raises(SettingsError, match=r'^acceptance must be "auto", "match" or "rejection", got'):
         Settings(acceptance=value)
 
 
 @sweep(
     ("acceptance", "temperature", "seed", "rule"),
     [
-        *((rule, 0.0, seed, "match") for rule in ("auto", "match", "rejection", "block") for seed in (None, 1)),
+        *((rule, 0.0, seed, "match") for rule in ("auto", "match", "rejection") for seed in (None, 1)),
         ("auto", 0.8, None, "rejection"),
         ("auto", 0.8, 0, "match"),
         ("auto", 0.8, 1, "match"),
-        *((rule, 0.8, seed, rule) for rule in ("match", "rejection", "block") for seed in (None, 1)),
+        *((rule, 0.8, seed, rule) for rule in ("match", "rejection") for seed in (None, 1)),
     ],
 )
 def test_the_rule_in_force(acceptance, temperature, seed, rule):
@@ -229,7 +228,7 @@ def test_a_repetition_penalty_that_logits_cannot_be_divided_by_is_refused(penalt
 anything = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=4), st.binary(max_size=2),
     st.lists(st.integers(-2, 5), max_size=3), st.complex_numbers(),
-    st.sampled_from(["auto", "match", "rejection", "block"]),
+    st.sampled_from(["auto", "match", "rejection"]),
 )  # fmt: skip
 
 
@@ -256,4 +255,4 @@ def test_whatever_is_asked_for_is_taken_as_it_is_or_refused_by_name(keywords):
         return
     for name, value in keywords.items():
         assert getattr(outcome, name) == as_kept(name, value)
-    assert outcome.rule in ("match", "rejection", "block")
+    assert outcome.rule in ("match", "rejection")

@@ -38,7 +38,7 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seeded": {"temperature": 0.8, "seed": 3},
-    "rejection": {"temperature": 0.9, "seed": 5, "acceptance": "block", "top_p": 0.9},
+    "rejection": {"temperature": 0.9, "seed": 5, "acceptance": "rejection", "top_p": 0.9},
     "penalties": {"repetition_penalty": 1.3, "logit_bias": {7: 2.0}},
 }
 PRICE = priced(draft=1.0, verify=4.0)
@@ -291,7 +291,7 @@ async def test_it_drafts_what_it_would_draft_here(kind: str, tmp_path: Path, aut
         target = make(kind, tmp_path)
         price = priced(draft=1.0, verify=4.0, load=0.0)
         async with drafted(tmp_path, target, price=price, is_elsewhere=is_elsewhere, max_batch=1) as rt:
-            for acceptance in ("match", "block"):
+            for acceptance in ("match", "rejection"):
                 completion = await rt.generate(PROMPTS[0], seed=2, acceptance=acceptance, **settings)
                 statistics = completion.statistics
                 assert statistics.draft_failures == 0

@@ -20,10 +20,6 @@ DRAFT = ((0.20, 0.20, 0.50, 0.10), (0.30, 0.20, 0.10, 0.40), (0.10, 0.40, 0.20, 
 PROMPT = [1]
 
 
-# The rules under which tokens are drawn. A test that takes them in turn, by seed, has both in its passes.
-DRAWING_RULES = ("rejection", "block")
-
-
 # A true null hypothesis is rejected once in ten thousand outcomes.
 SIGNIFICANCE = 1e-4
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 import trio
 from architectures import VOCAB_SIZE, build
-from distributions import DRAWING_RULES, SIGNIFICANCE, pooled_p_value, random_price
+from distributions import SIGNIFICANCE, pooled_p_value, random_price
 from drafted_runtime import (
     NUM_TOKENS,
     PROMPTS,
@@ -209,9 +209,7 @@ def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
         async with drafted(tmp_path, target, price=random_price(1), max_batch=8) as rt:
 
             async def generate(seed: int) -> None:
-                completion = await rt.generate(
-                    prompt, lookahead=2, acceptance=DRAWING_RULES[seed % 2], seed=seed, **asked
-                )
+                completion = await rt.generate(prompt, lookahead=2, acceptance="rejection", seed=seed, **asked)
                 found[seed] = completion.tokens
 
             for first in range(0, num_sessions, 8):
@@ -398,7 +396,8 @@ async def test_seeded_texts_repeat(tmp_path: Path) -> None:
     sampled: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 11, "ignore_eos": True}
     async with drafted(write_eagle3(tmp_path, built), built) as rt:
         first, second = [
-            ids((await rt.generate(PROMPTS[0], lookahead=3, acceptance="block", **sampled)).tokens) for _ in range(2)
+            ids((await rt.generate(PROMPTS[0], lookahead=3, acceptance="rejection", **sampled)).tokens)
+            for _ in range(2)
         ]
     assert first == second
 
