@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+import outcome
 import trio
 
 from actors.model import CachedSequence, Model
@@ -31,6 +32,7 @@ from protocol.trace import Event, Instant, InstantKind
 logger = logging.getLogger("outrider")
 
 S = TypeVar("S", bound="ActorSession")
+T = TypeVar("T")
 
 
 class Mailbox(Protocol):
@@ -235,6 +237,34 @@ class Actor(ABC, Generic[S]):
     def is_alive(self) -> bool:
         """Whether the actor can do its work. May be read in any thread."""
         return self.is_serving
+
+    async def ask(self, work: Callable[[], Awaitable[T]], wait_s: float) -> T | None:
+        """The result of some work on the actor's worker; None if it does not come within `wait_s` seconds, or the actor
+        has ended.
+
+        The work has a task of its own, which is cancelled then, or with the call: nobody waits for a worker that hangs.
+        """
+        result: outcome.Outcome[T] | None = None
+        has_come, scope = trio.Event(), trio.CancelScope()
+
+        @trio.lowlevel.enable_ki_protection
+        async def run() -> None:
+            nonlocal result
+            with scope:
+                try:
+                    result = outcome.Value(await work())
+                except Exception as error:  # of any kind: it belongs to whoever asks
+                    result = outcome.Error(error)
+                has_come.set()
+
+        if self._nursery is not None:
+            self._nursery.start_soon(run)
+            try:
+                with trio.move_on_after(wait_s):
+                    await has_come.wait()
+            finally:
+                scope.cancel()
+        return None if result is None else result.unwrap()
 
     def when_over(self, call: Callable[[], None]) -> None:
         """Call a function, which neither waits nor raises, as soon as no session can begin any more."""

@@ -12,7 +12,9 @@ No two decisions about one position share a purpose, so they are independent of 
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import mlx.core as mx
 
@@ -54,6 +56,19 @@ def _number(seed: int, purpose: Purpose, position: int, trail: int = 0) -> int:
 def seed_of_text(seed: int, number: int) -> int:
     """The seed of text `number`, >= 0, of several that are generated with one seed; the first has that seed itself."""
     return seed if number == 0 else _mix(_mix(seed) ^ _mix(number))
+
+
+def seed_of_texts(seed: int, *texts: Sequence[int]) -> int:
+    """A seed for a generation from given texts, such as a prompt and a prediction of the answer, in [0, 2**64).
+
+    Where drafted tokens are judged by random numbers, copies of these texts must be independent of those numbers. An
+    earlier answer of the same seed is not, if its random numbers are used again.
+    """
+    digest = blake2b(digest_size=8)
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(array("q", text))
+    return _mix(_mix(seed) ^ int.from_bytes(digest.digest(), "little"))
 
 
 def further(trail: int, token: int) -> int:

@@ -92,7 +92,8 @@ def short_warm_up() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(autouse=True, scope="session")
 def patient_targets() -> Iterator[Callable[..., float]]:
-    """Have targets wait for their drafter, however late a busy machine makes it; not in simulated time.
+    """Have targets, and whoever saves or loads, wait for the drafter, however late a busy machine makes it; targets not
+    in simulated time.
 
     They would go on alone after 0.1 s, in which a tiny model comes to the end of a short text: nothing would be
     drafted.
@@ -109,6 +110,7 @@ def patient_targets() -> Iterator[Callable[..., float]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DrafterLink, "timeout_s", timeout_s)
+        patch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", LATE_S)
         yield usual
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable
-from contextlib import closing
+from collections.abc import Awaitable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -137,7 +137,7 @@ async def copy(actor: ModelActor[Any], state: SequenceState) -> SequenceRecord:
 
 async def identify(actor: ModelActor[Any]) -> Fingerprint:
     """The fingerprint of an actor's model. Cancellation: waits for the running job."""
-    return await _run(actor, Job("load", partial(_fingerprint, _savable(actor))))
+    return await _run(actor, Job("save", partial(_fingerprint, _savable(actor))))
 
 
 async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
@@ -146,11 +146,8 @@ async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_anoth
     Cancellation: waits for the running job.
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
-    try:
-        return await _run(actor, Job("load", partial(_fill, _savable(actor), recorded, beside_another)))
-    except (MisfitError, RewindError, JobError) as error:
-        why = error.__cause__ if isinstance(error, JobError) else error
-        raise SessionFileError(f"the file's cached tokens do not fit this {actor.name} model: {why}") from why
+    with _misfits_named(actor):
+        return await _run(actor, Job("open", partial(_fill, _savable(actor), recorded, beside_another)))
 
 
 async def discard(actor: ModelActor[Any], filled: FilledSequence) -> None:
@@ -164,7 +161,28 @@ async def keep(actor: ModelActor[Any], filled: FilledSequence) -> None:
     call = partial(
         prefix_cache.put, filled.sequence, filled.tokens, filled.tokens, beside_another=filled.beside_another
     )
-    await _run(actor, Job("load", call))
+    await _run(actor, Job("close", call))
+
+
+async def restore(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> None:
+    """`fill` and `keep` in one job, which leaves nothing behind if nobody waits for its end."""
+    prefix_cache = await actor.settled_prefix_cache()
+
+    def call() -> None:
+        filled = _fill(_savable(actor), recorded, beside_another)
+        prefix_cache.put(filled.sequence, filled.tokens, filled.tokens, beside_another=beside_another)
+
+    with _misfits_named(actor):
+        await _run(actor, Job("open", call))
+
+
+@contextmanager
+def _misfits_named(actor: ModelActor[Any]) -> Iterator[None]:
+    try:
+        yield
+    except (MisfitError, RewindError, JobError) as error:
+        why = error.__cause__ if isinstance(error, JobError) else error
+        raise SessionFileError(f"the file's cached tokens do not fit this {actor.name} model: {why}") from why
 
 
 def _savable(actor: ModelActor[Any]) -> SavableModel:

@@ -17,6 +17,7 @@ from actors.sampling.user_code import name_of
 from protocol.errors import PromptError, PromptTooLongError, SessionFileError, SettingsError
 from protocol.logits_processors import Stateless, can_be_speculated_with
 from protocol.messages import Open
+from protocol.randomness import seed_of_texts
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_SEED, Settings, SettingsLike, check_vocabulary_size, settings_from, with_overrides
 from protocol.validation import must_be
@@ -122,6 +123,9 @@ class RequestValidation:
         settings = attrs.evolve(settings, logits_processors=(*self.grammar(tools, ids), *settings.logits_processors))
         check_prompt_length(len(ids), context_length)
         seed = secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed
+        if settings.rule != "match":
+            # The text may be drafted by copies of these, which may be an earlier answer of this seed.
+            seed = seed_of_texts(seed, ids, settings.prediction)
         return self._open(ids, settings, seed, context_length)
 
     def _open(

@@ -320,7 +320,7 @@ class DiskPrefixCache:
             return
         cache = self._actor.prefix_cache
         try:
-            match = await self._actor.worker.run(Job("load", partial(cache.find_longest_match, read)))
+            match = await self._actor.worker.run(Job("open", partial(cache.find_longest_match, read)))
             if match is not None and match.num_reusable >= num_reusable:
                 return
             recorded = await trio.to_thread.run_sync(files.read, best)
@@ -331,7 +331,7 @@ class DiskPrefixCache:
                     raise SessionFileError("its tokens are not those of its index")
                 put = partial(cache.put, filled.sequence, filled.tokens, filled.tokens)
                 call = partial(put, beside_another=beside_another, num_prompt=best.num_prompt)
-                await self._actor.worker.run(Job("load", call))
+                await self._actor.worker.run(Job("close", call))
         except (SessionFileError, JobError, RankError) as error:
             # Another process may have deleted it, for its own bound.
             if not isinstance(error.__cause__, FileNotFoundError):

@@ -8,6 +8,7 @@ import math
 import os
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import attrs
@@ -41,8 +42,8 @@ logger = logging.getLogger("outrider")
 
 # Most rounds that a save waits for, until the caches that it has taken are of use.
 _MAX_ROUNDS = 4
-# How long a save waits for the draft model, in seconds.
-DRAFTER_WAIT_S = 10.0
+# How long saving and loading wait for each answer of the draft model, in seconds.
+DRAFTER_WAIT_S = 2.0
 
 T = TypeVar("T")
 
@@ -431,15 +432,18 @@ class SessionSaver:
         return await write(path, session)
 
     async def _of_drafter(self, ask: Callable[[DraftActor], Awaitable[T]]) -> T | None:
-        """The draft model's answer; None without one. A file is complete without its state: it prefills again then."""
-        if self.draft is None:
+        """The draft model's answer; None without one, or if it hangs or is gone: then it reads the text again."""
+        if (draft := self.draft) is None:
             return None
         try:
-            with trio.move_on_after(DRAFTER_WAIT_S):
-                return await ask(self.draft)
-        except (JobError, HangError) as error:
-            logger.warning("what the draft model has cached is not saved: %s", error)
-        return None
+            if (answer := await draft.ask(partial(ask, draft), DRAFTER_WAIT_S)) is None:
+                logger.warning("what the draft model has cached is left out: it does not answer")
+        except (JobError, HangError, SessionFileError) as error:
+            if isinstance(error, SessionFileError) and draft.is_alive:
+                raise
+            logger.warning("what the draft model has cached is left out: %s", error)
+            return None
+        return answer
 
     async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
         """Write a stream and its cached sequences to a file; see `TokenStream.save`. `progress` returns how far the
@@ -494,7 +498,8 @@ class SessionSaver:
         if self.draft is None:
             logger.info("what a draft model had cached for session %s is left out: there is none", where)
             return attrs.evolve(session, draft=None)
-        present = await saved_sequence.identify(self.draft)
+        if (present := await self._of_drafter(saved_sequence.identify)) is None:
+            return attrs.evolve(session, draft=None)
         if any_draft and session.draft.fingerprint.difference(present) is not None:
             logger.info("what another draft model had cached for session %s is left out", where)
             return attrs.evolve(session, draft=None)
@@ -503,31 +508,29 @@ class SessionSaver:
         return session
 
     async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
-        """Put a session's cached sequences into the models' prefix caches, once all of them are found to fit. A
-        cancellation takes effect after that.
+        """Put a session's cached sequences into the models' prefix caches, if both fit.
 
         Raises: SessionFileError: a cached sequence does not fit its model.
         """
-        saved_states: list[tuple[TargetActor | DraftActor, SavedModelState | None, bool]] = [
-            (self.target, session.target, drafted and self.target.drafter.has_model)
-        ]
-        if self.draft is not None:
-            saved_states.append((self.draft, session.draft, True))
-        filled: list[tuple[TargetActor | DraftActor, FilledSequence]] = []
-        with trio.CancelScope(shield=True):  # until the sequences are kept, nobody else would close them
-            try:
-                for actor, saved, beside_another in saved_states:
-                    if saved is not None and saved.sequence is not None:
-                        sequence = await saved_sequence.fill(actor, saved.sequence, beside_another=beside_another)
-                        filled.append((actor, sequence))
-            except SessionFileError as error:
-                for actor, sequence in filled:
-                    await saved_sequence.discard(actor, sequence)
-                raise SessionFileError(
-                    f"{named(path)} does not fit: {error}; use another copy of it, or save again"
-                ) from error
-            for actor, sequence in filled:
-                await saved_sequence.keep(actor, sequence)
+        beside_another = drafted and self.target.drafter.has_model
+        filled: FilledSequence | None = None
+        try:
+            if (recorded := session.target.sequence) is not None:
+                filled = await saved_sequence.fill(self.target, recorded, beside_another=beside_another)
+            if session.draft is not None and (of_draft := session.draft.sequence) is not None:
+                await self._of_drafter(partial(saved_sequence.restore, recorded=of_draft, beside_another=True))
+        except BaseException as error:  # a cancellation, too: nobody else would close the sequence
+            if filled is not None:
+                with trio.CancelScope(shield=True):
+                    await saved_sequence.discard(self.target, filled)
+            if not isinstance(error, SessionFileError):
+                raise
+            raise SessionFileError(
+                f"{named(path)} does not fit: {error}; use another copy of it, or save again"
+            ) from error
+        if filled is not None:
+            with trio.CancelScope(shield=True):
+                await saved_sequence.keep(self.target, filled)
 
     @property
     def _cache_options(self) -> dict[str, int | None]:

@@ -10,7 +10,7 @@ import pytest
 import scipy
 from sweeps import sweep
 
-from protocol.randomness import Purpose, _mix, key_for
+from protocol.randomness import Purpose, _mix, key_for, seed_of_texts
 
 SMALLEST_P_VALUE = 1e-4
 SEEDS = (0, 1, 2, 3, 4, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63, 2**64 - 2, 2**64 - 1)
@@ -68,3 +68,13 @@ def test_decisions_about_near_positions_are_unrelated(distance):
 @pytest.mark.parametrize(("one", "other"), [(9, 10), (0, 1), (0, 2**64 - 1)])
 def test_near_seeds_give_unrelated_numbers(one, other):
     assert_unrelated(uniforms(one, Purpose.NOISE, range(1000)), uniforms(other, Purpose.NOISE, range(1000)))
+
+
+def test_seeds_of_texts_differ_between_seeds_and_texts_and_are_unrelated():
+    texts = [(), ((),), ((), ()), ((1,), ()), ((), (1,)), ((1, 2), ()), ((1,), (2,)), ((), (1, 2)), ((2, 1), ())]
+    seeds = [seed_of_texts(seed, *each) for seed in SEEDS for each in texts]
+    assert len(set(seeds)) == len(SEEDS) * len(texts)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert seed_of_texts(3, [1, 2], (3,)) == seed_of_texts(3, (1, 2), [3])
+    for one, other in itertools.pairwise((3, seed_of_texts(3, (1,), ()), seed_of_texts(3, (1,), (2,)))):
+        assert_unrelated(uniforms(one, Purpose.ACCEPT, range(1000)), uniforms(other, Purpose.ACCEPT, range(1000)))
