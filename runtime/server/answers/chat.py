@@ -150,10 +150,7 @@ class Chat(Request):
 
     def check(self) -> None:
         super().check()
-        *before, last = self.messages
-        # What a tool has returned may come in a user's message, if its own messages can only be text.
-        if last.role == "user" and not (before and before[-1].role == "tool"):
-            check_asked(last.content, f"messages.{len(before)}.content")
+        check_asked(self.messages, "messages", lambda message: message.role == "tool")
         if self.top_logprobs and self.logprobs is None:
             raise ErrorResponse(400, "top_logprobs needs logprobs: true; add it or leave it out", param="top_logprobs")
         if self.continue_final_message and (problem := self._problem_of_continuing()) is not None:

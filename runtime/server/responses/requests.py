@@ -377,10 +377,7 @@ def _messages(request: ResponsesRequest, store: ResponseStore, tools: OfferedToo
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     items = [_referenced(item, store) if isinstance(item, ItemReference) else item for item in request.input]
-    before, last = [None, None, *items][-2:]
-    # What a tool has returned may follow its result in a user's message.
-    if isinstance(last, MessageItem) and last.role == "user" and not isinstance(before, ToolOutputItem):
-        check_asked(last.content, f"input.{len(items) - 1}.content")
+    check_asked(items, "input", lambda item: isinstance(item, ToolOutputItem))
     return messages + messages_of(items, tools)
 
 
