@@ -297,14 +297,15 @@ async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(se
     assert "insert_text" in offered["m"]["properties"]
 
 
-def test_a_required_call_that_is_cut_before_its_name_is_one_of_the_only_function() -> None:
+def test_a_required_call_that_is_cut_in_its_name_is_one_of_the_only_function() -> None:
     forced = ToolCall("c", "weather", "")
 
     def events_of(written: str) -> list[AnswerEvent]:
         splitter = AnswerSplitter(AnswerReader(format=call_format("json_tools"), tools=TOOLS), forced)
         return splitter.add([Token(0, written, 0, drafted_by=None, finish_reason="length")])
 
-    head = '<tool_call>\n{"na'
+    assert not any(isinstance(event, CallBegan) for event in events_of('<tool_call>\n{"na'))
+    head = '<tool_call>\n{"name": "we'
     assert events_of(head) == [CallBegan(0, "c", "weather", head), CallBroken(0, head, cut_off=forced)]
     began, *_, ended = events_of(calls("weather"))
     assert isinstance(began, CallBegan)
