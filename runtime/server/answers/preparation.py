@@ -179,7 +179,8 @@ class Preparation:
         # Behind the message: clients look at its beginning.
         named = [f" (prompt[{index}])" if len(lengths) > 1 else "" for index in range(len(lengths))]
         if limit is not None and (most := max(lengths)) > limit:
-            bound = f"the server takes prompts of at most {limit} tokens{named[lengths.index(most)]}"
+            where = named[lengths.index(most)]
+            bound = f"for prompts, this model's maximum context length is {limit} tokens here{where}"
             raise PromptTooLongError.by(most, limit, bound)
         for name, length in zip(named, lengths, strict=True):
             try:

@@ -62,9 +62,10 @@ class AnswerSplitter:
         return [part for part in parts if not isinstance(part, (TextPart, ReasoningPart)) or part.text]
 
     def _begun_call(self, parts: Sequence[AnswerEvent]) -> list[AnswerEvent]:
-        """The last parts of an answer that ends before its call has a name, with the call in place of its text."""
+        """The last parts of an answer that ends in the name of its call, with the call in place of its text."""
         text = "".join(part.source for part in parts if isinstance(part, TextPart))
-        if self.forced is None or not text.strip():
+        name = "" if self.forced is None else self.forced.name
+        if self.forced is None or not (name in text or any(text.endswith(name[:n]) for n in range(1, len(name)))):
             return list(parts)
         others = [part for part in parts if not isinstance(part, TextPart)]
         began = CallBegan(0, self.forced.id, self.forced.name, text)
