@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,7 +14,7 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
-from runtime.generation.tool_calls.messages import for_template
+from runtime.generation.chat_template import render_chat_template
 
 logger = logging.getLogger("outrider")
 
@@ -205,29 +204,6 @@ def apply_chat_template(
     """
     text = render_chat_template(messages, tokenizer, **switches)
     return tokenized(text, tokenizer, context_length, add_special_tokens=False)
-
-
-def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, /, **switches: Any) -> str:
-    """The text of chat messages, ending where the answer begins.
-
-    Args:
-        messages: with a role and a content each. If the last one is the assistant's and has `"prefix": True`, the
-            answer continues it.
-        **switches: further variables of the template; `add_generation_prompt=False` ends the text with the messages.
-
-    Raises: PromptError: the template does not take the messages.
-    """
-    continues = bool(messages) and messages[-1].get("prefix") is True and messages[-1].get("role") == "assistant"
-    turns = [{name: value for name, value in message.items() if name != "prefix"} for message in messages]
-    switches = {"add_generation_prompt": True, **switches, "tokenize": False}
-    if continues:
-        switches |= {"add_generation_prompt": False, "continue_final_message": True}
-    # The template is third-party code, written for certain messages; it may raise anything for others.
-    try:
-        return cast(str, cast(Any, tokenizer).apply_chat_template(for_template(turns), **switches))
-    except Exception as error:
-        reason = textwrap.shorten(str(error), 300, placeholder="…")  # transformers may quote the whole chat
-        raise PromptError(f"the chat template does not take these messages: {reason}") from error
 
 
 # This many pending tokens, not yet given as text, are no longer taken for the beginning of one character.
