@@ -159,7 +159,7 @@ def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, 
             "the chat template does not take these messages: the final message does not appear in the chat; leave it "
             'out, or its "prefix"'
         )
-    start, end = tags_of(tokenizer)
+    start, end = _tags(tokenizer)
     if not start or not fresh:
         return lead + text
     is_open = fresh.rfind(start) > fresh.rfind(end)
@@ -170,7 +170,7 @@ def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, 
     return (fresh if (is_open and end in text) or (has_empty_reasoning and not is_open) else lead) + text
 
 
-def tags_of(tokenizer: Any) -> tuple[str, str]:
+def _tags(tokenizer: Any) -> tuple[str, str]:
     """The opening and the closing tag of the reasoning; both empty if the tokenizer names none."""
     if not getattr(tokenizer, "has_thinking", False):
         return "", ""
@@ -201,7 +201,7 @@ def _found_start(tokenizer: Any) -> AnswerStart | None:
         # The template has no generation prompt: an answer begins where the question ends.
         text = _tried(tokenizer, _QUESTION, {"role": "assistant", "content": _ANSWER_MARK}) or ""
         prompts = [text.partition(_USER_MARK)[2].rpartition(_ANSWER_MARK)[0]]
-    start, _ = tags_of(tokenizer)
+    start, _ = _tags(tokenizer)
     found = tuple(dict.fromkeys(prompt for prompt in prompts if prompt.strip()))
     if not found:
         return None
@@ -220,26 +220,35 @@ def begins_answer(tokenizer: Any, prompt: Sequence[int]) -> bool:
     return any(end.endswith(text.rstrip()) for text in start.prompts)
 
 
-def opens_reasoning(tokenizer: Any, prompt: Sequence[int]) -> bool:
-    """Whether the answer to a prompt begins within the reasoning: after a tag that the template, or the text of the
-    message to continue, has put where an answer begins. Anywhere else a tag is only a word.
+def opens_reasoning(tokenizer: Any, prompt: Sequence[int], tag: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    """Whether the answer to a prompt begins within the reasoning, whose opening and closing tags are given as ids.
+
+    The opening tag counts only where an answer begins: in what the template adds for it, or at the beginning of the
+    message that it continues. In any other place it is a word.
     """
-    first, end = tokenizer.think_start_tokens[0], tokenizer.rfind_think_end(prompt)
-    if first not in prompt:  # fast, and mlx-lm's search is slow
+    if tag[0] not in prompt:
         return False
-    ends, prompt, start = tokenizer.eos_token_ids, list(prompt), len(prompt)
-    while (start := tokenizer.rfind_think_start(prompt[:start])) > end:
-        after = prompt[start + len(tokenizer.think_start_tokens) :]
-        if not ends.isdisjoint(after):
+    prompt = list(prompt)
+    last_end, at = _last_place(prompt, end), len(prompt)
+    while (at := _last_place(prompt[:at], tag)) > last_end:
+        after = prompt[at + len(tag) :]
+        if not tokenizer.eos_token_ids.isdisjoint(after):
             return False
-        known = answer_start(tokenizer)
-        if known is None or (len(after) < _MAX_START_TOKENS and not tokenizer.decode(after).strip()):
+        start = answer_start(tokenizer)
+        if start is None or (len(after) < _MAX_START_TOKENS and not tokenizer.decode(after).strip()):
             return True
-        header = known.header.strip()
-        before = tokenizer.decode(prompt[max(0, start - _MAX_START_TOKENS) : start]).rstrip()
+        before, header = tokenizer.decode(prompt[max(0, at - _MAX_START_TOKENS) : at]).rstrip(), start.header.strip()
         if header and before.endswith(header):
             return header not in tokenizer.decode(after)
     return False
+
+
+def _last_place(tokens: Sequence[int], wanted: tuple[int, ...]) -> int:
+    """Where the last occurrence of some tokens begins; -1 if there is none."""
+    for place in range(len(tokens) - len(wanted), -1, -1):
+        if tokens[place] == wanted[0] and tuple(tokens[place : place + len(wanted)]) == wanted:
+            return place
+    return -1
 
 
 # --- switches -------------------------------------------------------------------------------------

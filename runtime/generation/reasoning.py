@@ -12,6 +12,8 @@ from typing import TypedDict, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from runtime.generation.chat_template import opens_reasoning
+
 
 class ReasoningMarks(TypedDict):
     """How an answer begins: the opening and the closing tag of its reasoning, and whether it begins within it."""
@@ -56,11 +58,7 @@ class ReasoningTracker:
             self._start = cast(tuple[int, ...], tokenizer.think_start_tokens)
             self._end = cast(tuple[int, ...], tokenizer.think_end_tokens)
             self.tags = (cast(str, tokenizer.think_start), cast(str, tokenizer.think_end))
-            # `in` is fast, and mlx-lm's search is slow.
-            if self._start[0] in prompt:
-                start, end = tokenizer.rfind_think_start(prompt), tokenizer.rfind_think_end(prompt)
-                # A tag in a message that is over was only mentioned there.
-                self.is_thinking = start > end and tokenizer.eos_token_ids.isdisjoint(prompt[start:])
+            self.is_thinking = opens_reasoning(tokenizer, prompt, self._start, self._end)
 
     @property
     def text(self) -> str:

@@ -14,7 +14,7 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
-from runtime.generation.chat_template import render_chat_template
+from runtime.generation.chat_template import begins_answer, render_chat_template
 
 logger = logging.getLogger("outrider")
 
@@ -210,6 +210,9 @@ def apply_chat_template(
 _MAX_PENDING = 16
 # The most tokens of an incomplete character: it has at most 4 bytes, and a token at least one.
 _INCOMPLETE = 3
+# Last tokens of a prompt that are decoded with the text behind it: they decide on its first space, and may begin its
+# first character.
+_NUM_DECODED_BEFORE = 16
 
 
 class Detokenizer:
@@ -217,22 +220,31 @@ class Detokenizer:
 
     The pieces add up to `tokenizer.decode(ids)`, in every script: a character whose bytes are spread over tokens comes
     with the last of them. The two may differ only for bytes that form no character, in the number of replacement
-    characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. (mlx-lm's own
-    detokenizers drop a space at the start of the text, which a continuation needs.)
+    characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. SentencePiece's decoders
+    drop the space at the start of a text; one that continues a prompt keeps it, and a new answer in a chat has none.
 
     Attributes:
         unread: the text of the last tokens, which is withheld because it ends in an incomplete character.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper | None) -> None:
-        """Decode one text; without a tokenizer every piece is empty."""
+    def __init__(self, tokenizer: TokenizerWrapper | None, prompt: Sequence[int] = ()) -> None:
+        """Decode the text that follows a prompt; without a tokenizer every piece is empty."""
         self._tokenizer = tokenizer
+        self._prompt = prompt  # empty once there is text
         self._ids: list[int] = []
         # The text of ids[_context_start:_given_end] was given, but for its last `_num_held` characters. Later ids are
         # decoded together with these, since tokenizers decide by the neighbours where a space goes.
         self._context_start = self._given_end = self._num_held = 0
         self.unread = ""
         self._alone: dict[int, str] = {}
+        last = [] if tokenizer is None else list(prompt[-_NUM_DECODED_BEFORE:])
+        if last and tokenizer.decode(last).endswith("\ufffd"):
+            # The first token may complete a character. What was complete before is the prompt's.
+            for token in last:
+                self._ids.append(token)
+                self._advance(is_last=False)
+        else:
+            self._ids, self._given_end = last, len(last)
 
     @property
     def ahead(self) -> str:
@@ -242,7 +254,12 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """The text that a token makes readable, possibly none."""
         self._ids.append(token)
-        return self._advance(is_last=False)
+        piece = self._advance(is_last=False)
+        if piece and self._prompt:
+            prompt, self._prompt = self._prompt, ()
+            if piece[0] == " " and self.alone(token)[:1] != " " and begins_answer(self._tokenizer, prompt):
+                return piece[1:]
+        return piece
 
     def alone(self, token: int) -> str:
         """The text of a token decoded alone. Cached, as the same few tokens are the likeliest at many positions."""
@@ -295,7 +312,7 @@ class GrowingText:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, opened.prompt[: opened.num_prompt])
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
         self._matcher = StopMatcher(opened.settings.stop) if opened.settings.stop else None

@@ -192,6 +192,7 @@ class Endpoint(Generic[B]):
             preparation.tokenizer,
             preparation.splitter(stream),
             watch,
+            prompt.ids,
             index=len(before),
             counts_prompt=number == 0,
             echo=prompt.echo,

@@ -355,10 +355,6 @@ def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
     return stateless(forbid)
 
 
-# Last tokens of a prompt, decoded with its answer: they decide on its first space, and may begin its first character.
-_NUM_LAST = 16
-
-
 @attrs.frozen
 class Echo:
     """A prompt as a response repeats it.
@@ -366,13 +362,11 @@ class Echo:
     Attributes:
         tokens: the text of each token, decoded alone.
         offsets: where in `text` each token begins.
-        last_ids: its last tokens, with which the text that follows is decoded.
     """
 
     text: str
     tokens: list[str]
     offsets: list[int]
-    last_ids: tuple[int, ...]
 
 
 def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrapper) -> Echo:
@@ -387,4 +381,4 @@ def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrap
     num_added = max(0, len(decoded) - len(text))
     num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(decoded, text, strict=False)))
     offsets = [max(0, end - num_added, min(end, num_same)) for end in ends[:-1]]
-    return Echo(text, [detokenizer.alone(id) for id in ids], offsets, ids[-_NUM_LAST:])
+    return Echo(text, [detokenizer.alone(id) for id in ids], offsets)
