@@ -26,11 +26,11 @@ from protocol.trace import Event, Span
 from protocol.validation import check_integer
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.generation.merged_streams import Generation
-from runtime.generation.reasoning import ReasoningTracker, marks_of
+from runtime.generation.reasoning import ReasoningTracker, reader_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_reader import Arrivals, Progress, TokenReader
 from runtime.generation.token_stream import SessionFile, TokenStream
-from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.persistence.saved_session import SavedStream
 
@@ -42,6 +42,14 @@ _DECODED_AT_ONCE = 64
 
 # The owner of the texts that streams begun in this task copy from, and add to. A server sets it for each request.
 CORPUS_OWNER: ContextVar[bytes] = ContextVar("outrider_corpus_owner", default=EVERYBODY)
+
+NewReader = Callable[[ReasoningTracker], Reader | None]
+"""Makes the reader of an answer from its reasoning, of which nothing was given yet; None if all of it is content."""
+
+# The readers of answers whose streams are begun in this task. They tell the content, in which stop strings are searched
+# for, from the rest; by default by the tokenizer's tags and the stream's tools. A server, which reads answers itself,
+# sets it for each request.
+NEW_READER: ContextVar[NewReader | None] = ContextVar("outrider_new_reader", default=None)
 
 M = TypeVar("M")
 
@@ -161,20 +169,19 @@ class Sessions:
             session.find_copy = partial(self.corpus.lookup, owner) if is_independent else None
             session.on_finished = partial(self._keep, opened, owner)
         session.counts.prompt_tokens = len(opened.prompt)
+        format = None if tools is None else check_callable(tools, self._tokenizer)
+        of_answer = partial(reader_of, format=format, tools=() if tools is None else tools.callable)
+        new_reader = NEW_READER.get() or of_answer
         if opened.settings.stop and self._tokenizer is not None:
-            session.find_stop = StopFinder(self._tokenizer, opened)
-        calls: AnswerReader | None = None
-        if tools is not None:
-            format = check_callable(tools, self._tokenizer)
-            calls = AnswerReader(**marks_of(reasoning), format=format, tools=tools.listed)
+            session.find_stop = StopFinder(self._tokenizer, opened, new_reader(reasoning))
         reader = TokenReader(
             opened,
             session.counts,
-            GrowingText(self._tokenizer, opened),
+            GrowingText(self._tokenizer, opened, new_reader(reasoning)),
             reasoning,
             clock=self._target.worker.clock,
             estimates=self._prices.estimates,
-            calls=calls,
+            calls=None if tools is None else of_answer(reasoning),
         )
         arrivals = Arrivals(session, receive, partial(self._end_soon, opened.session))
         if saved is not None:

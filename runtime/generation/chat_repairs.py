@@ -111,7 +111,7 @@ def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
     for message in messages:
         if message["role"] != "tool":
             ids = [_id_of(call) for call in _calls(message)]
-        elif not ids or (message.get("tool_call_id") is not None and None not in ids and _result_id(message) not in ids):
+        elif not ids or (None not in (*ids, _result_id(message)) and _result_id(message) not in ids):
             message = _result_as_text(message)
         changed.append(message)
     return changed
@@ -164,12 +164,9 @@ def short_ids(messages: Sequence[Message]) -> Sequence[Message]:
                 named.append({**call, "id": given[id]} if isinstance(call, Mapping) else call)
             message = {**message, "tool_calls": named}
         elif message["role"] == "tool":
-            id = _result_id(message)
-            if id is None and waiting:
-                short = waiting.pop(0)
-            else:
-                short = given[id] if id in given else _short_id(id, 1)
-            message = {**message, "tool_call_id": short}
+            if (id := _result_id(message)) not in given:
+                given[id] = _short_id(id, 1)
+            message = {**message, "tool_call_id": waiting.pop(0) if id is None and waiting else given[id]}
         changed.append(message)
     return changed
 
@@ -335,7 +332,8 @@ def _filled_tool(tool: Message) -> Message:
         parameters["properties"] = {}
     if not isinstance(parameters.get("required", []), list):
         del parameters["required"]
-    return {**tool, "function": {**function, "description": function.get("description") or "", "parameters": parameters}}
+    described = {**function, "description": function.get("description") or "", "parameters": parameters}
+    return {**tool, "function": described}
 
 
 def _filled_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Chat templates: from chat messages to the text of a prompt, whatever the template refuses or calls its switches.
 
-A template is a program that was written for certain messages. It is tried out once, with short chats, and what is found
-is kept with the tokenizer: so the shape of a prompt does not depend on the request, and a longer chat reuses the prefix.
+A template is a program that was written for certain messages. It is tried out once, with short chats, and the outcome
+is kept with the tokenizer. So the shape of a prompt does not change within a conversation, and its prefix is reused.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError
 from runtime.generation.chat_repairs import REPAIRS, Chat, Message, arguments_as_json
+from runtime.generation.reasoning_tags import last_index, tags_of
 from runtime.generation.template_probes import Needs, needs_of, repaired
 from runtime.generation.tool_calls.messages import for_template
 
@@ -159,22 +159,15 @@ def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, 
             "the chat template does not take these messages: the final message does not appear in the chat; leave it "
             'out, or its "prefix"'
         )
-    start, end = _tags(tokenizer)
-    if not start or not fresh:
+    if not fresh or (tags := tags_of(tokenizer)) is None:
         return lead + text
+    start, end = tags[0]
     is_open = fresh.rfind(start) > fresh.rfind(end)
     if text.lstrip().startswith(start):
         return (fresh[: fresh.rfind(start)] if is_open and not fresh.endswith(end) else fresh) + text
     added = lead.removeprefix(fresh) if lead.startswith(fresh) else None
     has_empty_reasoning = added is not None and start in added and not added.replace(start, "").replace(end, "").strip()
     return (fresh if (is_open and end in text) or (has_empty_reasoning and not is_open) else lead) + text
-
-
-def _tags(tokenizer: Any) -> tuple[str, str]:
-    """The opening and the closing tag of the reasoning; both empty if the tokenizer names none."""
-    if not getattr(tokenizer, "has_thinking", False):
-        return "", ""
-    return cast(str, tokenizer.think_start), cast(str, tokenizer.think_end)
 
 
 # --- where answers begin --------------------------------------------------------------------------
@@ -196,16 +189,16 @@ def _found_start(tokenizer: Any) -> AnswerStart | None:
     for variables in [{}] if switch is None else [{}, {switch.name: switch.on}, {switch.name: switch.off}]:
         text = _tried(tokenizer, _QUESTION, **variables)
         if text is not None and ended is not None:
-            prompts.append(text[len(os.path.commonprefix([text, ended])) :])
+            prompts.append(text.removeprefix(ended) if text.startswith(ended) else text.rpartition(_USER_MARK)[2])
     if not any(prompts):
         # The template has no generation prompt: an answer begins where the question ends.
         text = _tried(tokenizer, _QUESTION, {"role": "assistant", "content": _ANSWER_MARK}) or ""
         prompts = [text.partition(_USER_MARK)[2].rpartition(_ANSWER_MARK)[0]]
-    start, _ = _tags(tokenizer)
+    tags = tags_of(tokenizer)
     found = tuple(dict.fromkeys(prompt for prompt in prompts if prompt.strip()))
     if not found:
         return None
-    return AnswerStart(found[0].partition(start)[0] if start else found[0], found)
+    return AnswerStart(found[0] if tags is None else found[0].partition(tags[0][0])[0], found)
 
 
 # Most tokens of a text before an answer. Longer ones are not recognised.
@@ -229,8 +222,8 @@ def opens_reasoning(tokenizer: Any, prompt: Sequence[int], tag: tuple[int, ...],
     if tag[0] not in prompt:
         return False
     prompt = list(prompt)
-    last_end, at = _last_place(prompt, end), len(prompt)
-    while (at := _last_place(prompt[:at], tag)) > last_end:
+    last_end, at = last_index(prompt, end), len(prompt)
+    while (at := last_index(prompt[:at], tag)) > last_end:
         after = prompt[at + len(tag) :]
         if not tokenizer.eos_token_ids.isdisjoint(after):
             return False
@@ -241,14 +234,6 @@ def opens_reasoning(tokenizer: Any, prompt: Sequence[int], tag: tuple[int, ...],
         if header and before.endswith(header):
             return header not in tokenizer.decode(after)
     return False
-
-
-def _last_place(tokens: Sequence[int], wanted: tuple[int, ...]) -> int:
-    """Where the last occurrence of some tokens begins; -1 if there is none."""
-    for place in range(len(tokens) - len(wanted), -1, -1):
-        if tokens[place] == wanted[0] and tuple(tokens[place : place + len(wanted)]) == wanted:
-            return place
-    return -1
 
 
 # --- switches -------------------------------------------------------------------------------------
@@ -282,8 +267,8 @@ def _found_switch(tokenizer: Any, template: Any) -> ThinkingSwitch | None:
         on, off = (_tried(tokenizer, _QUESTION, **{switch.name: value}) for value in (switch.on, switch.off))
         if on is None or off is None:
             continue
-        if switch in _EFFORT_SWITCHES or switch.name in names and switch not in _SWITCHES:
-            # A value that is only written down, for the model to read, switches nothing.
+        if switch not in _SWITCHES:
+            # A value that the template only writes down switches nothing.
             on, off = (text.rpartition(_USER_MARK)[2] for text in (on, off))
         if on != off:
             return switch
@@ -306,23 +291,26 @@ def asks_for_reasoning(tokenizer: Any, switches: Mapping[str, Any]) -> bool | No
     return True if switches.get("reasoning_effort") else None
 
 
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _with_known_effort(tokenizer: Any, switches: Mapping[str, Any]) -> dict[str, Any]:
-    """The variables with the nearest effort that the template takes; of two, the higher; without one if it takes none."""
+    """The variables, with the nearest effort that the template takes, or without one if it takes none."""
     changed = dict(switches)
     if isinstance(effort := changed.pop("reasoning_effort", None), str):
         efforts = _known_of(tokenizer).efforts
         if effort not in efforts:
-            efforts[effort] = _nearest_effort(tokenizer, effort)
+            tried = (each for each in _nearest_efforts(effort) if _tried(tokenizer, _QUESTION, reasoning_effort=each))
+            efforts[effort] = next(tried, None)
         if (nearest := efforts[effort]) is not None:
             changed["reasoning_effort"] = nearest
     return changed
 
 
-def _nearest_effort(tokenizer: Any, effort: str) -> str | None:
-    level = _EFFORTS.index(effort.lower()) if effort.lower() in _EFFORTS else None
-    others = [] if level is None else sorted(_EFFORTS[1:], key=lambda e: (abs(_EFFORTS.index(e) - level), -_EFFORTS.index(e)))
-    tried = (each for each in (effort, *others) if _tried(tokenizer, _QUESTION, reasoning_effort=each) is not None)
-    return next(tried, None)
+def _nearest_efforts(effort: str) -> list[str]:
+    """An effort and all others, the nearest first; of two, the higher."""
+    if effort.lower() not in _EFFORTS:
+        return [effort]
+    level = _EFFORTS.index(effort.lower())
+    upwards = sorted(reversed(_EFFORTS), key=lambda other: abs(_EFFORTS.index(other) - level))
+    return [effort, *upwards]

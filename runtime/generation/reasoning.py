@@ -7,12 +7,18 @@ ids, and pieces before it may later turn out to be part of a tag, whereas text t
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TypedDict, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from runtime.generation.chat_template import opens_reasoning
+from runtime.generation.reasoning_tags import tags_of
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_format import CallFormat
+from runtime.generation.tool_calls.events import Answer
+from runtime.generation.tool_calls.message_format import HARMONY_TAGS, begun_message, message_format
+from runtime.generation.tool_calls.message_reader import MessageReader, Reader
 
 
 class ReasoningMarks(TypedDict):
@@ -28,7 +34,10 @@ class ReasoningTracker:
     Attributes:
         num_tokens: number of tokens given.
         tail: the withheld text of those tokens; see `TokenStream.tail`.
-        tags: the opening and the closing tag; both empty if the tokenizer names none.
+        tags: the opening and the closing tag; both empty if none are known.
+        messages: the format of its messages, or None; `begun` is the text of the message that the prompt has begun.
+        dropped: markers of its structure, which are part of no text.
+        began_thinking: whether it begins within the reasoning.
         has_tags: whether the answer so far has a tag.
         is_thinking: whether the next token is reasoning, unless it completes a tag.
         is_over: whether no more tokens are given.
@@ -54,11 +63,22 @@ class ReasoningTracker:
         self._num_readable_chars = 0  # including those withheld as a possible stop string
         self._given_texts: list[str] = []
         self._num_given_chars = 0
-        if tokenizer is not None and tokenizer.has_thinking:
-            self._start = cast(tuple[int, ...], tokenizer.think_start_tokens)
-            self._end = cast(tuple[int, ...], tokenizer.think_end_tokens)
-            self.tags = (cast(str, tokenizer.think_start), cast(str, tokenizer.think_end))
+        # How answers are structured beyond tags; then a reader tells the reasoning, instead of ids.
+        self.messages = None if tokenizer is None else message_format(tokenizer)
+        self.dropped: tuple[str, ...] = getattr(tokenizer, "structural_markers", None) or ()
+        self.begun = ""
+        self._reader: Reader | None = None
+        if tokenizer is not None and self.messages is not None:
+            self.begun = begun_message(prompt, tokenizer)
+            self.tags = HARMONY_TAGS if self.messages.is_harmony else self.tags
+            self._reader = reader_of(self)
+            self.is_thinking = self._reader.is_reasoning
+        elif tokenizer is not None and (tags := tags_of(tokenizer)) is not None:
+            self.tags, (self._start, self._end) = tags
             self.is_thinking = opens_reasoning(tokenizer, prompt, self._start, self._end)
+        self.began_thinking = self.is_thinking
+        if self.dropped:
+            self._reader = reader_of(self)
 
     @property
     def text(self) -> str:
@@ -88,6 +108,12 @@ class ReasoningTracker:
         return whole
 
     def _side(self, *, is_thinking: bool) -> str:
+        if self._reader is not None:
+            reader, answer = reader_of(self), Answer()
+            answer.add(reader.add(self.text))
+            if self.is_over:
+                answer.add(reader.finish(is_complete=True))
+            return answer.reasoning if is_thinking else answer.content
         pieces = [(begin, text) for begin, text, is_piece_thinking in self._pieces if is_piece_thinking is is_thinking]
         return "".join(text[: max(0, self._num_given_chars - begin)] for begin, text in pieces)
 
@@ -107,6 +133,11 @@ class ReasoningTracker:
         self._num_given_chars += len(given)
         self._pieces.append((self._num_readable_chars, readable, self.is_thinking))
         self._num_readable_chars += len(readable)
+        if self._reader is not None:
+            was_thinking = self.is_thinking
+            self._reader.add(readable)
+            self.is_thinking = self._reader.is_reasoning
+            return was_thinking or self.is_thinking
         if not self._start:
             return False
         self._recent.append(token)
@@ -132,4 +163,13 @@ class ReasoningTracker:
 
 def marks_of(answer: ReasoningTracker) -> ReasoningMarks:
     """The marks for the reader and the grammar of an answer that begins now; no tags unless both are known."""
-    return {"tags": answer.tags if all(answer.tags) else None, "is_thinking": answer.is_thinking}
+    return {"tags": answer.tags if all(answer.tags) else None, "is_thinking": answer.began_thinking}
+
+
+def reader_of(
+    answer: ReasoningTracker, format: CallFormat | None = None, tools: Sequence[Mapping[str, Any]] = ()
+) -> Reader:
+    """A reader of a whole answer: by its messages or tags, and by the format of calls if it may have some."""
+    if answer.messages is not None:
+        return MessageReader(answer.messages, answer.begun, format=format, tools=tools)
+    return AnswerReader(**marks_of(answer), dropped=answer.dropped, format=format, tools=tools)

@@ -15,6 +15,8 @@ from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
 from runtime.generation.chat_template import begins_answer, render_chat_template
+from runtime.generation.content_stops import ContentStops
+from runtime.generation.tool_calls.message_reader import Reader
 
 logger = logging.getLogger("outrider")
 
@@ -101,10 +103,12 @@ def _encode(
 def check_prompt_length(num_tokens: int, context_length: int | None) -> None:
     """Raises: PromptTooLongError: `num_tokens` fill the context; None is a context without bound."""
     if context_length is not None and num_tokens >= context_length:
-        raise PromptTooLongError(
-            f"the prompt has {num_tokens} tokens, and the target's context of {context_length} must hold it and at "
-            f"least one more; shorten it to {context_length - 1}"
-        )
+        raise _too_long(num_tokens, context_length)
+
+
+def _too_long(num_tokens: int, context_length: int) -> PromptTooLongError:
+    bound = f"this model's maximum context length is {context_length} tokens, one of them for the answer"
+    return PromptTooLongError.by(num_tokens, context_length - 1, bound)
 
 
 def _checked_message(index: int, message: Mapping[str, Any], tokenizer: TokenizerWrapper) -> dict[str, Any]:
@@ -185,10 +189,8 @@ def _check_text_length(text: str, tokenizer: TokenizerWrapper, context_length: i
     num_characters = len(text if backend.normalizer is None else backend.normalizer.normalize_str(text))
     longest = max(map(len, backend.get_vocab(with_added_tokens=True)))
     if num_characters >= context_length * longest:
-        raise PromptTooLongError(
-            f"the prompt has {num_characters} characters, at least {-(-num_characters // longest)} tokens, and the "
-            f"target's context of {context_length} must hold it and at least one more token; shorten it"
-        )
+        # At least so many tokens.
+        raise _too_long(-(-num_characters // longest), context_length)
 
 
 def apply_chat_template(
@@ -306,16 +308,20 @@ class Detokenizer:
 class GrowingText:
     """The text of one generation, token by token: without end-of-text tokens, and up to a stop string.
 
+    With the reader of an answer, stop strings are searched for in its content, otherwise in the whole text.
+
     Attributes:
         readable: the text that the last token has made readable, given or withheld.
         alone: see `Detokenizer.alone`.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open, reader: Reader | None = None) -> None:
         self._detokenizer = Detokenizer(tokenizer, opened.prompt[: opened.num_prompt])
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
-        self._matcher = StopMatcher(opened.settings.stop) if opened.settings.stop else None
+        self._matcher: StopMatcher | ContentStops | None = None
+        if stops := opened.settings.stop:
+            self._matcher = ContentStops(stops, reader) if reader and reader.marks else StopMatcher(stops)
         self.readable = ""
 
     @property
@@ -348,8 +354,8 @@ class GrowingText:
 class StopFinder:
     """Searches the tokens that a generation is about to commit for stop strings."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, opened: Open) -> None:
-        text = GrowingText(tokenizer, opened)
+    def __init__(self, tokenizer: TokenizerWrapper, opened: Open, reader: Reader | None = None) -> None:
+        text = GrowingText(tokenizer, opened, reader)
         # What was generated before the stream was saved; it contains no complete stop string.
         for token in opened.prompt[opened.num_prompt :]:
             text.add(token, is_last=False)

@@ -19,8 +19,8 @@ from protocol.session_state import Commit, Drafter, FinishReason
 from protocol.statistics import Counts, Statistics
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText
-from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Answer, AnswerEvent, CallEnded
+from runtime.generation.tool_calls.message_reader import Reader
 
 STREAM_CLOSED = "this stream was closed; begin another with stream()"
 
@@ -130,7 +130,7 @@ class TokenReader:
     answer: ReasoningTracker
     _clock: Callable[[], float] = attrs.field(kw_only=True)
     _estimates: Callable[[], Estimates] = attrs.field(kw_only=True)
-    _calls: AnswerReader | None = attrs.field(kw_only=True, default=None)  # None for a generation without tools
+    _calls: Reader | None = attrs.field(kw_only=True, default=None)  # None for a generation without tools
     began: float = attrs.field(init=False)
     parts: Answer | None = attrs.field(init=False)
     finish_reason: FinishReason | None = attrs.field(init=False, default=None)
@@ -235,7 +235,7 @@ class TokenReader:
             lookahead=self.opened.settings.lookahead if self.opened.drafted else 0,
         )
 
-    def _with_events(self, token: Token, calls: AnswerReader, parts: Answer) -> Token:
+    def _with_events(self, token: Token, calls: Reader, parts: Answer) -> Token:
         was_in_block = calls.is_in_block
         events = calls.add(token.text)
         is_tool_call = was_in_block or calls.is_in_block or any(isinstance(event, CallEnded) for event in events)

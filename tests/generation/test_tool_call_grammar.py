@@ -239,3 +239,17 @@ def test_a_format_of_the_users_own_has_no_grammar():
     tools = held([CLOCK], "required")
     with pytest.raises(runtime.SettingsError, match="no grammar is known for the calls of this model"):
         call_grammar(tools, format, tokenizer("json_tools", has_special_markers=True))
+
+
+@sweep("choice", ["auto", "required"])
+def test_only_allowed_tools_are_called(choice: str):
+    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
+    tools = held([WEATHER, CLOCK, {"name": "stop"}], choice, allowed=["clock", "stop"])
+    assert len(tools.template_variables["tools"]) == 3
+    writer = Writer(made(tools, format, of), of, 0)
+    for name in ("clock", "stop"):
+        text, is_complete = writer.write(block("json_tools", call_in("json_tools", name, {})))
+        assert is_complete
+        assert [call.name for call in answer_of(text, format, tools).calls] == [name]
+    text, _ = writer.write(CALLS["json_tools"])
+    assert "get_weather" not in text

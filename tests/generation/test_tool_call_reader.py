@@ -77,6 +77,11 @@ def source(events: Iterable[AnswerEvent]) -> str:
     return "".join(event.source for event in events)
 
 
+def cut_off(events: Iterable[AnswerEvent]) -> str:
+    """The text of the call within which the answer was cut off; "" without one."""
+    return "".join(event.given for event in events if isinstance(event, CallBroken) and event.cut_off is not None)
+
+
 def in_pieces(text: str, size: int) -> list[str]:
     return [text[begin : begin + size] for begin in range(0, len(text), size)]
 
@@ -110,9 +115,9 @@ def test_a_malformed_call_is_text_and_no_call(format: str, body: str, is_complet
         assert source(whole) == text
         if num_calls:  # those before it are calls
             assert len(answer.calls) <= num_calls
-            assert "and then" in answer.content or not answer.calls
+            assert "and then" in answer.content + cut_off(whole) or not answer.calls
         else:
-            assert (answer.content, answer.calls) == (text, [])
+            assert (answer.content + cut_off(whole), answer.calls) == (text, [])
         for size in (1, 2, 3, 7):
             assert joined(events_of(in_pieces(text, size), format, is_complete=is_complete)) == joined(whole)
 
@@ -134,7 +139,7 @@ def test_arguments_come_as_they_are_written(format: str):
 
 
 @sweep(("format", "body", "calls"), BLOCKS)
-def test_a_call_that_is_cut_off_is_text(format: str, body: str, calls: Any):
+def test_a_call_that_is_cut_off_is_no_call(format: str, body: str, calls: Any):
     known = call_format(format)
     text = known.start + body
     for end in range(len(text)):
@@ -144,15 +149,24 @@ def test_a_call_that_is_cut_off_is_text(format: str, body: str, calls: Any):
         if not known.end or known.name == "kimi_k2":  # whole calls of the block may precede the cut
             assert len(answer.calls) <= len(calls)
         else:
-            assert (answer.content, answer.calls) == (text[:end], [])
+            assert (answer.content + cut_off(events), answer.calls) == (text[:end], [])
 
 
 def test_an_unclosed_block_counts_where_the_model_ended_the_text():
     text = '<tool_call>{"name": "multiply", "arguments": {"a": 1}}'
     assert [call.name for call in answer_of(events_of([text], "json_tools")).calls] == ["multiply"]
-    assert answer_of(events_of([text], "json_tools", is_complete=False)).content == text
+    assert cut_off(events_of([text], "json_tools", is_complete=False)) == text
     text = "<tool_call><function=multiply></function>"
     assert [call.name for call in answer_of(events_of([text], "qwen3_coder")).calls] == ["multiply"]
+
+
+def test_a_call_that_is_cut_off_has_its_name_and_the_arguments_so_far():
+    text = '<tool_call>{"name": "multiply", "arguments": {"a": 1, "b'
+    answer = answer_of(events_of([text], "json_tools", is_complete=False))
+    assert (answer.content, answer.calls) == ("", [])
+    assert answer.cut_call is not None
+    assert (answer.cut_call.name, answer.cut_call.arguments) == ("multiply", '{"a": 1, "b')
+    assert answer_of(events_of([text], "json_tools")).cut_call is None
 
 
 def test_whitespace_around_calls_is_not_content():

@@ -85,10 +85,16 @@ async def test_arguments_are_streamed_while_they_are_written(server: Served) -> 
 
 
 @on_calling_server(OSLO)
-async def test_a_call_that_is_cut_off_by_its_length_is_text(server: Served) -> None:
-    choice = (await server.ask(CHAT, {**ASKED, "max_tokens": 30})).json["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO[:30], "length")
-    assert "tool_calls" not in choice["message"]
+async def test_a_call_that_is_cut_off_by_its_length_is_given_so_far(server: Served) -> None:
+    begun = OSLO[OSLO.index('{"city') : 60]
+    choice = (await server.ask(CHAT, {**ASKED, "max_tokens": 60})).json["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert (call["function"]["arguments"], choice["finish_reason"]) == (begun, "length")
+    assert choice["message"]["content"] is None
+    chunks = (await server.ask(CHAT, {**ASKED, "max_tokens": 60, "stream": True})).events
+    deltas = [delta for chunk in chunks for delta in chunk["choices"][0]["delta"].get("tool_calls", [])]
+    assert "".join(delta["function"]["arguments"] for delta in deltas) == begun
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
 @sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tools": None, "functions": []}])
@@ -154,6 +160,18 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
     serve_calls(test, "wet", seen)
 
 
+def allowed(*names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+
+
+@on_calling_server("")
+async def test_the_model_is_told_of_all_tools_where_some_are_allowed(server: Served) -> None:
+    for names in (("clock", "weather"), ("clock",)):
+        await server.ask(CHAT, {**ASKED, "max_tokens": 1, "tool_choice": allowed(*names)})
+    assert server.tokenizer.told == [TOOLS, TOOLS]
+
+
 @on_calling_server("")
 @sweep(
     ("body", "says"),
@@ -168,6 +186,9 @@ def test_calls_and_results_of_the_past_reach_the_template() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "got 'x'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice must be"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice 'required' needs tools"),
+        ({"tool_choice": allowed("x")}, "the allowed tools must be some of the tools ('weather', 'clock'), got ['x']"),
+        ({"tool_choice": allowed()}, "got []"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice must be"),
     ],
 )
 async def test_tools_that_cannot_be_are_refused_with_what_would_be_right(

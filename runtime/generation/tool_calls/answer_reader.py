@@ -82,6 +82,7 @@ class AnswerReader:
         *,
         tags: tuple[str, str] | None = None,
         is_thinking: bool = False,
+        dropped: Sequence[str] = (),
         format: CallFormat | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         new_id: Callable[[], str] | None = None,
@@ -91,10 +92,12 @@ class AnswerReader:
         Args:
             tags: of the reasoning, not empty; None if it is not told apart.
             is_thinking: whether the answer begins within the reasoning.
+            dropped: markers of the answer's structure, which are left out of the content.
             format: of calls; None if they are not told apart.
             new_id: returns the id of a call to which the model gives none; random ones without it.
         """
         self._tags = tags or ("", "")
+        self._dropped = tuple(dropped)
         self._format = format
         self._start, self._end = ("", "") if format is None else (format.start, format.end)  # of a block
         self._layout = None if format is None else format.layout
@@ -118,6 +121,21 @@ class AnswerReader:
         self._head = self._arguments = self._given = ""  # text before its arguments, its arguments, text of its events
         self._object = JsonObject()
         self._enter(self._read_reasoning if is_thinking else self._read_content)
+
+    @property
+    def marks(self) -> list[str]:
+        """The tags and markers that the reader looks for."""
+        return [mark for mark in (*self._tags, *self._dropped, self._start, self._end) if mark]
+
+    @property
+    def tells_reasoning(self) -> bool:
+        """Whether reasoning is told apart; otherwise the whole text is the answer."""
+        return bool(self._tags[1])
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+        return self._read == self._read_reasoning
 
     @property
     def is_in_block(self) -> bool:
@@ -144,9 +162,13 @@ class AnswerReader:
         elif self._read == self._read_tail and is_complete:
             self._end_call(rest, "")
             self._give_content(self._unread)
-        else:
+        elif is_complete:
             self._break_call()
             self._give_content(rest)
+        else:
+            call = ToolCall(self._call.id, self._call.name, self._arguments)
+            self._events.append(CallBroken(self._call.index, self._given + rest, rest, call))
+            self._follows_call = False
         self._unread = ""
         if self._follows_call:
             self._leave_out_space()
@@ -167,6 +189,10 @@ class AnswerReader:
             self._leave_out_space()
         if self._space:
             self._give_space()
+        if marker in self._dropped:
+            self._left_out += marker
+            self._enter(self._read_content)
+            return True
         self._pass_tag(marker)
         self._enter(self._read_reasoning)
         return True
@@ -254,7 +280,10 @@ class AnswerReader:
     def _enter(self, state: Callable[[], bool]) -> None:
         self._read, self._num_searched = state, 0
         opening, closing = self._tags
-        sought = {self._read_content: (self._start, opening), self._read_reasoning: (closing, self._start)}
+        sought = {
+            self._read_content: (self._start, opening, *self._dropped),
+            self._read_reasoning: (closing, self._start),
+        }
         markers = [marker for marker in sought.get(state, (self._end,)) if marker]
         self._matcher = StopMatcher(markers) if markers else None
 

@@ -13,6 +13,7 @@ import attrs
 from mlx_lm import tool_parsers
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from runtime.generation.tool_calls.message_format import HARMONY, HARMONY_CALL, message_format
 from runtime.generation.tool_calls.parser_process import ParserProcess
 
 
@@ -117,14 +118,22 @@ class CallFormat:
 
 
 def call_format(tokenizer: TokenizerWrapper | None) -> CallFormat | None:
-    """The format of a model's calls; None if mlx-lm knows none for its tokenizer."""
-    if tokenizer is None or not getattr(tokenizer, "has_tool_calling", False):
+    """The format of a model's calls; None if none is known for its tokenizer."""
+    if tokenizer is None:
+        return None
+    if message_format(tokenizer) == HARMONY:
+        return CallFormat("harmony", HARMONY_CALL, "", None, _read_by_message_reader)
+    if not getattr(tokenizer, "has_tool_calling", False):
         return None
     parser: Any = tokenizer.tool_parser
     name = parser.__module__.rpartition(".")[2]
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     assert isinstance(start, str)
     return CallFormat(name, start, end or "", _LAYOUTS.get(name), parser)
+
+
+def _read_by_message_reader(text: str, tools: Any) -> Any:
+    raise NotImplementedError("a `MessageReader` reads these calls")
 
 
 def checked_call(call: Any, names: Collection[str]) -> ParsedCall | None:

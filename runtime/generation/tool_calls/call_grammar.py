@@ -18,6 +18,7 @@ from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import special_tokens
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.generation.tool_calls.call_format import CallFormat
+from runtime.generation.tool_calls.message_format import HARMONY_FINAL
 from runtime.generation.tool_calls.tools import Tools
 
 _OPTIONAL_NEWLINE = "\0"
@@ -84,6 +85,7 @@ _LAYOUTS = {
     ),
     "pythonic": CallLayout("{name}(", ")", "{key}=", between_arguments=", ", block=("[", "]"), between_calls=", "),
     "function_gemma": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values="<escape>"),
+    "harmony": CallLayout("{name} <|constrain|>json<|message|>", ""),
     "gemma4": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values='<|"|>'),
 }
 
@@ -144,11 +146,15 @@ def call_grammar(
     rest = f"{writer.text(begin)} {call}{several} {writer.text(end + format.end)}"
     block = writer.rule(f"{writer.text(format.start)} {rest}")
     answer = block if is_one or has_several else f'{block} ("\\n"? {block}){more}'
-    if is_text:
+    # Every text of gpt-oss' has a header.
+    final = writer.text(HARMONY_FINAL) if format.name == "harmony" else ""
+    if is_text and final:
+        answer = f"{final} TEXT | {answer}"
+    elif is_text:
         begun = writer.rule(f"{writer.until(format.start)} {rest}")
         answer = f"{begun}{'?' if is_one else '*'} TEXT"
     elif content is not None:
-        answer = f"{writer.schema(content)} | {answer}"
+        answer = f"{final} {writer.schema(content)} | {answer}"
     return writer.grammar(f"{_reasoning(writer, tags, is_thinking=is_thinking)} ({answer})")
 
 

@@ -88,14 +88,20 @@ class CallEnded:
 
 @attrs.frozen
 class CallBroken:
-    """A call that has begun and turns out malformed, or is cut off.
+    """A call that has begun and turns out malformed, or is cut off by the end of the answer.
 
-    A consumer that can take it back shows `given`, the text of its events so far, as content; the rest follows as such.
+    A consumer that can take a malformed call back shows `given` as content; the rest of it follows as content.
+
+    Attributes:
+        given: the text of the call's events, this one included.
+        cut_off: if the answer ended within the call: the call as far as it was written, with the beginning of a JSON
+            object as its arguments; no content follows. None for a malformed call.
     """
 
     index: int
     given: str
     source: str = ""
+    cut_off: ToolCall | None = None
 
 
 AnswerEvent = TextPart | ReasoningPart | CallBegan | CallArguments | CallEnded | CallBroken
@@ -103,11 +109,18 @@ AnswerEvent = TextPart | ReasoningPart | CallBegan | CallArguments | CallEnded |
 
 @attrs.define
 class Answer:
-    """An answer as far as its events have come, with malformed calls as content, and complete ones in `calls`."""
+    """An answer as far as its events have come.
+
+    Attributes:
+        content: with the text of malformed calls.
+        calls: the complete ones.
+        cut_call: the call within which the answer was cut off, if any; see `CallBroken.cut_off`.
+    """
 
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = attrs.field(factory=list)
+    cut_call: ToolCall | None = None
 
     def add(self, events: Iterable[AnswerEvent]) -> None:
         """Add the next events."""
@@ -119,5 +132,7 @@ class Answer:
                     self.reasoning += text
                 case CallEnded(call=call):
                     self.calls.append(call)
+                case CallBroken(cut_off=ToolCall() as call):
+                    self.cut_call = call
                 case CallBroken(given=given):
                     self.content += given

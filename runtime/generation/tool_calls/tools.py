@@ -31,11 +31,13 @@ class Tools:
         listed: in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
         choice: "auto": the model decides; "required": it must call one; a name: it must call that function.
         is_parallel: whether the answer may have more than one call.
+        allowed: the names of those that may be called; the model is told of all. None for all.
     """
 
     listed: tuple[Mapping[str, Any], ...]
     choice: Literal["auto", "required"] | str = "auto"
     is_parallel: bool = True
+    allowed: frozenset[str] | None = None
 
     @property
     def must_call(self) -> bool:
@@ -44,10 +46,9 @@ class Tools:
 
     @property
     def callable(self) -> list[Mapping[str, Any]]:
-        """The functions that `choice` allows."""
-        if self.choice in ("auto", "required"):
-            return list(self.listed)
-        return [tool for tool in self.listed if tool["function"]["name"] == self.choice]
+        """The functions that may be called."""
+        named = self.allowed if self.choice in ("auto", "required") else {self.choice}
+        return [tool for tool in self.listed if named is None or tool["function"]["name"] in named]
 
     @property
     def is_strict(self) -> bool:
@@ -56,8 +57,8 @@ class Tools:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether a grammar must hold the model to a call, to a schema, or to one call."""
-        return self.must_call or not self.is_parallel or self.is_strict
+        """Whether a grammar must hold the model to a call, to a schema, to one call, or to the allowed functions."""
+        return self.must_call or not self.is_parallel or self.is_strict or self.allowed is not None
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -111,7 +112,11 @@ def split_tools(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
 
 
 def tools_of(
-    listed: Sequence[Mapping[str, Any]] | None, choice: str = "auto", *, is_parallel: bool | None = None
+    listed: Sequence[Mapping[str, Any]] | None,
+    choice: str = "auto",
+    *,
+    is_parallel: bool | None = None,
+    allowed: Sequence[str] | None = None,
 ) -> Tools | None:
     """The tools of a request, checked; None if the model may call nothing.
 
@@ -119,8 +124,10 @@ def tools_of(
         listed: in OpenAI's form, or without the "type" around the function.
         choice: "none", "auto", "required" or a function's name.
         is_parallel: None: only with "auto", since a model that must call and may go on often repeats its call.
+        allowed: the names of those that may be called; None for all.
 
-    Raises: SettingsError: a tool is not of that form, two have one name, the choice names none, or they are too many.
+    Raises: SettingsError: a tool is not of that form, two have one name, the choice or `allowed` names none, or they
+        are too many.
     """
     if listed is not None and (isinstance(listed, (str, bytes, Mapping)) or not isinstance(listed, Sequence)):
         raise SettingsError(f"tools must be a list, got {shown(listed)}; put a single tool in a list")
@@ -140,7 +147,11 @@ def tools_of(
         )
     if not checked:
         raise SettingsError(f"tool_choice {choice!r} needs tools; give some, or leave it out")
-    tools = Tools(checked, choice, choice == "auto" if is_parallel is None else bool(is_parallel))
+    if allowed is not None and not (allowed and set(allowed) <= set(names)):
+        known = ", ".join(map(repr, names[:20]))
+        raise SettingsError(f"the allowed tools must be some of the tools ({known}), got {shown(list(allowed))}")
+    only = None if allowed is None or set(allowed) == set(names) else frozenset(allowed)
+    tools = Tools(checked, choice, choice == "auto" if is_parallel is None else bool(is_parallel), only)
     if tools.needs_grammar and len(tools.callable) > _MAX_HELD_TOOLS:
         raise SettingsError(
             f"a grammar can hold a model to {_MAX_HELD_TOOLS} tools at most, got {len(tools.callable)}; leave some "

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from protocol.errors import OutriderError
 from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
-from runtime.engine.sessions import CORPUS_OWNER
+from runtime.engine.sessions import CORPUS_OWNER, NEW_READER
 from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
 from runtime.server.answers.body import RequestBody
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
@@ -180,6 +180,7 @@ class Endpoint(Generic[B]):
         """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
         model, stream = preparation.model, None
         if prompt.is_generated_for:
+            NEW_READER.set(preparation.reader)
             stream = model.runtime.stream(prompt.ids, **prompt.settings_of_text(number))
             outcome.streams.append(stream)
 

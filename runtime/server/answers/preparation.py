@@ -15,11 +15,13 @@ from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
-from runtime.generation.reasoning import ReasoningTracker, marks_of
+from runtime.generation.reasoning import ReasoningTracker, marks_of, reader_of
 from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar
+from runtime.generation.tool_calls.events import ToolCall
+from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.request import Request
 from runtime.server.answers.splitting import AnswerSplitter
@@ -110,6 +112,10 @@ class Preparation:
         """
         max_tokens = self._max_tokens()
         encoded, grammar = await self._encoded_and_grammar()
+        if self.request.max_answer_tokens is None:
+            # Nobody has asked for so many.
+            bounds = (max_tokens, self._max_named_tokens(encoded.prompts))
+            max_tokens = min((bound for bound in bounds if bound is not None), default=None)
         settings, ends = await self._settings_and_ends(encoded, grammar, max_tokens)
         self._check_size(encoded.prompts, max_tokens)
         prepared = []
@@ -123,18 +129,20 @@ class Preparation:
             prepared.append(PreparedPrompt(ids, own, echo, score))
         return prepared
 
+    def reader(self, answer: ReasoningTracker) -> Reader:
+        """A reader of an answer, of which nothing was given yet."""
+        # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
+        may_reason = self.request.is_chat and (self.request.constraint is None or answer.messages is not None)
+        format = None if self.tools is None else call_format(self.tokenizer)
+        tools = () if self.tools is None else self.tools.callable
+        return reader_of(answer, format, tools) if may_reason else AnswerReader(format=format, tools=tools)
+
     def splitter(self, stream: TokenStream | None) -> AnswerSplitter:
         """The splitter of an answer's tokens."""
-        # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
-        may_reason = stream is not None and self.request.is_chat and self.request.constraint is None
-        marks = marks_of(stream.answer) if stream is not None and may_reason else None
-        has_reasoning = marks is not None and marks["tags"] is not None
-        reader = AnswerReader(
-            **(marks if marks is not None and has_reasoning else {"tags": None, "is_thinking": False}),
-            format=None if self.tools is None else call_format(self.tokenizer),
-            tools=() if self.tools is None else self.tools.listed,
-        )
-        return AnswerSplitter(reader, has_reasoning=has_reasoning)
+        format, tools, forced = call_format(self.tokenizer), self.tools, None
+        if format is not None and tools is not None and tools.must_call and len(tools.callable) == 1:
+            forced = ToolCall(format.new_id(), tools.callable[0]["function"]["name"], "")
+        return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), forced)
 
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
@@ -168,19 +176,16 @@ class Preparation:
         length = self.request.prompt_length + _CHARACTERS_OF_KEY * num_texts
         encoded = await self._context.preparation.run(self._encode, length, self._client)
         lengths, limit = list(map(len, encoded.prompts)), self._context.limits.max_prompt_tokens
-        named = [f"prompt[{index}]: " if len(lengths) > 1 else "" for index in range(len(lengths))]
+        # Behind the message: clients look at its beginning.
+        named = [f" (prompt[{index}])" if len(lengths) > 1 else "" for index in range(len(lengths))]
         if limit is not None and (most := max(lengths)) > limit:
-            raise ErrorResponse(
-                400,
-                f"{named[lengths.index(most)]}the prompt must have at most {limit} tokens, got {most}; shorten it",
-                param=self.request.prompt_field,
-                code="context_length_exceeded",
-            )
+            bound = f"the server takes prompts of at most {limit} tokens{named[lengths.index(most)]}"
+            raise PromptTooLongError.by(most, limit, bound)
         for name, length in zip(named, lengths, strict=True):
             try:
                 check_prompt_length(length, self.model.runtime.context_length)
             except PromptTooLongError as error:
-                raise PromptTooLongError(f"{name}{error}") from error
+                raise PromptTooLongError(f"{error}{name}") from error
         return encoded
 
     def _encode(self) -> _Encoded:
@@ -240,17 +245,30 @@ class Preparation:
             return requested
         return limit if requested is None else min(requested, limit)
 
+    def _max_named_tokens(self, prompts: Sequence[tuple[int, ...]]) -> int | None:
+        """The most tokens of each answer with which the response names no more than `MAX_NAMED_TOKENS`, at least 1.
+
+        None for any number: there is a single answer without log-probabilities.
+        """
+        request = self.request
+        num_answers = request.num_candidates * len(prompts)
+        if num_answers * request.num_named == 1 and request.num_prompt_logprobs is None:
+            return None
+        left = MAX_NAMED_TOKENS - request.num_candidates * self._num_named_of(prompts)
+        return max(1, left // (num_answers * request.num_named))
+
+    def _num_named_of(self, prompts: Sequence[tuple[int, ...]]) -> int:
+        return self.request.num_named_with_prompt * sum(map(len, prompts))
+
     def _check_size(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> None:
-        """Check how many tokens the response may name. For a single answer without log-probabilities, any number."""
+        """Check how many tokens the response may name."""
         request = self.request
         # No answer is longer than the context.
         bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
         each, most = request.num_named, min(bounds, default=0)
-        of_prompts = request.num_named_with_prompt * sum(map(len, prompts))
-        num_answers = request.num_candidates * len(prompts)
-        num_named = request.num_candidates * (of_prompts + each * most * len(prompts))
-        is_plain = num_answers * each == 1 and request.num_prompt_logprobs is None
-        if num_named > MAX_NAMED_TOKENS and not is_plain:
+        num_answers, of_prompts = request.num_candidates * len(prompts), self._num_named_of(prompts)
+        num_named = request.num_candidates * of_prompts + each * most * num_answers
+        if num_named > MAX_NAMED_TOKENS and self._max_named_tokens(prompts) is not None:
             raise ErrorResponse(
                 400,
                 f"the response may have {num_named} tokens ({num_answers} answers of up to {most} tokens, each with "
@@ -303,7 +321,10 @@ def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = Non
         except PromptError as error:
             if len(prompts) == 1:
                 raise
-            raise type(error)(f"prompt[{index}]: {error}") from error
+            # Clients know by the beginning of a message that a context is full.
+            is_long = isinstance(error, PromptTooLongError)
+            message = f"{error} (prompt[{index}])" if is_long else f"prompt[{index}]: {error}"
+            raise type(error)(message) from error
     return encoded
 
 

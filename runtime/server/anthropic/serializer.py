@@ -15,6 +15,7 @@ from runtime.generation.tool_calls.events import (
     CallEnded,
     ReasoningPart,
     TextPart,
+    ToolCall,
 )
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.answers.chat import Chat
@@ -99,6 +100,9 @@ class MessageSerializer(Serializer):
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
                 case CallEnded(call=call):
                     self._block["input"] = call.values
+                    yield from self._stopped()
+                case CallBroken(cut_off=ToolCall()):
+                    # The beginning of a JSON object is no input; the stop reason says that there was more.
                     yield from self._stopped()
                 case CallBroken(given=given):
                     # Events cannot be taken back, but the block can.

@@ -261,14 +261,15 @@ class ChatSerializer(ChunkSerializer):
         tokens = self._shown(tokens)
         answer = Answer()
         answer.add(self._split(tokens))
-        content = None if answer.calls and not answer.content else answer.content
+        called = [*answer.calls, *([] if answer.cut_call is None else [answer.cut_call])]
+        content = None if called and not answer.content else answer.content
         message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        if answer.calls and self._request.has_functions:
-            message["function_call"] = {"name": answer.calls[0].name, "arguments": answer.calls[0].arguments}
-        elif answer.calls:
-            calls: Any = [call.message_part for call in answer.calls]
+        if called and self._request.has_functions:
+            message["function_call"] = {"name": called[0].name, "arguments": called[0].arguments}
+        elif called:
+            calls: Any = [call.message_part for call in called]
             message["tool_calls"] = calls
         finish_reason = self._finish_reason(tokens)
         assert finish_reason is not None, "the last token of a stream has a finish reason"

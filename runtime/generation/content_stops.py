@@ -1,0 +1,101 @@
+"""Stop strings in the content of an answer, which is read while it is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from protocol.stop_strings import StopMatcher
+from runtime.generation.tool_calls.events import AnswerEvent, TextPart
+from runtime.generation.tool_calls.message_reader import Reader
+
+
+class ContentStops:
+    """A `StopMatcher` for an answer with reasoning or calls, in which it does not search.
+
+    A stop string must occur in one stretch of content: neither tags nor the whitespace beside them are part of it. A
+    stop string with a tag or a marker of calls in it is searched for in the whole text. A block that turns out
+    malformed is content, but only the text after it is searched.
+
+    Attributes:
+        found: the stop string that ended the text; None so far.
+    """
+
+    def __init__(self, stops: Sequence[str], reader: Reader) -> None:
+        """Search the answer that `reader` reads; it has read nothing yet."""
+        self.found: str | None = None
+        with_marks = [stop for stop in stops if any(mark in stop for mark in reader.marks)]
+        self._whole = StopMatcher(with_marks) if with_marks else None
+        self._stops = [stop for stop in stops if stop not in with_marks]
+        self._matcher = self._new_matcher()
+        self._reader = reader
+        self._pending = ""  # text that was read, and not given
+        self._num_ahead = 0  # last characters of the text given that are part of no event yet
+
+    @property
+    def withheld(self) -> str:
+        """The end of the text so far that is not given yet."""
+        return self._pending + ("" if self._whole is None else self._whole.withheld)
+
+    def add(self, piece: str, ahead: str = "") -> str:
+        """See `StopMatcher.add`; `ahead` is searched only for stop strings with a mark."""
+        if self._whole is not None:
+            piece = self._whole.add(piece, ahead)
+        given = self._read(piece)
+        if self._whole is not None and self._whole.found is not None:
+            given, self._pending = given + self._pending, ""
+            self.found = self.found or self._whole.found
+        return given
+
+    def finish(self, rest: str = "") -> str:
+        """See `StopMatcher.finish`."""
+        given = self.add(rest)
+        if self._whole is not None:
+            given += self._read(self._whole.finish())
+        if self.found is None:
+            given += self._pass(self._reader.finish(is_complete=False))
+        if self.found is None:
+            given, self._pending = given + self._pending, ""
+        return given
+
+    def _read(self, piece: str) -> str:
+        if self.found is not None:
+            return ""
+        self._pending += piece
+        given = self._pass(self._reader.add(piece))
+        if self.found is None and self._reader.is_in_block:
+            # Nothing here is searched, so nothing is withheld.
+            self._num_ahead += len(self._pending) - len(self._flushed())
+            given, self._pending = given + self._pending, ""
+        return given
+
+    def _pass(self, events: Iterable[AnswerEvent]) -> str:
+        """The text to give with events, up to a stop string."""
+        num_given = 0
+        for event in events:
+            if not event.source:
+                continue
+            content = event.text if isinstance(event, TextPart) else ""
+            if num_around := len(event.source) - len(content):
+                num_given += len(self._flushed()) + self._beyond_ahead(num_around)
+            content = content[len(content) - self._beyond_ahead(len(content)) :]
+            num_given += len(content) if self._matcher is None else len(self._matcher.add(content))
+            if self._matcher is not None and self._matcher.found is not None:
+                self.found, given, self._pending = self._matcher.found, self._pending[:num_given], ""
+                return given
+        given, self._pending = self._pending[:num_given], self._pending[num_given:]
+        return given
+
+    def _beyond_ahead(self, num_chars: int) -> int:
+        """How many of the next characters were not given before."""
+        num_given = min(self._num_ahead, num_chars)
+        self._num_ahead -= num_given
+        return num_chars - num_given
+
+    def _flushed(self) -> str:
+        """What the matcher has withheld; it begins again."""
+        withheld = "" if self._matcher is None else self._matcher.withheld
+        self._matcher = self._new_matcher()
+        return withheld
+
+    def _new_matcher(self) -> StopMatcher | None:
+        return StopMatcher(self._stops) if self._stops else None

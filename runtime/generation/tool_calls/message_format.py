@@ -1,0 +1,125 @@
+"""Answers that consist of several messages, each with a header: gpt-oss' (OpenAI's "harmony") and Muse Spark's.
+
+    <|channel|>analysis<|message|>reasoning<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.read <|constrain|>json<|message|>{"path": "a"}<|call|>
+    <|start|>assistant<|channel|>final<|message|>content<|return|>
+
+The prompt ends within the header of the first message.
+
+Sources: OpenAI's "Harmony response format" (the package openai-harmony needs a vocabulary from the network, so it reads
+nothing here); `mlx_lm.chat_templates.muse_spark`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import attrs
+
+Kind = Literal["content", "reasoning", "call", "block"]
+
+_START, _HEADER_END = "<|start|>", "<|message|>"
+_ROLE = "assistant"
+_HEADER = re.compile(
+    r"\s*(?:to=(?P<first>[^\s<]+))?\s*(?:<\|channel\|>\s*(?P<channel>\w+))?\s*(?:to=(?P<second>[^\s<]+))?\s*"
+    r"(?P<type>(?:<\|constrain\|>)?\s*[\w./+-]+)?\s*"
+)
+# A header is shorter; it has the name of a function, which has 128 characters at most.
+_MAX_HEADER_CHARS = 256
+
+
+@attrs.frozen
+class Header:
+    """A message's kind, and its recipient if it names one: the function of a call.
+
+    A "block" has calls between markers of their own.
+    """
+
+    kind: Kind
+    recipient: str = ""
+
+
+@attrs.frozen
+class MessageFormat:
+    """A format of messages.
+
+    Attributes:
+        ends: the markers of which one ends a message.
+        is_harmony: whether it is gpt-oss': channels, and calls that are messages.
+    """
+
+    ends: tuple[str, ...]
+    is_harmony: bool
+
+    start = _START
+    header_end = _HEADER_END
+
+    @property
+    def needed(self) -> set[str]:
+        """The markers by which the format is recognised."""
+        return {_START, _HEADER_END, *({"<|channel|>", "<|end|>", "<|call|>"} if self.is_harmony else self.ends)}
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All markers."""
+        return (_START, _HEADER_END, *self.ends, *(("<|channel|>", "<|constrain|>") if self.is_harmony else ()))
+
+    def header(self, text: str) -> Header | None:
+        """What the text of a header, with or without the role, says; None if it is no header of an answer's message."""
+        match = _HEADER.fullmatch(text.removeprefix(_ROLE))
+        if match is None:
+            return None
+        recipient, channel = match["first"] or match["second"] or "", match["channel"]
+        if match["type"] and not (recipient or channel):  # another role
+            return None
+        if not self.is_harmony:
+            kinds: dict[str, Kind] = {"": "content", "self": "reasoning", "user": "content", "commentary": "content"}
+            return Header(kinds.get(recipient, "block"), recipient)
+        if recipient:
+            return Header("call", recipient.removeprefix("functions."))
+        return Header("reasoning" if channel == "analysis" else "content")
+
+    def may_be_header(self, text: str) -> bool:
+        """Whether the beginning of a message may be that of a header, whose end has not come yet."""
+        if len(text) > _MAX_HEADER_CHARS or "\n" in text:
+            return False
+        for part in (_START, _ROLE):
+            if part.startswith(text):
+                return True
+            text = text.removeprefix(part)
+        text = text.lstrip()
+        begins = ("to=", "<|channel|>", _HEADER_END) if self.is_harmony else ("to=", _HEADER_END)
+        return any(begin.startswith(text) or text.startswith(begin) for begin in begins)
+
+
+HARMONY = MessageFormat(("<|end|>", "<|return|>", "<|call|>"), is_harmony=True)
+# What a call begins with, as the model is told to write it.
+HARMONY_CALL = "<|channel|>commentary to=functions."
+HARMONY_FINAL = "<|channel|>final<|message|>"
+# The tags around the reasoning of an answer with one message of reasoning, for grammars.
+HARMONY_TAGS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+MUSE_SPARK = MessageFormat(("<|eom|>", "<|eot|>"), is_harmony=False)
+
+
+def special_tokens_of(tokenizer: Any) -> dict[str, int]:
+    """The special tokens of a tokenizer by their texts."""
+    return dict(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else {}
+
+
+def message_format(tokenizer: Any) -> MessageFormat | None:
+    """The format of a model's messages, by the special tokens of its tokenizer; None for any other answers."""
+    known = special_tokens_of(tokenizer)
+    return next((format for format in (HARMONY, MUSE_SPARK) if known.keys() >= format.needed), None)
+
+
+def begun_message(prompt: Sequence[int], tokenizer: Any) -> str:
+    """The text of the message that a prompt has begun, without its role; "" if it has begun none."""
+    start = special_tokens_of(tokenizer)[_START]
+    if start not in prompt:
+        return ""
+    text = cast(str, tokenizer.decode(list(prompt[len(prompt) - list(prompt)[::-1].index(start) :])))
+    if any(end in text for format in (HARMONY, MUSE_SPARK) for end in format.ends):
+        return ""
+    return text.removeprefix(_ROLE)

@@ -1,0 +1,268 @@
+"""The reader of an answer that consists of several messages; see `message_format`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_format import CallFormat
+from runtime.generation.tool_calls.events import (
+    AnswerEvent,
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    ReasoningPart,
+    TextPart,
+    ToolCall,
+)
+from runtime.generation.tool_calls.message_format import MessageFormat
+
+# Between two messages of one kind, which have no text between them.
+_BETWEEN = "\n\n"
+
+
+class MessageReader:
+    """Splits an answer of several messages into content, reasoning and calls; as `AnswerReader` otherwise.
+
+    Headers and markers are left out. A marker within a message is text unless another message, or nothing, follows. A
+    call of an unknown function is content, with its header, and so is any call if the answer may have none.
+    """
+
+    tells_reasoning = True
+
+    def __init__(
+        self,
+        messages: MessageFormat,
+        begun: str = "",
+        *,
+        format: CallFormat | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        new_id: Callable[[], str] | None = None,
+    ) -> None:
+        """Read one answer.
+
+        Args:
+            begun: the message that the prompt has begun: its text after `messages.start`.
+            format, tools, new_id: as for `AnswerReader`.
+        """
+        self._messages = messages
+        self._format = format
+        self._tools = tools
+        self._names = {tool["function"]["name"] for tool in tools} if format is not None else set()
+        self._new_id = new_id or (format.new_id if format is not None else str)
+        self._end = re.compile("|".join(map(re.escape, messages.ends)))
+        self._events: list[AnswerEvent] = []
+        self._unread = ""
+        self._num_begun = 0
+        self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
+        self._given: set[type[AnswerEvent]] = set()  # kinds of text that some message had
+        self._is_first_piece = False  # whether nothing was given of the message
+        self._num_calls = self._num_before_block = 0
+        self._call: ToolCall | None = None
+        self._call_source = ""
+        self._block: AnswerReader | None = None
+        self._read: Callable[[], bool] = self._read_header
+        self._give: Callable[[str], None] = self._give_content
+        self.add(begun)
+        self._left_out = ""
+        self._given.clear()
+        self._num_begun = len(self._unread)  # its first characters, which are the prompt's
+
+    @property
+    def marks(self) -> list[str]:
+        """See `AnswerReader`."""
+        return [*self._messages.marks, *([self._format.start] if self._format is not None else [])]
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
+        return self._read == self._read_message and self._give == self._give_reasoning
+
+    @property
+    def is_in_block(self) -> bool:
+        """Whether the text so far ends within a call."""
+        return self._call is not None or (self._block is not None and self._block.is_in_block)
+
+    def add(self, text: str) -> list[AnswerEvent]:
+        """See `AnswerReader.add`."""
+        self._unread += text
+        while self._read():
+            pass
+        return self._take_events()
+
+    def finish(self, *, is_complete: bool) -> list[AnswerEvent]:
+        """See `AnswerReader.finish`."""
+        rest, self._unread = self._unread, ""
+        if self._read == self._read_message:
+            end = self._end.match(rest)
+            if end is not None and self._messages.start.startswith(rest[end.end() :]):
+                self._end_message(rest, is_complete=True)
+            else:
+                self._give(rest)
+                self._end_message("", is_complete=is_complete)
+        elif "<|" in rest or self._left_out:
+            self._left_out += rest[self._num_begun :]
+        else:
+            self._give_content(rest[self._num_begun :])
+        if self._left_out:
+            self._events.append(TextPart("", self._left_out))
+            self._left_out = ""
+        return self._take_events()
+
+    # --- each state takes text from `_unread`, and returns whether there is more to do ------------------
+
+    def _read_header(self) -> bool:
+        messages, text = self._messages, self._unread
+        end = text.find(messages.header_end)
+        header = None if end < 0 else messages.header(text[:end].removeprefix(messages.start))
+        if end < 0 and messages.may_be_header(text):
+            return False
+        begin, self._num_begun = self._num_begun, 0
+        end = 0 if header is None else end + len(messages.header_end)
+        self._read, self._is_first_piece = self._read_message, True
+        if header is None:
+            # Text without a header.
+            self._give = self._give_content
+            end = begin if begin or not self._left_out else len(text) - len(text.removeprefix("assistant"))
+        elif header.kind == "call" and header.recipient in self._names:
+            self._begin_call(header.recipient, text[begin:end])
+            begin = end
+        elif header.kind == "call":
+            # Of a tool that the model was not told of, such as those that it was trained with.
+            is_reasoning = "<|channel|>analysis" in text[:end]
+            self._give = self._give_reasoning if is_reasoning else self._give_content
+            end = end if is_reasoning else begin
+        else:
+            gives = {"content": self._give_content, "reasoning": self._give_reasoning, "block": self._give_block}
+            self._give = gives[header.kind]
+        self._left_out += text[begin:end]
+        self._unread = text[end:]
+        return True
+
+    def _read_message(self) -> bool:
+        text, start = self._unread, self._messages.start
+        for end in self._end.finditer(text):
+            after = text[end.end() :]
+            if after.startswith(start):
+                self._give(text[: end.start()])
+                self._unread = text[end.end() + len(start) :]
+                self._end_message(text[end.start() : end.end() + len(start)], is_complete=True)
+                return True
+            if start.startswith(after):
+                # The end of the answer, or a marker in a text.
+                self._give(text[: end.start()])
+                self._unread = text[end.start() :]
+                return False
+        begin = self._may_begin_end(text)
+        self._give(text[:begin])
+        self._unread = text[begin:]
+        return False
+
+    def _may_begin_end(self, text: str) -> int:
+        """Where the longest suffix begins that may be the beginning of a marker."""
+        longest = max(map(len, self._messages.ends))
+        for begin in range(max(0, len(text) - longest + 1), len(text)):
+            if any(end.startswith(text[begin:]) for end in self._messages.ends):
+                return begin
+        return len(text)
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    def _end_message(self, source: str, *, is_complete: bool) -> None:
+        """End a message, whose marker is in `source`."""
+        if self._call is not None:
+            source = self._end_call(source, is_complete=is_complete)
+        if self._block is not None:
+            self._take_from_block(self._block.finish(is_complete=is_complete))
+            self._block = None
+        self._left_out += source
+        self._read = self._read_header
+
+    def _give_content(self, text: str) -> None:
+        self._give_part(TextPart, text)
+
+    def _give_reasoning(self, text: str) -> None:
+        self._give_part(ReasoningPart, text)
+
+    def _give_part(self, kind: type[TextPart] | type[ReasoningPart], text: str) -> None:
+        if not text:
+            return
+        if self._is_first_piece and kind in self._given:
+            self._events.append(kind(_BETWEEN, ""))
+        self._events.append(kind(text, self._left_out + text))
+        self._left_out, self._is_first_piece = "", False
+        self._given.add(kind)
+
+    def _give_block(self, text: str) -> None:
+        if self._format is None:
+            self._give_content(text)
+            return
+        if self._block is None:
+            self._block = AnswerReader(format=self._format, tools=self._tools, new_id=self._new_id)
+            self._num_before_block = self._num_calls
+        self._take_from_block(self._block.add(text))
+
+    def _take_from_block(self, events: Iterable[AnswerEvent]) -> None:
+        for event in events:
+            if not isinstance(event, (TextPart, ReasoningPart)):
+                event = attrs.evolve(event, index=self._num_before_block + event.index)
+                self._num_calls = event.index + 1
+            if self._left_out:
+                event = attrs.evolve(event, source=self._left_out + event.source)
+                self._left_out = ""
+            self._events.append(event)
+
+    # --- calls that are messages ------------------------------------------------------------------------
+
+    def _begin_call(self, name: str, header: str) -> None:
+        self._call = ToolCall(self._new_id(), name, "")
+        self._call_source, self._left_out = self._left_out + header, ""
+        self._events.append(CallBegan(self._num_calls, self._call.id, name, self._call_source))
+        self._give = self._give_arguments
+
+    def _give_arguments(self, text: str) -> None:
+        assert self._call is not None
+        if text:
+            self._call = attrs.evolve(self._call, arguments=self._call.arguments + text)
+            self._call_source += text
+            self._events.append(CallArguments(self._num_calls, text, text))
+
+    def _end_call(self, source: str, *, is_complete: bool) -> str:
+        """End the call; returns what is left of `source`, which is its end."""
+        assert self._call is not None
+        call, index, self._call = self._call, self._num_calls, None
+        self._num_calls += 1
+        if not is_complete:
+            self._events.append(CallBroken(index, self._call_source, "", call))
+            return source
+        if not call.arguments.strip():
+            call = attrs.evolve(call, arguments=call.arguments + "{}")
+            self._events.append(CallArguments(index, "{}", ""))
+        if _is_object(call.arguments):
+            self._events.append(CallEnded(index, call, source))
+            return ""
+        self._events.append(CallBroken(index, self._call_source))
+        return source
+
+    def _take_events(self) -> list[AnswerEvent]:
+        events, self._events = self._events, []
+        return events
+
+
+Reader = AnswerReader | MessageReader
+
+
+def _is_object(text: str) -> bool:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"JSON has no {constant}")
+
+    try:
+        return isinstance(json.loads(text, parse_constant=refuse), dict)
+    except (ValueError, RecursionError):
+        return False
