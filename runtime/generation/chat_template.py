@@ -91,7 +91,8 @@ def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: Token
 
 
 def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, Any]) -> str:
-    tools = switches.get("tools")
+    tools = switches.get("tools") or ()
+    # Python functions are the template's affair, or transformers'.
     are_schemas = isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)
     chat = Chat(tuple(for_template(turns)), tuple(tools) if are_schemas else ())
     needs = Needs()
@@ -291,7 +292,7 @@ def asks_for_reasoning(tokenizer: Any, switches: Mapping[str, Any]) -> bool | No
     return True if switches.get("reasoning_effort") else None
 
 
-_EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def _with_known_effort(tokenizer: Any, switches: Mapping[str, Any]) -> dict[str, Any]:
@@ -312,5 +313,5 @@ def _nearest_efforts(effort: str) -> list[str]:
     if effort.lower() not in _EFFORTS:
         return [effort]
     level = _EFFORTS.index(effort.lower())
-    upwards = sorted(reversed(_EFFORTS), key=lambda other: abs(_EFFORTS.index(other) - level))
-    return [effort, *upwards]
+    downwards = _EFFORTS[:0:-1]  # without "none"
+    return [effort, *sorted(downwards, key=lambda other: abs(_EFFORTS.index(other) - level))]

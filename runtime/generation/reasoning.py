@@ -28,6 +28,9 @@ class ReasoningMarks(TypedDict):
     is_thinking: bool
 
 
+NO_REASONING: ReasoningMarks = {"tags": None, "is_thinking": False}
+
+
 class ReasoningTracker:
     """Splits a growing answer into reasoning and the rest, token by token.
 

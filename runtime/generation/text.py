@@ -239,8 +239,8 @@ class Detokenizer:
         self._context_start = self._given_end = self._num_held = 0
         self.unread = ""
         self._alone: dict[int, str] = {}
-        last = [] if tokenizer is None else list(prompt[-_NUM_DECODED_BEFORE:])
-        if last and tokenizer.decode(last).endswith("\ufffd"):
+        last = _text_end(prompt, tokenizer)
+        if tokenizer is not None and last and tokenizer.decode(last).endswith("\ufffd"):
             # The first token may complete a character. What was complete before is the prompt's.
             for token in last:
                 self._ids.append(token)
@@ -303,6 +303,12 @@ class Detokenizer:
     def _decoded_after(self, num_given: int, end: int) -> str:
         assert self._tokenizer is not None
         return cast(str, self._tokenizer.decode(self._ids[self._context_start : end]))[num_given:]
+
+
+def _text_end(prompt: Sequence[int], tokenizer: TokenizerWrapper | None) -> list[int]:
+    """The last ids of a prompt that are text: behind a special token a text begins."""
+    ids, special = list(prompt[-_NUM_DECODED_BEFORE:]), getattr(tokenizer, "all_special_ids", ())
+    return ids[max((i + 1 for i, id in enumerate(ids) if id in special), default=0) :]
 
 
 class GrowingText:
