@@ -40,6 +40,15 @@ class PromptError(OutriderError, ValueError):
 class PromptTooLongError(PromptError):
     """A prompt fills the target's context, so that no token can be generated."""
 
+    @classmethod
+    def by(cls, num_tokens: int, most: int, bound: str) -> Self:
+        """The error for a prompt of more than `most` tokens, in words by which clients know that a context is full.
+
+        Args:
+            bound: the reason for `most`, as a clause.
+        """
+        return cls(f"prompt is too long: {num_tokens} tokens > {most} maximum; {bound}; shorten it")
+
 
 class ModelError(OutriderError):
     """A model cannot be loaded or used: for example, the path does not exist or the checkpoint is damaged."""

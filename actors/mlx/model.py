@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ import attrs
 import mlx.core as mx
 import mlx_lm
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.positional_encoding import RoPE
 from mlx.nn.layers.quantized import quantize as quantize_modules
 from mlx.utils import tree_flatten
 from mlx_lm.generate import maybe_quantize_kv_cache
@@ -145,6 +147,7 @@ class MLXModel(SharedPasses):
                 "pass the `cache` that it is called with to its layers"
             )
         super().__init__(model, attrs.evolve(options, one_by_one=one_by_one), vocab_size=vocab_size)
+        self._context_length = context_length_of(model)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
 
@@ -163,7 +166,7 @@ class MLXModel(SharedPasses):
 
     @property
     def context_length(self) -> int | None:
-        return context_length_of(getattr(self._model, "args", None))
+        return self._context_length
 
     @property
     def cache_options(self) -> dict[str, int | None]:
@@ -321,24 +324,41 @@ def _check_phi3small(named: str, vocab_size: int) -> None:
 # --- memory and bounds ----------------------------------------------------------------------------
 
 
-def context_length_of(args: Any) -> int | None:
-    """The largest number of positions according to a model's configuration; None if it names no bound."""
+def context_length_of(model: Module) -> int | None:
+    """The largest number of positions of a model by its configuration; None if that names no bound."""
+    args = getattr(model, "args", None)
     text = getattr(args, "text_config", None)
-    if isinstance(text, dict):
-        args = text
-    get = args.get if isinstance(args, dict) else lambda name: getattr(args, name, None)
+    given = text if isinstance(text, dict) else getattr(args, "__dict__", {})
     for name in ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions"):
-        if isinstance(length := get(name), int) and length > 0:  # type: ignore[no-untyped-call]
+        if isinstance(length := given.get(name), int) and length > 0:
             break
     else:
         return None
-    scaling = get("rope_scaling")  # type: ignore[no-untyped-call]
-    if isinstance(scaling, dict):
-        original = scaling.get("original_max_position_embeddings")
-        factor = scaling.get("factor")
-        if isinstance(original, (int, float)) and isinstance(factor, (int, float)):
-            length = max(length, int(original * factor))
+    if _scales_positions(model):
+        lengths = [_scaled_length(each) for each in (given.get("rope_scaling"), given.get("rope_parameters"))]
+        length = max(length, *lengths)
     return length
+
+
+def _scaled_length(scaling: Any) -> int:
+    """The length to which a rotary embedding of this configuration is scaled; 0 if it is not.
+
+    Newer configurations have one for each type of layers; layers with a window do not bound the length.
+    """
+    if not isinstance(scaling, dict):
+        return 0
+    if by_layer := {name: each for name, each in scaling.items() if isinstance(each, dict)}:
+        return min((_scaled_length(each) for name, each in by_layer.items() if "sliding" not in name), default=0)
+    original, factor = scaling.get("original_max_position_embeddings"), scaling.get("factor")
+    is_scaled = (scaling.get("type") or scaling.get("rope_type")) != "default"
+    is_given = isinstance(original, (int, float)) and isinstance(factor, (int, float))
+    return int(original * factor) if is_scaled and is_given else 0  # type: ignore[operator]
+
+
+def _scales_positions(model: Module) -> bool:
+    """Whether mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base."""
+    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
+    return not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes)
 
 
 def _names(layers: Iterable[Any]) -> list[str]:

@@ -68,7 +68,7 @@ class Distillation:
         Raises: SettingsError: a window is longer than the target's context, a file cannot be read, or there is too
             little text.
         """
-        limit = context_length_of(getattr(target, "args", None))
+        limit = context_length_of(target)
         if limit is not None and options.window > limit:
             raise must_be("window", f"at most the target's context of {limit} tokens", options.window, "shorten it")
         self._options = options

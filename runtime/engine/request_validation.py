@@ -185,10 +185,8 @@ class RequestValidation:
         ids, rest = self._encode_both(prompt, continuation)
         context_length = self._model.context_length
         if context_length is not None and len(ids) + len(rest) > context_length:
-            raise PromptTooLongError(
-                f"the prompt has {len(ids)} tokens and the continuation {len(rest)}, and the target's context of "
-                f"{context_length} must hold both; shorten one of them"
-            )
+            bound = f"the prompt has {len(ids)} and the continuation {len(rest)}, and the target's context holds both"
+            raise PromptTooLongError.by(len(ids) + len(rest), context_length, bound)
         return Open(
             session=next(self._ids),
             prompt=ids + rest,

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
+from runtime.server.anthropic.bodies import AnthropicModel, AnthropicModelList, model_of, models_of
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.fair_threads import SHORT, Background, in_thread
@@ -217,13 +218,19 @@ async def _on_failure(request: Request, error: Exception) -> Response:
 # --- operations that need no model ----------------------------------------------------------------
 
 
-def _list_models(context: ServerContext, request: Request) -> ModelList:
+def _list_models(context: ServerContext, request: Request) -> ModelList | AnthropicModelList:
     listed = [describe(context.models, spec.name, context.started_at) for spec in context.models.specs]
-    return {"object": "list", "data": listed}
+    return models_of(listed) if _is_anthropic(request) else {"object": "list", "data": listed}
 
 
-def _model(context: ServerContext, request: Request) -> ModelDescription:
-    return describe(context.models, context.find_model(request.path_params["model"]), context.started_at)
+def _model(context: ServerContext, request: Request) -> ModelDescription | AnthropicModel:
+    described = describe(context.models, context.find_model(request.path_params["model"]), context.started_at)
+    return model_of(described) if _is_anthropic(request) else described
+
+
+def _is_anthropic(request: Request) -> bool:
+    # Both APIs have these paths; Anthropic's clients send the header with every request.
+    return "anthropic-version" in request.headers
 
 
 def _version(context: ServerContext, request: Request) -> Version:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -145,8 +145,6 @@ _EXPECTED_BOUNDS = {
     "union_tag_not_found": "an object with a type",
 }
 
-_MEDIA = frozenset({"image", "audio", "video", "file"})
-
 _ENCODER = json.JSONEncoder(ensure_ascii=False, default=str)
 
 
@@ -161,14 +159,14 @@ def short_json(value: Any) -> str:
     return text
 
 
-def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset()) -> ErrorResponse:
-    """The error response for an invalid body; `tags` are the types of the items of its lists."""
+def error_response_of_body(error: ValidationError) -> ErrorResponse:
+    """The error response for an invalid body."""
     if (num_problems := error.error_count()) > _MAX_PROBLEMS:
         return ErrorResponse(400, f"the body has {num_problems} errors, too many to look at; see /docs for its fields")
     problems = error.errors(include_url=False)
     # For a union, pydantic reports a problem for each member. The client meant the member that was read furthest.
     field = problems[0]["loc"][:1]
-    candidates = [(problem, _location(problem["loc"], tags)) for problem in problems if problem["loc"][:1] == field]
+    candidates = [(problem, _location(problem["loc"])) for problem in problems if problem["loc"][:1] == field]
     location = max((each for _, each in candidates), key=len)
     problems = [problem for problem, each in candidates if each == location]
     param = ".".join(map(str, location)) or None
@@ -193,8 +191,6 @@ def error_response_of_body(error: ValidationError, tags: Set[str] = frozenset())
             is_too_small = first["type"] == "greater_than_equal"
             if names and names[-1] in _REMEDIES and not is_too_small:
                 message += f"; {_REMEDIES[names[-1]]}"
-            elif location[:1] in (("messages",), ("input",)) and _is_media(first["input"]):
-                message += "; models here read text alone"
     return ErrorResponse(400, message, param=None if param is None else param[:100])
 
 
@@ -205,22 +201,16 @@ def unknown_field(name: str, known: Sequence[str]) -> ErrorResponse:
     return ErrorResponse(400, message, param=name[:100])
 
 
-def _location(loc: tuple[int | str, ...], tags: Set[str]) -> tuple[int | str, ...]:
+def _location(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     """The location of a problem in the body: pydantic's, without its names of members of unions."""
     location = []
     for i, part in enumerate(loc):
         # The first part is the name of a field, which the client may have made up to look like a member.
         is_member = i > 0 and isinstance(part, str) and _UNION_MEMBER.fullmatch(part) is not None
         is_format_type = i > 0 and isinstance(part, str) and loc[i - 1] == "response_format"
-        is_tag = i > 0 and isinstance(loc[i - 1], int) and part in tags
-        if not (is_member or is_format_type or is_tag):
+        if not (is_member or is_format_type):
             location.append(part)
     return tuple(location)
-
-
-def _is_media(value: Any) -> bool:
-    kind = value.get("type") if isinstance(value, Mapping) else value
-    return isinstance(kind, str) and kind.removeprefix("input_").removesuffix("_url") in _MEDIA
 
 
 def _hint(unknown: str, known: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from protocol.options import option
+from protocol.settings import MAX_ANSWER_TOKENS
 from protocol.validation import check_integer, check_number, validator
 
 DEFAULT_CONNECTIONS = 1000
@@ -25,7 +26,8 @@ class Limits:
     Attributes:
         max_waiting: maximum number of waiting requests, besides those that the models work on, >= 0; further requests
             get status 429.
-        max_tokens: maximum number of tokens in an answer if the request does not set it, >= 1.
+        max_tokens: maximum number of tokens in an answer if the request does not set it, >= 1; it may also end with
+            the model's context.
         max_tokens_limit: maximum number of tokens that a request may ask for, >= 1; higher values are lowered to it;
             None for the model's context.
         max_prompt_tokens: maximum number of tokens in a prompt, >= 1; None for the model's context.
@@ -49,7 +51,7 @@ class Limits:
     """
 
     max_waiting: int = _flag(256, check_integer, 0)
-    max_tokens: int = _flag(512, check_integer, 1)
+    max_tokens: int = _flag(MAX_ANSWER_TOKENS, check_integer, 1)
     max_tokens_limit: int | None = _flag(None, check_integer, 1, or_none="the model's context")
     max_prompt_tokens: int | None = _flag(None, check_integer, 1, or_none="the model's context")
     prefill_step_size: int | Literal["auto"] = _flag("auto", check_integer, 1, or_auto=True)

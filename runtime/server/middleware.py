@@ -124,7 +124,7 @@ class CommonHeaders:
 
 @attrs.frozen
 class ClientPaths:
-    """Takes paths as clients write them: without `/v1`, as for other servers, and with a slash at the end.
+    """Takes paths as clients write them: without `/v1`, as for other servers, and with a slash too many.
 
     There is no redirection: it would lead from https to http where a proxy stands in front of the server.
     """
@@ -134,7 +134,7 @@ class ClientPaths:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            path = scope["path"].rstrip("/") or "/"
+            path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
             # In place: what is noted in the scope later is read outside of here.
             scope["path"] = f"/v1{path}" if _first_part(path) in self._names else path
         await self._app(scope, receive, send)

@@ -240,7 +240,7 @@ def undecodable() -> io.TextIOWrapper:
         ("def \udcff", None, "the prompt is not valid text: 'utf-8' codec can't encode"),
         ("-", undecodable, "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff"),
         ("-", lambda: None, "stdin is closed"),
-        ("w1 " * 32, None, "the prompt has 32 tokens, and the target's context of 32"),
+        ("w1 " * 32, None, "prompt is too long: 32 tokens > 31 maximum"),
     ],
 )
 def test_a_prompt_that_is_none_gets_one_line(prompt, stdin, complaint, short, monkeypatch, capfd):
@@ -265,7 +265,7 @@ async def test_only_the_runtime_speaks_of_a_prompt_that_is_too_long():
         out, err = await read_all(process.stdout), await read_all(process.stderr)
     assert process.returncode == 2
     assert out == ""
-    assert err.startswith("outrider: error: the prompt has ")
+    assert err.startswith("outrider: error: prompt is too long: ")
     assert err.count("\n") == 1
 
 

@@ -110,8 +110,8 @@ BAD_PROMPTS = [
         [{"role": "user", "content": "hello"}],
         "opened without a tokenizer, so a prompt must be token ids, not messages",
     ),
-    (prompt_of(512), "has 512 tokens, and the target's context of 512 must hold it and at least one more"),
-    (prompt_of(700), "shorten it to 511"),
+    (prompt_of(512), "prompt is too long: 512 tokens > 511 maximum; this model's maximum context length is 512 tokens"),
+    (prompt_of(700), "700 tokens > 511 maximum"),
 ]
 
 

@@ -149,7 +149,7 @@ async def test_the_context_holds_what_is_cached_too(tmp_path: Path) -> None:
     file = cache_prompt(tmp_path / "prompt.safetensors", model)
     assert len(await continued(file, model)) == 4
     async with runtime.open((model, None)) as rt:
-        with pytest.raises(runtime.PromptTooLongError, match=rf"context of {len(SUFFIX) + 4} must hold it"):
+        with pytest.raises(runtime.PromptTooLongError, match=rf"context length is {len(SUFFIX) + 4} tokens"):
             rt.stream(prompt_of(len(SUFFIX) + 4), prompt_cache_file=file)
     small = llama(max_position_embeddings=len(CACHED) + 1)
     async with runtime.open((small, None)) as rt:

@@ -215,8 +215,8 @@ async def test_a_chat_model_is_answered_with_all_that_was_said() -> None:
 async def test_a_prompt_that_will_not_do_gets_its_message_and_the_next_is_taken(tmp_path: Path) -> None:
     async with at_work(str(save_model(tmp_path / "short", context=8)), max_tokens=2) as (somebody, _):
         await somebody.types("w1 w2 w3 w4 w5 w6 w7 w8 w9\r")
-        assert "the prompt has 9 tokens" in await somebody.sees("─ failed ─")
-        assert somebody.coloured("red").startswith("the prompt has 9 tokens")
+        assert "prompt is too long: 9 tokens" in await somebody.sees("─ failed ─")
+        assert somebody.coloured("red").startswith("prompt is too long: 9 tokens")
         await somebody.types("w1\r")
         await somebody.sees("[full, with 2 tokens]")
 

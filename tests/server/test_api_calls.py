@@ -220,7 +220,6 @@ def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, 
             {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]},
             {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [function_of(name="g")]}},
         ),
-        ({"type": "web_search"}, "auto"),
     ],
 )
 def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any) -> None:

@@ -473,14 +473,17 @@ async def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_on
     for more in ({}, {"echo": False, "max_tokens": 1}):
         refused = await server.ask(COMPLETIONS, {**body, **long, **more})
         assert refused.fault["code"] == "context_length_exceeded"
-        assert refused.fault["message"].startswith("prompt[1]: the prompt has 40 tokens")
+        assert refused.fault["message"].startswith("prompt is too long: 40 tokens > ")
+        assert "(prompt[1])" in refused.fault["message"]
     assert server.simulation.spans("target") == []
 
 
 @on_server(limits=Limits(max_prompt_tokens=5))
 async def test_the_longest_prompt_is_named_where_prompts_are_bounded(server: Served) -> None:
     refused = await server.ask(COMPLETIONS, {"prompt": ["abc", "abcdef"]})
-    assert refused.fault["message"] == "prompt[1]: the prompt must have at most 5 tokens, got 6; shorten it"
+    assert refused.fault["message"] == (
+        "prompt is too long: 6 tokens > 5 maximum; the server takes prompts of at most 5 tokens (prompt[1]); shorten it"
+    )
 
 
 # --- fill in the middle ----------------------------------------------------------------------------

@@ -468,7 +468,7 @@ async def test_tokens_are_counted_without_generating(server: Served) -> None:
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"temperature": -1}, "temperature must be at least 0, got -1"),
         ({"messages": []}, "messages must be a list of at least 1"),
-        ({"messages": [user([{"type": "image"}])]}, "messages.0.content.0 must be an object whose"),
+        ({"messages": [user([{"text": "a"}])]}, "messages.0.content.0 must be an object with a type"),
         ({"messages": [user([{"type": "text"}])]}, "messages.0.content.0.text is missing"),
         ({"messages": [{"role": "tool", "content": ""}]}, "messages.0.role must be 'user', 'assistant' or 'system'"),
         ({"seed": -7}, "seed must be at least"),
@@ -491,8 +491,6 @@ async def test_a_wrong_field_of_a_message_is_named_in_the_form_of_this_api(
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1, got 0"),
         ({"input": []}, "input", "input must have at least one message"),
         ({"input": [{"role": "user"}]}, "input.0.content", "input.0.content is missing"),
-        ({"input": [{"type": "computer_call"}]}, "input.0", "input.0 must be an object whose type is one of"),
-        ({"input": [user([{"type": "input_image"}])]}, "input.0.content.0", "whose type is one of"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input", "is not stored, or no longer"),
         ({"previous_response_id": "resp_0"}, "previous_response_id", "is not stored, or no longer"),
         ({"background": True}, "background", "background is not supported"),
@@ -500,7 +498,7 @@ async def test_a_wrong_field_of_a_message_is_named_in_the_form_of_this_api(
         ({"metadata": {"a": [float("inf")]}}, "metadata", "metadata must be JSON"),
         ({"tools": [{"type": "x", "parameters": {"a": float("nan")}}]}, "tools", "tools must be JSON"),
         ({"conversation": "conv_1"}, "conversation", "conversation is not supported"),
-        ({"input": "word " * 100}, "input", "the prompt must have at most 200 tokens"),
+        ({"input": "word " * 100}, "input", "> 200 maximum; the server takes prompts of at most 200 tokens"),
     ],
 )
 async def test_a_wrong_field_of_a_response_is_named(server: Served, fields: Any, param: str, message: str) -> None:

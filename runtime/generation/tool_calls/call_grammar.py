@@ -17,7 +17,7 @@ from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import special_tokens
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.generation.tool_calls.call_format import CallFormat, CallLayout, written_layout
-from runtime.generation.tool_calls.message_format import HARMONY_FINAL
+from runtime.generation.tool_calls.message_format import HARMONY_FINAL, HARMONY_TAGS
 from runtime.generation.tool_calls.tools import Tools
 
 _OPTIONAL_NEWLINE = "\0"
@@ -79,6 +79,19 @@ def call_grammar(
     elif content is not None:
         answer = f"{final} {writer.schema(content)} | {answer}"
     return writer.grammar(f"{_reasoning(writer, tags, is_thinking=is_thinking)} ({answer})")
+
+
+def reasoning_before(grammar: str, *, tokenizer: Any, tags: tuple[str, str] | None, is_thinking: bool) -> str:
+    """The grammar of an answer that may reason, or has begun to, before its content, whose grammar is given.
+
+    Args:
+        grammar: in llguidance's own format.
+        tags, is_thinking: as for `call_grammar`.
+    """
+    writer = _Writer(special_tokens(tokenizer))
+    final = writer.text(HARMONY_FINAL) if tags == HARMONY_TAGS else ""
+    content = writer.part(grammar)
+    return writer.grammar(f"{_reasoning(writer, tags, is_thinking=is_thinking)} {final} {content}")
 
 
 def _reasoning(writer: _Writer, tags: tuple[str, str] | None, *, is_thinking: bool) -> str:
@@ -179,9 +192,13 @@ class _Writer:
 
     def schema(self, schema: Mapping[str, Any] | bool) -> str:
         """The JSON of a schema. Raises: SettingsError: it cannot be followed."""
+        return self.part(grammar_of_schema(schema))
+
+    def part(self, grammar: str) -> str:
+        """A grammar in llguidance's own format, as a part of this one."""
         name = f"schema_{len(self._schemas)}"
-        [grammar] = json.loads(grammar_of_schema(schema))["grammars"]
-        self._schemas.append({**grammar, "name": name})
+        [inner] = json.loads(grammar)["grammars"]
+        self._schemas.append({**inner, "name": name})
         return f"@{name}"
 
     def text(self, text: str) -> str:

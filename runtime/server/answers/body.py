@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import attrs
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from runtime.server.errors import error_response_of_body, unknown_field
 from runtime.server.middleware import with_headers
@@ -95,11 +95,6 @@ class IgnoredFields:
         others = [f"+{len(names) - len(fit)} more"] if len(names) > len(fit) else []
         return ", ".join([*fit, *others]) or None
 
-    def named_by(self, send: Send) -> Send:
-        """`send` of ASGI that adds the header to the response, if any field is ignored."""
-        value = self.header
-        return send if value is None else with_headers(send, [(IGNORED_HEADER.lower().encode(), value.encode())])
-
     def refuse(self) -> None:
         """Raises: ErrorResponse: a field is unknown, which a strict server refuses."""
         if self.unknown:
@@ -122,6 +117,21 @@ class RequestBody(Body):
         """Set `ignored`, which is computed where the body is parsed: for a long body, in another thread."""
         self._ignored = ignored
 
+    def ignore(self, name: str) -> None:
+        """Add a field to `ignored`, as one without effect."""
+        if name not in self._ignored.without_effect:
+            self._ignored = attrs.evolve(self._ignored, without_effect=(*self._ignored.without_effect, name))
+
+    def naming_ignored(self, send: Send) -> Send:
+        """`send` of ASGI that adds the header to the response, if any field is ignored by then."""
+
+        async def send_naming_ignored(message: Message) -> None:
+            value = self._ignored.header if message["type"] == "http.response.start" else None
+            headers = [] if value is None else [(IGNORED_HEADER.lower().encode(), value.encode())]
+            await with_headers(send, headers)(message)
+
+        return send_naming_ignored
+
     def check(self) -> None:
         """Raises: ErrorResponse: fields do not go together."""
         return
@@ -139,12 +149,41 @@ def ignored_fields(body: Body, taken: Set[str] = frozenset()) -> IgnoredFields:
 
 R = TypeVar("R", bound=RequestBody)
 
+# A pair of surrogates, any other escape sequence of one character, or half a pair.
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)", re.DOTALL
+)
+
+
+def validated(request_type: type[R], body: bytes) -> R:
+    """The body of a request, with U+FFFD for each half of a surrogate pair, which clients leave where they cut a text.
+
+    Raises: pydantic.ValidationError: it is invalid.
+    """
+    try:
+        request = request_type.model_validate_json(body)
+    except ValidationError as error:
+        # Searched only now: hardly any body has one.
+        if error.errors()[0]["type"] != "json_invalid" or (whole := without_halves(body)) == body:
+            raise
+        request = request_type.model_validate_json(whole)
+    request.take_other_names()
+    return request
+
+
+def without_halves(json: bytes) -> bytes:
+    """JSON with U+FFFD for each half of a surrogate pair."""
+    return _ESCAPE.sub(lambda found: rb"\ufffd" if _is_half(found[0]) else found[0], json)
+
+
+def _is_half(escape: bytes) -> bool:
+    return len(escape) == 6 and escape[2:3] in b"dD"
+
 
 def parse_request(request_type: type[R], body: bytes) -> R:
     """Parse and validate the body of a request. Raises: ErrorResponse: it is invalid."""
     try:
-        request = request_type.model_validate_json(body)
-        request.take_other_names()
+        request = validated(request_type, body)
     except ValidationError as error:
         raise error_response_of_body(error) from error
     request.keep_ignored(ignored_fields(request))

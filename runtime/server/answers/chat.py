@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import attrs
@@ -11,26 +11,13 @@ from pydantic import AliasChoices, Field, ValidationError
 from protocol.errors import SettingsError
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools, tools_of
-from runtime.server.answers.body import Body, BoundedList, NoEffect, RequestBody, ignored_fields
+from runtime.server.answers.body import Body, NoEffect, RequestBody, ignored_fields, validated, without_halves
+from runtime.server.answers.client_tools import callable_in_chat, check_choice, custom_arguments, label_of
+from runtime.server.answers.content import Content, check_asked, joined, reasoning_in
 from runtime.server.answers.request import Objects, Request
 from runtime.server.errors import ErrorResponse, error_response_of_body, short_json
 
 Effort = Annotated[str, Field(max_length=100)]
-
-
-class TextPart(Body):
-    """A part of a message's text."""
-
-    type: Literal["text"]
-    text: str
-
-
-Content = str | BoundedList[TextPart]
-
-
-def joined(content: str | list[Any]) -> str:
-    """The text of a message's content, in any of the APIs."""
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def function_of(**function: Any) -> dict[str, Any]:
@@ -50,6 +37,7 @@ class ChatMessage(Body):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="another name of `reasoning_content`")
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
 
@@ -67,15 +55,26 @@ class ChatMessage(Body):
         """The message for a chat template."""
         # "developer" is OpenAI's newer name for "system"; chat templates do not know it.
         role = "system" if self.role == "developer" else self.role
-        plain: dict[str, Any] = {"role": role, "content": joined(self.content or "")}
-        if self.reasoning_content:
-            plain["reasoning_content"] = self.reasoning_content
+        plain: dict[str, Any] = {"role": role, "content": joined(self.content or "", is_system=role == "system")}
+        if reasoning := self.reasoning_content or self.reasoning or reasoning_in(self.content):
+            plain["reasoning_content"] = reasoning
         if self.tool_calls:
-            plain["tool_calls"] = self.tool_calls
+            plain["tool_calls"] = list(map(_plain_call, self.tool_calls))
         if self.role == "tool":
             result = {"tool_call_id": self.tool_call_id or None, "name": self.name}
             plain |= {key: value for key, value in result.items() if value is not None}
         return plain
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call in an earlier answer as one of a function; a call of a custom tool has a text for its arguments."""
+    match call:
+        case {"type": "custom", "custom": {"name": str(name), "input": str(text)}}:
+            return call_of(call.get("id") or "", name, custom_arguments(text))
+        case {"function": {"arguments": str(text), **function}} if "\\u" in text:
+            # JSON in a text, whose escapes those of the body do not include.
+            return {**call, "function": {**function, "arguments": without_halves(text.encode()).decode()}}
+    return call
 
 
 class Thinking(Body):
@@ -144,8 +143,17 @@ class Chat(Request):
     )
     prediction: Prediction | None = Field(None, description="a text that the answer may resemble; it helps the drafter")
 
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """See `Body`; also the tools that are left out."""
+        yield from super().ignored_names()
+        yield from ((f"tools.{label_of(tool)}", False) for tool in self.tools or () if not callable_in_chat(tool))
+
     def check(self) -> None:
         super().check()
+        *before, last = self.messages
+        # What a tool has returned may come in a user's message, if its own messages can only be text.
+        if last.role == "user" and not (before and before[-1].role == "tool"):
+            check_asked(last.content, f"messages.{len(before)}.content")
         if self.top_logprobs and self.logprobs is None:
             raise ErrorResponse(400, "top_logprobs needs logprobs: true; add it or leave it out", param="top_logprobs")
         if self.continue_final_message and (problem := self._problem_of_continuing()) is not None:
@@ -191,6 +199,12 @@ class Chat(Request):
         return {**variables, **(self.chat_template_kwargs or {})}
 
     @property
+    def reasoning_field(self) -> str | None:
+        if self.thinking is not None:
+            return "thinking"
+        return "reasoning_effort" if self.reasoning_effort == "none" else None
+
+    @property
     def has_tools(self) -> bool:
         return bool(self.tools)
 
@@ -226,12 +240,15 @@ def checked_tools(
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
             choice = mode
             allowed = [
-                (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else tool for tool in allowed
+                (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else tool
+                for tool in allowed
+                if callable_in_chat(tool)
             ]
-        case {"function": {"name": str(name)}} | {"name": str(name)}:
+        case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
             choice = name
         case str() | None:
-            choice = "auto" if choice is None else choice
+            # "any" is Mistral's name.
+            choice = {None: "auto", "any": "required"}.get(choice, choice)
         case _:
             raise ErrorResponse(
                 400,
@@ -241,8 +258,10 @@ def checked_tools(
                 f"got {short_json(choice)}",
                 param=choice_field,
             )
+    offered = [tool for tool in listed or () if callable_in_chat(tool)]
+    check_choice(choice, offered, [tool for tool in listed or () if not callable_in_chat(tool)])
     try:
-        return tools_of(listed, choice, is_parallel=is_parallel, allowed=allowed)
+        return tools_of(offered, choice, is_parallel=is_parallel, allowed=allowed)
     except SettingsError as error:
         raise ErrorResponse(400, str(error), param="tools") from error
 
@@ -274,24 +293,22 @@ C = TypeVar("C", bound=Chat)
 
 
 def parse_translated(
-    body: bytes, request_type: type[R], chat_type: type[C], tags: Set[str], fields: Callable[[R], Mapping[str, Any]]
+    body: bytes, request_type: type[R], chat_type: type[C], fields: Callable[[R], Mapping[str, Any]]
 ) -> tuple[R, C]:
     """Parse and validate the body of a request, and translate it. Unknown fields in `PASSED_ON` are taken as in a chat.
 
     Args:
-        tags: the types of items of lists in the body.
         fields: returns the fields of the chat that a body stands for; may raise ErrorResponse.
 
     Raises: ErrorResponse: the body is invalid.
     """
     try:
-        request = request_type.model_validate_json(body)
-        request.take_other_names()
+        request = validated(request_type, body)
         passed_on = {name: value for name, value in (request.model_extra or {}).items() if name in PASSED_ON}
         chat = chat_type.model_validate({**passed_on, **fields(request)})
         chat.take_other_names()
     except ValidationError as error:
-        raise error_response_of_body(error, tags) from error
+        raise error_response_of_body(error) from error
     ignored = ignored_fields(request, PASSED_ON)
     chat.keep_ignored(attrs.evolve(ignored, unknown=(*ignored.unknown, *ignored_fields(chat).unknown)))
     chat.check()

@@ -15,11 +15,13 @@ from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
-from runtime.generation.reasoning import ReasoningTracker, marks_of, reader_of
+from runtime.generation.chat_template import asks_for_reasoning, thinking_switch
+from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
 from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
-from runtime.generation.tool_calls.call_grammar import call_grammar
+from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
+from runtime.generation.tool_calls.events import ToolCall
 from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.request import Request
@@ -111,6 +113,10 @@ class Preparation:
         """
         max_tokens = self._max_tokens()
         encoded, grammar = await self._encoded_and_grammar()
+        if self.request.max_answer_tokens is None:
+            # Nobody has asked for so many.
+            bounds = (max_tokens, self._max_named_tokens(encoded.prompts))
+            max_tokens = min((bound for bound in bounds if bound is not None), default=None)
         settings, ends = await self._settings_and_ends(encoded, grammar, max_tokens)
         self._check_size(encoded.prompts, max_tokens)
         prepared = []
@@ -126,15 +132,24 @@ class Preparation:
 
     def reader(self, answer: ReasoningTracker) -> Reader:
         """A reader of an answer, of which nothing was given yet."""
-        # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
-        may_reason = self.request.is_chat and (self.request.constraint is None or answer.messages is not None)
         format = None if self.tools is None else call_format(self.tokenizer)
         tools = () if self.tools is None else self.tools.callable
-        return reader_of(answer, format, tools) if may_reason else AnswerReader(format=format, tools=tools)
+        return reader_of(answer, format, tools) if self._reasons(answer) else AnswerReader(format=format, tools=tools)
+
+    def _reasons(self, answer: ReasoningTracker) -> bool:
+        """Whether an answer may reason; with a constraint, only if it was asked to, or if its prompt makes it."""
+        if not self.request.is_chat:
+            return False
+        if self.request.constraint is None or answer.messages is not None or answer.began_thinking:
+            return True
+        return bool(asks_for_reasoning(self.tokenizer, self.request.template_variables))
 
     def splitter(self, stream: TokenStream | None) -> AnswerSplitter:
         """The splitter of an answer's tokens."""
-        return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer))
+        format, tools, forced = call_format(self.tokenizer), self.tools, None
+        if format is not None and tools is not None and tools.must_call and len(tools.callable) == 1:
+            forced = ToolCall(format.new_id(), tools.callable[0]["function"]["name"], "")
+        return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), forced)
 
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
@@ -144,7 +159,12 @@ class Preparation:
         if tools is None or format is None:
             # The grammar first, as it may turn out to be invalid.
             grammar = None if constraint is None else await schemas.grammar(constraint, self._client)
-            return await self._encoded(), grammar
+            encoded = await self._encoded()
+            answer = ReasoningTracker(self.tokenizer, encoded.prompts[0])
+            if constraint is not None and self._reasons(answer):
+                follow = partial(reasoning_before, tokenizer=self.tokenizer, **marks_of(answer))
+                grammar = await schemas.grammar(constraint, self._client, follow)
+            return encoded, grammar
         if constraint is not None and constraint.kind != "json":
             message = f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out"
             raise ErrorResponse(400, message, param=constraint.field)
@@ -157,30 +177,26 @@ class Preparation:
         return encoded, await schemas.grammar_of_calls(write, self._client, is_strict=is_strict)
 
     def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], is_loose: bool) -> str:
-        if (constraint := self.request.constraint) is None:
-            marks = marks_of(ReasoningTracker(self.tokenizer, prompt))
-            return call_grammar(tools, format, self.tokenizer, **marks, is_loose=is_loose)
-        content = None if tools.must_call else constraint.schema
-        return call_grammar(tools, format, self.tokenizer, content=content, is_loose=is_loose)
+        constraint, answer = self.request.constraint, ReasoningTracker(self.tokenizer, prompt)
+        content = None if constraint is None or tools.must_call else constraint.schema
+        marks = marks_of(answer) if self._reasons(answer) else NO_REASONING
+        return call_grammar(tools, format, self.tokenizer, **marks, content=content, is_loose=is_loose)
 
     async def _encoded(self) -> _Encoded:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
         length = self.request.prompt_length + _CHARACTERS_OF_KEY * num_texts
         encoded = await self._context.preparation.run(self._encode, length, self._client)
         lengths, limit = list(map(len, encoded.prompts)), self._context.limits.max_prompt_tokens
-        named = [f"prompt[{index}]: " if len(lengths) > 1 else "" for index in range(len(lengths))]
+        # Behind the message: clients look at its beginning.
+        named = [f" (prompt[{index}])" if len(lengths) > 1 else "" for index in range(len(lengths))]
         if limit is not None and (most := max(lengths)) > limit:
-            raise ErrorResponse(
-                400,
-                f"{named[lengths.index(most)]}the prompt must have at most {limit} tokens, got {most}; shorten it",
-                param=self.request.prompt_field,
-                code="context_length_exceeded",
-            )
+            bound = f"the server takes prompts of at most {limit} tokens{named[lengths.index(most)]}"
+            raise PromptTooLongError.by(most, limit, bound)
         for name, length in zip(named, lengths, strict=True):
             try:
                 check_prompt_length(length, self.model.runtime.context_length)
             except PromptTooLongError as error:
-                raise PromptTooLongError(f"{name}{error}") from error
+                raise PromptTooLongError(f"{error}{name}") from error
         return encoded
 
     def _encode(self) -> _Encoded:
@@ -240,17 +256,30 @@ class Preparation:
             return requested
         return limit if requested is None else min(requested, limit)
 
+    def _max_named_tokens(self, prompts: Sequence[tuple[int, ...]]) -> int | None:
+        """The most tokens of each answer with which the response names no more than `MAX_NAMED_TOKENS`, at least 1.
+
+        None for any number: there is a single answer without log-probabilities.
+        """
+        request = self.request
+        num_answers = request.num_candidates * len(prompts)
+        if num_answers * request.num_named == 1 and request.num_prompt_logprobs is None:
+            return None
+        left = MAX_NAMED_TOKENS - request.num_candidates * self._num_named_of(prompts)
+        return max(1, left // (num_answers * request.num_named))
+
+    def _num_named_of(self, prompts: Sequence[tuple[int, ...]]) -> int:
+        return self.request.num_named_with_prompt * sum(map(len, prompts))
+
     def _check_size(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> None:
-        """Check how many tokens the response may name. For a single answer without log-probabilities, any number."""
+        """Check how many tokens the response may name."""
         request = self.request
         # No answer is longer than the context.
         bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
         each, most = request.num_named, min(bounds, default=0)
-        of_prompts = request.num_named_with_prompt * sum(map(len, prompts))
-        num_answers = request.num_candidates * len(prompts)
-        num_named = request.num_candidates * (of_prompts + each * most * len(prompts))
-        is_plain = num_answers * each == 1 and request.num_prompt_logprobs is None
-        if num_named > MAX_NAMED_TOKENS and not is_plain:
+        num_answers, of_prompts = request.num_candidates * len(prompts), self._num_named_of(prompts)
+        num_named = request.num_candidates * of_prompts + each * most * num_answers
+        if num_named > MAX_NAMED_TOKENS and self._max_named_tokens(prompts) is not None:
             raise ErrorResponse(
                 400,
                 f"the response may have {num_named} tokens ({num_answers} answers of up to {most} tokens, each with "
@@ -288,13 +317,15 @@ def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = Non
         PromptError: one cannot be encoded.
         ErrorResponse: a tool or the choice among them is invalid.
     """
-    has_template = bool(tokenizer_of(runtime).has_chat_template)
+    tokenizer = tokenizer_of(runtime)
+    has_template = bool(tokenizer.has_chat_template)
     prompts, variables = request.prompts(has_template=has_template), {}
     if request.is_chat and has_template:
         tools = request.checked_tools() if tools is None else tools
         variables = {**request.template_variables, **({} if tools is None else tools.template_variables)}
-        if request.constraint is not None:
-            # An answer that is JSON from its first token has no reasoning. Templates without this switch ignore it.
+        if request.reasoning_field is not None and thinking_switch(tokenizer) is None:
+            request.ignore(request.reasoning_field)
+        if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
             variables["enable_thinking"] = False
     encoded = []
     for index, prompt in enumerate(prompts):
@@ -303,7 +334,10 @@ def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = Non
         except PromptError as error:
             if len(prompts) == 1:
                 raise
-            raise type(error)(f"prompt[{index}]: {error}") from error
+            # Clients know by the beginning of a message that a context is full.
+            is_long = isinstance(error, PromptTooLongError)
+            message = f"{error} (prompt[{index}])" if is_long else f"prompt[{index}]: {error}"
+            raise type(error)(message) from error
     return encoded
 
 
@@ -355,10 +389,6 @@ def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
     return stateless(forbid)
 
 
-# Last tokens of a prompt, decoded with its answer: they decide on its first space, and may begin its first character.
-_NUM_LAST = 16
-
-
 @attrs.frozen
 class Echo:
     """A prompt as a response repeats it.
@@ -366,13 +396,11 @@ class Echo:
     Attributes:
         tokens: the text of each token, decoded alone.
         offsets: where in `text` each token begins.
-        last_ids: its last tokens, with which the text that follows is decoded.
     """
 
     text: str
     tokens: list[str]
     offsets: list[int]
-    last_ids: tuple[int, ...]
 
 
 def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrapper) -> Echo:
@@ -387,4 +415,4 @@ def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrap
     num_added = max(0, len(decoded) - len(text))
     num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(decoded, text, strict=False)))
     offsets = [max(0, end - num_added, min(end, num_same)) for end in ends[:-1]]
-    return Echo(text, [detokenizer.alone(id) for id in ids], offsets, ids[-_NUM_LAST:])
+    return Echo(text, [detokenizer.alone(id) for id in ids], offsets)

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from runtime.generation.reasoning import tags_of
-from runtime.generation.tool_calls.events import AnswerEvent, CallEnded, ReasoningPart, TextPart
+from runtime.generation.reasoning_tags import tags_of
+from runtime.generation.tool_calls.events import (
+    AnswerEvent,
+    CallBegan,
+    CallBroken,
+    CallEnded,
+    ReasoningPart,
+    TextPart,
+    ToolCall,
+)
 from runtime.generation.tool_calls.message_format import message_format
 from runtime.generation.tool_calls.message_reader import Reader
 from runtime.server.answers.request import Request
@@ -24,11 +32,14 @@ class AnswerSplitter:
     Attributes:
         num_reasoning_tokens: number of tokens so far that were reasoning, tags included.
         has_calls: whether a call is complete.
+        forced: the call of the one function that the answer must call, without arguments; None if it may do other.
     """
 
     _reader: Reader
+    forced: ToolCall | None = None
     num_reasoning_tokens: int = attrs.field(init=False, default=0)
     has_calls: bool = attrs.field(init=False, default=False)
+    _has_begun_call: bool = attrs.field(init=False, default=False)
     _has_left: bool = attrs.field(init=False, default=False)  # reasoning that was not closed, by a call
 
     def add(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
@@ -42,9 +53,22 @@ class AnswerSplitter:
                 self.num_reasoning_tokens += self.is_reasoning(token)
                 self._has_left = token.is_thinking and (self._has_left or self._reader.is_in_block)
         if tokens and tokens[-1].finish_reason is not None:
-            parts += self._reader.finish(is_complete=tokens[-1].is_complete)
+            last = self._reader.finish(is_complete=tokens[-1].is_complete)
+            self._has_begun_call |= any(isinstance(part, CallBegan) for part in (*parts, *last))
+            is_head = self.forced is not None and not tokens[-1].is_complete and not self._has_begun_call
+            parts += self._begun_call(last) if is_head else last
+        self._has_begun_call |= any(isinstance(part, CallBegan) for part in parts)
         self.has_calls |= any(isinstance(part, CallEnded) for part in parts)
         return [part for part in parts if not isinstance(part, (TextPart, ReasoningPart)) or part.text]
+
+    def _begun_call(self, parts: Sequence[AnswerEvent]) -> list[AnswerEvent]:
+        """The last parts of an answer that ends before its call has a name, with the call in place of its text."""
+        text = "".join(part.source for part in parts if isinstance(part, TextPart))
+        if self.forced is None or not text.strip():
+            return list(parts)
+        others = [part for part in parts if not isinstance(part, TextPart)]
+        began = CallBegan(0, self.forced.id, self.forced.name, text)
+        return [*others, began, CallBroken(0, text, cut_off=self.forced)]
 
     def is_reasoning(self, token: Token) -> bool:
         """Whether the last token, or the next one, is reasoning: between its tags, and before a call that ends it."""

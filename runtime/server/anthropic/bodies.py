@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
 from runtime.server.errors import ErrorResponse
+from runtime.server.models.reports import ModelDescription
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -200,3 +203,44 @@ def messages_error_body(error: ErrorResponse) -> MessagesErrorBody:
     """The body of an error response."""
     type = _TYPES.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": type, "message": error.detail["message"]}}
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+class AnthropicModel(TypedDict):
+    """A served model; `max_input_tokens`, the length of its context, is null until it has been loaded."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int | None
+
+
+class AnthropicModelList(TypedDict):
+    """The served models, all of them on one page."""
+
+    data: list[AnthropicModel]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
+
+
+def model_of(described: ModelDescription) -> AnthropicModel:
+    """The description of a model in this form."""
+    return {
+        "type": "model",
+        "id": described["id"],
+        "display_name": described["id"],
+        "created_at": datetime.fromtimestamp(described["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": described["max_model_len"],
+    }
+
+
+def models_of(described: Sequence[ModelDescription]) -> AnthropicModelList:
+    """The list of the models in this form; there is at least one."""
+    data = list(map(model_of, described))
+    return {"data": data, "has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]}

@@ -6,66 +6,27 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
-from runtime.server.answers.body import Body, BoundedList, NoEffect, RequestBody, SentBack
-from runtime.server.answers.chat import Chat, Effort, call_of, function_of, joined, parse_translated
+from runtime.server.answers.body import Body, BoundedList, NoEffect, RequestBody
+from runtime.server.answers.chat import Chat, Effort, call_of, function_of, parse_translated
+from runtime.server.answers.client_tools import anthropic_function, check_choice, label_of
+from runtime.server.answers.content import (
+    CachedBody,
+    Content,
+    Kinds,
+    TextPart,
+    check_asked,
+    joined,
+    kind_of_part,
+    reasoning_in,
+    type_of,
+)
 from runtime.server.answers.request import MaxTokens, Stops
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse
 
 # --- blocks of content ----------------------------------------------------------------------------
-
-
-class CachedBody(Body):
-    """An object that may mark the end of a prefix to cache. Here prefixes are cached without marks."""
-
-    cache_control: NoEffect = None
-
-
-class TextBlock(CachedBody):
-    """Text."""
-
-    type: Literal["text"]
-    text: str
-    citations: SentBack = None
-
-
-class ThinkingBlock(Body):
-    """Reasoning of an earlier answer, which the client sends back."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: SentBack = None
-
-
-class RedactedThinkingBlock(Body):
-    """Reasoning that only Anthropic's service can read; it is left out of the prompt."""
-
-    type: Literal["redacted_thinking"]
-    data: SentBack = None
-
-
-class PlainTextSource(Body):
-    """The text of a document."""
-
-    type: Literal["text"]
-    media_type: NoEffect = None
-    data: str
-
-
-class DocumentBlock(CachedBody):
-    """A document; only plain text is supported."""
-
-    type: Literal["document"]
-    source: PlainTextSource
-    title: str | None = None
-    context: str | None = None
-
-    @property
-    def text(self) -> str:
-        """The document with its title and its context before it."""
-        return "\n".join(part for part in (self.title, self.context, self.source.data) if part)
 
 
 class ToolUseBlock(CachedBody):
@@ -82,13 +43,17 @@ class ToolResultBlock(CachedBody):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | BoundedList[TextBlock] | None = None
+    content: Content | None = None
     is_error: bool | None = None
 
 
+def _kind(block: Any) -> str | None:
+    return {"tool_use": "ToolUse", "tool_result": "ToolResult"}.get(type_of(block) or "", kind_of_part(block))
+
+
 Block = Annotated[
-    TextBlock | ThinkingBlock | RedactedThinkingBlock | DocumentBlock | ToolUseBlock | ToolResultBlock,
-    Field(discriminator="type"),
+    Kinds | Annotated[ToolUseBlock, Tag("ToolUse")] | Annotated[ToolResultBlock, Tag("ToolResult")],
+    Discriminator(_kind),
 ]
 
 
@@ -103,7 +68,7 @@ class InputMessage(Body):
         """Whether the message ends with text that ends with white space."""
         if isinstance(self.content, str):
             return self.content[-1:].isspace()
-        return any(block.text[-1:].isspace() for block in self.content[-1:] if isinstance(block, TextBlock))
+        return any(block.text[-1:].isspace() for block in self.content[-1:] if isinstance(block, TextPart))
 
 
 # --- other fields ---------------------------------------------------------------------------------
@@ -132,13 +97,30 @@ class OutputConfig(Body):
 
 
 class MessagesTool(CachedBody):
-    """A tool that the client runs. Tools of other types, which Anthropic's service runs, are ignored."""
+    """A tool that the client runs. Tools of other types, which Anthropic's service runs, are left out."""
 
     type: str | None = None
-    name: str
+    name: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def function(self) -> dict[str, Any] | None:
+        """The tool as a function of a chat; None if it is left out."""
+        description, parameters = self.description, self.input_schema
+        if (known := anthropic_function(self.type)) is not None and parameters is None:
+            description, parameters = known
+        elif parameters is None and self.type not in (None, "custom"):
+            return None
+        return function_of(name=self.name, description=description, parameters=parameters, strict=self.strict)
+
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """See `Body`; of a tool that is left out, its type."""
+        if self.function is None:
+            yield label_of(self), False
+        else:
+            yield from super().ignored_names()
 
 
 class MessagesToolChoice(Body):
@@ -153,7 +135,7 @@ class TokenCountRequest(RequestBody, CachedBody):
     """The body of a request to `/v1/messages/count_tokens`: a conversation."""
 
     messages: list[InputMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
-    system: str | BoundedList[TextBlock] | None = None
+    system: Content | None = None
     thinking: ThinkingConfig | None = Field(None, description="by default, the model's chat template decides")
     tools: BoundedList[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
@@ -171,17 +153,23 @@ class TokenCountRequest(RequestBody, CachedBody):
         if self.output_config is not None and self.output_config.format is not None:
             schema = {"name": "answer", "schema": self.output_config.format.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        if tools := [_tool(tool) for tool in self.tools or () if tool.input_schema is not None]:
-            fields["tools"] = tools
-            if self.tool_choice is not None:
-                fields["tool_choice"] = _tool_choice(self.tool_choice)
-                if self.tool_choice.disable_parallel_tool_use is not None:
-                    fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
+        functions = [(tool, tool.function) for tool in self.tools or ()]
+        fields["tools"] = [function for _, function in functions if function is not None]
+        if self.tool_choice is not None:
+            fields["tool_choice"] = choice = _tool_choice(self.tool_choice)
+            left_out = [tool for tool, function in functions if function is None]
+            check_choice(self.tool_choice.name if isinstance(choice, dict) else choice, fields["tools"], left_out)
+            if self.tool_choice.disable_parallel_tool_use is not None:
+                fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
         return fields
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
-            yield {"role": "system", "content": joined(self.system)}
+            yield {"role": "system", "content": joined(self.system, is_system=True)}
+        last = self.messages[-1]
+        # What stands beside a tool's result may belong to it.
+        if last.role == "user" and not any(isinstance(block, ToolResultBlock) for block in last.content):
+            check_asked(last.content, f"messages.{len(self.messages) - 1}.content")
         for message in self.messages:
             yield from _messages_of(message)
 
@@ -210,9 +198,6 @@ class MessagesRequest(TokenCountRequest, GenerationBody):
 # --- translation ----------------------------------------------------------------------------------
 
 
-_BLOCK_TYPES = frozenset(("text", "thinking", "redacted_thinking", "document", "tool_use", "tool_result"))
-
-
 def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> Chat:
     """Parse and validate the body of a request.
 
@@ -220,7 +205,7 @@ def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> Chat:
 
     Raises: ErrorResponse: the body is invalid.
     """
-    _, chat = parse_translated(body, request_type, Chat, _BLOCK_TYPES, request_type.fields)
+    _, chat = parse_translated(body, request_type, Chat, request_type.fields)
     return chat
 
 
@@ -229,25 +214,19 @@ def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    for block in message.content:
-        match block:
-            case TextBlock() | DocumentBlock():
-                texts.append(block.text)
-            case ThinkingBlock():
-                reasoning.append(block.thinking)
-            case ToolUseBlock():
-                calls.append(call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
-            case ToolResultBlock():
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)})
-    yield from results
-    if texts or reasoning or calls or not results:
-        plain: dict[str, Any] = {"role": message.role, "content": "".join(texts)}
-        if reasoning:
-            plain["reasoning_content"] = "".join(reasoning)
+    calls = [
+        call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
+        for block in message.content
+        if isinstance(block, ToolUseBlock)
+    ]
+    results = [block for block in message.content if isinstance(block, ToolResultBlock)]
+    for result in results:
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": _result(result)}
+    rest = [block for block in message.content if not isinstance(block, (ToolUseBlock, ToolResultBlock))]
+    if rest or calls or not results:
+        plain: dict[str, Any] = {"role": message.role, "content": joined(rest, is_system=message.role == "system")}
+        if reasoning := reasoning_in(rest):
+            plain["reasoning_content"] = reasoning
         if calls:
             plain["tool_calls"] = calls
         yield plain
@@ -257,10 +236,6 @@ def _result(block: ToolResultBlock) -> str:
     text = joined(block.content or "")
     # Chats have no field for errors.
     return f"Error: {text}" if block.is_error else text
-
-
-def _tool(tool: MessagesTool) -> dict[str, Any]:
-    return function_of(name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict)
 
 
 def _tool_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:

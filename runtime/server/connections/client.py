@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import trio
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.engine.nursery import BackgroundNursery
-from runtime.server.connections.connection import send_in_pieces
+from runtime.server.connections.connection import PIECE_BYTES, send_in_pieces
 from runtime.server.errors import ErrorResponse
 
 # Bytes of each body that need no claim, so that a short request never waits for long ones.
@@ -74,9 +76,11 @@ def corpus_owner(scope: Scope) -> bytes:
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float, claim: Claim) -> bytes:
     """The body of a request, if all of it arrives within `within_s` seconds, the wait for memory included.
 
+    A compressed body is decompressed while it arrives; `max_bytes` bounds what comes out of it, too.
+
     Raises:
-        ErrorResponse: the body is too long, arrives too slowly, or its content type is not JSON; or other bodies took
-            up the memory for all of that time.
+        ErrorResponse: the body is too long, arrives too slowly, cannot be decompressed, or its content type is not
+            JSON; or other bodies took up the memory for all of that time.
         ClientGone: the client has left.
 
     Cancellation: part of the body may have been received.
@@ -90,16 +94,33 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
     announced = headers.get(b"content-length", b"")
     if announced.isdigit() and (len(announced) > 18 or int(announced) > max_bytes):
         raise too_long
-    body, has_room = bytearray(), False
+    encoding = headers.get(b"content-encoding", b"").strip().lower().decode("latin-1")
+    decompressor = None if encoding in ("", "identity") else _Decompressor(encoding)
+    body, num_received, has_room = bytearray(), 0, False
     with trio.move_on_after(within_s):
+        if decompressor is not None:
+            # How long the body will be is not known.
+            await claim(max_bytes)
+            has_room = True
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            body += message.get("body", b"")
-            if len(body) > max_bytes:
+            received = message.get("body", b"")
+            num_received += len(received)
+            if decompressor is None:
+                body += received
+            else:
+                for piece in decompressor.pieces(received):
+                    body += piece
+                    if len(body) > max_bytes:
+                        break
+                    await trio.lowlevel.checkpoint()
+            if max(len(body), num_received) > max_bytes:
                 raise too_long
             if not message.get("more_body", False):
+                if decompressor is not None:
+                    decompressor.finish()
                 return bytes(body)
             if len(body) > FREE_BYTES and not has_room:
                 # The rest is not read until there is room, so its sender has to wait.
@@ -113,6 +134,55 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
             retry_after_s=math.ceil(within_s),
         )
     raise ErrorResponse(408, f"the body did not come within {within_s:g} s")
+
+
+# Formats of zlib by the encodings of bodies that are accepted, in addition to "identity".
+_ZLIB_FORMATS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
+
+
+class _Decompressor:
+    """A decompressor of one body, which comes in any pieces."""
+
+    def __init__(self, encoding: str) -> None:
+        """Raises: ErrorResponse: bodies of this encoding are not accepted."""
+        if encoding not in _ZLIB_FORMATS:
+            raise ErrorResponse(
+                415,
+                f"the body's content encoding {encoding[:60]!r} is not accepted; send gzip, deflate, or no encoding",
+                headers={"Accept-Encoding": "gzip, deflate"},
+            )
+        self._encoding, self._format = encoding, _ZLIB_FORMATS[encoding]
+        self._zlib: Any = None
+
+    def pieces(self, data: bytes) -> Iterator[bytes]:
+        """What the next bytes decompress to, in pieces of at most 64 KiB.
+
+        Raises: ErrorResponse: the bytes are not of the encoding.
+        """
+        piece = b""
+        # After a whole piece there may be more, although all bytes have been read.
+        while data or (len(piece) == PIECE_BYTES and not self._zlib.eof):
+            if self._zlib is None:
+                # Some clients send what "deflate" is called elsewhere, without the header of zlib, which begins so.
+                is_bare = self._encoding == "deflate" and data[0] & 0x0F != 8
+                self._zlib = zlib.decompressobj(-zlib.MAX_WBITS if is_bare else self._format)
+            elif self._zlib.eof:
+                # The body goes on behind its end: gzip may have several members.
+                self._zlib = zlib.decompressobj(self._format)
+            try:
+                piece = self._zlib.decompress(data, PIECE_BYTES)
+            except zlib.error as error:
+                raise self._invalid(str(error)) from error
+            yield piece
+            data = self._zlib.unconsumed_tail or self._zlib.unused_data
+
+    def finish(self) -> None:
+        """Raises: ErrorResponse: the end of the body is missing."""
+        if self._zlib is None or not self._zlib.eof:
+            raise self._invalid("its end is missing")
+
+    def _invalid(self, problem: str) -> ErrorResponse:
+        return ErrorResponse(400, f"the body is not valid {self._encoding}: {problem}; send it whole, or uncompressed")
 
 
 async def while_there(receive: Receive, send: Send, stalled_s: float, work: Callable[[Send], Awaitable[None]]) -> None:

@@ -71,17 +71,21 @@ class Schemas:
     # By digest, the one that was used least recently first.
     _outcomes: OrderedDict[bytes, Outcome] = attrs.field(factory=OrderedDict)
 
-    async def grammar(self, constraint: Constraint, client: str) -> Grammar:
+    async def grammar(self, constraint: Constraint, client: str, around: Callable[[str], str] | None = None) -> Grammar:
         """The logits processor for a constraint; clients, told apart by their addresses, take turns.
+
+        Args:
+            around: makes the grammar of the whole answer from that of the constraint.
 
         Raises: ErrorResponse: the constraint is invalid or unsupported, is too expensive, or had to wait too long.
 
         Cancellation: kills the check at once; a compilation after a successful check finishes first.
         """
         with _errors_of(constraint.field):
-            if constraint.kind == "json" and constraint.value == ANY_OBJECT:
+            if constraint.kind == "json" and constraint.value == ANY_OBJECT and around is None:
                 return await self.any_object()
-            return await self._grammar_in_turn(constraint.write, constraint.name, constraint.field, client)
+            write = constraint.write if around is None else lambda: around(constraint.write())
+            return await self._grammar_in_turn(write, constraint.name, constraint.field, client)
 
     async def grammar_of_calls(self, write: Callable[[bool], str], client: str, *, is_strict: bool) -> Grammar:
         """The logits processor that holds a model to its tools.

@@ -59,10 +59,44 @@ class OutputFunctionCall(TypedDict):
     status: ItemStatus
     call_id: str
     name: str
+    namespace: NotRequired[str]
     arguments: str
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
+class OutputCustomCall(TypedDict):
+    """A call of a custom tool."""
+
+    id: str
+    type: Literal["custom_tool_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+    input: str
+
+
+class ShellAction(TypedDict):
+    """A command for the shell on the client's machine."""
+
+    type: Literal["exec"]
+    command: list[str]
+    env: dict[str, str]
+    working_directory: NotRequired[str | None]
+    timeout_ms: NotRequired[int | None]
+    user: NotRequired[str | None]
+
+
+class OutputShellCall(TypedDict):
+    """A call of the shell on the client's machine."""
+
+    id: str
+    type: Literal["local_shell_call"]
+    status: ItemStatus
+    call_id: str
+    action: ShellAction
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall | OutputShellCall
 
 
 # --- the response ---------------------------------------------------------------------------------
@@ -192,4 +226,6 @@ EVENTS: tuple[Any, ...] = (
         name=str,
         arguments=str,
     ),
+    _event("InputDelta", "The input of a call of a custom tool.", "custom_tool_call_input.delta", **_ITEM, delta=str),
+    _event("InputDone", "The same, complete.", "custom_tool_call_input.done", **_ITEM, input=str),
 )

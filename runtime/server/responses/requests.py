@@ -10,35 +10,14 @@ import attrs
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, call_of, function_of, joined, parse_translated
+from runtime.server.answers.chat import Chat, Effort, call_of, parse_translated
+from runtime.server.answers.client_tools import custom_arguments, label_of
+from runtime.server.answers.content import Content, check_asked, joined, line_of, type_of
 from runtime.server.answers.request import AnyText, MaxTokens, NamedSchema
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse, short_json
+from runtime.server.responses.offered_tools import CALLABLE, OfferedTools
 from runtime.server.responses.store import ResponseStore
-
-
-class TextContent(Body):
-    """Text of a message."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: SentBack = None
-    logprobs: SentBack = None
-
-
-class RefusalContent(Body):
-    """A refusal, in an earlier answer of another model."""
-
-    type: Literal["refusal"]
-    refusal: str
-
-    @property
-    def text(self) -> str:
-        """What was said."""
-        return self.refusal
-
-
-MessageContent = Annotated[TextContent | RefusalContent, Field(discriminator="type")]
 
 
 class SentBackItem(Body):
@@ -53,7 +32,7 @@ class MessageItem(SentBackItem):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | BoundedList[MessageContent]
+    content: Content
 
 
 class ReasoningText(Body):
@@ -78,15 +57,36 @@ class FunctionCallItem(SentBackItem):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
-class FunctionOutputItem(SentBackItem):
-    """The result of a function call."""
+class CustomCallItem(SentBackItem):
+    """A call of a custom tool, in an earlier answer."""
 
-    type: Literal["function_call_output"]
+    type: Literal["custom_tool_call"]
     call_id: str
-    output: str | BoundedList[MessageContent]
+    name: str
+    namespace: str | None = None
+    input: str
+
+
+class ShellCallItem(SentBackItem):
+    """A call of the shell on the client's machine, in an earlier answer."""
+
+    type: Literal["local_shell_call"]
+    call_id: str | None = None
+    action: dict[str, Any]
+
+
+class ToolOutputItem(Body):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output", "local_shell_call_output"]
+    id: str | None = Field(None, description="of the call, for `local_shell_call_output`")
+    call_id: str | None = None
+    status: SentBack = None
+    output: Content
 
 
 class ItemReference(Body):
@@ -96,34 +96,49 @@ class ItemReference(Body):
     id: str
 
 
-def _type(item: Any) -> str | None:
-    """The type of an item; for a message, clients may leave it out."""
-    if isinstance(item, dict):
-        type = item.get("type", "message")
-        return type if isinstance(type, str) else None
-    return getattr(item, "type", None)
+class OtherItem(Body):
+    """An item of another type, of which nothing is read: a line in its place says so."""
+
+    type: str
+
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """See `Body`: the type."""
+        yield self.type, False
+
+
+_KINDS = {
+    "message": "Message",
+    "reasoning": "Reasoning",
+    "function_call": "Call",
+    "custom_tool_call": "CustomCall",
+    "local_shell_call": "ShellCall",
+    **dict.fromkeys(("function_call_output", "custom_tool_call_output", "local_shell_call_output"), "Output"),
+    "item_reference": "Reference",
+}
+
+
+def _kind(item: Any) -> str | None:
+    """The tag of an item; for a message, clients may leave its type out."""
+    type = "message" if isinstance(item, dict) and "type" not in item else type_of(item)
+    return None if type is None else _KINDS.get(type, "Other")
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")]
-    | Annotated[ItemReference, Tag("item_reference")],
-    Discriminator(_type),
+    Annotated[MessageItem, Tag("Message")]
+    | Annotated[ReasoningItem, Tag("Reasoning")]
+    | Annotated[FunctionCallItem, Tag("Call")]
+    | Annotated[CustomCallItem, Tag("CustomCall")]
+    | Annotated[ShellCallItem, Tag("ShellCall")]
+    | Annotated[ToolOutputItem, Tag("Output")]
+    | Annotated[ItemReference, Tag("Reference")]
+    | Annotated[OtherItem, Tag("Other")],
+    Discriminator(_kind),
 ]
 
 ITEM: TypeAdapter[Any] = TypeAdapter(Item)
 
-TAGS = frozenset(
-    (
-        *("message", "reasoning", "function_call", "function_call_output", "item_reference"),
-        *("input_text", "output_text", "text", "refusal"),
-    )
-)
 
-
-def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
+def messages_of(items: Iterable[Any], tools: OfferedTools) -> list[dict[str, Any]]:
     """The messages of a chat that items stand for; there are no references among the items.
 
     Reasoning, text and calls of one answer are several items, but one message of a chat.
@@ -139,6 +154,9 @@ def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
             messages.append(answer)
         return answer
 
+    def call(item: Any, name: str, arguments: str) -> None:
+        answer_without().setdefault("tool_calls", []).append(call_of(item.call_id or item.id, name, arguments))
+
     for item in items:
         match item:
             case ReasoningItem():
@@ -147,14 +165,26 @@ def messages_of(items: Iterable[Any]) -> list[dict[str, Any]]:
             case MessageItem(role="assistant"):
                 answer_without("content", "tool_calls")["content"] = joined(item.content)
             case FunctionCallItem():
-                calls = answer_without().setdefault("tool_calls", [])
-                calls.append(call_of(item.call_id, item.name, item.arguments))
-            case FunctionOutputItem():
+                call(item, tools.name_of(item.name, item.namespace), item.arguments)
+            case CustomCallItem():
+                call(item, tools.name_of(item.name, item.namespace), custom_arguments(item.input))
+            case ShellCallItem():
+                given = {name: value for name, value in item.action.items() if name != "type" and value is not None}
+                call(item, "local_shell", json.dumps(given, ensure_ascii=False))
+            case ToolOutputItem():
                 answer = None
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
+                id = item.call_id or item.id or ""
+                messages.append({"role": "tool", "tool_call_id": id, "content": joined(item.output)})
             case MessageItem():
                 answer = None
-                messages.append({"role": item.role, "content": joined(item.content)})
+                content = joined(item.content, is_system=item.role != "user")
+                messages.append({"role": item.role, "content": content})
+            case OtherItem() if item.type.endswith("_call"):
+                # Of a tool that a service has run while it wrote the answer.
+                answer_without("content", "tool_calls")["content"] = line_of(item.type)
+            case OtherItem():
+                answer = None
+                messages.append({"role": "user", "content": line_of(item.type)})
     return messages
 
 
@@ -190,20 +220,32 @@ class ReasoningConfig(Body):
 
 
 class ResponsesTool(Body):
-    """A tool. Only functions can be called; tools of other types, which OpenAI's service runs, are ignored."""
+    """A tool that the client runs. Tools of other types, which OpenAI's service runs, are left out."""
 
     type: str
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    format: Any = Field(None, description="of the input of a custom tool")
+    tools: BoundedList[ResponsesTool] | None = Field(None, description="those of a namespace")
+    defer_loading: NoEffect = None
+
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """See `Body`; of a tool that is left out, its type."""
+        if self.type in CALLABLE or self.type == "namespace":
+            yield from super().ignored_names()
+        else:
+            yield label_of(self), False
 
 
 class ResponsesToolChoice(Body):
-    """The function that the model must call, or the functions that it may call."""
+    """The tool that the model must call, or the tools that it may call."""
 
     type: str
     name: str | None = None
+    namespace: str | None = None
+    server_label: SentBack = None
     mode: Literal["auto", "required"] | None = None
     tools: list[ResponsesTool] | None = None
 
@@ -265,6 +307,7 @@ class ParsedRequest:
 
     Attributes:
         chat: what to generate.
+        tools: of the request, as functions of the chat.
         messages: the messages of the chat before the answer, without the instructions, as JSON; b"" if the response is
             not stored.
         begun: the message that the answer continues; None if it is a new one.
@@ -272,6 +315,7 @@ class ParsedRequest:
 
     request: ResponsesRequest
     chat: ResponsesChat
+    tools: OfferedTools
     messages: bytes
     begun: dict[str, Any] | None
 
@@ -282,16 +326,19 @@ def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
     Raises: ErrorResponse: the body is invalid, or a response or an item that it names is not stored.
     """
     messages: list[dict[str, Any]] = []
+    tools = OfferedTools()
 
     def fields(request: ResponsesRequest) -> dict[str, Any]:
+        nonlocal tools
         _check_support(request)
-        messages.extend(_messages(request, store))
-        return _fields(request, messages)
+        tools = OfferedTools.of(request.tools or ())
+        messages.extend(_messages(request, store, tools))
+        return _fields(request, messages, tools)
 
-    request, chat = parse_translated(body, ResponsesRequest, ResponsesChat, TAGS, fields)
+    request, chat = parse_translated(body, ResponsesRequest, ResponsesChat, fields)
     begun = messages.pop() if chat.continues else None
     stored = json.dumps(messages, ensure_ascii=False).encode() if request.store is not False else b""
-    return ParsedRequest(request, chat, stored, begun)
+    return ParsedRequest(request, chat, tools, stored, begun)
 
 
 _UNSUPPORTED = {
@@ -313,7 +360,7 @@ def _check_support(request: ResponsesRequest) -> None:
             raise ErrorResponse(400, message, param=field) from error
 
 
-def _messages(request: ResponsesRequest, store: ResponseStore) -> list[dict[str, Any]]:
+def _messages(request: ResponsesRequest, store: ResponseStore, tools: OfferedTools) -> list[dict[str, Any]]:
     """The messages of a request after those of the response that it continues."""
     messages: list[dict[str, Any]] = []
     if request.previous_response_id is not None:
@@ -330,7 +377,11 @@ def _messages(request: ResponsesRequest, store: ResponseStore) -> list[dict[str,
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     items = [_referenced(item, store) if isinstance(item, ItemReference) else item for item in request.input]
-    return messages + messages_of(items)
+    before, last = [None, None, *items][-2:]
+    # What a tool has returned may follow its result in a user's message.
+    if isinstance(last, MessageItem) and last.role == "user" and not isinstance(before, ToolOutputItem):
+        check_asked(last.content, f"input.{len(items) - 1}.content")
+    return messages + messages_of(items, tools)
 
 
 def _referenced(reference: ItemReference, store: ResponseStore) -> Any:
@@ -342,7 +393,7 @@ def _referenced(reference: ItemReference, store: ResponseStore) -> Any:
     return ITEM.validate_json(item)
 
 
-def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _fields(request: ResponsesRequest, messages: list[dict[str, Any]], tools: OfferedTools) -> dict[str, Any]:
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     if not messages:
@@ -359,20 +410,5 @@ def _fields(request: ResponsesRequest, messages: list[dict[str, Any]]) -> dict[s
             fields["response_format"] = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
         case JsonObjectFormat():
             fields["response_format"] = {"type": "json_object"}
-    choice = request.tool_choice
-    tools = [tool for tool in request.tools or () if tool.type == "function"]
-    if tools:
-        names = ("name", "description", "parameters", "strict")
-        fields["tools"] = [function_of(**{name: getattr(tool, name) for name in names}) for tool in tools]
-        if choice is not None:
-            fields["tool_choice"] = _tool_choice(choice)
+    fields["tools"], fields["tool_choice"] = tools.chosen(request.tool_choice)
     return fields
-
-
-def _tool_choice(choice: str | ResponsesToolChoice) -> str | dict[str, Any]:
-    if isinstance(choice, str):
-        return choice
-    if choice.type == "allowed_tools":
-        allowed = [function_of(name=tool.name) for tool in choice.tools or () if tool.type == "function"]
-        return {"type": choice.type, choice.type: {"mode": choice.mode or "auto", "tools": allowed}}
-    return function_of(name=choice.name) if choice.type == "function" else choice.mode or "auto"

@@ -31,6 +31,7 @@ from runtime.server.responses.bodies import (
     ResponseBody,
     ResponsesUsage,
 )
+from runtime.server.responses.offered_tools import OfferedTool
 from runtime.server.responses.requests import GIVEN_BACK, ITEM, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
@@ -57,6 +58,7 @@ class ResponseSerializer(Serializer):
         # Kept only for log-probabilities: tokens whose text is withheld, and those of the call that is being written.
         self._withheld: list[Token] = []
         self._of_call: list[Token] = []
+        self._called: OfferedTool | None = None  # the tool of the current call, if it is one of the request's
         self._response = _begun(self.id, parsed, answer)
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> ResponseBody:
@@ -100,24 +102,49 @@ class ResponseSerializer(Serializer):
                 yield from self._text("reasoning", text)
             case CallBegan(id=id, name=name):
                 self._of_call, self._withheld = self._withheld, []
-                yield from self._begin("fc", type="function_call", call_id=id, name=name, arguments="")
+                self._called = self._parsed.tools.by_name.get(name)
+                if self._called is None or self._called.type == "function":
+                    place = {"name": name} if self._called is None else self._called.place
+                    yield from self._begin("fc", type="function_call", call_id=id, **place, arguments="")
             case CallArguments(text=text):
                 self._of_call += self._withheld
                 self._withheld.clear()
-                self._item["arguments"] += text
-                yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
-            case CallEnded():
+                if self._called is None or self._called.type == "function":
+                    self._item["arguments"] += text
+                    yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
+            case CallEnded(call=call):
                 self._withheld.clear()
-                yield from self._done("completed")
-            case CallBroken(cut_off=ToolCall()):
+                if self._called is not None and self._called.type != "function":
+                    yield from self._other_call(self._called, call)
+                else:
+                    yield from self._done("completed")
+            case CallBroken(cut_off=ToolCall() as call):
                 self._withheld.clear()
-                yield from self._done("incomplete")
+                if self._called is not None and self._called.type != "function":
+                    yield from self._other_call(self._called, call, "incomplete")
+                else:
+                    yield from self._done("incomplete")
             case CallBroken(given=given):
-                # Events cannot be taken back, but a client does not answer a call whose last event is missing.
-                self._is_open = False
-                self._output.pop()
+                if self._called is None or self._called.type == "function":
+                    # Events cannot be taken back, but a client does not answer a call whose last event is missing.
+                    self._is_open = False
+                    self._output.pop()
                 self._withheld = self._of_call + self._withheld
                 yield from self._text("message", given)
+
+    def _other_call(self, tool: OfferedTool, call: ToolCall, status: ItemStatus = "completed") -> Iterator[Event]:
+        """A call of a tool that is no function, known only at its end: its arguments are no JSON in this API."""
+        if (found := tool.item(call, is_whole=status == "completed")) is None:
+            yield from self._text("message", json.dumps({"name": call.name, "arguments": call.arguments}))
+            return
+        prefix, fields = found
+        text = fields.get("input")
+        yield from self._begin(prefix, **(fields if text is None else {**fields, "input": ""}))
+        if text is not None and status == "completed":
+            self._item["input"] = text
+            yield self._event("response.custom_tool_call_input.delta", **self._place, delta=text)
+            yield self._event("response.custom_tool_call_input.done", **self._place, input=text)
+        yield from self._done(status)
 
     def _ended(self, statistics: Statistics) -> Iterator[Event]:
         """Complete the response, and keep it if it is to be stored."""
@@ -176,7 +203,7 @@ class ResponseSerializer(Serializer):
             called = {"name": item["name"], "arguments": item["arguments"]}
             if status == "completed":
                 yield self._event("response.function_call_arguments.done", **self._place, **called)
-        else:
+        elif "content" in item:
             content = item["content"][0]
             if content["type"] == "reasoning_text":
                 yield self._event("response.reasoning_text.done", **self._text_place, text=content["text"])
@@ -226,8 +253,8 @@ class ResponseSerializer(Serializer):
     def _keep(self) -> None:
         items = {item["id"]: _json(item).encode() for item in self._output}
         # Nobody answers a call that was cut off.
-        whole = [item for item in self._output if item["type"] != "function_call" or item["status"] == "completed"]
-        answer = messages_of(map(ITEM.validate_python, whole))
+        whole = [item for item in self._output if "content" in item or item["status"] == "completed"]
+        answer = messages_of(map(ITEM.validate_python, whole), self._parsed.tools)
         if (begun := self._parsed.begun) is not None:
             answer = answer or [{"content": ""}]
             answer[0] = {**begun, **answer[0], "content": begun["content"] + answer[0]["content"]}

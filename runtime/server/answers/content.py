@@ -1,0 +1,194 @@
+"""The content of messages: parts of any API, and the text that a model reads of them.
+
+Models here read text. A part that is none leaves a line in its place, and the response's header names its type, so that
+a conversation with an image in it can go on. Only in what the user asks now, it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Tag
+
+from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack
+from runtime.server.errors import ErrorResponse
+
+
+class CachedBody(Body):
+    """An object that may mark the end of a prefix to cache. Here prefixes are cached without marks."""
+
+    cache_control: NoEffect = None
+
+
+class TextPart(CachedBody):
+    """Text."""
+
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+    citations: SentBack = None
+    annotations: SentBack = None
+    logprobs: SentBack = None
+
+
+class RefusalPart(Body):
+    """A refusal, in an earlier answer of another model."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """What was said."""
+        return self.refusal
+
+
+class ThinkingPart(Body):
+    """Reasoning of an earlier answer, which is no text of the message; redacted reasoning cannot be read."""
+
+    type: Literal["thinking", "redacted_thinking"]
+    thinking: str | BoundedList[TextPart] | None = None
+    signature: SentBack = None
+    data: SentBack = None
+    closed: SentBack = None
+
+    @property
+    def text(self) -> str:
+        """The text of the message: none."""
+        return ""
+
+
+class OtherPart(Body):
+    """A part of another type, of which nothing is read: an image, audio, a file, a call that a service has run, …"""
+
+    type: str
+
+    @property
+    def text(self) -> str | None:
+        """The text to read; None if the part has none."""
+        return None
+
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """See `Body`: the type, if nothing is read."""
+        if self.text is None:
+            yield self.type, False
+
+
+class DocumentPart(OtherPart):
+    """A document or a result of a search; only its text can be read."""
+
+    source: Any = None
+    content: Any = None
+    title: str | None = None
+    context: str | None = None
+
+    @property
+    def text(self) -> str | None:
+        """The text of the document with its title and its context, or source, before it; None if it has none."""
+        match self.source:
+            case {"type": "text", "data": str(text)}:
+                before: Any = (self.title, self.context)
+            case {"type": "content", "content": content}:
+                before, text = (self.title, self.context), _texts(content)
+            case _:
+                before, text = (self.title, self.source), _texts(self.content)
+        return None if text is None else "\n".join(part for part in (*before, text) if part and isinstance(part, str))
+
+
+def _texts(content: Any) -> str | None:
+    """The text of content that is a text or parts of text; None if it is anything else."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
+
+
+_KINDS = {
+    **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "Text"),
+    **dict.fromkeys(("thinking", "redacted_thinking"), "Thinking"),
+    **dict.fromkeys(("document", "search_result"), "Document"),
+    "refusal": "Refusal",
+}
+
+
+def type_of(value: Any) -> str | None:
+    """The type of a part or an item, parsed or not; None if it has none."""
+    type = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return type if isinstance(type, str) else None
+
+
+def kind_of_part(value: Any) -> str | None:
+    """The tag of a part in a union of its kinds."""
+    type = type_of(value)
+    return None if type is None else _KINDS.get(type, "Other")
+
+
+Kinds = (
+    Annotated[TextPart, Tag("Text")]
+    | Annotated[RefusalPart, Tag("Refusal")]
+    | Annotated[ThinkingPart, Tag("Thinking")]
+    | Annotated[DocumentPart, Tag("Document")]
+    | Annotated[OtherPart, Tag("Other")]
+)
+Part = Annotated[Kinds, Discriminator(kind_of_part)]
+Content = str | BoundedList[Part]
+
+# How the first line of Claude Code's instructions begins. It has a number that changes with each request.
+_BILLING = "x-anthropic-billing-header:"
+
+
+def joined(content: str | Sequence[Any], *, is_system: bool = False) -> str:
+    """The text of a message's content. A part that cannot be read is a line of its own.
+
+    Args:
+        is_system: whether it is the system's message, of which Claude Code's billing header is no part.
+    """
+    if isinstance(content, str):
+        return _without_billing(content) if is_system else content
+    text, was_line = "", False
+    for part in content:
+        read = part.text
+        piece = line_of(part.type) if read is None else _without_billing(read) if is_system else read
+        if text and piece and (read is None or was_line) and not text.endswith("\n") and not piece.startswith("\n"):
+            text += "\n"
+        text, was_line = text + piece, read is None
+    return text
+
+
+def reasoning_in(content: Any) -> str:
+    """The reasoning among the parts of a message's content."""
+    parts = content if isinstance(content, list) else ()
+    return "".join(joined(part.thinking or "") for part in parts if isinstance(part, ThinkingPart))
+
+
+def line_of(type: str) -> str:
+    """The line in place of a part or an item that cannot be read."""
+    return f"[{_plain(type)} omitted]"
+
+
+def check_asked(content: Any, where: str) -> None:
+    """Check the message in which the user asks for the answer.
+
+    Args:
+        content: of the message.
+        where: its place in the body.
+
+    Raises: ErrorResponse: a part cannot be read. An answer that ignores it would mislead.
+    """
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, OtherPart) and part.text is None:
+            what = {"image": "images", "video": "videos", "file": "files"}.get(_plain(part.type), _plain(part.type))
+            raise ErrorResponse(
+                400,
+                f"{what} cannot be read by the models here, which take text alone; leave out {where}.{index} of type "
+                f"{part.type[:60]!r}, or send its text",
+                param=f"{where}.{index}",
+            )
+
+
+def _plain(type: str) -> str:
+    return type[:60].removeprefix("input_").removesuffix("_url")
+
+
+def _without_billing(text: str) -> str:
+    return text.partition("\n")[2].lstrip("\n") if text.startswith(_BILLING) else text
