@@ -17,7 +17,7 @@ from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import special_tokens
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.generation.tool_calls.call_format import CallFormat, CallLayout, written_layout
-from runtime.generation.tool_calls.message_format import HARMONY_FINAL, HARMONY_TAGS
+from runtime.generation.tool_calls.message_format import FINALS, HARMONY_FINAL, MUSE_TAGS
 from runtime.generation.tool_calls.tools import Tools
 
 _OPTIONAL_NEWLINE = "\0"
@@ -69,8 +69,11 @@ def call_grammar(
     rest = f"{writer.text(begin)} {call}{several} {writer.text(end + format.end)}"
     block = writer.rule(f"{writer.text(format.start)} {rest}")
     answer = block if is_one or has_several else f'{block} ("\\n"? {block}){more}'
-    # Every text of gpt-oss' has a header.
-    final = writer.text(HARMONY_FINAL) if format.name == "harmony" else ""
+    if tags == MUSE_TAGS:
+        names = " | ".join(writer.text(tool["function"]["name"]) for tool in tools.callable)
+        answer = f'(" to=" ({names}) {writer.text("<|message|>")})? {answer}'
+    # Where answers consist of messages, a text has a header.
+    final = writer.text(FINALS.get(tags, "") or (HARMONY_FINAL if format.name == "harmony" else ""))
     if is_text and final:
         answer = f"{final} TEXT | {answer}"
     elif is_text:
@@ -89,7 +92,7 @@ def reasoning_before(grammar: str, *, tokenizer: Any, tags: tuple[str, str] | No
         tags, is_thinking: as for `call_grammar`.
     """
     writer = _Writer(special_tokens(tokenizer))
-    final = writer.text(HARMONY_FINAL) if tags == HARMONY_TAGS else ""
+    final = writer.text(FINALS.get(tags, ""))
     content = writer.part(grammar)
     return writer.grammar(f"{_reasoning(writer, tags, is_thinking=is_thinking)} {final} {content}")
 
