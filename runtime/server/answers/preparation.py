@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -153,15 +153,14 @@ class Preparation:
         if constraint is None and not tools.needs_grammar:
             return encoded, None
         write = partial(self._call_grammar, tools, format, prompt)
-        is_strict = constraint is not None or tools.is_strict
-        return encoded, await schemas.grammar_of_calls(write, self._client, is_strict=is_strict)
+        return encoded, await schemas.grammar_of_calls(write, self._client, may_be_loose=tools.not_strict)
 
-    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], is_loose: bool) -> str:
+    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], loose: Collection[str]) -> str:
         if (constraint := self.request.constraint) is None:
             marks = marks_of(ReasoningTracker(self.tokenizer, prompt))
-            return call_grammar(tools, format, self.tokenizer, **marks, is_loose=is_loose)
+            return call_grammar(tools, format, self.tokenizer, **marks, loose=loose)
         content = None if tools.must_call else constraint.schema
-        return call_grammar(tools, format, self.tokenizer, content=content, is_loose=is_loose)
+        return call_grammar(tools, format, self.tokenizer, content=content, loose=loose)
 
     async def _encoded(self) -> _Encoded:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
