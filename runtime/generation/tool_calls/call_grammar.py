@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ import attrs
 from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import special_tokens
 from runtime.generation.json_schema import grammar_of_schema
+from runtime.generation.tool_calls.argument_values import argument_type
 from runtime.generation.tool_calls.call_format import CallFormat, CallLayout, written_layout
 from runtime.generation.tool_calls.message_format import FINALS, HARMONY_FINAL, MUSE_TAGS
 from runtime.generation.tool_calls.tools import Tools
@@ -38,7 +39,7 @@ def call_grammar(
     tags: tuple[str, str] | None = None,
     is_thinking: bool = False,
     content: Mapping[str, Any] | bool | None = None,
-    is_loose: bool = False,
+    loose: Collection[str] = (),
 ) -> str:
     """The grammar of an answer, in llguidance's own format, as `Grammar` takes it.
 
@@ -47,7 +48,8 @@ def call_grammar(
         tags: of the reasoning, which is not constrained; None for a model without reasoning.
         is_thinking: whether the answer begins within the reasoning.
         content: the JSON schema of an answer that calls nothing; None for any text, and if a call is required.
-        is_loose: whether arguments may be any JSON where the format has JSON, whatever the schema says.
+        loose: names of functions whose arguments may be any JSON where the format has JSON, whatever the schema says.
+            Other functions have only the arguments that are listed, unless their schema says otherwise.
 
     Raises: SettingsError: the format has no layout, a schema cannot be followed, or llguidance is not installed.
     """
@@ -58,7 +60,8 @@ def call_grammar(
             '"auto", and strict and parallel_tool_calls out'
         )
     writer = _Writer(special_tokens(tokenizer))
-    calls = [_call(writer, layout, tool["function"], is_loose=is_loose) for tool in tools.callable]
+    functions = [tool["function"] for tool in tools.callable]
+    calls = [_call(writer, layout, each, is_loose=each["name"] in loose) for each in functions]
     call = writer.rule(" | ".join(calls))
     is_one = not tools.is_parallel or tools.choice not in ("auto", "required")
     has_several = layout.between_calls is not None and not is_one
@@ -105,40 +108,43 @@ def _reasoning(writer: _Writer, tags: tuple[str, str] | None, *, is_thinking: bo
 
 
 def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, is_loose: bool) -> str:
-    parameters = {"type": "object"} if is_loose else {"type": "object", **function["parameters"]}
+    parameters = {"type": "object", **function["parameters"]}
+    properties = parameters.get("properties")
+    if "properties" in parameters and not isinstance(properties, Mapping):  # null, or an empty list
+        parameters["properties"] = properties = {}
     head = writer.text(layout.head.replace("{name}", function["name"]))
     tail = writer.text(layout.tail)
     if layout.key is None:
-        return writer.rule(f"{head} {writer.schema(parameters)} {tail}")
-    declared = function["parameters"].get("properties")
-    properties = declared if isinstance(declared, Mapping) else {}
-    required = function["parameters"].get("required")
+        return writer.rule(f"{head} {writer.schema({'type': 'object'} if is_loose else parameters)} {tail}")
+    required = parameters.get("required")
     required = set(required) if isinstance(required, list) else set()
-    definitions = {
-        key: function["parameters"][key] for key in ("$defs", "definitions") if key in function["parameters"]
-    }
-    arguments = []
-    for key, schema in properties.items():
-        schema = {**schema, **definitions} if isinstance(schema, Mapping) else {}
-        arguments.append((_argument(writer, layout, key, schema, is_loose=is_loose), key in required))
+    arguments = [
+        (_argument(writer, layout, key, parameters, is_loose=is_loose), key in required) for key in properties or ()
+    ]
     return writer.rule(f"{head} {_in_order(writer, arguments, writer.text(layout.between_arguments))} {tail}")
 
 
-def _argument(writer: _Writer, layout: CallLayout, key: str, schema: Mapping[str, Any], *, is_loose: bool) -> str:
+def _argument(writer: _Writer, layout: CallLayout, key: str, parameters: Mapping[str, Any], *, is_loose: bool) -> str:
     assert layout.key is not None
-    types = _types(schema)
-    kind = "string" if "string" in types or not types else sorted(types)[0]
+    definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    schema = parameters["properties"][key]
+    types = argument_type(schema, parameters).types
+    kind = "string" if "string" in types else min(types)
     head = writer.text(layout.key.replace("{key}", key).replace("{type}", "number" if kind == "integer" else kind))
     end = writer.text(layout.value_end)
-    value_schema = True if is_loose else schema
+    value_schema = True if is_loose or not isinstance(schema, Mapping) else {**schema, **definitions}
     if layout.values in ("json", "python") or kind != "string":
-        if layout.values not in ("json", "text", "python") and _types(_items(schema)) == {"string"}:
-            item = f"{writer.text(layout.values)} {writer.until(layout.values)}"
-            return writer.rule(f'{head} "[" ({item} ("," {item})*)? "]" {end}')
+        if layout.values not in ("json", "text", "python") and types == {"array"}:
+            items = schema.get("items") if isinstance(schema, Mapping) else None
+            if items is not None and argument_type(items, parameters).types == {"string"}:
+                item = f"{writer.text(layout.values)} {writer.until(layout.values)}"
+                return writer.rule(f'{head} "[" ({item} ("," {item})*)? "]" {end}')
         return writer.rule(f"{head} {writer.schema(value_schema)} {end}")
     quotation = "" if layout.values == "text" else layout.values
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(choices, list) and choices and not is_loose:
+    choices = None
+    if isinstance(schema, Mapping) and not is_loose:
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list) and choices:
         texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
         body = " | ".join(writer.text(quotation + text + quotation + layout.value_end) for text in texts)
         return writer.rule(f"{head} ({body})")
@@ -160,26 +166,6 @@ def _in_order(writer: _Writer, arguments: Sequence[tuple[str, bool]], between: s
     return first
 
 
-def _types(schema: Any) -> set[str]:
-    """The types that a schema names, itself or in alternatives; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(alternatives := schema.get(key), list):
-            types |= {each for alternative in alternatives for each in _types(alternative)}
-    if not types and isinstance(choices := schema.get("enum"), list) and not any(isinstance(c, str) for c in choices):
-        return {"number"}
-    if not types and "$ref" in schema:
-        return {"object"}
-    return types
-
-
-def _items(schema: Mapping[str, Any]) -> Any:
-    return schema.get("items") if _types(schema) == {"array"} else None
-
-
 @attrs.define
 class _Writer:
     """Writes a grammar in llguidance's variant of Lark."""
@@ -195,7 +181,7 @@ class _Writer:
 
     def schema(self, schema: Mapping[str, Any] | bool) -> str:
         """The JSON of a schema. Raises: SettingsError: it cannot be followed."""
-        return self.part(grammar_of_schema(schema))
+        return self.part(grammar_of_schema(schema, is_closed=True))
 
     def part(self, grammar: str) -> str:
         """A grammar in llguidance's own format, as a part of this one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -173,14 +173,13 @@ class Preparation:
         if constraint is None and not tools.needs_grammar:
             return encoded, None
         write = partial(self._call_grammar, tools, format, prompt)
-        is_strict = constraint is not None or tools.is_strict
-        return encoded, await schemas.grammar_of_calls(write, self._client, is_strict=is_strict)
+        return encoded, await schemas.grammar_of_calls(write, self._client, may_be_loose=tools.not_strict)
 
-    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], is_loose: bool) -> str:
+    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], loose: Collection[str]) -> str:
         constraint, answer = self.request.constraint, ReasoningTracker(self.tokenizer, prompt)
         content = None if constraint is None or tools.must_call else constraint.schema
         marks = marks_of(answer) if self._reasons(answer) else NO_REASONING
-        return call_grammar(tools, format, self.tokenizer, **marks, content=content, is_loose=is_loose)
+        return call_grammar(tools, format, self.tokenizer, **marks, content=content, loose=loose)
 
     async def _encoded(self) -> _Encoded:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
