@@ -275,6 +275,11 @@ def _found_switch(tokenizer: Any, template: Any) -> ThinkingSwitch | None:
     return None
 
 
+def lacks_switch(tokenizer: Any) -> bool:
+    """Whether the template has no switch for reasoning. That a renderer in Python has none cannot be told."""
+    return _known_of(tokenizer).template is not None and thinking_switch(tokenizer) is None
+
+
 def _with_own_switch(tokenizer: Any, switches: Mapping[str, Any]) -> dict[str, Any]:
     switch = thinking_switch(tokenizer)
     own = {} if switch is None else {switch.name: switch.on if switches["enable_thinking"] else switch.off}

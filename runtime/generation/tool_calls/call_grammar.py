@@ -294,7 +294,7 @@ class _Writer:
         return " ".join([self.rule(f"TEXT {first}", "[lazy]"), *rest])
 
     def grammar(self, start: str) -> str:
-        lines = [f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\r\n]*/"]
+        lines = [f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\r\n]{0,8}/"]
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *self._parts]})
 
     def _terms(self, text: str) -> list[str]:
