@@ -374,3 +374,8 @@ REPAIRS: tuple[Repair, ...] = (
     empty_contents,
     tools_filled,
 )
+
+# Those of texts that templates are known to leave out, and not only to refuse.
+OF_DROPPED = tuple(
+    repair for repair in REPAIRS if repair not in (roles_alternating, short_ids, empty_contents, tools_filled)
+)

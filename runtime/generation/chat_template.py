@@ -17,7 +17,7 @@ import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError
-from runtime.generation.chat_repairs import REPAIRS, Chat, Message, arguments_as_json
+from runtime.generation.chat_repairs import OF_DROPPED, REPAIRS, Chat, Message
 from runtime.generation.reasoning_tags import last_index, tags_of
 from runtime.generation.template_probes import Needs, needs_of, repaired
 from runtime.generation.tool_calls.messages import for_template
@@ -95,16 +95,15 @@ def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, A
     # Python functions are the template's affair, or transformers'.
     are_schemas = isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)
     chat = Chat(tuple(for_template(turns)), tuple(tools) if are_schemas else ())
-    needs = Needs()
-    if any(repair(chat) != chat for repair in (*REPAIRS, arguments_as_json)):
-        needs = _needs(tokenizer, has_tools=bool(tools))
-    shaped = repaired(chat, needs.always)
+    # A renderer in Python, without a template, is only probed once it raises an error.
+    may_drop = _known_of(tokenizer).template is not None and any(repair(chat) != chat for repair in OF_DROPPED)
+    shaped = repaired(chat, _needs(tokenizer, has_tools=bool(tools)).always) if may_drop else chat
     try:
         return _plain(tokenizer, switches, shaped)
     except Exception as error:
         refusal = error
     known_switches = _with_known_effort(tokenizer, switches)
-    attempts = [repaired(chat, needs.on_error), repaired(chat, REPAIRS)]
+    attempts = [repaired(chat, _needs(tokenizer, has_tools=bool(tools)).on_error), repaired(chat, REPAIRS)]
     if known_switches != switches:
         attempts.insert(0, shaped)
     for attempt in attempts:
@@ -276,6 +275,11 @@ def _found_switch(tokenizer: Any, template: Any) -> ThinkingSwitch | None:
     return None
 
 
+def lacks_switch(tokenizer: Any) -> bool:
+    """Whether the template has no switch for reasoning. That a renderer in Python has none cannot be told."""
+    return _known_of(tokenizer).template is not None and thinking_switch(tokenizer) is None
+
+
 def _with_own_switch(tokenizer: Any, switches: Mapping[str, Any]) -> dict[str, Any]:
     switch = thinking_switch(tokenizer)
     own = {} if switch is None else {switch.name: switch.on if switches["enable_thinking"] else switch.off}
@@ -289,7 +293,7 @@ def asks_for_reasoning(tokenizer: Any, switches: Mapping[str, Any]) -> bool | No
     switch = thinking_switch(tokenizer)
     if switch is not None and switch.name in switches:
         return bool(switches[switch.name] != switch.off)
-    return True if switches.get("reasoning_effort") else None
+    return effort != "none" if (effort := switches.get("reasoning_effort")) else None
 
 
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

@@ -172,7 +172,7 @@ class _Writer:
 
     _special_tokens: Mapping[str, int]
     _rules: list[str] = attrs.field(init=False, factory=list)
-    _schemas: list[dict[str, Any]] = attrs.field(init=False, factory=list)
+    _parts: list[dict[str, Any]] = attrs.field(init=False, factory=list)
 
     def rule(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"
@@ -185,9 +185,10 @@ class _Writer:
 
     def part(self, grammar: str) -> str:
         """A grammar in llguidance's own format, as a part of this one."""
-        name = f"schema_{len(self._schemas)}"
-        [inner] = json.loads(grammar)["grammars"]
-        self._schemas.append({**inner, "name": name})
+        name = f"part_{len(self._parts)}"
+        # A grammar in Lark's syntax is llguidance's own format, too.
+        [inner] = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+        self._parts.append({**inner, "name": name})
         return f"@{name}"
 
     def text(self, text: str) -> str:
@@ -205,8 +206,8 @@ class _Writer:
         return " ".join([self.rule(f"TEXT {first}", "[lazy]"), *rest])
 
     def grammar(self, start: str) -> str:
-        lines = [f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\r\n]*/"]
-        return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *self._schemas]})
+        lines = [f"start: {start}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \t\r\n]{0,8}/"]
+        return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *self._parts]})
 
     def _terms(self, text: str) -> list[str]:
         found = sorted((token for token in self._special_tokens if token in text), key=len, reverse=True)

@@ -15,7 +15,7 @@ from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
-from runtime.generation.chat_template import asks_for_reasoning, thinking_switch
+from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
 from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
@@ -322,7 +322,7 @@ def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = Non
     if request.is_chat and has_template:
         tools = request.checked_tools() if tools is None else tools
         variables = {**request.template_variables, **({} if tools is None else tools.template_variables)}
-        if request.reasoning_field is not None and thinking_switch(tokenizer) is None:
+        if request.reasoning_field is not None and lacks_switch(tokenizer):
             request.ignore(request.reasoning_field)
         if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
             variables["enable_thinking"] = False
