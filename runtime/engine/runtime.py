@@ -274,7 +274,7 @@ class Runtime:
 
         Raises: before any model work:
             SettingsError: a setting or a function is invalid, or the chat template has no switch for thinking.
-            PromptError: there is no tokenizer, its chat template takes no system message, or the model has no calls.
+            PromptError: there is no tokenizer, its chat template takes no messages, or the model has no calls.
         """
         return self._conversation(system, thinking, turn_settings(settings, overrides), Functions(tools))
 

@@ -146,21 +146,31 @@ class AnswerReader:
             parsed, is_cut_off = error.call, True
         if is_cut_off and (parsed is not None or self._call is not None):
             self._cut_off(parsed)
-        elif self._call is not None:
-            self._break_call()
-        elif self._is_to_be_searched():
+        elif self._call is not None or self._calls.has_begun:
+            yield from self._give_malformed()
+        elif self._is_word():
             yield from self._give_word(marker)
 
-    def _is_to_be_searched(self) -> bool:
-        """Whether a text that is no block may have one in it; otherwise it is given."""
+    def _give_malformed(self) -> Steps[None]:
+        """Give a malformed call as content, up to the end of its block: what looks like a call in it is none."""
         assert self._calls is not None
-        length = max(self._text.num_passed, self._calls.num_retried)
+        if self._call is not None:
+            self._events.append(CallBroken(self._call.index, "".join(self._given)))
+            self._call, self._follows_call, self._may_reason = None, False, False
+        # What was read twice was read to the end of the answer.
+        self._num_long += self._calls.num_retried > _SHORT
+        self._give(self._text.pop() if self._num_long <= _MAX_LONG else self._text.pop_rest())
+        if self._calls.end:
+            yield from self._give_word((yield from self._text.seek(Markers((self._calls.end,)), self._give)))
+
+    def _is_word(self) -> bool:
+        """Whether only the marker of a text that is no call is given; else the text before the cursor was given."""
+        length = self._text.num_passed
         self._num_long += length > _SHORT
         if length <= _SHORT or self._num_long <= _MAX_LONG:
             self._text.back()
             return True
-        # What was read twice was read to the end of the answer.
-        self._give(self._text.pop_rest() if self._calls.num_retried else self._text.pop())
+        self._give(self._text.pop())
         return False
 
     def _give_word(self, marker: str) -> Steps[None]:
@@ -252,13 +262,6 @@ class AnswerReader:
         self._is_reasoning = False
         self._keeps_space = self._may_reason = self._follows_call = True
         return self._call
-
-    def _break_call(self) -> None:
-        """Give up a call that has begun; the rest of it is content."""
-        assert self._call is not None
-        self._events.append(CallBroken(self._call.index, "".join(self._given)))
-        self._call, self._follows_call, self._may_reason = None, False, False
-        self._text.back()
 
     def _cut_off(self, parsed: ParsedCall | None) -> None:
         call = self._call

@@ -40,13 +40,13 @@ class ArgumentType:
 
         A text that may be a string or something else is something else if it is JSON of it.
         """
-        written = text.strip()
-        kind = kind_of(written)
         if "string" in self.types:
+            kind = kind_of(text)
             if text in self.texts or kind in (None, "string") or not self._has(kind):
                 return json.dumps(text, ensure_ascii=False)
-            return written
-        if kind is not None:
+            return text
+        written = text.strip()
+        if kind_of(written) is not None:
             return written
         kind, value = _OF_PYTHON.get(written, ("", ""))
         if kind in self.types:

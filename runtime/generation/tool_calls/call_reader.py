@@ -89,20 +89,24 @@ class CallReader:
 
     Attributes:
         markers: with which a block may begin.
+        end: with which it ends; "" if nothing marks its end.
         is_in_call: whether the text so far has the head of a call that is not over.
+        has_begun: whether an argument of the block has begun.
         num_retried: characters of the block that were read twice.
     """
 
     def __init__(
         self, text: IncomingText, format: CallFormat, tools: Sequence[Mapping[str, Any]], sink: CallSink
     ) -> None:
-        self.is_in_call, self.num_retried = False, 0
+        self.is_in_call = self.has_begun = False
+        self.num_retried = 0
         self._text, self._format, self._tools, self._sink = text, format, tools, sink
         self._known = {tool["function"]["name"]: _Tool.of(tool["function"]) for tool in tools}
         self._layouts = () if format.layout is None else (format.layout, *format.layout.others)
         opening = "" if format.layout is None else format.layout.opening
         self.markers = tuple(dict.fromkeys(marker for marker in (format.start, opening) if marker))
         # Of the block that is being read.
+        self.end = format.end
         self._calls: list[ParsedCall] = []  # complete, and not given yet
         self._is_bare = False  # whether it begins without its marker
         self._pairs_markers = True  # whether each argument that begins in a string also ends in it
@@ -116,7 +120,7 @@ class CallReader:
             MalformedError: it is none, from the text on that was not given.
             CutOffError: the answer ends within it.
         """
-        self.num_retried, self._pairs_markers = 0, True
+        self.num_retried, self.has_begun, self._pairs_markers = 0, False, True
         try:
             try:
                 yield from self._read_block()
@@ -156,7 +160,7 @@ class CallReader:
 
     def _read_by_parser(self) -> Steps[None]:
         """A block up to its end marker, by a parser that is not known here."""
-        text, end = self._text, self._format.end
+        text, end = self._text, self.end
         self.is_in_call = True
         begin = text.take()
         found = yield from text.seek(Markers((end,) if end else ()))
@@ -194,7 +198,7 @@ class CallReader:
             text.back(after)
             if (yield from self._next_head(layout)) is None:
                 text.back(after)
-                if is_over and not self._format.end:
+                if is_over and not self.end:
                     return
                 self._fail(None if is_given else self._calls.pop())
             text.back(after)
@@ -226,7 +230,7 @@ class CallReader:
                 return False
             after = text.take()
             yield from text.space()
-        if (end := self._format.end) and (yield from text.accept(end)):
+        if (end := self.end) and (yield from text.accept(end)):
             return True
         if not end or self._is_bare:
             if closer:
@@ -259,12 +263,28 @@ class CallReader:
                 parts = parts if (yield from text.peek()) == "{" else None
             if parts is not None:
                 name = parts["name"]
+                if layout.values == "text" and not (yield from self._goes_on(layout)):
+                    text.back(place)
+                    continue
                 # Without a marker after it, any word could be a name.
                 must_be_known = is_bare or head.strip("\0").endswith("{name}")
                 if name in self._known or (not must_be_known and NAME.fullmatch(name)):
                     return ParsedCall(name, "", parts.get("id"))
             text.back(place)
         return None
+
+    def _goes_on(self, layout: CallLayout) -> Steps[bool]:
+        """Whether an argument follows the head of a call, or the call's end."""
+        assert layout.key is not None
+        text = self._text
+        place = text.take()
+        for begin in (layout.key.partition("{")[0], layout.whole_arguments[0], layout.tail.strip() or self.end):
+            yield from text.space()
+            is_next = begin and (yield from text.accept(begin))
+            text.back(place)
+            if is_next:
+                return True
+        return text.is_over and text.has_run_out
 
     def _parts(self, layout: str) -> Steps[dict[str, str] | None]:
         """Pass a text with these parts, and return them by name; None if it does not come next."""
@@ -333,11 +353,13 @@ class CallReader:
             if key in members:
                 raise MalformedError
             if key == "arguments" and "name" in members and (yield from text.peek()) == "{":
+                self.has_begun = True
                 self._sink.begin_call(self._name(members), self._id(members))
                 is_given, members[key] = True, ""
                 yield from self._read_streamed()
             else:
                 members[key] = yield from self._value()
+                self.has_begun = "name" in members
             comma = ","
             yield from text.space()
         if not is_given:
@@ -421,6 +443,7 @@ class CallReader:
     def _read_literals(self, layout: CallLayout, tool: _Tool, values: dict[str, str]) -> Steps[None]:
         assert layout.key is not None
         text = self._text
+        self.has_begun = True
         reader = LiteralReader(text, "" if layout.values == "python" else layout.values)
         known = sorted(tool.types, key=len, reverse=True)
         while (yield from text.peek()) != layout.tail:
@@ -449,10 +472,30 @@ class CallReader:
             kind = tool.types.get(key, ANY)
             if "type" in parts:
                 kind = _STRING if parts["type"] == "string" else _NO_STRING
-            written = yield from self._read_text(layout, tool, values, key, kind)
+            written = yield from self._read_json(layout, kind)
+            if not written:
+                written = yield from self._read_text(layout, tool, values, key, kind)
             if (value := kind.json_of(written)) is None:
                 raise MalformedError
             values[key] = value
+
+    def _read_json(self, layout: CallLayout, kind: ArgumentType) -> Steps[str]:
+        """An argument that can only be JSON, and its end marker; "" if it is neither an object nor a list."""
+        text = self._text
+        place = text.take()
+        if "string" not in kind.types:
+            self.has_begun = True
+            yield from text.space()
+            if (yield from text.peek()) in ("{", "["):
+                try:
+                    value = yield from self._value()
+                    yield from text.space()
+                    if (yield from text.accept(_stripped(layout.value_end))):
+                        return value
+                except MalformedError:
+                    pass  # it may be written as in Python
+        text.back(place)
+        return ""
 
     def _read_text(
         self, layout: CallLayout, tool: _Tool, values: dict[str, str], key: str, kind: ArgumentType
@@ -468,7 +511,8 @@ class CallReader:
             text.back(place)
             if layout.key.endswith("\n"):
                 yield from text.accept_any(_NEWLINES)
-        begin, num_open = text.take(), 0
+        begin, num_open, is_ambiguous = text.take(), 0, False
+        self.has_begun = True
         markers = Markers((end,) if is_quoted or not self._pairs_markers else (end, opening))
         while found := (yield from text.seek(markers)):
             at = text.take()
@@ -481,22 +525,25 @@ class CallReader:
             text.at += len(found)
             if found == opening:
                 continue
-            if num_open:
-                num_open -= 1
-                continue
             after = text.take()
             yield from text.space()
-            if (parts := (yield from self._parts(layout.key))) is not None:
-                text.back(after)
-                value, is_possible = text.since(begin, at), tool.may_have(parts["key"])
-                # An argument that the call cannot have may be part of a string, or a mistake.
-                if parts["key"] in (*values, key) or not (is_possible or kind.is_json(value)):
-                    raise MalformedError
-                return value if is_quoted else _without_newline(value, layout)
+            following = yield from self._parts(layout.key)
             text.back(after)
-            if (yield from self._may_end_call(layout, end)):
+            next_key = "" if following is None else following["key"]
+            is_possible = next_key not in ("", *values, key) and tool.may_have(next_key)
+            if num_open:
+                num_open -= 1
+                is_ambiguous |= is_possible or (yield from self._ends_before_call(layout))
+                continue
+            if following is None:
+                if not (yield from self._may_end_call(layout, end)):
+                    continue
                 text.back(after)
-                return text.since(begin, at) if is_quoted else _without_newline(text.since(begin, at), layout)
+            value = text.since(begin, at)
+            # An argument that the call cannot have may be part of a string, or a mistake.
+            if is_ambiguous or not (following is None or is_possible or kind.is_json(value)):
+                raise MalformedError
+            return value if is_quoted else _without_newline(value, layout)
         self._num_open = num_open
         if "string" in kind.types:
             so_far = text.since(begin, text.take())
@@ -524,12 +571,9 @@ class CallReader:
             place = text.take()
             if found == end:
                 text.at += len(end)
-                yield from text.space()
-                if (yield from text.accept(layout.tail.strip())):
-                    yield from text.space()
-                    if self._is_bare or (yield from text.accept(self._format.end)):
-                        text.back(place)
-                        return False
+                if (yield from self._ends_argument(layout)):
+                    text.back(place)
+                    return False
             else:
                 is_bare = not (yield from text.accept(self._format.start))
                 if (yield from self._begun(is_bare=is_bare)) is not None:
@@ -537,6 +581,34 @@ class CallReader:
             text.back(place)
             text.at += len(found)
         return True
+
+    def _ends_argument(self, layout: CallLayout) -> Steps[bool]:
+        """Whether another argument follows, or the end of the call and of the block."""
+        assert layout.key is not None
+        text = self._text
+        place = text.take()
+        yield from text.space()
+        if (yield from self._parts(layout.key)) is not None:
+            return True
+        text.back(place)
+        yield from text.space()
+        if not (yield from text.accept(layout.tail.strip())):
+            return False
+        place = text.take()
+        yield from text.space()
+        if self._is_bare or (yield from text.accept(self.end)):
+            return True
+        text.back(place)
+        return (yield from self._next_head(layout)) is not None
+
+    def _ends_before_call(self, layout: CallLayout) -> Steps[bool]:
+        """Whether the end of the call follows, and another call of the block."""
+        text = self._text
+        place = text.take()
+        yield from text.space()
+        has_next = (yield from text.accept(layout.tail.strip())) and (yield from self._next_head(layout)) is not None
+        text.back(place)
+        return has_next
 
 
 _TYPES_OF_TEXT = frozenset(("string",))

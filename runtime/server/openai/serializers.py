@@ -352,9 +352,7 @@ class CompletionSerializer(ChunkSerializer):
         self._echo = answer.echo  # None once it was given
         # Length of the text so far, including text that is withheld because it may become a stop string.
         self._num_characters = 0 if answer.echo is None else len(answer.echo.text)
-        self._detokenizer = Detokenizer(answer.tokenizer)
-        for id in () if answer.echo is None else answer.echo.last_ids:
-            self._detokenizer.add(id)
+        self._detokenizer = Detokenizer(answer.tokenizer, answer.prompt)
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
         """See `ChunkSerializer`; if nothing is to be generated, the whole choice."""
