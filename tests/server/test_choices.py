@@ -100,35 +100,15 @@ async def test_each_prompt_of_a_list_has_its_answers(server: Served) -> None:
 
 
 @on_server()
-async def test_the_best_of_several_is_the_likeliest_and_all_are_counted(server: Served) -> None:
-    body = {"prompt": "def f", **SAMPLED, "logprobs": 1}
-    four = await asked(server, COMPLETIONS, {**body, "n": 4})
-
-    def likelihood(choice: Any) -> float:
-        return sum(choice["logprobs"]["token_logprobs"]) / 12
-
-    ranked = sorted(four["choices"], key=likelihood, reverse=True)
-    del body["logprobs"]
-    best = await asked(server, COMPLETIONS, {**body, "best_of": 4, "n": 2})
-    assert texts(best) == [choice["text"] for choice in ranked[:2]]
-    assert [choice["index"] for choice in best["choices"]] == [0, 1]
-    assert all(choice["logprobs"] is None for choice in best["choices"])
-    assert best["usage"]["completion_tokens"] == 48
-
-
-@sweep("more", [{"n": 4}, {"n": 1, "best_of": 6}])
-@on_server()
-async def test_a_prompt_is_read_once_for_all_of_its_answers(server: Served, more: dict[str, Any]) -> None:
+async def test_a_prompt_is_read_once_for_all_of_its_answers(server: Served) -> None:
     prompt = "def f and g, " * 4
-    answer = await asked(server, COMPLETIONS, {"prompt": prompt, **SAMPLED, **more})
+    answer = await asked(server, COMPLETIONS, {"prompt": prompt, **SAMPLED, "n": 4})
     num_read = sum(span.num_tokens for span in server.simulation.spans("target", "prefill"))
     assert num_read == len(server.tokenizer.encode(prompt)) - 1
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    each = {"prompt": prompt, **SAMPLED, **more, "cache_prompt": False}
+    each = {"prompt": prompt, **SAMPLED, "n": 4, "cache_prompt": False}
     assert texts(await asked(server, COMPLETIONS, each)) == texts(answer)
-    assert sum(span.num_tokens for span in server.simulation.spans("target", "prefill")) == num_read * (
-        1 + max(more.values())
-    )
+    assert sum(span.num_tokens for span in server.simulation.spans("target", "prefill")) == num_read * 5
 
 
 @STREAMED
@@ -441,7 +421,6 @@ async def test_an_echo_without_log_probabilities_is_the_prompt_in_front(server: 
     answer = await asked(server, COMPLETIONS, body)
     assert texts(answer) == ["abc", "b"]
     assert all(choice["logprobs"] is None for choice in answer["choices"])
-    assert texts(await asked(server, COMPLETIONS, {**body, "best_of": 2})) == ["abc", "b"]
     assert server.simulation.runtime.statistics().prompt_tokens == 0
     (one,) = (await asked(server, COMPLETIONS, {**body, "prompt": "a", "logprobs": 0}))["choices"]
     assert one["logprobs"] == {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
@@ -591,8 +570,6 @@ async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_
             "stream_options",
             "max_tokens: 0 asks for none",
         ),
-        (COMPLETIONS, {"n": 3, "best_of": 2}, "best_of", "best_of must be at least n = 3, got 2"),
-        (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of", "leave out best_of or stream"),
         (COMPLETIONS, {"prompt": ["a"] * 9, "n": 16}, "prompt", "9 prompts with 16 texts each are too many"),
         (COMPLETIONS, {"prompt": ["a", ""]}, "prompt", r"prompt\[1\]: the prompt is empty"),
         (COMPLETIONS, {"prompt": [[1], [64]]}, "prompt", r"prompt\[1\]: prompt token 64 is outside"),

@@ -39,23 +39,16 @@ GBNF = 'root ::= ("a" | "b") [0-9]{2} "."'
 FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"response_format": {"type": "json_schema", "json_schema": NAMED}}, "json", SCHEMA),
     ({"response_format": {"type": "json_object"}}, "json", ANY_OBJECT),
-    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json", SCHEMA),
-    ({"json_schema": SCHEMA}, "json", SCHEMA),
-    ({"guided_json": SCHEMA}, "json", SCHEMA),
-    ({"guided_json": json.dumps(SCHEMA)}, "json", json.dumps(SCHEMA)),
     ({"structured_outputs": {"json": SCHEMA}}, "json", SCHEMA),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, "json", json.dumps(SCHEMA)),
     ({"structured_outputs": {"json_object": True}}, "json", ANY_OBJECT),
-    ({"guided_regex": "a|b"}, "regex", "a|b"),
     ({"structured_outputs": {"regex": "a|b"}}, "regex", "a|b"),
-    ({"guided_choice": ["a", "b"]}, "choice", ["a", "b"]),
     ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
-    ({"guided_grammar": GBNF}, "grammar", GBNF),
-    ({"grammar": GBNF}, "grammar", GBNF),
     ({"structured_outputs": {"grammar": GBNF}}, "grammar", GBNF),
 ]
 NONE: list[dict[str, Any]] = [
     {},
-    {"grammar": "", "guided_json": None, "structured_outputs": None},
+    {"structured_outputs": None},
     {"structured_outputs": {"json_object": False, "backend": "xgrammar"}},
     {"response_format": {"type": "text"}},
 ]
@@ -80,12 +73,15 @@ def test_no_constraint_is_none() -> None:
 @sweep(
     ("fields", "param", "said"),
     [
-        ({"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex", "both guided_json and guided_regex"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "leave one out"),
-        ({"response_format": {"type": "json_object"}, "grammar": GBNF}, "grammar", "both response_format and grammar"),
-        ({"guided_choice": []}, "guided_choice", "must be a list of at least 1"),
-        ({"guided_choice": [3]}, "guided_choice.0", "must be text, got 3"),
-        ({"guided_regex": 3}, "guided_regex", "must be text, got 3"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"grammar": GBNF}},
+            "structured_outputs",
+            "both response_format and structured_outputs",
+        ),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "must be a list of at least 1"),
+        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice.0", "must be text, got 3"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "must be text, got 3"),
     ],
 )  # fmt: skip
 def test_constraints_that_are_none_are_refused(fields: Any, param: str, said: str) -> None:
@@ -94,28 +90,29 @@ def test_constraints_that_are_none_are_refused(fields: Any, param: str, said: st
     assert (refused.value.status, refused.value.detail["param"]) == (400, param)
 
 
+def held(**constraint: Any) -> dict[str, Any]:
+    return {"structured_outputs": constraint}
+
+
 # What is asked, beside a prompt, and what the answer is then.
 ASKED: list[tuple[str, dict[str, Any], Callable[[str], Any]]] = [
-    # As outrider, outlines and others send them for vLLM.
-    (CHAT, {"guided_choice": ["yes", "no"]}, re.compile("yes|no").fullmatch),
-    (CHAT, {"guided_regex": "[a-f]{3}[0-9]"}, re.compile("[a-f]{3}[0-9]").fullmatch),
-    (CHAT, {"guided_json": json.dumps(SCHEMA), "guided_decoding_backend": "x"}, lambda text: "a" in json.loads(text)),
-    (COMPLETIONS, {"guided_grammar": GBNF}, re.compile(r"[ab][0-9]{2}\.").fullmatch),
-    (COMPLETIONS, {"structured_outputs": {"choice": ["yes", "no"]}}, re.compile("yes|no").fullmatch),
-    # As for llama.cpp.
-    (CHAT, {"grammar": GBNF, "min_tokens": 100}, re.compile(r"[ab][0-9]{2}\.").fullmatch),
-    (COMPLETIONS, {"json_schema": SCHEMA}, lambda text: "a" in json.loads(text)),
+    (CHAT, held(choice=["yes", "no"]), re.compile("yes|no").fullmatch),
+    (CHAT, held(regex="[a-f]{3}[0-9]"), re.compile("[a-f]{3}[0-9]").fullmatch),
+    (CHAT, held(json=json.dumps(SCHEMA)), lambda text: "a" in json.loads(text)),
+    (CHAT, {**held(grammar=GBNF), "min_tokens": 100}, re.compile(r"[ab][0-9]{2}\.").fullmatch),
+    (COMPLETIONS, held(grammar=GBNF), re.compile(r"[ab][0-9]{2}\.").fullmatch),
+    (COMPLETIONS, held(choice=["yes", "no"]), re.compile("yes|no").fullmatch),
     # In the other APIs.
-    (RESPONSES, {"guided_choice": ["yes", "no"]}, re.compile("yes|no").fullmatch),
-    (MESSAGES, {"grammar": GBNF}, re.compile(r"[ab][0-9]{2}\.").fullmatch),
+    (RESPONSES, held(choice=["yes", "no"]), re.compile("yes|no").fullmatch),
+    (MESSAGES, held(grammar=GBNF), re.compile(r"[ab][0-9]{2}\.").fullmatch),
 ]  # fmt: skip
-WRONG: list[tuple[str, dict[str, Any], str, str]] = [
-    (CHAT, {"guided_regex": "a(b"}, "guided_regex", "guided_regex cannot be followed: "),
-    (COMPLETIONS, {"grammar": 'root ::= "a'}, "grammar", "cannot be read: Unexpected end of input"),
-    (CHAT, {"guided_json": "{"}, "guided_json", "is not JSON"),
-    (CHAT, {"guided_json": "null"}, "guided_json", "must be an object, True or False"),
-    (CHAT, {"guided_json": "null", "tools": TOOLS}, "guided_json", "must be an object, True or False"),
-    (CHAT, {"guided_regex": "a", "tools": TOOLS}, "guided_regex", "cannot go together with tools"),
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, held(regex="a(b"), "structured_outputs cannot be followed: "),
+    (COMPLETIONS, held(grammar='root ::= "a'), "cannot be read: Unexpected end of input"),
+    (CHAT, held(json="{"), "is not JSON"),
+    (CHAT, held(json="null"), "must be an object, True or False"),
+    (CHAT, {**held(json="null"), "tools": TOOLS}, "must be an object, True or False"),
+    (CHAT, {**held(regex="a"), "tools": TOOLS}, "cannot go together with tools"),
 ]
 
 
@@ -126,11 +123,11 @@ async def test_answers_keep_to_their_format_in_every_api() -> None:
             answer = await ask(app, path, {**said, "temperature": 1, "seed": 3, **fields})
             assert answer.status == 200, answer.body
             assert holds(text_of(answer)), answer.body
-            assert "x-outrider-ignored" not in answer.headers or "guided_decoding_backend" in fields
-        for path, fields, param, message in WRONG:
+            assert "x-outrider-ignored" not in answer.headers
+        for path, fields, message in WRONG:
             said = {COMPLETIONS: {"prompt": "hello"}}.get(path, HELLO)
             refused = await ask(app, path, {**said, **fields})
-            assert (refused.status, refused.fault["param"]) == (400, param)
+            assert (refused.status, refused.fault["param"]) == (400, "structured_outputs")
             assert message in refused.fault["message"]
 
 
@@ -139,11 +136,11 @@ async def test_what_cannot_be_kept_to_to_the_end_is_named() -> None:
     tokenizer.decoder = ByteLevel()
     letters = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
     schemas = Schemas(letters, ScriptedCheck(), trio.to_thread.run_sync, 10.0)
-    for kind, value, field in (("regex", "[ab]z", "guided_regex"), ("grammar", 'root ::= "a" "z"', "grammar")):
-        grammar = await schemas.grammar(Constraint(kind, value, field), "client")
+    for kind, value in (("regex", "[ab]z"), ("grammar", 'root ::= "a" "z"')):
+        grammar = await schemas.grammar(Constraint(kind, value, "structured_outputs"), "client")
         grammar(mx.array([2]), mx.zeros((1, 3)))
         with pytest.raises(ConstraintError, match="no token stands for") as raised:
             grammar(mx.array([2, 1]), mx.zeros((1, 3)))
         failed = ProcessorError("a logits processor raised")
         failed.__cause__ = raised.value
-        assert error_response_of(failed).detail["param"] == field
+        assert error_response_of(failed).detail["param"] == "structured_outputs"

@@ -182,7 +182,7 @@ async def test_special_tokens_that_are_left_out_have_no_place_in_the_text(server
     assert choice["logprobs"]["tokens"] == list("axbxc")
 
 
-OTHER_NAMES = [("max_tokens", "n_predict", 5), ("seed", "random_seed", 4), ("thinking", "enable_thinking", False)]
+OTHER_NAMES = [("seed", "random_seed", 4), ("thinking", "enable_thinking", False)]
 
 
 @sweep(("name", "other", "value"), OTHER_NAMES)

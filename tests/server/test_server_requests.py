@@ -85,8 +85,6 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"top_k": 0}, {}),
     # The smallest of nuclei, and not none.
     ({"top_p": 0, **SAMPLED}, {"top_k": 1, **SAMPLED}),
-    ({"n_predict": 7}, {"max_tokens": 7}),
-    ({"max_tokens": 7, "n_predict": 9}, {"max_tokens": 7}),
     ({"cache_prompt": True}, {}),
     ({"cache_prompt": False}, {"reuse_prefix": False}),
     ({"n": 1, "user": "me", "metadata": {"a": [1]}, "store": False, "service_tier": "auto"}, {}),
@@ -421,7 +419,7 @@ def bodies(kind: type[ChatRequest] | type[CompletionRequest], base: dict[str, An
         "prompt": st.text(max_size=9) | st.lists(st.integers(0, 70), max_size=5),
         "seed": st.integers(0, 2**64),
     }
-    names = {*kind.model_fields, "n_predict", "random_seed", "another"} - {"max_tokens"}
+    names = {*kind.model_fields, "random_seed", "another"} - {"max_tokens"}
     fields = {name: plausible[name] | json_values if name in plausible else json_values for name in sorted(names)}
     return st.fixed_dictionaries({}, optional=fields).map(lambda body: {**base, "max_tokens": 3, **body}) | json_values
 

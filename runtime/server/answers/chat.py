@@ -284,7 +284,7 @@ def checked_tools(
 # Fields that each API has in a form of its own.
 _OF_ITS_OWN = frozenset(
     (
-        *("model", "stream", "max_tokens", "n_predict", "messages", "response_format", "thinking"),
+        *("model", "stream", "max_tokens", "messages", "response_format", "thinking"),
         *("tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"),
     )
 )

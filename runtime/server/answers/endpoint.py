@@ -156,9 +156,9 @@ class Endpoint(Generic[B]):
                 preparation = Preparation(self._context, model, request, client)
                 prompts = await preparation.prompts()
                 outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-                outcome.num_texts = request.num_candidates * sum(prompt.is_generated_for for prompt in prompts)
+                outcome.num_texts = request.num_choices * sum(prompt.is_generated_for for prompt in prompts)
                 begin = partial(self._begun, preparation, body, outcome)
-                begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_candidates))
+                begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
                 with closing(Choices(begins, model.runtime.max_streams)) as choices:
                     await choices.begin_first()
                     outcome.failure = await send_answer(choices, request, send, aside)

@@ -262,10 +262,10 @@ class Preparation:
         None for any number: there is a single answer without log-probabilities.
         """
         request = self.request
-        num_answers = request.num_candidates * len(prompts)
+        num_answers = request.num_choices * len(prompts)
         if num_answers * request.num_named == 1 and request.num_prompt_logprobs is None:
             return None
-        left = MAX_NAMED_TOKENS - request.num_candidates * self._num_named_of(prompts)
+        left = MAX_NAMED_TOKENS - request.num_choices * self._num_named_of(prompts)
         return max(1, left // (num_answers * request.num_named))
 
     def _num_named_of(self, prompts: Sequence[tuple[int, ...]]) -> int:
@@ -277,8 +277,8 @@ class Preparation:
         # No answer is longer than the context.
         bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
         each, most = request.num_named, min(bounds, default=0)
-        num_answers, of_prompts = request.num_candidates * len(prompts), self._num_named_of(prompts)
-        num_named = request.num_candidates * of_prompts + each * most * num_answers
+        num_answers, of_prompts = request.num_choices * len(prompts), self._num_named_of(prompts)
+        num_named = request.num_choices * of_prompts + each * most * num_answers
         if num_named > MAX_NAMED_TOKENS and self._max_named_tokens(prompts) is not None:
             raise ErrorResponse(
                 400,

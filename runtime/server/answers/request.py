@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
 from runtime.generation.text import Prompt
@@ -30,20 +30,11 @@ _MAX_BIASES = 10_000
 
 
 def _biases(biases: Any) -> Any:
-    # llama.cpp's form: pairs of an id or a text and a bias, which is false for a token that is forbidden.
-    if isinstance(biases, list) and len(biases) <= _MAX_BIASES and all(map(_is_pair, biases)):
-        biases = {str(key): -MAX_NUMBER if bias is False else bias for key, bias in biases}
     # Checked here, as pydantic checks the field's own bound last, after it has gathered the problems of all entries.
-    if isinstance(biases, (dict, list)) and len(biases) > _MAX_BIASES:
+    if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
         context = {"field_type": "Dictionary", "max_length": _MAX_BIASES, "actual_length": len(biases)}
         raise PydanticKnownError("too_long", context)
     return biases
-
-
-def _is_pair(item: Any) -> bool:
-    if not isinstance(item, list) or len(item) != 2:
-        return False
-    return isinstance(item[0], str) or (type(item[0]) is int and item[0] >= 0)
 
 
 Biases = Annotated[dict[BiasKey, Bias], Field(max_length=_MAX_BIASES), BeforeValidator(_biases)]
@@ -61,10 +52,9 @@ class AnyText(Body):
 
 
 class AnyJson(Body):
-    """One JSON object; or JSON that matches a schema, in llama.cpp's form."""
+    """One JSON object."""
 
     type: Literal["json_object"]
-    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
 
 
 class NamedSchema(Body):
@@ -93,27 +83,11 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-_KINDS: dict[str, Kind] = {
-    "json_schema": "json",
-    "grammar": "grammar",
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
-
-
 class ConstrainedRequest(GenerationBody):
     """The fields that constrain the answer; a request has at most one of them."""
 
     response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
-    json_schema: dict[str, Any] | bool | None = Field(None, description="llama.cpp's field: a schema of the answer")
-    grammar: str | None = Field(None, description="llama.cpp's field: a grammar of the answer, in GBNF or Lark")
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field: a constraint on the answer")
-    guided_json: _Schema | None = Field(None, description="a schema of the answer; `guided_*` are vLLM's older fields")
-    guided_regex: str | None = None
-    guided_choice: _Choices | None = None
-    guided_grammar: str | None = None
 
     @property
     def constraint(self) -> Constraint | None:
@@ -131,22 +105,19 @@ class ConstrainedRequest(GenerationBody):
         match self.response_format:
             case SchemaJson(json_schema=named):
                 yield Constraint("json", named.schema_, "response_format")
-            case AnyJson(schema_=schema):
-                yield Constraint("json", ANY_OBJECT if schema is None else schema, "response_format")
-        given: list[tuple[Kind, Any, str]] = [(kind, getattr(self, field), field) for field, kind in _KINDS.items()]
-        if (of_vllm := self.structured_outputs) is not None:
-            json = ANY_OBJECT if of_vllm.json_ is None and of_vllm.json_object else of_vllm.json_
+            case AnyJson():
+                yield Constraint("json", ANY_OBJECT, "response_format")
+        if (given := self.structured_outputs) is not None:
+            json = ANY_OBJECT if given.json_ is None and given.json_object else given.json_
             values: dict[Kind, Any] = {
                 "json": json,
-                "regex": of_vllm.regex,
-                "choice": of_vllm.choice,
-                "grammar": of_vllm.grammar,
+                "regex": given.regex,
+                "choice": given.choice,
+                "grammar": given.grammar,
             }
-            given = [*((kind, value, "structured_outputs") for kind, value in values.items()), *given]
-        for kind, value, field in given:
-            # Clients of llama.cpp send "" for no grammar.
-            if value is not None and (kind != "grammar" or value):
-                yield Constraint(kind, value, field)
+            for kind, value in values.items():
+                if value is not None:
+                    yield Constraint(kind, value, "structured_outputs")
 
 
 class Request(ConstrainedRequest):
@@ -160,9 +131,7 @@ class Request(ConstrainedRequest):
     """
 
     max_tokens: MaxTokens | None = Field(
-        None,
-        validation_alias=AliasChoices("max_tokens", "n_predict"),
-        description="maximum number of tokens in the answer, -1 for as many as fit into the context; also `n_predict`",
+        None, description="maximum number of tokens in the answer, -1 for as many as fit into the context"
     )
     min_tokens: Id | None = Field(
         None, description="minimum number of tokens: before that, no end-of-text or stop token can end the answer"
@@ -175,7 +144,7 @@ class Request(ConstrainedRequest):
     logit_bias: Biases | None = Field(
         None,
         description="numbers to add to the logits of tokens, by token id, or by a text, which stands for each of its "
-        "tokens; -100 practically forbids a token; also a list of [id or text, number] pairs",
+        "tokens; -100 practically forbids a token",
     )
     cache_prompt: bool | None = Field(
         None, description="false: neither reuse cached tokens of the prompt, nor cache it for later requests"
@@ -207,11 +176,6 @@ class Request(ConstrainedRequest):
     def num_choices(self) -> int:
         """Number of answers to each prompt."""
         return 1
-
-    @property
-    def num_candidates(self) -> int:
-        """Number of texts to generate for a prompt; the best `num_choices` of them are its answers."""
-        return self.num_choices
 
     @property
     def num_logprobs(self) -> int | None:
@@ -301,6 +265,4 @@ class Request(ConstrainedRequest):
         if self.num_logprobs is not None:
             # For the runtime, 0 would turn off the log-probability of the token itself, too.
             settings["logprobs"] = max(1, self.num_logprobs)
-        elif self.num_candidates > self.num_choices:
-            settings["logprobs"] = 1  # to choose the best
         return settings

@@ -1,6 +1,6 @@
 """The bodies of requests for chats, completions and fill-in-the-middle, in OpenAI's format.
 
-A supported field is also accepted under the names that other servers have for it. Any other field is ignored and named
+Some fields are also accepted under other names. Any other field is ignored and named
 in a header of the response; a strict server refuses unknown ones. A value that has the wrong type, is out of bounds, or
 asks for something unsupported is an error.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools
@@ -93,7 +93,7 @@ class OpenAIRequest(Request):
     @property
     def is_for_one_text(self) -> bool:
         """Whether only one text is generated."""
-        return self.num_prompts * self.num_candidates == 1
+        return self.num_prompts * self.num_choices == 1
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -188,17 +188,12 @@ class CompletionRequest(OpenAIRequest):
     )
     max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None,
-        validation_alias=AliasChoices("max_tokens", "n_predict"),
         description="maximum number of tokens in the answer, -1 for as many as fit into the context, 0 with `echo` for "
-        "none; also `n_predict`",
+        "none",
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = Field(
         None, description="begin the answer with the prompt, and with its log-probabilities if `logprobs` is set"
-    )
-    best_of: Number | None = Field(
-        None,
-        description="number of texts to generate, at least `n`; the `n` of highest mean log-probability are returned",
     )
     suffix: str | None = Field(
         None, description="the text after the answer, for models that were trained to fill in the middle"
@@ -212,13 +207,9 @@ class CompletionRequest(OpenAIRequest):
             raise _error(
                 "include_speculation is for an answer, and max_tokens: 0 asks for none; leave one out", "stream_options"
             )
-        if self.num_candidates < self.num_choices:
-            raise _error(f"best_of must be at least n = {self.num_choices}, got {self.best_of}", "best_of")
-        if self.stream and self.num_candidates > self.num_choices:
-            raise _error("the best of several texts is known at their end; leave out best_of or stream", "best_of")
-        if self.num_prompts * self.num_candidates > MAX_ANSWERS:
+        if self.num_prompts * self.num_choices > MAX_ANSWERS:
             raise _error(
-                f"{self.num_prompts} prompts with {self.num_candidates} texts each are too many: a request has at most "
+                f"{self.num_prompts} prompts with {self.num_choices} texts each are too many: a request has at most "
                 f"{MAX_ANSWERS}; send several requests",
                 self.prompt_field,
             )
@@ -243,10 +234,6 @@ class CompletionRequest(OpenAIRequest):
     @property
     def num_prompts(self) -> int:
         return len(self.prompts())
-
-    @property
-    def num_candidates(self) -> int:
-        return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def num_logprobs(self) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from abc import abstractmethod
@@ -141,9 +140,9 @@ class ChunkSerializer(Serializer):
         return [Event(error.body())]  # alone, without [DONE]
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
-        """See `Serializer`; the usage includes choices that are left out because of `best_of`."""
+        """See `Serializer`."""
         bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
-        given = [entry for i in _best(self._request, choices) for entry in bodies[i]["choices"]]
+        given = [entry for body in bodies for entry in body["choices"]]
         return {
             **bodies[0],
             "choices": [{**entry, "index": index} for index, entry in enumerate(given)],
@@ -410,23 +409,6 @@ class CompletionSerializer(ChunkSerializer):
 
 
 # --- several choices in one response ---------------------------------------------------------------
-
-
-def _best(request: OpenAIRequest, choices: Sequence[Choice]) -> list[int]:
-    """The indices of the choices to give: for each prompt, those with the highest mean log-probability."""
-    size, num_given = request.num_candidates, request.num_choices
-    if size == num_given:
-        return list(range(len(choices)))
-    best: list[int] = []
-    for begin in range(0, len(choices), size):
-        ranked = sorted(range(begin, begin + size), key=lambda i: _mean_logprob(choices[i]), reverse=True)
-        best += ranked[:num_given]
-    return best
-
-
-def _mean_logprob(choice: Choice) -> float:
-    logprobs = [token.logprob for token in choice.tokens if token.logprob is not None]
-    return math.fsum(logprobs) / max(1, len(logprobs))  # empty if only the prompt is wanted
 
 
 def _added(counts: Sequence[Any]) -> Any:
