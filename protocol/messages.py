@@ -53,7 +53,7 @@ class Open:
         session: unique within a runtime.
         prompt: token ids, at least one.
         settings: of the generation.
-        seed: of the session's randomness, in [0, 2**64): the user's, or fresh entropy.
+        seed: of the session's randomness, in [0, 2**64): from the user's, or fresh entropy.
         stop_tokens: ids that end the text; empty under `ignore_eos`.
         context_length: positions that the target can take; None if it names no bound.
         drafted: whether a drafter takes part.
