@@ -476,10 +476,6 @@ class ModelActor(Actor[S]):
             read = ReadPrompt(await self.worker.run(Job("open", fork_point, session.id)), features)
         session.end_reading(read)
 
-    def session_of(self, session_id: int) -> S | None:
-        """The actor's state of a session that is under way."""
-        return self._sessions.get(session_id)
-
     async def settled_prefix_cache(self) -> PrefixCache:
         """The prefix cache, once the sessions that nobody wants any more have put their sequences into it.
 

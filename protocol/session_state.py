@@ -145,7 +145,7 @@ class SessionState:
         self.num_stale = 0
         bounds = [] if opened.context_length is None else [opened.context_length]
         if opened.settings.max_tokens is not None:
-            bounds.append(len(opened.prompt) + opened.settings.max_tokens - opened.num_resumed)
+            bounds.append(len(opened.prompt) + opened.settings.max_tokens)
         self._max_committed = min(bounds, default=None)
 
     @property

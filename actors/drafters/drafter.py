@@ -72,9 +72,7 @@ class DrafterSession(ActorSession):
         opened = shared.opened
         self.policy = policy
         self.index = CopyIndex()
-        self.tree = LookaheadTree(opened.prompt[opened.num_prompt - 1], opened.num_prompt - 1)
-        if opened.num_resumed:  # draws depend on all generated tokens
-            self.tree.advance(opened.prompt[opened.num_prompt :])
+        self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.has_model = has_model
         self.is_ready = False
         self.is_leaving = False

@@ -97,8 +97,13 @@ class MLXSequence(StatefulSequence):
         if self.batch is not None:
             self._length = self.batch.leave(self, self.cache)
             self.batch = None
-            # Until they are evaluated, these slices keep the buffers of the whole batch in memory.
-            mx.eval([layer.state for layer in self.cache])
+            try:
+                # Until they are evaluated, these slices keep the buffers of the whole batch in memory.
+                mx.eval([layer.state for layer in self.cache])
+            except BaseException:
+                # The job may be another text's, as when this one has missed many passes. Its cache is lost.
+                self.forget()
+                raise
             self.check_caches(self._length)
 
     def forget(self) -> None:

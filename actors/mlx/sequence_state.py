@@ -77,14 +77,9 @@ class SequenceState:
 class StatefulSequence(ReusableSequence):
     """A sequence whose state can be taken, and put into another one of its model."""
 
-    @property
-    def num_fed(self) -> int:
-        """How many tokens its session has counted as fed."""
-        return self.length
-
     @abstractmethod
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """The state of the sequence for a file; `tokens` are its `num_fed` cached tokens.
+        """The state of the sequence for a file; `tokens` are its cached tokens.
 
         Returns: the state, without tokens that are to be read again; None if no tokens are left or it cannot be kept.
         Raises: RewindError: some cache holds another number of tokens.

@@ -9,17 +9,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 import attrs
-import trio
 
-from actors.actor import ActorSession, ModelActor
-from actors.drafters.draft_session import DraftSession
+from actors.actor import ModelActor
 from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, StatefulSequence, recall
 from actors.persistence.fingerprint import Fingerprint, fingerprint
-from actors.prefix_cache import PrefixCache, common_length, pack
+from actors.prefix_cache import PrefixCache
 from actors.trained.drafter_model import TrainedDrafter
-from actors.workers.worker import Job, JobError, Step, Steps
+from actors.workers.worker import Job, JobError
 from protocol.errors import OutriderError, RewindError, SessionFileError
 from protocol.trace import Actor as ActorName
 
@@ -31,8 +29,6 @@ SavableModel = MLXModel | TrainedDrafter
 """A model whose sequences can be saved."""
 
 _TRAINED_VERSION = 1  # changes when the state of a trained drafter does: older files then count as another model's
-# Most attempts to take the state of a sequence in use and to find out which tokens it holds.
-_MAX_TRIES = 3
 
 
 @attrs.frozen
@@ -53,76 +49,15 @@ class FilledSequence:
     beside_another: bool
 
 
-@attrs.frozen
-class _Snapshot:
-    """A sequence between two jobs of its session.
-
-    Attributes:
-        state: with the right number of tokens, but not their ids; None if no other text can reuse it.
-        tokens: the cached tokens; None if the session may not know them yet.
-    """
-
-    state: SequenceState | None
-    num_fed: int
-    tokens: tuple[int, ...] | None
-    busy_seconds: float
-
-
-async def _make_snapshot(actor: ModelActor[Any], session: ActorSession, sequence: StatefulSequence) -> _Snapshot:
-    snapshots: list[_Snapshot] = []
-
-    def on_step(_job: Job[Any], taken: tuple[SequenceState | None, int], _goes_on: bool) -> None:
-        # In trio's thread. A session counts the tokens of a draft step at once, others only in the actor's loop.
-        counts = isinstance(session, DraftSession) and session.part is not None
-        tokens = session.cached_tokens.tokens if counts else None
-        snapshots.append(_Snapshot(*taken, tokens, actor.worker.busy_seconds))
-
-    await _unwrapped(actor.worker.run_steps(Steps("save", partial(_take, sequence), on_step)))
-    return snapshots.pop()
-
-
-async def take(actor: ModelActor[Any], session_id: int) -> SequenceState | None:
-    """The state of a running session's sequence at an actor, between two of its jobs. The session goes on.
-
-    Returns: None if the actor has no such session, or its sequence is of no use to another text.
-    Cancellation: waits for the running job.
-    Raises: RewindError: a cache holds another number of tokens than it should.
-    """
-    for _ in range(_MAX_TRIES):
-        session = actor.session_of(session_id)
-        if session is None or session.is_broken or not isinstance(session.sequence, StatefulSequence):
-            return None
-        snapshot = await _make_snapshot(actor, session, session.sequence)
-        if snapshot.state is None:
-            return None
-        tokens = snapshot.tokens
-        if tokens is None:
-            # Let the actor's loop count the tokens of the job before this one, if no other job has ended meanwhile.
-            await trio.lowlevel.checkpoint()
-            tokens = session.cached_tokens.tokens if actor.worker.busy_seconds == snapshot.busy_seconds else ()
-        if len(tokens) == snapshot.num_fed:
-            return attrs.evolve(snapshot.state, tokens=tokens[: len(snapshot.state.tokens)])
-    return None
-
-
-async def let_pass(actor: ModelActor[Any]) -> None:
-    """Wait until the present jobs are done, and their sessions know it. Cancellation: waits for the running job."""
-    await _run(actor, Job("save", lambda: None))
-    await trio.lowlevel.checkpoint()
-
-
-async def save(actor: ModelActor[Any], text: tuple[int, ...], taken: SequenceState | None = None) -> SavedModelState:
-    """An actor's model, and what it has cached of just this text: `taken` from its session, or from the prefix cache.
+async def save(actor: ModelActor[Any], text: tuple[int, ...]) -> SavedModelState:
+    """An actor's model, and what its prefix cache has of just this text.
 
     Cancellation: waits for the running job.
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
     model = _savable(actor)
-    if taken is not None:
-        state = await _run(actor, Job("save", partial(_cut_taken, model, taken, text)))
-    else:
-        prefix_cache = await actor.settled_prefix_cache()
-        state = await _run(actor, Job("save", partial(_find, model, actor.name, prefix_cache, text)))
+    prefix_cache = await actor.settled_prefix_cache()
+    state = await _run(actor, Job("save", partial(_find, model, actor.name, prefix_cache, text)))
     recorded = None if state is None else await copy(actor, state)
     return SavedModelState(await identify(actor), recorded, model.num_ranks)
 
@@ -218,37 +153,14 @@ def _find(
     return state
 
 
-def _take(sequence: StatefulSequence) -> Step[tuple[SequenceState | None, int]]:
-    """The state, with zeros for its tokens, and `num_fed`. The state is None if no other text can reuse it."""
-    num_fed = sequence.num_fed
-    if sequence.reusable is None or sequence.reusable_length(num_fed, num_fed) == 0:
-        return Step((None, num_fed))
-    return Step((sequence.take_state((0,) * num_fed), num_fed))
-
-
-def _cut_taken(model: SavableModel, taken: SequenceState, text: tuple[int, ...]) -> SequenceState | None:
-    """The part of a state that is of its session's text; for a trained drafter, also what else it can read of it."""
-    # The last token is never reused, since its logits are needed.
-    text = text[:-1]
-    num_common = common_length(pack(taken.tokens), pack(text))
-    if num_common == len(taken.tokens) and isinstance(model, MLXModel):
-        return taken
-    return _cut(model, taken, num_common, text)
-
-
-def _cut(
-    model: SavableModel, state: SequenceState, length: int, text: tuple[int, ...] | None = None
-) -> SequenceState | None:
+def _cut(model: SavableModel, state: SequenceState, length: int) -> SequenceState | None:
     """A state cut to a length, as the tokens after it are of another text and must not get into the file; or to the
     nearest length below it to which the caches can be rewound. None if there is none.
-
-    Args:
-        text: the text that all given features are of, see `ReusableSequence.settle`; None if that is not known.
     """
     with closing(model.open_sequence(beside_another=False)) as sequence:
         sequence.put_state(state)
         tokens = state.tokens[:length]
-        tokens = sequence.settle(tokens, tokens if text is None else text)
+        tokens = sequence.settle(tokens, tokens)
         if (num_reusable := sequence.reusable_length(len(tokens), len(tokens))) == 0:
             return None
         sequence.reuse(num_reusable)

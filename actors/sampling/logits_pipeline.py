@@ -57,7 +57,7 @@ class LogitsPipeline:
         self._settings = settings
         self._bias = make_logits_processors(logit_bias=dict(settings.logit_bias))
         self._penalties = _penalties(settings)
-        self._own = UserProcessors(settings.logits_processors, opened.num_prompt)
+        self._own = UserProcessors(settings.logits_processors, len(opened.prompt))
         self._filters = _filters(settings) if settings.temperature > 0 else []
         self._sampler = None if settings.sampler is None else UserSampler(settings.sampler)
         # How many tokens before a position the processors need; None for all.

@@ -113,7 +113,7 @@ class AsyncIteration(IteratorHandle[Any, Any, Item]):
             self._is_waiting = False
 
 
-class TokenStream(AsyncIteration[Token], StreamHandle[Waiting[int]]):
+class TokenStream(AsyncIteration[Token], StreamHandle):
     """The tokens of one generation: `runtime.TokenStream` for asyncio. See there for what ends the generation.
 
     Cancelling the task that waits in `__anext__` has the effect of a cancel scope there.
@@ -175,7 +175,6 @@ class Runtime(
         Waiting[Completion],
         Waiting[Score],
         Waiting[Conversation],
-        Waiting[TokenStream],
         Waiting[None],
     ]
 ):

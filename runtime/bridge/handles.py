@@ -59,7 +59,7 @@ class IteratorHandle(ABC, Generic[S, T, Item]):
     """
 
     _is_closed = True  # until there is a bridge stream to close
-    _is_unread = True  # neither read nor saved
+    _is_unread = True
 
     def __init__(self, bridge: RuntimeBridge, make_source: Callable[[], S]) -> None:
         """`make_source` is called in the trio thread. It must not refer to this handle: dropping the last reference to
@@ -138,7 +138,7 @@ class CommitSource:
         self.stream.hang_up()
 
 
-class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Generic[SizeT]):
+class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token]):
     """A handle on one generation from outside the trio thread; gives its tokens."""
 
     _source: CommitSource | None = None  # set once the prompt was checked
@@ -174,21 +174,7 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token], Gen
     async def _wait_opened(self) -> CommitSource:
         if self._source is None:
             self._source = await super()._wait_opened()
-            if self.finish_reason is not None:  # a loaded stream that was saved at its end
-                self._close()
         return self._source
-
-    def save(self, path: SessionFile) -> SizeT:
-        """See `runtime.TokenStream.save`. A file object is used in another thread."""
-        return self._bridge.run(self._save(path))
-
-    async def _save(self, path: SessionFile) -> int:
-        self._bridge.check_caller()
-        source = await self._wait_opened()
-        self._is_unread = False
-        # Commits that are in this thread already; later ones are in the trio thread.
-        progress = source.reader.progress.with_commits(self._arrived)
-        return await self._bridge.call(lambda: source.stream.write(path, lambda: progress))
 
     def _must_request(self, source: CommitSource) -> bool:
         reader = source.reader
@@ -281,7 +267,7 @@ class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]
         return item
 
 
-StreamT = TypeVar("StreamT", bound=StreamHandle[Any])
+StreamT = TypeVar("StreamT", bound=StreamHandle)
 CompletionT = TypeVar("CompletionT")
 CalledT = TypeVar("CalledT")
 
@@ -419,13 +405,10 @@ ManyT = TypeVar("ManyT")
 ConversationT = TypeVar("ConversationT", bound=ConversationHandle[Any, Any, Any, Any])
 ScoreT = TypeVar("ScoreT")
 LoadedT = TypeVar("LoadedT")
-LoadedStreamT = TypeVar("LoadedStreamT")
 DoneT = TypeVar("DoneT")
 
 
-class RuntimeHandle(
-    ABC, Generic[StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, LoadedStreamT, DoneT]
-):
+class RuntimeHandle(ABC, Generic[StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, DoneT]):
     """A handle on a runtime from outside the trio thread; a subclass says how its callers wait.
 
     Its methods take, return and raise what those of `runtime.Runtime` do. Unless they say otherwise, a cancellation
@@ -536,24 +519,6 @@ class RuntimeHandle(
 
         return self._bridge.run(loaded())
 
-    def load_stream(
-        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[StreamArguments]
-    ) -> LoadedStreamT:
-        """Load a stream from a file, and continue it; see `runtime.Runtime.load_stream`."""
-
-        async def loaded() -> StreamT:
-            load = partial(self._bridge.runtime.load_stream, path, any_draft=any_draft, **overrides)
-            resumed = await self._bridge.call(load)
-            stream = self._stream_handle(self._bridge, lambda: resumed)
-            try:
-                await stream._wait_opened()
-            except BaseException:  # a cancellation, too
-                stream._close()
-                raise
-            return stream
-
-        return self._bridge.run(loaded())
-
     # --- the drafter ------------------------------------------------------------------------------
 
     def attach_draft(self, draft: Source = MISSING, **unknown: Never) -> DoneT:
@@ -624,7 +589,7 @@ class RuntimeHandle(
         return await read_whole(self.stream(prompt, settings, **overrides))
 
 
-async def read_whole(stream: StreamHandle[Any]) -> Completion:
+async def read_whole(stream: StreamHandle) -> Completion:
     """Read a stream to its end. A cancellation ends the generation."""
     try:
         tokens: list[Token] = []

@@ -20,7 +20,6 @@ from protocol.messages import Open
 from protocol.randomness import seed_of_texts
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_SEED, Settings, SettingsLike, check_vocabulary_size, settings_from, with_overrides
-from protocol.validation import must_be
 from runtime.generation.grammar import Grammar
 from runtime.generation.many_prompts import ManyPrompt, check_each
 from runtime.generation.merged_streams import Generation
@@ -29,7 +28,6 @@ from runtime.generation.text import Prompt, check_prompt_length, encode_prompt
 from runtime.generation.tool_calls.call_grammar import call_grammar
 from runtime.generation.tool_calls.tools import TOOL_ARGUMENTS, Tools, check_callable, split_tools, taken_tools
 from runtime.persistence.prompt_cache_file import read_header
-from runtime.persistence.saved_session import SavedSession, SavedStream
 
 logger = logging.getLogger("outrider")
 
@@ -126,23 +124,17 @@ class RequestValidation:
         if settings.rule != "match":
             # The text may be drafted by copies of these, which may be an earlier answer of this seed.
             seed = seed_of_texts(seed, ids, settings.prediction)
-        return self._open(ids, settings, seed, context_length)
-
-    def _open(
-        self, prompt: tuple[int, ...], settings: Settings, seed: int, context_length: int | None, num_resumed: int = 0
-    ) -> Open:
         ends = set(settings.stop_tokens)
         if self._tokenizer is not None and not settings.ignore_eos:
             ends |= set(self._tokenizer.eos_token_ids)
         return Open(
             session=next(self._ids),
-            prompt=prompt,
+            prompt=ids,
             settings=settings,
             seed=seed,
             stop_tokens=frozenset(ends),
             context_length=context_length,
             drafted=self.is_drafted(settings),
-            num_resumed=num_resumed,
         )
 
     def _num_cached(self, settings: Settings) -> int:
@@ -235,26 +227,6 @@ class RequestValidation:
             return encode_prompt(text, self._tokenizer, self._model.vocab_size)
         except PromptError as error:
             raise type(error).of("in the corpus, {error}", error=error) from error
-
-    def resumed(self, session: SavedSession, stream: SavedStream, settings: Settings, seed: int) -> Open:
-        """The message that opens a session which resumes a saved stream, with a new session id.
-
-        Raises:
-            SettingsError: `max_tokens` leaves nothing to generate.
-            SessionFileError: the text does not fit in the context.
-        """
-        num_resumed = len(session.tokens) - stream.progress.num_prompt
-        context_length = self._model.context_length
-        if not stream.is_over:
-            if settings.max_tokens is not None and settings.max_tokens <= num_resumed:
-                bound = f"above the {num_resumed} tokens that the stream has already"
-                raise must_be("max_tokens", bound, settings.max_tokens)
-            if context_length is not None and len(session.tokens) >= context_length:
-                raise SessionFileError(
-                    f"the saved stream has {len(session.tokens)} tokens, and the target's context is {context_length}; "
-                    "open the target that it was saved with"
-                )
-        return self._open(session.tokens, settings, seed, context_length, num_resumed)
 
     def grammar(self, tools: Tools | None, prompt: tuple[int, ...]) -> tuple[Grammar, ...]:
         """The grammar of an answer to a prompt that holds the model to its tools; empty if they need none.

@@ -16,10 +16,8 @@ from actors.persistence.saved_sequence import SavableModel
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
 from protocol.copy_corpus import EVERYBODY, CopyCorpus
-from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SessionFileError, SettingsError
-from protocol.messages import Open
+from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SettingsError
 from protocol.prices import Estimates, Prices
-from protocol.reprs import shown_path
 from protocol.scores import Score
 from protocol.settings import Settings, SettingsLike, check_vocabulary_size, keywords_of, settings_from
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
@@ -31,10 +29,9 @@ from runtime.engine.sessions import Sessions
 from runtime.generation.conversation import Account, Conversation, Message, turn_settings
 from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStreams
 from runtime.generation.text import Prompt
-from runtime.generation.token_reader import Arrivals, Progress
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.functions import Functions
-from runtime.generation.tool_calls.tools import StreamArguments, taken_tools
+from runtime.generation.tool_calls.tools import StreamArguments
 from runtime.loading.model_sources import Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SessionSaver
@@ -97,7 +94,7 @@ class Runtime:
         self._shared_tokenizer = shared_tokenizer
         self._prices = prices
         self._began = target.worker.clock()
-        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, self._save_stream, corpus)
+        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, corpus)
         self._validation = RequestValidation(
             target.model, tokenizer, keywords_of(defaults, "defaults"), lambda: drafter.actor is not None
         )
@@ -326,41 +323,6 @@ class Runtime:
             await models.fill(path, session, self._validation.is_drafted(settings_from(keywords)))
         return conversation
 
-    async def load_stream(
-        self, path: SessionFile, *, any_draft: bool = False, **overrides: Unpack[StreamArguments]
-    ) -> TokenStream:
-        """Resume a stream from a file of `TokenStream.save`, after the last token that was given.
-
-        Token indices and `max_tokens` count from the stream's beginning, `statistics` from now on.
-
-        Args: as `load`, and `tools`, `tool_choice` and `parallel_tool_calls` as for `stream`: without those that the
-            stream had, calls are text. Processors that can save and restore their state find it again; any other must
-            be in the state that it had.
-
-        Returns: a stream that generates from now on; see `stream`. One that was saved at its end is over.
-
-        Raises: as `load`, and:
-            SettingsError: `max_tokens` is not above the number of tokens that the text has.
-
-        Cancellation: waits for the job that is running; there is no stream then.
-        """
-        with self._sessions.while_open():
-            models = self._models()
-            session = await models.read(path, any_draft=any_draft, is_stream=True)
-            saved = session.stream
-            assert saved is not None
-            tools = taken_tools(given := dict(overrides))
-            grammar = self._validation.grammar(tools, session.tokens[: saved.progress.num_prompt])
-            keywords = saved_session.settings_of(session, path, given, grammar)
-            checked = self._validation.checked({**keywords, "reuse_prefix": True})
-            seed = saved.seed if (own := overrides.get("seed")) is None else own
-            opened = self._validation.resumed(session, saved, checked, seed)
-            if not saved.is_over:
-                await models.fill(path, session, opened.drafted)
-            # After a cancellation, nobody would take the stream.
-            await trio.lowlevel.checkpoint_if_cancelled()
-            return self._sessions.begin(opened, tools, saved=saved)
-
     def _conversation(
         self,
         system: str | None,
@@ -382,17 +344,6 @@ class Runtime:
         )
         check_vocabulary_size(settings_from(keywords), self._target.model.vocab_size)
         return conversation
-
-    async def _save_stream(
-        self, opened: Open, arrivals: Arrivals, path: SessionFile, progress: Callable[[], Progress]
-    ) -> int:
-        if (file := opened.settings.prompt_cache_file) is not None:
-            raise SessionFileError(
-                f"a stream that continues the prompt cache file {shown_path(file)} cannot be saved, since that file "
-                "does not say which tokens it has; give the prompt as text"
-            )
-        with self._sessions.while_open():
-            return await self._models().save_stream(path, opened, lambda: progress().with_commits(arrivals.peek()))
 
     async def _save(self, path: SessionFile, account: Account) -> int:
         with self._sessions.while_open():

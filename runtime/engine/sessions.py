@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -28,11 +28,10 @@ from runtime.engine.drafter_slot import DrafterSlot
 from runtime.generation.merged_streams import Generation
 from runtime.generation.reasoning import ReasoningTracker, reader_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
-from runtime.generation.token_reader import Arrivals, Progress, TokenReader
-from runtime.generation.token_stream import SessionFile, TokenStream
+from runtime.generation.token_reader import Arrivals, TokenReader
+from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
-from runtime.persistence.saved_session import SavedStream
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
@@ -52,9 +51,6 @@ NewReader = Callable[[ReasoningTracker], Reader | None]
 NEW_READER: ContextVar[NewReader | None] = ContextVar("outrider_new_reader", default=None)
 
 M = TypeVar("M")
-
-SaveStream = Callable[[Open, Arrivals, SessionFile, Callable[[], Progress]], Awaitable[int]]
-"""Saves a stream to a file: what opened it, its arrivals, the file, and how far its consumer has read it."""
 
 
 @attrs.define(eq=False)
@@ -83,7 +79,6 @@ class Sessions:
     _prices: Prices
     _nursery: trio.Nursery
     max_streams: int | None
-    _save_stream: SaveStream
     corpus: CopyCorpus | None = None
     _adding: trio.Lock = attrs.field(init=False, factory=trio.Lock)  # to the corpus
     by_id: dict[int, Session] = attrs.field(init=False, factory=dict)
@@ -152,18 +147,18 @@ class Sessions:
             assert self._closed is not None
             raise _again(self._closed)
 
-    def begin(self, opened: Open, tools: Tools | None = None, *, saved: SavedStream | None = None) -> TokenStream:
-        """Begin a generation, or resume one that was saved; `tools` are what the model was told that it may call.
+    def begin(self, opened: Open, tools: Tools | None = None) -> TokenStream:
+        """Begin a generation; `tools` are what the model was told that it may call.
 
         Raises: as `check_open`.
         """
         self.check_open()
-        reasoning = ReasoningTracker(self._tokenizer, opened.prompt[: opened.num_prompt])
+        reasoning = ReasoningTracker(self._tokenizer, opened.prompt)
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         owner = CORPUS_OWNER.get()
         # Another text of the same seed was drawn with the same random numbers: a copy of it would not be independent of
         # the numbers that judge it.
-        is_independent = opened.settings.rule == "match" or (opened.settings.seed is None and saved is None)
+        is_independent = opened.settings.rule == "match" or opened.settings.seed is None
         session = Session(opened, send)
         if self.corpus is not None:
             session.find_copy = partial(self.corpus.lookup, owner) if is_independent else None
@@ -184,18 +179,9 @@ class Sessions:
             calls=None if tools is None else of_answer(reasoning),
         )
         arrivals = Arrivals(session, receive, partial(self._end_soon, opened.session))
-        if saved is not None:
-            reader.resume(saved.progress)
-            arrivals.resume(saved.progress.commits)
         self.by_id[opened.session] = session
-        if saved is not None and saved.is_over:
-            session.end()
-        else:
-            self._enter(session)
-        stream = TokenStream(reader, arrivals, partial(self._save_stream, opened, arrivals))
-        if reader.finish_reason is not None:
-            stream.close()
-        return stream
+        self._enter(session)
+        return TokenStream(reader, arrivals)
 
     def begin_many(self, kind: Callable[..., M], generations: Sequence[Generation], max_concurrent: int) -> M:
         """Begin many generations, `max_concurrent` at a time, as `Completions` or `TokenStreams`.
@@ -243,7 +229,7 @@ class Sessions:
     def _keep(self, opened: Open, owner: bytes, text: Sequence[int]) -> None:
         """Add the answer of a session that has finished, and its `prediction`, to the corpus."""
         if self._closed is None:
-            for tokens in (opened.settings.prediction, text[opened.num_prompt :]):
+            for tokens in (opened.settings.prediction, text[len(opened.prompt) :]):
                 self._nursery.start_soon(self.add_to_corpus, tokens, owner)
 
     def run_soon(self, call: Callable[[], None]) -> None:

@@ -371,11 +371,7 @@ class StopFinder:
     """Searches the tokens that a generation is about to commit for stop strings."""
 
     def __init__(self, tokenizer: TokenizerWrapper, opened: Open, reader: Reader | None = None) -> None:
-        text = GrowingText(tokenizer, opened, reader)
-        # What was generated before the stream was saved; it contains no complete stop string.
-        for token in opened.prompt[opened.num_prompt :]:
-            text.add(token, is_last=False)
-        self._text: GrowingText | None = text
+        self._text: GrowingText | None = GrowingText(tokenizer, opened, reader)
 
     def __call__(self, commit: Commit) -> Stop | None:
         """Where a stop string ends the text in this commit, if one does. To be called with each commit, in order."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import attrs
 import mlx.core as mx
@@ -71,7 +70,7 @@ class Token:
     @property
     def is_complete(self) -> bool:
         """Whether the model has ended the text with this token, an end-of-text or stop token."""
-        return _is_complete(self.finish_reason, self.stop_reason)
+        return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
     def __repr__(self) -> str:
         usual = {field.name: field.default for field in attrs.fields(Token) if field.name != "events"}
@@ -79,36 +78,6 @@ class Token:
         if self.top_logprobs:
             told["top_logprobs"] = told.pop("top_logprobs")  # the longest, which may be cut, at the end
         return brief("Token", told)
-
-
-def _is_complete(finish_reason: FinishReason | None, stop_reason: str | int | None) -> bool:
-    return finish_reason == "stop" and not isinstance(stop_reason, str)
-
-
-@attrs.frozen
-class Progress:
-    """How far a generated text has come, for a stream that continues it.
-
-    Attributes:
-        given: ids of the tokens that were given to the consumer.
-        commits: the committed tokens after them, in order.
-    """
-
-    num_prompt: int
-    given: tuple[int, ...]
-    commits: tuple[Commit, ...] = ()
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-
-    def with_commits(self, commits: Iterable[Commit]) -> Progress:
-        """The same progress with further commits; a commit that does not begin where the text ends is left out."""
-        consecutive = list(self.commits)
-        end = self.num_prompt + len(self.given) + sum(len(commit.tokens) for commit in consecutive)
-        for commit in commits:
-            if commit.start == end and self.finish_reason is None:
-                consecutive.append(commit)
-                end += len(commit.tokens)
-        return attrs.evolve(self, commits=tuple(consecutive))
 
 
 @attrs.define(eq=False)
@@ -139,7 +108,6 @@ class TokenReader:
     _given: list[int] = attrs.field(init=False, factory=list)
     _commit: Commit | None = attrs.field(init=False, default=None)
     _next_in_commit: int = attrs.field(init=False, default=0)
-    _num_resumed: int = attrs.field(init=False, default=0)  # tokens that were given before the stream was saved
     _num_in_first_round: int = attrs.field(init=False, default=0)  # tokens of the first commit that were given
     _first_at: float | None = attrs.field(init=False, default=None)
     _last_at: float | None = attrs.field(init=False, default=None)
@@ -147,26 +115,6 @@ class TokenReader:
     def __attrs_post_init__(self) -> None:
         self.began = self._clock()
         self.parts = None if self._calls is None else Answer()
-
-    def resume(self, progress: Progress) -> None:
-        """Continue a text that was saved: after its given tokens, with their text, reasoning and number."""
-        for i, token in enumerate(progress.given, start=1):
-            is_last = progress.finish_reason is not None and i == len(progress.given)
-            text = self._text.add(token, is_last=is_last, is_cut=progress.finish_reason == "length")
-            self.answer.add(token, self._text.readable, text, self._text.tail)
-            if self._calls is not None and self.parts is not None:
-                self.parts.add(self._calls.add(text))
-        self._given = list(progress.given)
-        self._num_resumed = len(progress.given)
-        self.finish_reason, self.stop_reason = progress.finish_reason, progress.stop_reason
-        if self.finish_reason is not None and self._calls is not None and self.parts is not None:
-            self.parts.add(self._calls.finish(is_complete=_is_complete(self.finish_reason, self.stop_reason)))
-
-    @property
-    def progress(self) -> Progress:
-        """How far the text has come: the tokens given, and the rest of the current commit."""
-        rest = () if self._commit is None else (_rest_of(self._commit, self._next_in_commit),)
-        return Progress(self.opened.num_prompt, tuple(self._given), rest, self.finish_reason, self.stop_reason)
 
     @property
     def has_more(self) -> bool:
@@ -189,7 +137,7 @@ class TokenReader:
         self._last_at = self._clock()
         if self._first_at is None:
             self._first_at = self._last_at
-        self._num_in_first_round += len(self._given) - self._num_resumed == index
+        self._num_in_first_round += len(self._given) == index
         self._counts.give(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
         is_last, is_cut = finish_reason is not None, finish_reason == "length"
@@ -250,17 +198,6 @@ class TokenReader:
         return tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top)
 
 
-def _rest_of(commit: Commit, begin: int) -> Commit:
-    return attrs.evolve(
-        commit,
-        start=commit.start + begin,
-        tokens=commit.tokens[begin:],
-        num_from_draft=max(0, commit.num_from_draft - begin),
-        copied=commit.copied[begin:],
-        likelihoods=commit.likelihoods[begin:],
-    )
-
-
 @attrs.define(eq=False)
 class Arrivals:
     """The commits of a generation as they arrive. Only for trio's thread, except for `error` and `hang_up`.
@@ -271,7 +208,6 @@ class Arrivals:
     _session: Session
     _commits: trio.MemoryReceiveChannel[Commit]
     hang_up: Callable[[], None]
-    _peeked: deque[Commit] = attrs.field(init=False, factory=deque)  # taken from the channel, and not received yet
 
     @property
     def error(self) -> OutriderError:
@@ -283,16 +219,8 @@ class Arrivals:
         """Whether neither the session nor its runtime has ended with an error. May be read in any thread."""
         return self._session.error is None
 
-    def resume(self, commits: Iterable[Commit]) -> None:
-        """Receive commits of a saved session on the same text first."""
-        self._peeked.extend(commits)
-
     async def receive(self) -> Commit | None:
         """Wait for the next commit; None if no more come."""
-        if self._peeked:
-            await trio.lowlevel.checkpoint()
-            if self._peeked:
-                return self._peeked.popleft()
         try:
             commit = await self._commits.receive()
         except trio.EndOfChannel:
@@ -310,24 +238,13 @@ class Arrivals:
 
     def receive_ready(self) -> list[Commit]:
         """Receive all commits that have arrived, without waiting."""
-        ready = list(self._peeked)
-        self._peeked.clear()
+        ready: list[Commit] = []
         while True:
             try:
                 ready.append(self._commits.receive_nowait())
             except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
                 return ready
             self._session.make_room()
-
-    def peek(self) -> list[Commit]:
-        """All commits that were not received yet; they can still be received.
-
-        Taking them from the channel lets the models go on, so at most a channel's worth of peeked commits is kept.
-        """
-        if len(self._peeked) <= self._commits.statistics().max_buffer_size:
-            self._peeked.extend(self.receive_ready())
-        unsent = self._session.unsent
-        return [*self._peeked, *([] if unsent is None else [unsent])]
 
     def receive_rest(self) -> list[Commit]:
         """As `receive_ready`, once the session has ended; includes a commit that was not sent."""

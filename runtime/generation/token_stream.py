@@ -16,7 +16,7 @@ from protocol.reprs import excerpt
 from protocol.session_state import FinishReason
 from protocol.statistics import Statistics
 from runtime.generation.reasoning import ReasoningTracker
-from runtime.generation.token_reader import Arrivals, Progress, Token, TokenReader
+from runtime.generation.token_reader import Arrivals, Token, TokenReader
 from runtime.generation.tool_calls.events import ToolCall
 
 T = TypeVar("T")
@@ -133,9 +133,6 @@ class StreamState(ABC):
 SessionFile = str | os.PathLike[str] | BinaryIO
 """The file of a saved session: a path, or an open binary file, which is used from its position on."""
 
-Write = Callable[[SessionFile, Callable[[], Progress]], Awaitable[int]]
-"""Saves a stream to a file, up to the progress that the function returns; returns the file's size in bytes."""
-
 
 @attrs.frozen
 class Completion:
@@ -176,20 +173,18 @@ class TokenStream(StreamState, SingleConsumer):
     reference (as `break` does with a stream that has no other) all end the generation. Each returns at once; the
     models are free after the forward pass that is running.
 
-    Dropping a stream that was never read, saved or closed is a `ResourceWarning`, unless its runtime has been closed.
+    Dropping a stream that was never read or closed is a `ResourceWarning`, unless its runtime has been closed.
 
     Attributes:
         reader: turns commits into tokens; for the thread that consumes the stream.
         arrivals: the commits that arrive; for trio's thread. `runtime.bridge` uses the two in different threads.
-        write: saves the stream to a file.
     """
 
     _busy = "another task is waiting for this stream's next token; a stream has one consumer"
 
     _is_unread = True
 
-    def __init__(self, reader: TokenReader, arrivals: Arrivals, write: Write) -> None:
-        self.write = write
+    def __init__(self, reader: TokenReader, arrivals: Arrivals) -> None:
         self.reader = reader
         self.arrivals = arrivals
 
@@ -228,30 +223,6 @@ class TokenStream(StreamState, SingleConsumer):
         if token.finish_reason is not None:
             self.close()
         return token
-
-    async def save(self, path: SessionFile) -> int:
-        """Save the stream to a file, from which `Runtime.load_stream` continues after the last token given.
-
-        The stream goes on undisturbed; it may also be closed, cancelled, failed or over. The file has the prompt, the
-        text so far including committed tokens that were not given yet, the settings, the seed (even if none was asked
-        for), and the caches of both models; for a closed stream, what the prefix cache has kept of them
-        (`reuse_prefix`). See `Conversation.save` for the file itself.
-
-        Under the match rule, the loaded stream gives the same text as this one. Under the others it does if the rounds
-        are the same: if nothing is drafted, or with a lookahead that is a number, caches that can be trimmed, and a
-        drafter that is never late. Otherwise its text is another sample of the same distribution.
-
-        Args:
-            path: as for `Conversation.save`.
-
-        Returns: the file's size in bytes.
-
-        Raises: as `Conversation.save`, without `ConversationBusyError`.
-
-        Cancellation: leaves the old file, or, at the very last moment, the complete new one. The stream goes on.
-        """
-        self._is_unread = False
-        return await self.write(path, lambda: self.reader.progress)
 
     def __del__(self) -> None:
         if not self._is_closed:

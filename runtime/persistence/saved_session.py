@@ -1,4 +1,4 @@
-"""Saved conversations and streams: their content, what must match it, and how the models save to and load from it."""
+"""Saved conversations: their content, what must match it, and how the models save to and load from it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
 from actors.mlx.model import MLXModel
-from actors.mlx.sequence_state import SequenceRecord, SequenceState
+from actors.mlx.sequence_state import SequenceRecord
 from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import Fingerprint, vocabulary_digest
 from actors.persistence.saved_sequence import FilledSequence, SavedModelState
@@ -26,49 +26,29 @@ from actors.workers.thread_worker import HangError
 from actors.workers.worker import JobError
 from protocol.errors import SessionFileError, SettingsError
 from protocol.logits_processors import LogitsProcessor
-from protocol.messages import Likelihood, Open
 from protocol.reprs import shown
-from protocol.session_state import Commit
-from protocol.settings import MAX_SEED, Settings, settings_from
+from protocol.settings import Settings, settings_from
 from protocol.tensor import Tensor
 from runtime.generation.conversation import Account
 from runtime.generation.text import encode_prompt
-from runtime.generation.token_reader import Progress
 from runtime.generation.token_stream import SessionFile
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents, named
 
 logger = logging.getLogger("outrider")
 
-# Most rounds that a save waits for, until the caches that it has taken are of use.
-_MAX_ROUNDS = 4
 # How long saving and loading wait for each answer of the draft model, in seconds.
 DRAFTER_WAIT_S = 2.0
 
 T = TypeVar("T")
 
 
-@attrs.frozen
-class SavedStream:
-    """The state of a saved stream. The session's tokens are the prompt, the given and the committed tokens."""
-
-    seed: int  # also where none was asked for
-    progress: Progress
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the text is complete, so that nothing is left to generate."""
-        commits = self.progress.commits
-        reason = commits[-1].finish_reason if commits else self.progress.finish_reason
-        return reason is not None
-
-
 @attrs.frozen(kw_only=True)
 class SavedSession:
-    """A saved conversation or stream."""
+    """A saved conversation."""
 
-    messages: tuple[dict[str, Any], ...] = ()  # in order, including the system message; none for a stream
-    tokens: tuple[int, ...]  # the beginning of the next turn's prompt; for a stream, its prompt and its text
+    messages: tuple[dict[str, Any], ...] = ()  # in order, including the system message
+    tokens: tuple[int, ...]  # the beginning of the next turn's prompt
     thinking: bool | None = None  # see `Runtime.conversation`
     settings: Mapping[str, Any]  # by name, as JSON has them; without functions
     num_processors: int  # `logits_processors`, which are functions and not in the file
@@ -76,7 +56,6 @@ class SavedSession:
     vocabulary: str | None  # digest of the tokenizer's; None where there was no tokenizer
     target: SavedModelState
     draft: SavedModelState | None
-    stream: SavedStream | None = None  # the rest of a stream's state; None for a conversation
 
     def __repr__(self) -> str:
         draft = "no draft model" if self.draft is None else "a draft model"
@@ -92,6 +71,8 @@ async def write(path: SessionFile, session: SavedSession) -> int:
 async def read(path: SessionFile) -> SavedSession:
     """Read a session, in another thread; see `session_file.read`. A cancellation strikes every few megabytes."""
     contents = await trio.to_thread.run_sync(session_file.read, path, trio.from_thread.check_cancelled)
+    if "stream" in contents.content:  # of a version that saved these, too
+        raise SessionFileError(f"{named(path)} has a running stream, not a conversation; generate its text anew")
     try:
         return _session(contents)
     except _Unexpected as error:
@@ -119,7 +100,7 @@ def settings_for_json(settings: Settings) -> dict[str, Any]:
     names = [field.name for field in attrs.fields(Settings) if field.name not in left_out]
     values = {name: list(value) if isinstance(value := getattr(settings, name), tuple) else value for name in names}
     # JSON has no numbers as names, and no infinity.
-    values["logit_bias"] = [[id, _finite(bias)] for id, bias in settings.logit_bias.items()]
+    values["logit_bias"] = [[id, None if math.isinf(bias) else bias] for id, bias in settings.logit_bias.items()]
     values["sampler"] = settings.sampler is not None
     return values
 
@@ -221,35 +202,7 @@ def _contents(session: SavedSession) -> Contents:
         "target": model(session.target),
         "draft": model(session.draft),
     }
-    if session.stream is not None:
-        progress = session.stream.progress
-        content["stream"] = {
-            "num_prompt": progress.num_prompt,
-            "seed": session.stream.seed,
-            "num_given": len(progress.given),
-            "commits": [_commit_for_json(commit) for commit in progress.commits],
-            "finish_reason": progress.finish_reason,
-            "stop_reason": progress.stop_reason,
-        }
     return Contents(content, tensors)
-
-
-def _finite(value: float) -> float | None:
-    return None if math.isinf(value) else value
-
-
-def _commit_for_json(commit: Commit) -> dict[str, Any]:
-    return {
-        "num_tokens": len(commit.tokens),
-        "num_from_draft": commit.num_from_draft,
-        "copied": list(commit.copied),
-        "finish_reason": commit.finish_reason,
-        "stop_reason": commit.stop_reason,
-        "likelihoods": [
-            [_finite(likelihood.logprob), [[id, _finite(logprob)] for id, logprob in likelihood.top]]
-            for likelihood in commit.likelihoods
-        ],
-    }
 
 
 class _Unexpected(Exception):
@@ -278,82 +231,8 @@ def _session(contents: Contents) -> SavedSession:
                 vocabulary=vocabulary,
                 target=_model(target, contents),
                 draft=None if draft is None else _model(draft, contents),
-                stream=_stream(contents),
             )
     _unexpected("what it says of itself")
-
-
-def _stream(contents: Contents) -> SavedStream | None:
-    tokens = _tokens(contents.tensors.get("tokens"))
-    match contents.content.get("stream"):
-        case None:
-            return None
-        case {
-            "num_prompt": int(num_prompt),
-            "seed": int(seed),
-            "num_given": int(num_given),
-            "commits": list(described),
-            "finish_reason": "stop" | "length" | None as finish_reason,
-            "stop_reason": str() | int() | None as stop_reason,
-        } if num_prompt > 0 and num_given >= 0 and 0 <= seed <= MAX_SEED:
-            begin, commits = num_prompt + num_given, []
-            for one in described:
-                commits.append(_commit(one, begin, tokens))
-                begin += len(commits[-1].tokens)
-            # Nothing comes after what ends the text.
-            ends = [finish_reason, *(commit.finish_reason for commit in commits)]
-            if begin == len(tokens) and not any(ends[:-1]) and (num_given > 0 or finish_reason is None):
-                given = tokens[num_prompt : num_prompt + num_given]
-                progress = Progress(num_prompt, given, tuple(commits), finish_reason, stop_reason)
-                return SavedStream(seed, progress)
-    _unexpected("what it says of a stream")
-
-
-def _commit(described: Any, begin: int, tokens: tuple[int, ...]) -> Commit:
-    match described:
-        case {
-            "num_tokens": int(num_tokens),
-            "num_from_draft": int(num_from_draft),
-            "copied": list(copied),
-            "finish_reason": "stop" | "length" | None as finish_reason,
-            "stop_reason": str() | int() | None as stop_reason,
-            "likelihoods": list(listed),
-        } if (
-            0 < num_tokens <= len(tokens) - begin
-            and 0 <= num_from_draft <= num_tokens
-            and (not copied or len(copied) >= num_from_draft)
-        ):
-            likelihoods = tuple(_likelihood(one) for one in listed)
-            if len(likelihoods) in (0, num_tokens):
-                return Commit(
-                    session=0,
-                    round=0,
-                    start=begin,
-                    tokens=tokens[begin : begin + num_tokens],
-                    num_from_draft=num_from_draft,
-                    copied=tuple(bool(each) for each in copied),
-                    finish_reason=finish_reason,
-                    likelihoods=likelihoods,
-                    stop_reason=stop_reason,
-                )
-    _unexpected("what it says of its commits")
-
-
-def _likelihood(described: Any) -> Likelihood:
-    def pair(described: Any) -> tuple[int, float]:
-        match described:
-            case [int(id), float() | None as logprob] if id >= 0:
-                return id, _logprob(logprob)
-        _unexpected("what it says of a log-probability")
-
-    match described:
-        case [float() | None as logprob, list(top)]:
-            return Likelihood(_logprob(logprob), tuple(map(pair, top)))
-    _unexpected("what it says of a log-probability")
-
-
-def _logprob(value: float | None) -> float:
-    return -math.inf if value is None else value
 
 
 def _message(described: Any) -> dict[str, Any]:
@@ -408,26 +287,17 @@ class SessionSaver:
         # Empty where the tokenizer has no chat template and there are no messages yet.
         tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
         messages = tuple(account.messages)
-        return await self._write(path, account.settings, tokens, messages=messages, thinking=account.thinking)
-
-    async def _write(
-        self,
-        path: SessionFile,
-        settings: Settings,
-        tokens: tuple[int, ...],
-        target: SequenceState | None = None,
-        draft: SequenceState | None = None,
-        **content: Any,
-    ) -> int:
+        settings = account.settings
         session = SavedSession(
+            messages=messages,
+            thinking=account.thinking,
             tokens=tokens,
             settings=settings_for_json(settings),
             num_processors=len(settings.logits_processors),
             cache_options=self._cache_options,
             vocabulary=await self._vocabulary(),
-            target=await saved_sequence.save(self.target, tokens, target),
-            draft=await self._of_drafter(lambda actor: saved_sequence.save(actor, tokens, draft)),
-            **content,
+            target=await saved_sequence.save(self.target, tokens),
+            draft=await self._of_drafter(partial(saved_sequence.save, text=tokens)),
         )
         return await write(path, session)
 
@@ -445,38 +315,15 @@ class SessionSaver:
             return None
         return answer
 
-    async def save_stream(self, path: SessionFile, opened: Open, progress: Callable[[], Progress]) -> int:
-        """Write a stream and its cached sequences to a file; see `TokenStream.save`. `progress` returns how far the
-        stream has come, all commits included.
-        """
-        check_path(path)
-        progress()  # empties the channel of commits, where the models wait for a slow consumer
-        target = await saved_sequence.take(self.target, opened.session)
-        await trio.lowlevel.checkpoint()  # let the drafter hear of what the target has read
-        draft = await self._of_drafter(lambda draft: saved_sequence.take(draft, opened.session))
-        for _ in range(_MAX_ROUNDS):
-            now = progress()
-            committed = [token for commit in now.commits for token in commit.tokens]
-            tokens = (*opened.prompt[: opened.num_prompt], *now.given, *committed)
-            # A recurrent cache is of no use until the text has a token that the cache does not have.
-            if all(taken is None or min(taken.lengths) < len(tokens) for taken in (target, draft)):
-                break
-            await self._of_drafter(saved_sequence.let_pass)
-            await saved_sequence.let_pass(self.target)
-        return await self._write(path, opened.settings, tokens, target, draft, stream=SavedStream(opened.seed, now))
-
-    async def read(self, path: SessionFile, *, any_draft: bool, is_stream: bool = False) -> SavedSession:
-        """Read a conversation or a stream that fits these models; see `Runtime.load`. Changes nothing.
+    async def read(self, path: SessionFile, *, any_draft: bool) -> SavedSession:
+        """Read a conversation that fits these models; see `Runtime.load`. Changes nothing.
 
         Raises: SessionFileError: the file cannot be read, or does not fit; SettingsError: as `check_path`.
         """
         check_path(path)
         session = await read(path)
-        if (session.stream is not None) != is_stream:
-            has, other = ("conversation", "load") if is_stream else ("stream", "load_stream")
-            raise SessionFileError(f"{named(path)} has a {has}, not what was asked for; use {other}()")
         check_vocabulary(path, session.vocabulary, await self._vocabulary())
-        if (largest := max(_ids(session), default=0)) >= (vocab_size := self.target.model.vocab_size):
+        if (largest := max(session.tokens, default=0)) >= (vocab_size := self.target.model.vocab_size):
             raise SessionFileError(
                 f"{named(path)} has token {largest}, outside the target's vocabulary of {vocab_size} "
                 "ids; open the target that it was saved with"
@@ -498,13 +345,14 @@ class SessionSaver:
         if self.draft is None:
             logger.info("what a draft model had cached for session %s is left out: there is none", where)
             return attrs.evolve(session, draft=None)
-        if (present := await self._of_drafter(saved_sequence.identify)) is None:
+        of_draft = await self._of_drafter(saved_sequence.identify)
+        if of_draft is None:
             return attrs.evolve(session, draft=None)
-        if any_draft and session.draft.fingerprint.difference(present) is not None:
+        if any_draft and session.draft.fingerprint.difference(of_draft) is not None:
             logger.info("what another draft model had cached for session %s is left out", where)
             return attrs.evolve(session, draft=None)
         remedy = "open that one as the draft, or load with any_draft=True to have this one read the text anew"
-        check_model(path, "draft", session.draft.fingerprint, present, remedy)
+        check_model(path, "draft", session.draft.fingerprint, of_draft, remedy)
         return session
 
     async def fill(self, path: SessionFile, session: SavedSession, drafted: bool) -> None:
@@ -542,12 +390,3 @@ class SessionSaver:
             return None
         # Takes a few tenths of a second for a large vocabulary.
         return await trio.to_thread.run_sync(lambda: vocabulary_digest(tokenizer.get_vocab()))
-
-
-def _ids(session: SavedSession) -> Iterable[int]:
-    """All token ids in a session."""
-    yield from session.tokens
-    if session.stream is not None:
-        for commit in session.stream.progress.commits:
-            for likelihood in commit.likelihoods:
-                yield from (id for id, _ in likelihood.top)

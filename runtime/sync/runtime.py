@@ -187,7 +187,7 @@ class BlockingIteration(IteratorHandle[Any, Any, Item]):
         self._close()
 
 
-class TokenStream(BlockingIteration[Token], StreamHandle[int]):
+class TokenStream(BlockingIteration[Token], StreamHandle):
     """The tokens of one generation, for one thread at a time: `runtime.TokenStream` as an iterator and context manager.
 
     Another thread may call `close` while one waits for a token. A Ctrl-C has the effect of a cancellation there.
@@ -221,7 +221,6 @@ class Runtime(
         Completion,
         Score,
         Conversation,
-        TokenStream,
         None,
     ]
 ):

@@ -202,7 +202,7 @@ async def sampled(
 
     def draft_price(job: Job[Any]) -> float:
         """A step that reads the fatal token takes very long, if that is how it fails."""
-        running = None if how != "late" or job.kind != "draft" else rt._draft.session_of(job.session).part
+        running = None if how != "late" or job.kind != "draft" else rt._draft._sessions[job.session].part
         is_slow = running is not None and running.node is not None and failing.is_fatal_at(running.node)
         return 1000.0 if is_slow else moment.prices[1](job)
 

@@ -293,10 +293,10 @@ async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_oth
 async def test_a_session_that_failed_is_not_drafted_for_before_anybody_reads_that(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), drafter()) as simulation:
         unread = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
-        assert simulation.runtime._draft.session_of(0) is not None
+        assert 0 in simulation.runtime._draft._sessions
         simulation.target_worker.sessions[0].receive = fail  # type: ignore[method-assign]
         await trio.sleep(1000.0)  # simulated
-        assert simulation.runtime._draft.session_of(0) is None
+        assert 0 not in simulation.runtime._draft._sessions
         with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):
             await collect(unread)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -259,25 +258,6 @@ async def test_a_stream_in_a_hanging_shared_step_can_be_closed_alone(caplog: Any
         await anext(first)
         await first.aclose()
     assert "the draft model hangs" in caplog.text
-
-
-@pytest.mark.usefixtures("impatience")
-async def test_a_stream_can_be_saved_beside_a_drafter_that_hangs(monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
-    file, got = io.BytesIO(), list[int]()
-    async with beside_a_hanging_drafter() as (rt, target, hanging):
-        hanging.hang_at = hanging.num_calls + 6
-        async with rt.stream(PROMPT, max_tokens=40, lookahead=2) as stream:
-            async for token in stream:
-                got.append(token.id)
-                if len(got) == 30:
-                    await stream.save(file)
-        assert got == greedy(target, PROMPT, 40)
-        hanging.let_go_on.set()
-    file.seek(0)
-    async with runtime.open((target, None)) as rt:
-        stream = await rt.load_stream(file)
-        assert [token.id async for token in stream] == got[30:]
 
 
 @pytest.mark.slow

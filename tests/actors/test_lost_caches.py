@@ -94,8 +94,8 @@ class Rows(ScriptedModel):
             sequence.forget()
 
 
-# In the first three, a text that has to be read again was once both in the queue of prompts and in that of rounds.
-@sweep("seed, every", [(44, 11), (45, 5), (50, 3), (0, 11), (2, 3), (7, 5)])
+# In the first two, a text that had to be read again was once both in the queue of prompts and in that of rounds.
+@sweep("seed, every", [(6, 3), (8, 3), (0, 11), (7, 5)])
 def test_texts_whose_shared_passes_fail_now_and_then_are_complete(seed: int, every: int) -> None:
     dice = random.Random(seed)
 

@@ -321,3 +321,28 @@ def test_an_id_beyond_the_vocabulary_is_read_as_the_last_id(beyond: int) -> None
 
     for found, expected in zip(logits_after(beyond), logits_after(VOCAB_SIZE - 1), strict=True):
         assert mx.array_equal(found, expected)
+
+
+def test_a_text_whose_caches_cannot_be_taken_out_of_a_batch_is_lost_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrapped = MLXModel(build("llama"), CacheOptions())
+    texts = [wrapped.open_sequence(beside_another=False) for _ in range(3)]
+    for text in texts:
+        text.feed((1, 2, 3), 0)
+    before = wrapped.feed_together([Feed(text, (4,), 1) for text in texts])
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "eval", no_memory)
+        with pytest.raises(MemoryError):
+            texts[0].leave_batch()
+    assert (texts[0].length, texts[0].is_row) == (0, False)
+    texts[0].feed((1, 2, 3), 0)
+    after = wrapped.feed_together([Feed(texts[0], (4,), 1), Feed(texts[1], (5,), 1), Feed(texts[2], (5,), 1)])
+    assert mx.allclose(after[0], before[0], atol=1e-4)
+    assert mx.allclose(after[1], after[2], atol=1e-4)
+    for text in texts:
+        text.close()
+
+
+def no_memory(*_: Any) -> None:
+    raise MemoryError

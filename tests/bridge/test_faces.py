@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -260,32 +259,6 @@ async def test_a_conversation_goes_on_as_in_trio_and_when_it_was_saved(open: Any
         assert anew.text == messages[2]["content"]
     with ThreadPoolExecutor(1) as pool:  # uvloop and trio would both handle this thread's signals
         assert messages == pool.submit(trio.run, in_trio).result()
-
-
-@on_every_face
-async def test_a_stream_is_saved_in_its_middle_and_goes_on(open: Any, tmp_path: Path) -> None:
-    settings = {"max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
-    texts: dict[int, list[runtime.Token]] = {}
-    async with talking(open) as rt:
-        for cut in (0, 5, 12):
-            path, stream = tmp_path / str(cut), rt.stream("class Stack:\n", **settings)
-            given = [await next_of(stream) for _ in range(cut)]
-            if cut != 5:
-                assert await got(stream.save(path)) == path.stat().st_size
-            else:
-                assert await got(stream.save(file := io.BytesIO())) == path.write_bytes(file.getvalue())
-            texts[cut] = given + await all_of(stream)
-            assert len(texts[cut]) == 12
-    async with talking(open) as rt:
-        for cut, tokens in texts.items():
-            resumed = await got(rt.load_stream(tmp_path / str(cut)))
-            assert resumed.is_closed == (cut == 12)
-            assert [(each.index, each.text) for each in await all_of(resumed)] == [
-                (token.index, token.text) for token in tokens[cut:]
-            ]
-            assert resumed.answer.text == "".join(token.text for token in tokens)
-        with pytest.raises(runtime.SessionFileError, match="has a stream, not what was asked for; use load_stream"):
-            await got(rt.load(tmp_path / "5"))
 
 
 @on_every_face

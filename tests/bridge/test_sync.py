@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -30,8 +29,6 @@ from our_threads import outrider_threads
 
 import runtime
 from protocol.trace import Event, Span
-from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.trio_thread import TrioThread
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
 
@@ -156,37 +153,6 @@ def test_leaving_tells_whoever_waits_and_closing_twice_is_closing_once(begin: Be
         with pytest.raises(runtime.RuntimeClosedError, match="open another"):
             call(PROMPT)
     assert rt.statistics().prompt_tokens == len(PROMPT)
-
-
-def test_a_stream_loaded_while_another_thread_closes_gets_that_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened() as rt:
-        stream = rt.stream(PROMPT, **LONG)
-        next(stream)
-        stream.save(file := io.BytesIO())
-        stream.close()
-    main, open_stream = TrioThread._main, RuntimeBridge.open_stream
-    has_left, is_asked = threading.Event(), threading.Event()
-    closing: list[Future[None]] = []
-
-    async def stay(thread: TrioThread) -> None:
-        await main(thread)
-        has_left.set()
-        assert is_asked.wait(60)
-
-    def close_first(bridge: Any, make_source: Any) -> Any:
-        closing.append(pool.submit(rt.close))
-        assert has_left.wait(60)
-        stream = open_stream(bridge, make_source)
-        is_asked.set()
-        return stream
-
-    monkeypatch.setattr(TrioThread, "_main", stay)
-    rt = opened()
-    monkeypatch.setattr(RuntimeBridge, "open_stream", close_first)
-    with ThreadPoolExecutor(1) as pool:
-        with pytest.raises(runtime.RuntimeClosedError, match="runtime was closed"):
-            rt.load_stream(io.BytesIO(file.getvalue()))
-        closing[0].result()
 
 
 # --- ways to end a stream -------------------------------------------------------------------------

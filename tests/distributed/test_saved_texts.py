@@ -28,10 +28,9 @@ def test_a_loaded_text_goes_on_as_before_and_a_misfit_changes_nothing(name: str,
         assert [rank.join() for rank in (first, *others)] == [0] * size
     cached = found.pop("cached")
     assert found == expected
-    # All but the last token that was given before the stream was saved; or some, in caches that can only go back to
-    # checkpoints.
-    given = len(rank_programs.PROMPTS[3]) + rank_programs.NUM_BEFORE_SAVE
-    assert cached["stream"] >= (given - 1 if name == "llama" else 1)
+    # All but the last token that was given; or some, in caches that can only go back to checkpoints.
+    given = len(rank_programs.PROMPTS[3]) + rank_programs.NUM_TOKENS_SAVED
+    assert cached["text"] >= (given - 1 if name == "llama" else 1)
     assert cached.get("conversation", 1) > 0
     assert cached["prefix"] >= len(rank_programs.LONG_PROMPT) - 16
     for how, says in {

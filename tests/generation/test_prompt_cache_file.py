@@ -166,16 +166,6 @@ async def test_what_fails_is_said_of_the_stream_alone(tmp_path: Path) -> None:
         assert (await rt.generate(SUFFIX, max_tokens=2)).finish_reason == "length"
 
 
-async def test_a_stream_on_such_a_file_is_not_saved(tmp_path: Path) -> None:
-    model = llama()
-    file = cache_prompt(tmp_path / "prompt.safetensors", model)
-    async with runtime.open((model, None)) as rt, rt.stream(SUFFIX, prompt_cache_file=file, max_tokens=9) as stream:
-        await anext(stream)
-        with pytest.raises(runtime.SessionFileError, match="does not say which tokens it has"):
-            await stream.save(tmp_path / "session")
-    assert not (tmp_path / "session").exists()
-
-
 # --- the header -----------------------------------------------------------------------------------
 
 

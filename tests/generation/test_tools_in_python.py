@@ -281,23 +281,6 @@ async def test_a_loaded_conversation_makes_the_pending_calls() -> None:
             await rt.load(io.BytesIO(saved), tools=[weather, weather], logits_processors=script)
 
 
-@sweep("is_over", [False, True])
-async def test_a_loaded_stream_tells_calls_apart_and_is_held_to_them(is_over: bool) -> None:
-    async with runtime.open(*calling_pair()) as rt:
-        settings: Any = {"logit_bias": {calling_tokenizer().think_start_id: -1e6}, "temperature": 1.0, "seed": 3}
-        about: Any = {"tools": [weather], "tool_choice": "weather"}
-        whole = await rt.generate([USER], max_tokens=300, **settings, **about)
-        async with rt.stream([USER], max_tokens=300, **settings, **about) as stream:
-            given = [token async for token in stream] if is_over else [await anext(stream) for _ in range(3)]
-            await stream.save(file := io.BytesIO())
-        async with await rt.load_stream(io.BytesIO(file.getvalue()), **about) as loaded:
-            text = "".join([token.text for token in given] + [token.text async for token in loaded])
-        assert (text, loaded.content) == (whole.text, "")
-        assert [call.values for call in loaded.tool_calls] == [call.values for call in whole.tool_calls]
-        with pytest.raises(runtime.SettingsError, match="had 1 logits_processors"):
-            await rt.load_stream(io.BytesIO(file.getvalue()))
-
-
 # --- many prompts ---------------------------------------------------------------------------------
 
 

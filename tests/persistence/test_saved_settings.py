@@ -21,7 +21,7 @@ from protocol.settings import MAX_SEED, Settings, settings_from
 from protocol.tensor import Tensor
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SavedSession, settings_for_json, settings_of
-from runtime.persistence.session_file import Contents, write
+from runtime.persistence.session_file import Contents, read, write
 
 PRINT = Fingerprint("llama", 1000, "aa", "bb", "cc")
 OTHER = Fingerprint("llama", 1000, "aa", "bb", "dd")
@@ -132,6 +132,14 @@ async def test_a_session_and_what_is_cached_come_back_as_they_were(tmp_path: Pat
     assert found is not None
     assert found.description == line.description
     assert bytes(found.tensors["target.0"].data) == bytes(raw)
+
+
+async def test_a_file_of_a_running_stream_is_told_from_a_conversation(tmp_path: Path) -> None:
+    await saved_session.write(path := tmp_path / "session", a_session())
+    content, tensors = attrs.astuple(read(path), recurse=False)
+    write(path, Contents({**content, "stream": {"seed": 3}}, tensors))
+    with pytest.raises(SessionFileError, match="has a running stream, not a conversation"):
+        await saved_session.read(path)
 
 
 def test_another_vocabulary_is_told() -> None:

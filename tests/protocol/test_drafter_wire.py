@@ -39,7 +39,7 @@ def test_a_session_is_told_with_all_that_drafting_depends_on() -> None:
         stop=("end",),
         logits_processors=(stateless(lambda _, logits: logits),),
     )
-    told = Open(4, (1, 2), settings, 2**64 - 1, frozenset({5, 9}), 100, num_resumed=1)
+    told = Open(4, (1, 2), settings, 2**64 - 1, frozenset({5, 9}), 100)
     found = decode(encode(told))
     assert found == attrs.evolve(told, settings=attrs.evolve(settings, stop=(), logits_processors=()))
 

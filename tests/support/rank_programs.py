@@ -21,6 +21,7 @@ import models
 import trained_drafters
 import trio
 from polling import until_in_trio
+from saved_texts import load_text, save_text
 
 import actors.distributed.joining
 import actors.distributed.sharded_model
@@ -229,7 +230,7 @@ def open_without_its_draft(give: Give) -> None:
 
 # More tokens than the prefix cache on disk asks for.
 LONG_PROMPT = tuple(i * 7 % 60 for i in range(40))
-NUM_BEFORE_SAVE = 10
+NUM_TOKENS_SAVED = 10
 
 # What may be wrong with a file's part of the target.
 ALTERED: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -253,58 +254,56 @@ def save_and_go_on(give: Give, name: str, folder: str) -> None:
         return
     source, where = (target, tokenizer), Path(folder)
     options: dict[str, Any] = {"group": group, "prefix_cache_dir": where / "prefixes"}
-    settings: dict[str, Any] = {"max_tokens": NUM_BEFORE_SAVE + 8, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+    settings: dict[str, Any] = {"max_tokens": NUM_TOKENS_SAVED, "ignore_eos": True, "temperature": 0.8, "seed": 3}
 
     async def save() -> dict[str, Any]:
         async with runtime.open(source, "ngram", **options) as rt:
-            async with rt.stream(PROMPTS[3], **settings) as stream:
-                text = []
-                async for token in stream:
-                    text.append(token.id)
-                    if len(text) == NUM_BEFORE_SAVE:
-                        await stream.save(where / "stream")
-            found: dict[str, Any] = {"stream": text[NUM_BEFORE_SAVE:]}
+            text = (*PROMPTS[3], *said(await rt.generate(PROMPTS[3], **settings, reuse_prefix=True))[0])
+            await save_text(rt, where / "text", text)
+            found: dict[str, Any] = {"text": said(await rt.generate((*text, 5), **settings, reuse_prefix=True))[0]}
+            found["prompts"] = [(*text, 5)]
             if tokenizer is not None:
                 conversation = rt.conversation(**settings)
                 await conversation.generate("The cat sat on the mat.")
                 await conversation.save(where / "conversation")
                 found["conversation"] = said(await conversation.generate("And then?"))[0]
             before = await rt.generate(LONG_PROMPT, **settings, reuse_prefix=True)
-            found["prompt"] = (*LONG_PROMPT, *said(before)[0], 5, 6)
-            found["prefix"] = said(await rt.generate(found["prompt"], **settings))[0]
+            found["prompts"].append((*LONG_PROMPT, *said(before)[0], 5, 6))
+            found["prefix"] = said(await rt.generate(found["prompts"][1], **settings))[0]
         return found
 
-    async def go_on(prompt: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, str]]:
+    async def go_on(prompts: list[tuple[int, ...]]) -> tuple[dict[str, Any], dict[str, str]]:
         errors = {}
         async with runtime.open(source, "ngram", **options) as rt:
             for how, alter in ALTERED.items():
-                contents = session_file.read(where / "stream")
+                contents = session_file.read(where / "text")
                 alter(contents.content["target"])
                 session_file.write(where / how, Contents(contents.content, contents.tensors))
                 try:
-                    await rt.load_stream(where / how)
+                    await load_text(rt, where / how)
                 except runtime.SessionFileError as error:
                     errors[how] = str(error)
-            resumed = await rt.load_stream(where / "stream")
-            found: dict[str, Any] = {"stream": [token.id async for token in resumed]}
-            found["cached"] = {"stream": resumed.statistics().cached_tokens}
+            await load_text(rt, where / "text")
+            found: dict[str, Any] = {"cached": {}}
+            completion = await rt.generate(prompts[0], **settings, reuse_prefix=True)
+            found["text"], found["cached"]["text"] = said(completion)
             if tokenizer is not None:
                 loaded = await rt.load(where / "conversation")
                 found["conversation"], found["cached"]["conversation"] = said(await loaded.generate("And then?"))
-            completion = await rt.generate(prompt, **settings, reuse_prefix=True)
+            completion = await rt.generate(prompts[1], **settings, reuse_prefix=True)
             found["prefix"], found["cached"]["prefix"] = said(completion)
         return found, errors
 
     async def load_on_one() -> str:
         async with runtime.open((family(name, group.size, **changes), tokenizer)) as rt:
             try:
-                await rt.load_stream(where / "stream")
+                await load_text(rt, where / "text")
             except runtime.SessionFileError as error:
                 return str(error)
         return "no error"
 
     expected = trio.run(save)
-    found, errors = trio.run(go_on, expected.pop("prompt"))
+    found, errors = trio.run(go_on, expected.pop("prompts"))
     give((expected, found, errors | {"one machine": trio.run(load_on_one)}))
 
 

@@ -15,6 +15,7 @@ from architectures import build
 from drafted_runtime import PROMPTS, drafted
 from models import greedy, prompt_of
 from polling import until_in_trio
+from saved_texts import load_text, save_text
 from scripted import ids
 from sweeps import sweep
 from trained_drafters import KINDS, make, write_eagle3
@@ -59,25 +60,28 @@ async def noted(folder: Path, target: Any, **options: Any) -> AsyncIterator[tupl
 
 
 async def save(
-    folder: Path, file: Path, *, kind: str = "eagle3", cut: int = 9, **asked: Any
-) -> tuple[Any, list[int], Proposals]:
-    """Save a stream after some tokens. Returns: the target, the text, and all proposals, those after it included."""
+    folder: Path, file: Path, *, kind: str = "eagle3", **asked: Any
+) -> tuple[Any, list[int], list[int], Proposals]:
+    """Save a text. Returns: the target, a prompt that continues the text, and what follows it with what is proposed."""
     target = make(kind, folder)
-    async with noted(folder, target) as (rt, proposals), rt.stream(PROMPTS[1], **ASKED | asked) as stream:
-        text = [(await anext(stream)).id for _ in range(cut)]
-        await stream.save(file)
-        text += [token.id async for token in stream]
-    return target, text, proposals
+    async with noted(folder, target) as (rt, proposals):
+        first = await rt.generate(PROMPTS[1], **ASKED | asked, reuse_prefix=True)
+        text = [*PROMPTS[1], *ids(first.tokens)]
+        await save_text(rt, file, text)
+        proposals.clear()
+        prompt = [*text, *PROMPTS[0][:3]]
+        second = await rt.generate(prompt, **ASKED | asked, reuse_prefix=True)
+        return target, prompt, ids(second.tokens), proposals
 
 
 async def resume(
-    folder: Path, file: Path, target: Any, **options: Any
+    folder: Path, file: Path, target: Any, prompt: list[int], **asked: Any
 ) -> tuple[list[int], Proposals, runtime.Statistics]:
-    """The rest of a saved stream, what was proposed in it, and its statistics."""
+    """What follows the prompt once the text is loaded, what is proposed, and the statistics."""
     async with noted(folder, target) as (rt, proposals):
-        resumed = await rt.load_stream(file, **options)
-        text = [token.id async for token in resumed]
-        return text, proposals, resumed.statistics()
+        await load_text(rt, file)
+        completion = await rt.generate(prompt, **ASKED | asked, reuse_prefix=True)
+        return ids(completion.tokens), proposals, completion.statistics
 
 
 def rewritten(file: Path, change: Callable[[Any], None]) -> None:
@@ -86,63 +90,48 @@ def rewritten(file: Path, change: Callable[[Any], None]) -> None:
     session_file.write(file, Contents(contents.content, contents.tensors))
 
 
-# --- saved streams --------------------------------------------------------------------------------
+# --- saved texts --------------------------------------------------------------------------------
 
 
 @sweep(
     ("kind", "temperature"),
     [pytest.param(kind, float(index % 2), marks=SELDOM.get(kind, ())) for index, kind in enumerate(KINDS)],
 )
-async def test_a_resumed_stream_drafts_at_once_what_it_would_have(
+async def test_a_loaded_text_is_drafted_at_once_as_it_would_have_been(
     kind: str, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patient_targets: Any
 ) -> None:
-    folder, file = tmp_path / "drafter", tmp_path / "stream"
-    target, text, expected = await save(folder, file, kind=kind, temperature=temperature, seed=3)
-    rest, found, statistics = await resume(folder, file, target)
-    assert rest == text[9:]
+    folder, file, asked = tmp_path / "drafter", tmp_path / "text", {"temperature": temperature, "seed": 3}
+    target, prompt, text, expected = await save(folder, file, kind=kind, **asked)
+    rest, found, statistics = await resume(folder, file, target, prompt, **asked)
+    assert (rest, found) == (text, expected)
     assert len(found) > 3
-    assert found == expected[-len(found) :]
-    assert statistics.draft_failures == 0
+    assert (statistics.draft_failures, statistics.cached_tokens > 0) == (0, True)
     # Without that part of the file, the drafter misses what came before, and the target does not wait for it.
     monkeypatch.setattr(DrafterLink, "timeout_s", patient_targets)
     rewritten(file, lambda content: content.update(draft=None))
-    rest, without, _ = await resume(folder, file, target)
-    assert rest == text[9:]
+    rest, without, _ = await resume(folder, file, target, prompt, **asked)
+    assert rest == text
     # Medusa's guesses depend on the last hidden state alone, which the target may have to compute anew.
     assert without != found or kind == "medusa"
 
 
-@sweep("kind", ["eagle3", "medusa", "gemma4"])
-async def test_a_stream_can_be_saved_again_and_again(kind: str, tmp_path: Path) -> None:
-    folder, file = tmp_path / "drafter", tmp_path / "stream"
-    target, text, expected = await save(folder, file, kind=kind, cut=4)
-    got = text[:4]
-    while len(got) < NUM_TOKENS:
-        async with noted(folder, target) as (rt, proposals), await rt.load_stream(file) as resumed:
-            got += [(await anext(resumed)).id for _ in range(min(6, NUM_TOKENS - len(got)))]
-            await resumed.save(file)
-            assert not proposals or proposals[0] in expected
-    assert got == text
-
-
 async def test_what_is_saved_is_bounded_and_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence_state, "MAX_FEATURES", 4)
-    folder, file = tmp_path / "drafter", tmp_path / "stream"
-    target, text, expected = await save(folder, file, cut=12)
+    folder, file = tmp_path / "drafter", tmp_path / "text"
+    target, prompt, text, expected = await save(folder, file)
     contents = session_file.read(file)
     described = contents.content["draft"]["line"]
     tensors = {name: tensor.shape for name, tensor in contents.tensors.items() if name.startswith("draft.")}
     num_tokens = contents.tensors[described["tokens"]["tensor"]].shape[0]
-    # One layer, whose first token is in no cache.
-    assert sorted(tensors.values()) == [(1, 2, num_tokens - 1, 8)] * 2 + [(4, 32), (num_tokens,)]
-    assert described["features"]["start"] + 4 == num_tokens
-    rest, found, _ = await resume(folder, file, target)
-    assert (rest, found) == (text[12:], expected[-len(found) :])
+    # One layer, whose first token is in no cache. The last one is read with what follows, and has no features yet.
+    assert sorted(tensors.values()) == [(1, 2, num_tokens - 2, 8)] * 2 + [(4, 32), (num_tokens,)]
+    assert described["features"]["start"] + 4 == num_tokens - 1
+    assert (await resume(folder, file, target, prompt))[:2] == (text, expected)
 
 
 async def test_another_drafter_is_refused_or_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder, file = tmp_path / "drafter", tmp_path / "stream"
-    target, text, _ = await save(folder, file)
+    folder, file = tmp_path / "drafter", tmp_path / "text"
+    target, prompt, text, _ = await save(folder, file)
     others = {
         "its weights differ": lambda place: write_eagle3(place, target),
         "its architecture is Medusa, not Eagle3": lambda place: make("medusa", place) and place,
@@ -157,14 +146,14 @@ async def test_another_drafter_is_refused_or_begins_anew(tmp_path: Path, caplog:
             mx.save_safetensors(str(other / "model.safetensors"), weights)
         async with drafted(other, target) as rt:
             with pytest.raises(runtime.SessionFileError, match="another draft model") as refused:
-                await rt.load_stream(file)
+                await load_text(rt, file)
             assert why in str(refused.value)
             assert (len(rt._target.prefix_cache), len(rt._draft.prefix_cache)) == (0, 0)
             with caplog.at_level(logging.INFO, "outrider"):
-                resumed = await rt.load_stream(file, any_draft=True)
+                await load_text(rt, file, any_draft=True)
             assert "what another draft model had cached" in caplog.text
-            assert [token.id async for token in resumed] == text[9:]
-            assert resumed.statistics().draft_failures == 0
+            completion = await rt.generate(prompt, **ASKED, reuse_prefix=True)
+            assert (ids(completion.tokens), completion.statistics.draft_failures) == (text, 0)
 
 
 async def test_a_drafter_of_another_target_is_another_drafter(tmp_path: Path) -> None:
@@ -217,8 +206,8 @@ BROKEN: dict[str, tuple[str, Callable[[Any], None]]] = {
 
 async def test_a_file_that_is_broken_in_this_part_changes_nothing(tmp_path: Path) -> None:
     for kind in ("eagle3", "medusa", "dflash", "mtp_deep"):
-        folder, file = tmp_path / kind, tmp_path / f"{kind}.stream"
-        target, text, _ = await save(folder, file, kind=kind)
+        folder, file = tmp_path / kind, tmp_path / f"{kind}.text"
+        target, prompt, text, _ = await save(folder, file, kind=kind)
         async with drafted(folder, target) as rt:
             for name, (of_kind, change) in BROKEN.items():
                 if of_kind != kind:
@@ -227,13 +216,15 @@ async def test_a_file_that_is_broken_in_this_part_changes_nothing(tmp_path: Path
                 broken.write_bytes(file.read_bytes())
                 rewritten(broken, lambda content, change=change: change(content["draft"]["line"]))  # type: ignore[misc]
                 with pytest.raises(runtime.SessionFileError, match="does not fit"):
-                    await rt.load_stream(broken)
+                    await load_text(rt, broken)
                 assert (len(rt._target.prefix_cache), len(rt._draft.prefix_cache)) == (0, 0), name
-            assert [token.id async for token in await rt.load_stream(file)] == text[9:]
+            await load_text(rt, file)
+            completion = await rt.generate(prompt, **ASKED, reuse_prefix=True)
+            assert (ids(completion.tokens), completion.statistics.cached_tokens > 0) == (text, True)
 
 
 async def test_features_of_another_width_are_refused(tmp_path: Path) -> None:
-    folder, file = tmp_path / "drafter", tmp_path / "stream"
+    folder, file = tmp_path / "drafter", tmp_path / "text"
     target, *_ = await save(folder, file)
     contents = session_file.read(file)
     name = contents.content["draft"]["line"]["features"]["values"]["tensor"]
@@ -241,7 +232,7 @@ async def test_features_of_another_width_are_refused(tmp_path: Path) -> None:
     session_file.write(file, Contents(contents.content, {**contents.tensors, name: Tensor.of(narrow)}))
     async with drafted(folder, target) as rt:
         with pytest.raises(runtime.SessionFileError, match="not rows of a width of 32"):
-            await rt.load_stream(file)
+            await load_text(rt, file)
 
 
 # --- from turn to turn ----------------------------------------------------------------------------
