@@ -159,6 +159,12 @@ class Conversation(ConversationHandle[TokenStream, Waiting[Completion], Waiting[
 
     _stream_handle = TokenStream
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._close_answer()
+
 
 class Runtime(
     RuntimeHandle[

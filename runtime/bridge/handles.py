@@ -393,6 +393,10 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         stream = None if self._last is None else self._last()
         return stream is not None and not stream.is_closed
 
+    def _close_answer(self) -> None:
+        if self._last is not None and (stream := self._last()) is not None:
+            stream._close()
+
     def _check_idle(self, what: str) -> None:
         self._caller.check_idle(what, self._is_answering, self._bridge.how_to_close)
 

@@ -37,9 +37,6 @@ from runtime.persistence.saved_session import SavedStream
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
 
-# Tokens of the prompt that are decoded together with a scored continuation: they decide where its first spaces go, and
-# complete its first character.
-_DECODED_BEFORE = 16
 # Tokens, of a scored text or listed as likely, that are decoded without a pause; a few milliseconds.
 _DECODED_AT_ONCE = 64
 
@@ -339,10 +336,8 @@ class Sessions:
 
 async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:
     """The scores of a session, with texts. Other tasks take turns with it: a long text has thousands of tokens."""
-    opened, text = session.opened, Detokenizer(tokenizer)
-    num_before = len(opened.prompt) - opened.num_scored
-    for token in opened.prompt[max(0, num_before - _DECODED_BEFORE) : num_before]:
-        text.add(token)
+    opened = session.opened
+    text = Detokenizer(tokenizer, opened.prompt[: len(opened.prompt) - opened.num_scored])
     tokens: list[ScoredToken] = []
     num_decoded = _DECODED_AT_ONCE
     for score in session.scores:

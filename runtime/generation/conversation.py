@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import attrs
 import trio
@@ -16,6 +16,7 @@ from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, settings_from, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from protocol.validation import must_be
+from runtime.generation.chat_template import thinking_switch
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
@@ -139,7 +140,15 @@ class Conversation:
     @property
     def pending_calls(self) -> tuple[ToolCall, ...]:
         """The calls of the last answer whose results the model was not told yet; empty during an answer."""
-        return () if self._is_answering else calls_without_results(self._so_far())
+        return () if self._answering is not None else calls_without_results(self._so_far())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the answer that is under way, if any, as `TokenStream.aclose` does."""
+        if (stream := self._answering) is not None:
+            await stream.aclose()
 
     async def call_tools(self) -> bool:
         """Call the functions that the last answer calls, one after the other; the next prompt has their results.
@@ -265,13 +274,13 @@ class Conversation:
         )
 
     @property
-    def _is_answering(self) -> bool:
+    def _answering(self) -> TokenStream | None:
         turn = self._state.turn
         stream = None if turn is None else turn.stream()
-        return stream is not None and not stream.is_closed
+        return None if stream is None or stream.is_closed else stream
 
     def _check_idle(self, what: str) -> None:
-        self._caller.check_idle(what, self._is_answering, "aclose()")
+        self._caller.check_idle(what, self._answering is not None, "aclose()")
 
     def _so_far(self) -> list[Message]:
         state = self._state
@@ -298,13 +307,10 @@ class Conversation:
         return apply_chat_template([dict(message) for message in messages], self._tokenizer, **switch)
 
     def _check_template(self) -> None:
-        probe: list[Message] = [{"role": "user", "content": "?"}]
-        can_switch = False
-        if self._tokenizer.has_chat_template:
-            self._prompt(probe)
-            prompts = [apply_chat_template(probe, self._tokenizer, enable_thinking=choice) for choice in (True, False)]
-            can_switch = prompts[0] != prompts[1]
-        if self._thinking is not None and not can_switch:
+        has_template = self._tokenizer.has_chat_template
+        if has_template:
+            self._prompt([{"role": "user", "content": "?"}])
+        if self._thinking is not None and not (has_template and thinking_switch(self._tokenizer)):
             raise SettingsError.of(
                 "{thinking=} cannot be told to this model: its tokenizer has no chat template with such a switch; "
                 "leave it out",

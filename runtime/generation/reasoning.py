@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from runtime.generation.chat_template import opens_reasoning
+from runtime.generation.reasoning_tags import tags_of
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Answer
-from runtime.generation.tool_calls.message_format import HARMONY_TAGS, begun_message, message_format, special_tokens_of
+from runtime.generation.tool_calls.message_format import HARMONY_TAGS, MUSE_TAGS, begun_message, message_format
 from runtime.generation.tool_calls.message_reader import MessageReader, Reader
 
 
@@ -24,6 +26,9 @@ class ReasoningMarks(TypedDict):
 
     tags: tuple[str, str] | None
     is_thinking: bool
+
+
+NO_REASONING: ReasoningMarks = {"tags": None, "is_thinking": False}
 
 
 class ReasoningTracker:
@@ -68,16 +73,12 @@ class ReasoningTracker:
         self._reader: Reader | None = None
         if tokenizer is not None and self.messages is not None:
             self.begun = begun_message(prompt, tokenizer)
-            self.tags = HARMONY_TAGS if self.messages.is_harmony else self.tags
+            self.tags = HARMONY_TAGS if self.messages.is_harmony else MUSE_TAGS
             self._reader = reader_of(self)
             self.is_thinking = self._reader.is_reasoning
         elif tokenizer is not None and (tags := tags_of(tokenizer)) is not None:
             self.tags, (self._start, self._end) = tags
-            # `in` is fast.
-            if self._start[0] in prompt:
-                start, end = (_last_index(prompt, tag) for tag in (self._start, self._end))
-                # A tag in a message that is over was only mentioned there.
-                self.is_thinking = start > end and tokenizer.eos_token_ids.isdisjoint(prompt[start:])
+            self.is_thinking = opens_reasoning(tokenizer, prompt, self._start, self._end)
         self.began_thinking = self.is_thinking
         if self.dropped:
             self._reader = reader_of(self)
@@ -175,30 +176,3 @@ def reader_of(
     if answer.messages is not None:
         return MessageReader(answer.messages, answer.begun, format=format, tools=tools)
     return AnswerReader(**marks_of(answer), dropped=answer.dropped, format=format, tools=tools)
-
-
-# Tags that mlx-lm does not know: Magistral's and Ministral's, Seed-OSS', Apertus' and MiniMax M3's.
-_FURTHER_TAGS = (
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|inner_prefix|>", "<|inner_suffix|>"),
-    ("<mm:think>", "</mm:think>"),
-)
-
-
-def tags_of(tokenizer: TokenizerWrapper) -> tuple[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] | None:
-    """The opening and the closing tag of a model's reasoning, and the ids of each; None if it has none."""
-    if tokenizer.has_thinking:
-        tags = cast(tuple[str, str], (tokenizer.think_start, tokenizer.think_end))
-        return tags, (tuple(tokenizer.think_start_tokens or ()), tuple(tokenizer.think_end_tokens or ()))
-    known = special_tokens_of(tokenizer)
-    for opening, closing in _FURTHER_TAGS:
-        if opening in known and closing in known:
-            return (opening, closing), ((known[opening],), (known[closing],))
-    return None
-
-
-def _last_index(tokens: Sequence[int], wanted: tuple[int, ...]) -> int:
-    """Where the last occurrence of some tokens begins; -1 if there is none."""
-    starts = (i for i in range(len(tokens) - len(wanted), -1, -1) if tokens[i] == wanted[0])
-    return next((i for i in starts if tuple(tokens[i : i + len(wanted)]) == wanted), -1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -15,9 +14,9 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
+from runtime.generation.chat_template import begins_answer, render_chat_template
 from runtime.generation.content_stops import ContentStops
 from runtime.generation.tool_calls.message_reader import Reader
-from runtime.generation.tool_calls.messages import for_template
 
 logger = logging.getLogger("outrider")
 
@@ -209,33 +208,13 @@ def apply_chat_template(
     return tokenized(text, tokenizer, context_length, add_special_tokens=False)
 
 
-def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, /, **switches: Any) -> str:
-    """The text of chat messages, ending where the answer begins.
-
-    Args:
-        messages: with a role and a content each. If the last one is the assistant's and has `"prefix": True`, the
-            answer continues it.
-        **switches: further variables of the template; `add_generation_prompt=False` ends the text with the messages.
-
-    Raises: PromptError: the template does not take the messages.
-    """
-    continues = bool(messages) and messages[-1].get("prefix") is True and messages[-1].get("role") == "assistant"
-    turns = [{name: value for name, value in message.items() if name != "prefix"} for message in messages]
-    switches = {"add_generation_prompt": True, **switches, "tokenize": False}
-    if continues:
-        switches |= {"add_generation_prompt": False, "continue_final_message": True}
-    # The template is third-party code, written for certain messages; it may raise anything for others.
-    try:
-        return cast(str, cast(Any, tokenizer).apply_chat_template(for_template(turns), **switches))
-    except Exception as error:
-        reason = textwrap.shorten(str(error), 300, placeholder="…")  # transformers may quote the whole chat
-        raise PromptError(f"the chat template does not take these messages: {reason}") from error
-
-
 # This many pending tokens, not yet given as text, are no longer taken for the beginning of one character.
 _MAX_PENDING = 16
 # The most tokens of an incomplete character: it has at most 4 bytes, and a token at least one.
 _INCOMPLETE = 3
+# Last tokens of a prompt that are decoded with the text behind it: they decide on its first space, and may begin its
+# first character.
+_NUM_DECODED_BEFORE = 16
 
 
 class Detokenizer:
@@ -243,22 +222,31 @@ class Detokenizer:
 
     The pieces add up to `tokenizer.decode(ids)`, in every script: a character whose bytes are spread over tokens comes
     with the last of them. The two may differ only for bytes that form no character, in the number of replacement
-    characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. (mlx-lm's own
-    detokenizers drop a space at the start of the text, which a continuation needs.)
+    characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. SentencePiece's decoders
+    drop the space at the start of a text; one that continues a prompt keeps it, and a new answer in a chat has none.
 
     Attributes:
         unread: the text of the last tokens, which is withheld because it ends in an incomplete character.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper | None) -> None:
-        """Decode one text; without a tokenizer every piece is empty."""
+    def __init__(self, tokenizer: TokenizerWrapper | None, prompt: Sequence[int] = ()) -> None:
+        """Decode the text that follows a prompt; without a tokenizer every piece is empty."""
         self._tokenizer = tokenizer
+        self._prompt = prompt  # empty once there is text
         self._ids: list[int] = []
         # The text of ids[_context_start:_given_end] was given, but for its last `_num_held` characters. Later ids are
         # decoded together with these, since tokenizers decide by the neighbours where a space goes.
         self._context_start = self._given_end = self._num_held = 0
         self.unread = ""
         self._alone: dict[int, str] = {}
+        last = _text_end(prompt, tokenizer)
+        if tokenizer is not None and last and tokenizer.decode(last).endswith("\ufffd"):
+            # The first token may complete a character. What was complete before is the prompt's.
+            for token in last:
+                self._ids.append(token)
+                self._advance(is_last=False)
+        else:
+            self._ids, self._given_end = last, len(last)
 
     @property
     def ahead(self) -> str:
@@ -268,7 +256,12 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """The text that a token makes readable, possibly none."""
         self._ids.append(token)
-        return self._advance(is_last=False)
+        piece = self._advance(is_last=False)
+        if piece and self._prompt:
+            prompt, self._prompt = self._prompt, ()
+            if piece[0] == " " and self.alone(token)[:1] != " " and begins_answer(self._tokenizer, prompt):
+                return piece[1:]
+        return piece
 
     def alone(self, token: int) -> str:
         """The text of a token decoded alone. Cached, as the same few tokens are the likeliest at many positions."""
@@ -276,8 +269,13 @@ class Detokenizer:
             self._alone[token] = "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
         return self._alone[token]
 
+    def cut(self) -> str:
+        """The remaining text, without a character that was never completed."""
+        rest, self.unread = self.ahead, ""
+        return rest
+
     def finish(self) -> str:
-        """The remaining text: a character that was never completed."""
+        """The remaining text, with a character that was never completed."""
         return self._advance(is_last=True)
 
     def _advance(self, *, is_last: bool) -> str:
@@ -312,6 +310,12 @@ class Detokenizer:
         return cast(str, self._tokenizer.decode(self._ids[self._context_start : end]))[num_given:]
 
 
+def _text_end(prompt: Sequence[int], tokenizer: TokenizerWrapper | None) -> list[int]:
+    """The last ids of a prompt that are text: behind a special token a text begins."""
+    ids, special = list(prompt[-_NUM_DECODED_BEFORE:]), getattr(tokenizer, "all_special_ids", ())
+    return ids[max((i + 1 for i, id in enumerate(ids) if id in special), default=0) :]
+
+
 class GrowingText:
     """The text of one generation, token by token: without end-of-text tokens, and up to a stop string.
 
@@ -323,7 +327,7 @@ class GrowingText:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open, reader: Reader | None = None) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, opened.prompt[: opened.num_prompt])
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
         self._matcher: StopMatcher | ContentStops | None = None
@@ -346,11 +350,16 @@ class GrowingText:
             return self._detokenizer.unread
         return "" if self.stop is not None else self._matcher.withheld + self._detokenizer.unread
 
-    def add(self, token: int, *, is_last: bool) -> str:
-        """The text to give with a token, possibly empty; the last token brings all that was withheld."""
+    def add(self, token: int, *, is_last: bool, is_cut: bool = False) -> str:
+        """The text to give with a token, possibly empty; the last token brings all that was withheld.
+
+        A text that `is_cut` by its length ends before a character of which there is only a part.
+        """
         piece = "" if token in self._textless else self._detokenizer.add(token)
         ahead = self._detokenizer.ahead
-        rest = self._detokenizer.finish() if is_last else ""
+        rest = ""
+        if is_last:
+            rest = self._detokenizer.cut() if is_cut else self._detokenizer.finish()
         self.readable = piece + rest
         if self._matcher is None:
             return self.readable
@@ -375,7 +384,8 @@ class StopFinder:
         # The tokenizer is third-party code, called amid the target's work. The reader of the text gets the same error.
         try:
             for i, token in enumerate(commit.tokens, start=1):
-                self._text.add(token, is_last=commit.finish_reason is not None and i == len(commit.tokens))
+                is_last = commit.finish_reason is not None and i == len(commit.tokens)
+                self._text.add(token, is_last=is_last, is_cut=commit.finish_reason == "length")
                 if self._text.stop is not None:
                     return Stop(self._text.stop, i)
         except Exception as error:

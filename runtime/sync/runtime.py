@@ -205,6 +205,12 @@ class Conversation(ConversationHandle[TokenStream, Completion, int, bool]):
 
     _stream_handle = TokenStream
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_answer()
+
 
 class Runtime(
     RuntimeHandle[

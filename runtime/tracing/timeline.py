@@ -82,7 +82,7 @@ async def _texts(events: Sequence[Event], tokenizer: Any) -> Texts:
         if event.kind == "open" and event.session not in texts.prompts:
             texts.prompts[event.session] = tokenizer.decode(list(event.tokens))
             texts.committed[event.session] = []
-            detokenizers[event.session] = Detokenizer(tokenizer)
+            detokenizers[event.session] = Detokenizer(tokenizer, event.tokens)
         elif event.commit is not None and event.session in detokenizers:
             commit, pieces = event.commit, texts.committed[event.session]
             for i, token in enumerate(commit.tokens):

@@ -295,12 +295,16 @@ async def test_without_a_tokenizer_there_is_no_conversation() -> None:
             rt.conversation()
 
 
-async def test_a_template_that_knows_no_system_refuses_one_at_once() -> None:
-    template = TEMPLATE.replace("'tool'", "'system'")
-    async with runtime.open(*pair(template=template)) as rt:
-        rt.conversation()
-        with pytest.raises(runtime.PromptError, match="no tools here"):
-            rt.conversation("You are brief.")
+async def test_a_template_that_knows_no_system_has_it_in_the_first_question() -> None:
+    wrapped = tokenizer(TEMPLATE.replace("'tool'", "'system'"))
+    async with runtime.open((target(), wrapped)) as rt:
+        async with rt.conversation("You are brief.", **SETTINGS) as conversation:
+            stream = conversation.stream("What now?")
+            assert await anext(stream)
+        assert stream.is_closed
+        prompt = apply_chat_template([{"role": "system", "content": "You are brief."}, user("What now?")], wrapped)
+        assert wrapped.decode(list(prompt)) == "<|user|>You are brief.\n\nWhat now?<|endoftext|><|assistant|>"
+        assert stream.statistics().prompt_tokens == len(prompt)
 
 
 # --- base models ----------------------------------------------------------------------------------

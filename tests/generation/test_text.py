@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,34 @@ def pieces(tokenizer: Any, ids: list[int]) -> list[str]:
     """The piece of each token, and the final one."""
     detokenizer = Detokenizer(tokenizer)
     return [detokenizer.add(token) for token in ids] + [detokenizer.finish()]
+
+
+# --- what follows a prompt ------------------------------------------------------------------------
+
+
+def test_the_text_behind_a_prompt_has_the_first_space_that_it_has_in_the_whole() -> None:
+    """ggml-org/llama.cpp #2310: SentencePiece's decoders drop the space at the start of a text."""
+    the, cat, sat, end = byte_fallback_ids("▁the", "▁cat", "▁sat", "</s>")
+    inner = copy.deepcopy(byte_fallback()._tokenizer)
+    inner.chat_template = "{% for m in messages %}sat{% endfor %}{% if add_generation_prompt %} the{% endif %}"
+    chat = TokenizerWrapper(inner)
+    for tokenizer, prompt, text in (
+        (byte_fallback(), [the, cat], " sat"),
+        (byte_fallback(), [the] * 40, " sat"),
+        (byte_fallback(), [], "sat"),
+        (byte_fallback(), [the, end], "sat"),
+        (chat, [sat, the], "sat"),  # a new answer
+        (chat, [sat, the, cat], " sat"),  # a message that goes on
+    ):
+        detokenizer = Detokenizer(tokenizer, prompt)
+        assert [detokenizer.add(sat), detokenizer.add(sat), detokenizer.finish()] == [text, " sat", ""]
+
+
+def test_the_first_token_may_complete_a_character_of_the_prompt() -> None:
+    *begun, last = byte_fallback_ids(*(f"<0x{byte:02X}>" for byte in "🙂".encode()))
+    (the,) = byte_fallback_ids("▁the")
+    detokenizer = Detokenizer(byte_fallback(), [the, *begun])
+    assert [detokenizer.add(last), detokenizer.add(the)] == ["🙂", " the"]
 
 
 # --- the pieces add up ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ async def test_the_answer_goes_on_where_the_message_ends(server: Served, path: s
     answer = await server.ask(path, {**asked, "stream": stream})
     # Without what it continues, which the client has.
     assert text_of(answer) == expected.text
-    assert server.tokenizer.seen[-1] == [HELLO, BEGUN]
+    assert server.tokenizer.seen[-1] == [HELLO, {**BEGUN, "content": "answerone"}]  # a mark in place of the text
 
 
 @on_server()

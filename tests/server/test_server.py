@@ -636,6 +636,15 @@ async def test_a_stream_without_news_is_kept_alive(server: Served) -> None:
     assert len(answer.text) == 3
 
 
+@on_server(looping, price=priced(prefill=4.0, decode=4.0, verify=4.0))
+async def test_a_stream_whose_text_is_withheld_is_kept_alive(server: Served) -> None:
+    asked = {**DEF, "max_tokens": 16, "lookahead": 0}
+    stop = (await server.ask(COMPLETIONS, asked)).text + "and more"
+    answer = await server.ask(COMPLETIONS, {**asked, "stream": True, "stop": stop})
+    assert answer.body.count(b": keep-alive\n\n") >= 3
+    assert max(after - before for before, after in itertools.pairwise(answer.times)) < 20
+
+
 @on_server(*models())
 async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Served) -> None:
     asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}
@@ -893,20 +902,60 @@ async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> No
         assert rt.statistics().prompt_tokens == before
 
 
-@sweep("template", [BEGUN_TEMPLATE, THINKING_TEMPLATE])
-async def test_the_answer_is_json_beside_a_template_that_opens_a_thought(template: str) -> None:
-    of = tokenizer(template, thinks=True)
+_SWITCHED = THINKING_TEMPLATE.replace("enable_thinking is false", "thinking is defined and not thinking")
+_ON: list[dict[str, Any]] = [
+    {"thinking": {"type": "enabled"}},
+    {"enable_thinking": True},
+    {"reasoning_effort": "high"},
+    {"chat_template_kwargs": {"enable_thinking": True}},
+]
+
+
+@sweep(
+    ("template", "fields", "reasons"),
+    [
+        *((template, {}, False) for template in (THINKING_TEMPLATE, _SWITCHED)),
+        *((template, {"thinking": {"type": "disabled"}}, False) for template in (THINKING_TEMPLATE, _SWITCHED)),
+        *((template, fields, True) for template in (THINKING_TEMPLATE, _SWITCHED) for fields in _ON),
+        (_SWITCHED, {"chat_template_kwargs": {"thinking": True}}, True),
+        # Without a switch.
+        (BEGUN_TEMPLATE, {}, True),
+    ],
+)
+async def test_reasoning_comes_before_json_if_it_was_asked_for_or_has_begun(
+    template: str, fields: dict[str, Any], reasons: bool
+) -> None:
+    """vllm-project/vllm #47027."""
     wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA}}
+    of = tokenizer(template, thinks=True)
+    biased = {"response_format": wanted, "logit_bias": {"<think>": 100, "</think>": 100}}
     async with real_server((target(), of), limits=Limits(max_tokens=120)) as (app, _):
         for stream in (False, True):
-            answer = await ask(app, CHAT, {**HELLO, "response_format": wanted, "stream": stream})
+            answer = await ask(app, CHAT, {**HELLO, **fields, **biased, "stream": stream})
             assert json.loads(answer.text)["side"] in ("left", "right")
-            assert answer.thought == ""
             if not stream:
                 usage = answer.json["usage"]
-                assert usage["completion_tokens_details"]["reasoning_tokens"] == 0
-                told = apply_chat_template(HELLO["messages"], of, enable_thinking=False)
+                assert bool(usage["completion_tokens_details"]["reasoning_tokens"]) is reasons
+                told = apply_chat_template(HELLO["messages"], of, enable_thinking=reasons)
                 assert usage["prompt_tokens"] == len(told)
+
+
+@sweep(
+    ("template", "fields", "named"),
+    [
+        (BEGUN_TEMPLATE, {"thinking": {"type": "disabled"}}, "thinking"),
+        (BEGUN_TEMPLATE, {"enable_thinking": True}, "thinking"),
+        (BEGUN_TEMPLATE, {"reasoning_effort": "none"}, "reasoning_effort"),
+        (BEGUN_TEMPLATE, {"reasoning_effort": "low"}, None),
+        (_SWITCHED, {"enable_thinking": False}, None),
+    ],
+)
+async def test_a_switch_that_the_template_does_not_have_is_named(template: str, fields: Any, named: str | None) -> None:
+    """sgl-project/sglang #9488."""
+    async with real_server((target(), tokenizer(template, thinks=True))) as (app, _):
+        for path, more in ((CHAT, {"max_tokens": 2}), ("/v1/tokenize", {})):
+            answer = await ask(app, path, {**HELLO, **fields, **more})
+            assert (answer.status, answer.headers.get("x-outrider-ignored")) == (200, named)
 
 
 async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:

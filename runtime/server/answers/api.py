@@ -186,6 +186,7 @@ class BegunAnswer:
     Attributes:
         splitter: splits the tokens into parts; it has had none yet.
         watch: records the models' activity under the response's id from now on, and returns the record.
+        prompt: the token ids that the answer follows.
         index: of this choice in the response.
         counts_prompt: whether its usage includes the prompt's tokens, which count once for all choices of a prompt.
         echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
@@ -198,6 +199,7 @@ class BegunAnswer:
     tokenizer: TokenizerWrapper
     splitter: AnswerSplitter
     watch: Callable[[str], Timeline]
+    prompt: Sequence[int] = ()
     index: int = 0
     counts_prompt: bool = True
     echo: Echo | None = None

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 
 import attrs
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from runtime.server.errors import error_response_of_body, unknown_field
 from runtime.server.middleware import with_headers
@@ -95,11 +95,6 @@ class IgnoredFields:
         others = [f"+{len(names) - len(fit)} more"] if len(names) > len(fit) else []
         return ", ".join([*fit, *others]) or None
 
-    def named_by(self, send: Send) -> Send:
-        """`send` of ASGI that adds the header to the response, if any field is ignored."""
-        value = self.header
-        return send if value is None else with_headers(send, [(IGNORED_HEADER.lower().encode(), value.encode())])
-
     def refuse(self) -> None:
         """Raises: ErrorResponse: a field is unknown, which a strict server refuses."""
         if self.unknown:
@@ -121,6 +116,21 @@ class RequestBody(Body):
     def keep_ignored(self, ignored: IgnoredFields) -> None:
         """Set `ignored`, which is computed where the body is parsed: for a long body, in another thread."""
         self._ignored = ignored
+
+    def ignore(self, name: str) -> None:
+        """Add a field to `ignored`, as one without effect."""
+        if name not in self._ignored.without_effect:
+            self._ignored = attrs.evolve(self._ignored, without_effect=(*self._ignored.without_effect, name))
+
+    def naming_ignored(self, send: Send) -> Send:
+        """`send` of ASGI that adds the header to the response, if any field is ignored by then."""
+
+        async def send_naming_ignored(message: Message) -> None:
+            value = self._ignored.header if message["type"] == "http.response.start" else None
+            headers = [] if value is None else [(IGNORED_HEADER.lower().encode(), value.encode())]
+            await with_headers(send, headers)(message)
+
+        return send_naming_ignored
 
     def check(self) -> None:
         """Raises: ErrorResponse: fields do not go together."""

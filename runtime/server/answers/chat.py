@@ -212,6 +212,12 @@ class Chat(Request):
         return {**variables, **(self.chat_template_kwargs or {})}
 
     @property
+    def reasoning_field(self) -> str | None:
+        if self.thinking is not None:
+            return "thinking"
+        return "reasoning_effort" if self.reasoning_effort == "none" else None
+
+    @property
     def has_tools(self) -> bool:
         return bool(self.tools)
 

@@ -87,7 +87,7 @@ class TokenizerEndpoint(Generic[R]):
         with suppress(ClientGone):
             body = await read_request(context, self._parse, scope, receive, client)
             respond = partial(self._respond, body, model_of(context, body), client)
-            await while_there(receive, body.ignored.named_by(send), context.limits.stalled_s, respond)
+            await while_there(receive, body.naming_ignored(send), context.limits.stalled_s, respond)
 
     async def _respond(self, body: R, model_name: str, client: str, send: Send) -> None:
         field, length = self._field_and_length(body)
@@ -131,7 +131,7 @@ class Endpoint(Generic[B]):
             outcome.model = model_of(context, request)
             with context.admission.admit():
                 respond = partial(self._respond, body, request, client, outcome)
-                await while_there(receive, request.ignored.named_by(send), context.limits.stalled_s, respond)
+                await while_there(receive, request.naming_ignored(send), context.limits.stalled_s, respond)
         except ErrorResponse as error:
             outcome.status = error.status
             raise
@@ -193,13 +193,14 @@ class Endpoint(Generic[B]):
             preparation.tokenizer,
             preparation.splitter(stream),
             watch,
+            prompt.ids,
             index=len(before),
             counts_prompt=number == 0,
             echo=prompt.echo,
             score=prompt.score,
             is_empty=stream is None,
             first=before[0].serializer if before else None,
-            defaults=model.spec.settings,
+            defaults=model.runtime.defaults,
         )
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
         return Choice(self._serializer(body, answer), stream, statistics)

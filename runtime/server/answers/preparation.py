@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,12 @@ from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
-from runtime.generation.reasoning import ReasoningTracker, marks_of, reader_of
+from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
+from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
 from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
-from runtime.generation.tool_calls.call_grammar import call_grammar
+from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
 from runtime.generation.tool_calls.events import ToolCall
 from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
@@ -131,11 +132,17 @@ class Preparation:
 
     def reader(self, answer: ReasoningTracker) -> Reader:
         """A reader of an answer, of which nothing was given yet."""
-        # With a constraint, the whole text is the answer, even if the template has opened the reasoning.
-        may_reason = self.request.is_chat and (self.request.constraint is None or answer.messages is not None)
         format = None if self.tools is None else call_format(self.tokenizer)
         tools = () if self.tools is None else self.tools.callable
-        return reader_of(answer, format, tools) if may_reason else AnswerReader(format=format, tools=tools)
+        return reader_of(answer, format, tools) if self._reasons(answer) else AnswerReader(format=format, tools=tools)
+
+    def _reasons(self, answer: ReasoningTracker) -> bool:
+        """Whether an answer may reason; with a constraint, only if it was asked to, or if its prompt makes it."""
+        if not self.request.is_chat:
+            return False
+        if self.request.constraint is None or answer.messages is not None or answer.began_thinking:
+            return True
+        return bool(asks_for_reasoning(self.tokenizer, self.request.template_variables))
 
     def splitter(self, stream: TokenStream | None) -> AnswerSplitter:
         """The splitter of an answer's tokens."""
@@ -152,7 +159,12 @@ class Preparation:
         if tools is None or format is None:
             # The grammar first, as it may turn out to be invalid.
             grammar = None if constraint is None else await schemas.grammar(constraint, self._client)
-            return await self._encoded(), grammar
+            encoded = await self._encoded()
+            answer = ReasoningTracker(self.tokenizer, encoded.prompts[0])
+            if constraint is not None and self._reasons(answer):
+                follow = partial(reasoning_before, tokenizer=self.tokenizer, **marks_of(answer))
+                grammar = await schemas.grammar(constraint, self._client, follow)
+            return encoded, grammar
         if constraint is not None and constraint.kind != "json":
             message = f"{constraint.field} cannot go together with tools, unless it is a JSON schema; leave one out"
             raise ErrorResponse(400, message, param=constraint.field)
@@ -161,15 +173,13 @@ class Preparation:
         if constraint is None and not tools.needs_grammar:
             return encoded, None
         write = partial(self._call_grammar, tools, format, prompt)
-        is_strict = constraint is not None or tools.is_strict
-        return encoded, await schemas.grammar_of_calls(write, self._client, is_strict=is_strict)
+        return encoded, await schemas.grammar_of_calls(write, self._client, may_be_loose=tools.not_strict)
 
-    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], is_loose: bool) -> str:
-        if (constraint := self.request.constraint) is None:
-            marks = marks_of(ReasoningTracker(self.tokenizer, prompt))
-            return call_grammar(tools, format, self.tokenizer, **marks, is_loose=is_loose)
-        content = None if tools.must_call else constraint.schema
-        return call_grammar(tools, format, self.tokenizer, content=content, is_loose=is_loose)
+    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], loose: Collection[str]) -> str:
+        constraint, answer = self.request.constraint, ReasoningTracker(self.tokenizer, prompt)
+        content = None if constraint is None or tools.must_call else constraint.schema
+        marks = marks_of(answer) if self._reasons(answer) else NO_REASONING
+        return call_grammar(tools, format, self.tokenizer, **marks, content=content, loose=loose)
 
     async def _encoded(self) -> _Encoded:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
@@ -307,13 +317,15 @@ def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = Non
         PromptError: one cannot be encoded.
         ErrorResponse: a tool or the choice among them is invalid.
     """
-    has_template = bool(tokenizer_of(runtime).has_chat_template)
+    tokenizer = tokenizer_of(runtime)
+    has_template = bool(tokenizer.has_chat_template)
     prompts, variables = request.prompts(has_template=has_template), {}
     if request.is_chat and has_template:
         tools = request.checked_tools() if tools is None else tools
         variables = {**request.template_variables, **({} if tools is None else tools.template_variables)}
-        if request.constraint is not None:
-            # An answer that is JSON from its first token has no reasoning. Templates without this switch ignore it.
+        if request.reasoning_field is not None and lacks_switch(tokenizer):
+            request.ignore(request.reasoning_field)
+        if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
             variables["enable_thinking"] = False
     encoded = []
     for index, prompt in enumerate(prompts):
@@ -377,10 +389,6 @@ def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
     return stateless(forbid)
 
 
-# Last tokens of a prompt, decoded with its answer: they decide on its first space, and may begin its first character.
-_NUM_LAST = 16
-
-
 @attrs.frozen
 class Echo:
     """A prompt as a response repeats it.
@@ -388,13 +396,11 @@ class Echo:
     Attributes:
         tokens: the text of each token, decoded alone.
         offsets: where in `text` each token begins.
-        last_ids: its last tokens, with which the text that follows is decoded.
     """
 
     text: str
     tokens: list[str]
     offsets: list[int]
-    last_ids: tuple[int, ...]
 
 
 def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrapper) -> Echo:
@@ -409,4 +415,4 @@ def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrap
     num_added = max(0, len(decoded) - len(text))
     num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(decoded, text, strict=False)))
     offsets = [max(0, end - num_added, min(end, num_same)) for end in ends[:-1]]
-    return Echo(text, [detokenizer.alone(id) for id in ids], offsets, ids[-_NUM_LAST:])
+    return Echo(text, [detokenizer.alone(id) for id in ids], offsets)

@@ -266,6 +266,11 @@ class Request(ConstrainedRequest):
         return {}
 
     @property
+    def reasoning_field(self) -> str | None:
+        """The field that asks for reasoning, or for none, by the template's switch; None if none does."""
+        return None
+
+    @property
     def has_tools(self) -> bool:
         """Whether the request lists tools, which its answer may call or not."""
         return False

@@ -1,0 +1,381 @@
+"""Repairs of chat messages for templates that raise for them or leave texts out; which ones a template needs is probed.
+
+Each repair is a function from a chat to a chat. It changes only what templates are known to refuse, keeps every text,
+and treats equal beginnings of two chats equally where it can, so that a longer chat reuses the prefix of a shorter one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+Message = Mapping[str, Any]
+
+_SYSTEM = ("system", "developer")
+_BETWEEN_TEXTS = "\n\n"
+# Content of a message that is put in to have roles alternate. Some templates refuse an empty one.
+_FILLER = " "
+
+
+@attrs.frozen
+class Chat:
+    """What a chat template renders: messages in the form of templates, and tools in OpenAI's form."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Message, ...] = ()
+
+
+Repair = Callable[[Chat], Chat]
+
+
+def _on_messages(change: Callable[[Sequence[Message]], Sequence[Message]]) -> Repair:
+    def repair(chat: Chat) -> Chat:
+        return attrs.evolve(chat, messages=tuple(change(chat.messages)))
+
+    repair.__doc__, repair.__name__ = change.__doc__, change.__name__
+    return repair
+
+
+# --- system messages ------------------------------------------------------------------------------
+
+
+@_on_messages
+def developers_as_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """Give "developer" messages the role "system"."""
+    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+
+
+@_on_messages
+def systems_first(messages: Sequence[Message]) -> Sequence[Message]:
+    """Move later system messages behind the leading ones."""
+    return [*_systems(messages), *_others(messages)]
+
+
+@_on_messages
+def systems_joined(messages: Sequence[Message]) -> Sequence[Message]:
+    """Join neighbouring system messages to one."""
+    return _joined(messages, lambda before, after: before["role"] in _SYSTEM and after["role"] in _SYSTEM)
+
+
+@_on_messages
+def systems_into_user(messages: Sequence[Message]) -> Sequence[Message]:
+    """Put the texts of system messages in front of the first user's text."""
+    if not (systems := _systems(messages)):
+        return messages
+    others = _others(messages)
+    first = next((i for i, message in enumerate(others) if message["role"] == "user"), None)
+    texts = [message.get("content") for message in systems]
+    if first is None:
+        return [{"role": "user", "content": _text(texts)}, *others]
+    others[first] = {**others[first], "content": _text([*texts, others[first].get("content")])}
+    return others
+
+
+def systems_into_user_if_alone(chat: Chat) -> Chat:
+    """As `systems_into_user`, in a chat without any user's message."""
+    return chat if any(message["role"] == "user" for message in chat.messages) else systems_into_user(chat)
+
+
+def systems_into_user_before_result(chat: Chat) -> Chat:
+    """As `systems_into_user`, in a chat that ends with the result of a call."""
+    return systems_into_user(chat) if chat.messages[-1]["role"] == "tool" else chat
+
+
+def _systems(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message["role"] in _SYSTEM]
+
+
+def _others(messages: Sequence[Message]) -> list[Message]:
+    return [message for message in messages if message["role"] not in _SYSTEM]
+
+
+# --- calls and results ----------------------------------------------------------------------------
+
+
+@_on_messages
+def calls_as_text(messages: Sequence[Message]) -> Sequence[Message]:
+    """Write all calls and results as text, for templates without a role for results."""
+    return [_without_calls(_result_as_text(message)) for message in messages]
+
+
+@_on_messages
+def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
+    """Make users' texts of results whose call is not in the answer before them."""
+    changed: list[Message] = []
+    ids: list[Any] = []  # of the calls whose results may follow
+    for message in messages:
+        if message["role"] != "tool":
+            ids = [_id_of(call) for call in _calls(message)]
+        elif not ids or (None not in (*ids, _result_id(message)) and _result_id(message) not in ids):
+            message = _result_as_text(message)
+        changed.append(message)
+    return changed
+
+
+@_on_messages
+def calls_one_by_one(messages: Sequence[Message]) -> Sequence[Message]:
+    """Give each call a message of its own, followed by its result."""
+    changed: list[Message] = []
+    at = 0
+    while at < len(messages):
+        message, calls = messages[at], _calls(messages[at])
+        at += 1
+        if len(calls) < 2:
+            changed.append(message)
+            continue
+        results: list[Message] = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        bare = {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": ""}
+        for number, call in enumerate(calls):
+            changed.append({**(message if number == 0 else bare), "tool_calls": [call]})
+            found = next((result for result in results if _result_id(result) == _id_of(call)), None)
+            if found is None and results and _result_id(results[0]) is None:
+                found = results[0]
+            if found is not None:
+                results.remove(found)
+                changed.append(found)
+        changed += results
+    return changed
+
+
+@_on_messages
+def short_ids(messages: Sequence[Message]) -> Sequence[Message]:
+    """Give calls and their results ids of nine letters and digits: digests of the ids that they have."""
+    changed: list[Message] = []
+    given: dict[Any, str] = {}  # by the client's id, of the last call that has it
+    uses: dict[Any, int] = {}
+    waiting: list[str] = []  # of calls without an id and without a result so far
+    for message in messages:
+        if calls := _calls(message):
+            named, waiting = [], []
+            for call in calls:
+                id = _id_of(call)
+                uses[id] = uses.get(id, 0) + 1
+                given[id] = _short_id(id, uses[id])
+                if id is None:
+                    waiting.append(given[id])
+                named.append({**call, "id": given[id]} if isinstance(call, Mapping) else call)
+            message = {**message, "tool_calls": named}
+        elif message["role"] == "tool":
+            if (id := _result_id(message)) not in given:
+                given[id] = _short_id(id, 1)
+            message = {**message, "tool_call_id": waiting.pop(0) if id is None and waiting else given[id]}
+        changed.append(message)
+    return changed
+
+
+@_on_messages
+def texts_as_objects(messages: Sequence[Message]) -> Sequence[Message]:
+    """Make objects of arguments that are text, as those of a malformed call."""
+    return _with_arguments(messages, lambda value: _as_object(value) if isinstance(value, str) else value)
+
+
+@_on_messages
+def others_as_objects(messages: Sequence[Message]) -> Sequence[Message]:
+    """Make objects of arguments that are neither objects nor text."""
+    return _with_arguments(messages, lambda value: value if isinstance(value, (str, Mapping)) else _as_object(value))
+
+
+@_on_messages
+def arguments_as_json(messages: Sequence[Message]) -> Sequence[Message]:
+    """Write the arguments of calls as JSON."""
+    return _with_arguments(messages, lambda value: value if isinstance(value, str) else json.dumps(value))
+
+
+@_on_messages
+def empty_contents(messages: Sequence[Message]) -> Sequence[Message]:
+    """Give messages without a content an empty one."""
+    return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
+
+
+def _calls(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return list(calls) if isinstance(calls, (list, tuple)) else []
+
+
+def _id_of(call: Any) -> str | None:
+    id = call.get("id") if isinstance(call, Mapping) else None
+    return id if isinstance(id, str) else None
+
+
+def _result_id(result: Message) -> str | None:
+    id = result.get("tool_call_id")
+    return id if isinstance(id, str) else None
+
+
+_LETTERS = string.ascii_letters + string.digits
+
+
+def _short_id(id: str | None, use: int) -> str:
+    """The id of the call that is the `use`-th with a client's id; None stands for no id."""
+    if id is not None and use == 1 and len(id) == 9 and id.isascii() and id.isalnum():
+        return id
+    number = int.from_bytes(hashlib.sha256(f"{use} {id or ''}".encode("utf-8", "replace")).digest()[:16], "big")
+    letters = []
+    for _ in range(9):
+        number, rest = divmod(number, len(_LETTERS))
+        letters.append(_LETTERS[rest])
+    return "".join(letters)
+
+
+def _result_as_text(message: Message) -> Message:
+    if message["role"] != "tool":
+        return message
+    name = message.get("name")
+    whose = f"Result of {name}:" if isinstance(name, str) and name else "Result of a tool:"
+    return {"role": "user", "content": f"{whose}\n{message.get('content') or ''}"}
+
+
+def _without_calls(message: Message) -> Message:
+    if not (calls := _calls(message)):
+        return message
+    functions = [call.get("function", call) if isinstance(call, Mapping) else call for call in calls]
+    texts = [json.dumps(function, ensure_ascii=False, default=str) for function in functions]
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": _text([message.get("content"), *texts])}
+
+
+def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    return [
+        {**message, "tool_calls": [_with_changed_arguments(call, change) for call in calls]}
+        if (calls := _calls(message))
+        else message
+        for message in messages
+    ]
+
+
+def _with_changed_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call
+    return {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
+
+
+def _as_object(value: Any) -> Mapping[str, Any]:
+    is_blank = value is None or (isinstance(value, str) and not value.strip())
+    return {} if is_blank else {"arguments": value}
+
+
+# --- the order of roles ---------------------------------------------------------------------------
+
+
+@_on_messages
+def neighbours_joined(messages: Sequence[Message]) -> Sequence[Message]:
+    """Join neighbouring messages of the user's, and of the assistant's."""
+    return _joined(messages, lambda before, after: before["role"] == after["role"] in ("user", "assistant"))
+
+
+@_on_messages
+def roles_alternating(messages: Sequence[Message]) -> Sequence[Message]:
+    """Put blank messages in, so that user and assistant alternate, beginning with the user.
+
+    Calls and results do not count.
+    """
+    changed: list[Message] = []
+    expected = "user"
+    for message in messages:
+        if message["role"] in ("user", "assistant") and not _calls(message):
+            if message["role"] != expected:
+                changed.append({"role": expected, "content": _FILLER})
+            expected = "assistant" if message["role"] == "user" else "user"
+        elif message["role"] == "assistant" and expected == "user" and not changed:
+            changed.append({"role": "user", "content": _FILLER})
+            expected = "assistant"
+        changed.append(message)
+    return changed
+
+
+def _joined(messages: Sequence[Message], are_one: Callable[[Message, Message], bool]) -> list[Message]:
+    changed: list[Message] = []
+    for message in messages:
+        if changed and are_one(changed[-1], message):
+            changed[-1] = _both(changed[-1], message)
+        else:
+            changed.append(message)
+    return changed
+
+
+def _both(before: Message, after: Message) -> Message:
+    joined = {**before, "content": _text([before.get("content"), after.get("content")])}
+    if calls := [*_calls(before), *_calls(after)]:
+        joined["tool_calls"] = calls
+    if reasoning := _text([before.get("reasoning_content"), after.get("reasoning_content")]):
+        joined["reasoning_content"] = reasoning
+    return joined
+
+
+def _text(texts: Sequence[Any]) -> str:
+    return _BETWEEN_TEXTS.join(text for text in texts if text)
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+
+def tools_filled(chat: Chat) -> Chat:
+    """Fill what tools leave out: descriptions, types and properties."""
+    return attrs.evolve(chat, tools=tuple(map(_filled_tool, chat.tools)))
+
+
+def _filled_tool(tool: Message) -> Message:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return tool
+    given = function.get("parameters")
+    parameters = {"type": "object", "properties": {}} | _filled_schema(given if isinstance(given, Mapping) else {})
+    if not isinstance(parameters["properties"], Mapping):
+        parameters["properties"] = {}
+    if not isinstance(parameters.get("required", []), list):
+        del parameters["required"]
+    described = {**function, "description": function.get("description") or "", "parameters": parameters}
+    return {**tool, "function": described}
+
+
+def _filled_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    filled = dict(schema)
+    if isinstance(properties := filled.get("properties"), Mapping):
+        filled["properties"] = {name: _filled_property(inner) for name, inner in properties.items()}
+    if isinstance(items := filled.get("items"), Mapping):
+        filled["items"] = _filled_schema(items)
+    return filled
+
+
+def _filled_property(schema: Any) -> dict[str, Any]:
+    filled = {"description": ""} | _filled_schema(schema if isinstance(schema, Mapping) else {})
+    if not isinstance(filled["description"], str):
+        filled["description"] = ""
+    if isinstance(types := filled.get("type"), list):
+        # Templates write one type.
+        filled["type"] = next((each for each in types if each != "null"), "string")
+    return filled
+
+
+# In the order in which they are applied.
+REPAIRS: tuple[Repair, ...] = (
+    developers_as_system,
+    systems_first,
+    systems_joined,
+    systems_into_user,
+    systems_into_user_if_alone,
+    systems_into_user_before_result,
+    calls_as_text,
+    orphans_as_text,
+    neighbours_joined,
+    calls_one_by_one,
+    roles_alternating,
+    short_ids,
+    texts_as_objects,
+    others_as_objects,
+    empty_contents,
+    tools_filled,
+)
+
+# Those of texts that templates are known to leave out, and not only to refuse.
+OF_DROPPED = tuple(
+    repair for repair in REPAIRS if repair not in (roles_alternating, short_ids, empty_contents, tools_filled)
+)

@@ -1,0 +1,157 @@
+"""How templates begin answers, how an answer continues a message, and the names of switches for reasoning."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from sweeps import sweep
+from template_families import TEMPLATES, templated
+from transformers import AutoTokenizer
+
+import runtime
+from runtime.generation.chat_template import asks_for_reasoning, render_chat_template, thinking_switch
+from runtime.generation.reasoning import ReasoningTracker
+
+USER = {"role": "user", "content": "one"}
+THINK = ("<think>", "</think>")
+_TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}<|end|>\n{% endfor %}"
+_TAGLESS = _TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@functools.cache
+def speaking(template: str) -> TokenizerWrapper:
+    """The demo pair's tokenizer with a template and tags."""
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens([*THINK, "<|user|>", "<|assistant|>"], special_tokens=True)
+    base.chat_template = template
+    return TokenizerWrapper(base)
+
+
+# As Qwen3.5's: messages have an empty reasoning, and a prompt ends within one.
+_OPENING = """\
+{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' and loop.last %}<think>
+
+</think>
+
+{% endif %}{{ m.content | trim }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{%- if enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"""
+# As Qwen3's: a prompt leaves the reasoning to the model.
+_CLOSED = _OPENING.replace("{% else %}<think>\n", "")
+# As gpt-oss': the header goes on in front of the text.
+_CHANNELS = _TURNS.replace("{{ m.content", "{% if m.role == 'assistant' %}final:{% endif %}{{ m.content")
+_CHANNELS += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+_NO_PROMPT = "{% for m in messages %}{{ m.content | trim }}{{ '[/I]' if m.role == 'user' }}{% endfor %}"
+
+
+@sweep("text", ["```python\n", "Answer:\n\n", "", "  x", "def f():\n    "])
+@sweep(
+    ("template", "lead"),
+    [
+        (_TAGLESS, "<|assistant|>"),
+        (_CLOSED, "<|assistant|>"),
+        (_OPENING, "<|assistant|><think>\n\n</think>\n\n"),
+        (_CHANNELS, "<|assistant|>final:"),
+        (_NO_PROMPT, "[/I]"),
+    ],
+)
+def test_a_continued_message_is_kept_to_the_character(template: str, lead: str, text: str) -> None:
+    """huggingface/transformers #35433."""
+    begun = {"role": "assistant", "content": text, "prefix": True}
+    rendered = render_chat_template([USER, begun], templated(template, *THINK))
+    assert rendered.partition("one")[2].removeprefix("<|end|>\n") == lead + text
+
+
+@sweep("template", [_OPENING, _CLOSED, _TAGLESS])
+@sweep("text", ["<think>\nHm", "<think>Hm.</think>Yes"])
+def test_a_continued_message_may_begin_with_its_reasoning(template: str, text: str) -> None:
+    tokenizer = speaking(template)
+    rendered = render_chat_template([USER, {"role": "assistant", "content": text, "prefix": True}], tokenizer)
+    assert rendered.endswith(f"<|assistant|>{text}")
+    prompt = tokenizer.encode(rendered, add_special_tokens=False)
+    assert ReasoningTracker(tokenizer, prompt).is_thinking is ("</think>" not in text)
+
+
+# --- where reasoning opens ------------------------------------------------------------------------
+
+_ENDLESS = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+_ENDLESS += "{% if add_generation_prompt %}<|assistant|>{{ '<think>' if thinking }}{% endif %}"
+
+
+@sweep(
+    ("messages", "switches", "is_open"),
+    [
+        ([{"role": "user", "content": "What does <think> mean?"}], {}, False),
+        ([USER, {"role": "assistant", "content": "Models write <think> first."}, USER], {}, False),
+        ([USER, {"role": "assistant", "content": "<think> was cut"}, USER], {}, False),
+        ([{"role": "user", "content": "What does <think> mean?"}], {"thinking": True}, True),
+        ([USER, {"role": "assistant", "content": "<think>Hm", "prefix": True}], {}, True),
+        ([USER, {"role": "assistant", "content": "<think>Hm, <think>", "prefix": True}], {}, True),
+        ([USER, {"role": "assistant", "content": "I write <think> first", "prefix": True}], {}, False),
+        ([USER, {"role": "assistant", "content": "<think>Hm</think>Yes", "prefix": True}], {}, False),
+    ],
+)
+def test_only_where_an_answer_begins_a_tag_opens_its_reasoning(messages: Any, switches: Any, is_open: bool) -> None:
+    """vllm-project/vllm #32490: turns without an end token."""
+    tokenizer = speaking(_ENDLESS)
+    prompt = tokenizer.encode(render_chat_template(messages, tokenizer, **switches), add_special_tokens=False)
+    assert ReasoningTracker(tokenizer, prompt).is_thinking is is_open
+
+
+# --- switches -------------------------------------------------------------------------------------
+
+
+def _switched(condition: str, more: str = "") -> str:
+    return (
+        more
+        + _TURNS
+        + "{% if add_generation_prompt %}<|assistant|>{% if "
+        + condition
+        + " %}<on>{% endif %}{% endif %}"
+    )
+
+
+@sweep(
+    ("template", "name"),
+    [
+        (_switched("enable_thinking is not false"), "enable_thinking"),
+        (_switched("thinking | default(false)"), "thinking"),
+        (_switched("thinking | default(true)"), "thinking"),
+        (_switched("thinking_mode | default('enabled') == 'enabled'"), "thinking_mode"),
+        (_switched("thinking_budget | default(-1) != 0"), "thinking_budget"),
+        (_switched("enable_reasoning | default(true)"), "enable_reasoning"),
+        (_switched("reasoning", "{% set reasoning = reasoning | default(true) %}"), "reasoning"),
+        (_switched("reasoning_effort | default('no_think') in ('high', 'low')"), "reasoning_effort"),
+        (_switched("reasoning_effort | default('high') != 'none'"), "reasoning_effort"),
+    ],
+)
+def test_thinking_is_switched_by_the_templates_own_name(template: str, name: str) -> None:
+    """sgl-project/sglang #9488."""
+    tokenizer = templated(template, *THINK)
+    switch = thinking_switch(tokenizer)
+    assert switch is not None
+    assert switch.name == name
+    assert render_chat_template([USER], tokenizer, enable_thinking=True).endswith("<on>")
+    assert render_chat_template([USER], tokenizer, enable_thinking=False).endswith("<|assistant|>")
+    if name != "enable_thinking":  # a value under the own name comes first
+        assert render_chat_template([USER], tokenizer, **{"enable_thinking": False, name: switch.on}).endswith("<on>")
+    asked = [{"enable_thinking": True}, {name: switch.on}, {name: switch.off}, {}]
+    assert [asks_for_reasoning(tokenizer, switches) for switches in asked] == [True, True, False, None]
+
+
+@sweep("template", [_TAGLESS, "{{ reasoning_effort }}" + _TAGLESS, "{{ preserve_thinking }}" + _TAGLESS])
+def test_what_a_template_only_writes_down_is_no_switch(template: str) -> None:
+    tokenizer = templated(template)
+    assert thinking_switch(tokenizer) is None
+    assert asks_for_reasoning(tokenizer, {"reasoning_effort": "low"}) is True
+    assert asks_for_reasoning(tokenizer, {"reasoning_effort": "none"}) is False
+    assert render_chat_template([USER], tokenizer, enable_thinking=True).endswith("<|assistant|>")
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
+    begun = {"role": "assistant", "content": "x", "prefix": True}
+    with pytest.raises(runtime.PromptError, match=r"the final message does not appear in the chat; leave it out"):
+        render_chat_template([USER, begun], templated(TEMPLATES["chatml"].replace("messages", "messages[:1]")))

@@ -1,0 +1,236 @@
+"""Chats that a template refuses, or texts of which it leaves out, are repaired; all others are rendered as they are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sweeps import sweep
+from template_families import TEMPLATES, templated
+
+import runtime
+from runtime.generation.chat_template import render_chat_template
+from runtime.generation.tool_calls.messages import for_template
+
+
+def system(text: str = "first") -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def developer(text: str) -> dict[str, Any]:
+    return {"role": "developer", "content": text}
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def calls(*arguments: Any, ids: Sequence[str | None] = ("callid001", "callid002"), **more: Any) -> dict[str, Any]:
+    listed = []
+    for id, argument in zip(ids, arguments, strict=False):
+        call = {"type": "function", "function": {"name": "look", "arguments": argument}}
+        listed.append(call if id is None else {**call, "id": id})
+    return {"role": "assistant", "content": "", **more, "tool_calls": listed}
+
+
+def result(text: str, id: str | None = "callid001") -> dict[str, Any]:
+    return {"role": "tool", "content": text} if id is None else {"role": "tool", "content": text, "tool_call_id": id}
+
+
+def tool(parameters: Any = None, **more: Any) -> dict[str, Any]:
+    function = {"name": "look", "parameters": parameters or {"type": "object", "properties": {}}, **more}
+    return {"type": "function", "function": function}
+
+
+FINE = '{"city": "Lima"}'
+CITY = {"type": "object", "properties": {"city": {"type": "string", "description": "a city"}}}
+TOOLS = [tool(CITY, description="looks")]
+ANSWERED = (user("one"), says("two"))
+CALLED = (user("one"), calls(FINE), result("sunny"))
+
+# Chats, and the texts that a prompt must have. Sources: ai-dynamo/dynamo #10206, vllm #6862, llama.cpp #5665,
+# adk-python #1373, mlx-lm #1375, omlx #854, sglang #28035, vllm #9019.
+CHATS: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
+    "a system message": ([system(), user("one")], "first one"),
+    "a developer's": ([developer("first"), user("one")], "first one"),
+    "only a system message": ([system()], "first"),
+    "two system messages": ([system(), system("second"), user("one")], "first second one"),
+    "a developer's behind it": ([system(), developer("second"), user("one")], "first second one"),
+    "three, in turn": ([system(), developer("second"), system("third"), user("one")], "first second third one"),
+    "a later one": ([system(), *ANSWERED, system("second"), user("three")], "first second three"),
+    "a later one of the developer's": ([system(), *ANSWERED, developer("second"), user("three")], "first second three"),
+    "only a later one": ([*ANSWERED, system("first"), user("three")], "first three"),
+    "one at the end": ([user("one"), system("first")], "one first"),
+    "two questions": ([user("one"), user("two")], "one two"),
+    "two answers": ([*ANSWERED, says("three"), user("four")], "one two three four"),
+    "an answer first": ([says("zero"), user("one")], "zero one"),
+    "a question behind a result": ([*CALLED, user("three")], "one sunny three"),
+    "a question in place of a result": ([user("one"), calls(FINE), user("three")], "one three"),
+    "a result without its call": ([result("sunny"), user("one")], "sunny one"),
+    "a result behind an answer": ([*ANSWERED, result("sunny"), user("three")], "two sunny three"),
+    "a result of another call": (
+        [user("one"), calls(FINE), result("sunny", "other0001"), user("three")],
+        "sunny three",
+    ),
+    "two calls": ([user("one"), calls(FINE, FINE), result("sunny"), result("rainy", "callid002")], "sunny rainy"),
+    "other ids": ([user("one"), calls(FINE, ids=["toolu_01A"]), result("sunny", "toolu_01A")], "one sunny"),
+    "no ids": ([user("one"), calls(FINE, FINE, ids=[None, None]), result("sunny", None)], "one sunny"),
+    "half a call": ([user("one"), calls('{"city": "Lis'), result("bad"), says("two"), user("three")], "one bad three"),
+    "no content": ([user("one"), calls(FINE, content=None), result("sunny")], "one sunny"),
+    "a system message before a result": ([system(), *CALLED], "first one sunny"),
+}
+ARGUMENTS = ['{"city": "Lis', "[1]", "null", '"x"', "{} trailing", "", "   ", "5", None]
+
+
+@sweep("tools", [None, TOOLS])
+@sweep("chat", CHATS)
+@sweep("family", TEMPLATES)
+def test_every_family_takes_every_chat_and_keeps_its_texts(family: str, chat: str, tools: Any) -> None:
+    messages, words = CHATS[chat]
+    before = json.dumps(messages)
+    text = render_chat_template(messages, templated(TEMPLATES[family]), tools=tools)
+    # Behind the tools, which may have the same words. A system message may have come to the front.
+    found = [text.find(word) for word in words.split()]
+    assert -1 not in found
+    if not (chat == "one at the end" and found[1] < found[0]):
+        assert found == sorted(found)
+    assert json.dumps(messages) == before
+
+
+@sweep("tools", [None, TOOLS])
+@sweep("chat", CHATS)
+@sweep("family", TEMPLATES)
+def test_what_a_template_takes_whole_is_rendered_as_it_is(family: str, chat: str, tools: Any) -> None:
+    messages, words = CHATS[chat]
+    tokenizer = templated(TEMPLATES[family])
+    try:
+        plain = tokenizer.apply_chat_template(
+            for_template(messages), tools=tools, tokenize=False, add_generation_prompt=True
+        )
+    except Exception:
+        return
+    num_calls = sum(len(message.get("tool_calls", ())) for message in messages)
+    if all(word in plain for word in words.split()) and plain.count("<call>") == num_calls:
+        assert render_chat_template(messages, tokenizer, tools=tools) == plain
+
+
+@sweep("arguments", ARGUMENTS)
+@sweep("family", TEMPLATES)
+def test_a_malformed_call_stays_beside_a_good_one(family: str, arguments: Any) -> None:
+    """local-inference-lab/vllm #684."""
+    messages = [
+        user("one"),
+        calls(FINE, arguments),
+        result("sunny"),
+        result("bad", "callid002"),
+        says("x"),
+        user("end"),
+    ]
+    text = render_chat_template(messages, templated(TEMPLATES[family]), tools=TOOLS)
+    assert re.search("city.{1,6}Lima", text)
+    assert all(word in text for word in ("sunny", "bad", "end"))
+    if isinstance(arguments, str) and "Lis" in arguments:
+        assert "Lis" in text
+
+
+TOOLS_TO_FILL = [
+    tool(CITY),
+    tool({"type": "object"}, description="looks"),
+    tool({"type": "object", "properties": {"city": {"type": "string"}}}, description="looks"),
+    tool({"type": "object", "properties": {"city": {"type": ["string", "null"]}}}),
+    tool({"type": "object", "properties": {"city": True}}),
+    tool({"type": "object", "properties": {"at": {"type": "array", "items": {"properties": {"x": {}}}}}}),
+]
+
+
+@sweep("given", TOOLS_TO_FILL)
+@sweep("family", ["gpt-oss", "hermes", "seed-oss", "chatml"])
+def test_tools_are_filled_where_a_template_cannot_do_without(family: str, given: Any) -> None:
+    assert "look" in render_chat_template([user("one")], templated(TEMPLATES[family]), tools=[given])
+
+
+def test_short_ids_are_the_same_for_call_and_result_and_in_the_next_request() -> None:
+    """ml-explore/mlx-lm #1375."""
+
+    def ids(*turns: dict[str, Any]) -> list[str]:
+        text = render_chat_template([user("one"), *turns], templated(TEMPLATES["mistral"]))
+        return re.findall("<id>(.*?)</id>", text)
+
+    first = (calls(FINE, FINE, ids=["call_0", "call_1"]), result("a", "call_1"), result("b", "call_0"), says("two"))
+    one, other, of_other, of_one = ids(*first)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", id) for id in (one, other))
+    assert (one, other) == (of_one, of_other)
+    assert one != other
+    # A client that counts its calls from the start in each message.
+    later = ids(*first, user("three"), calls(FINE, ids=["call_0"]), result("c", "call_0"))
+    assert later[:4] == [one, other, other, one]
+    assert later[4] == later[5]
+    assert later[4] not in (one, other)
+    assert ids(calls(FINE, ids=["abc123def"]), result("a", "abc123def")) == ["abc123def"] * 2
+
+
+@sweep("family", TEMPLATES)
+def test_a_longer_chat_begins_as_the_shorter_one(family: str) -> None:
+    """What a template needs is found out once, so an oddity in a later turn does not change the turns before it."""
+    turns = [
+        *(system(), user("one"), calls(FINE, ids=["call_a"]), result("sunny", "call_a"), says("two")),
+        *(user("three"), calls('{"city": "Lis', ids=["call_b"]), result("bad", "call_b"), user("four"), says("five")),
+        *(user("six"), user("seven"), says("eight"), result("lost", "call_z"), user("nine")),
+    ]
+    ends = [end for end in range(2, len(turns) + 1) if end == len(turns) or turns[end]["role"] == "assistant"]
+    prompts = [
+        render_chat_template(turns[:end], templated(TEMPLATES[family]), tools=TOOLS, add_generation_prompt=False)
+        for end in ends
+    ]
+    for shorter, longer in itertools.pairwise(prompts):
+        assert longer.startswith(shorter)
+
+
+EFFORT = """\
+{%- set effort = reasoning_effort | default('LEVEL') %}
+{%- if effort not in LEVELS %}{{ raise_exception('an effort') }}{% endif %}[{{ effort }}]""" + TEMPLATES["chatml"]
+
+
+@sweep(
+    ("levels", "asked", "taken"),
+    [
+        (("xhigh", "medium", "low"), "high", "xhigh"),
+        (("xhigh", "medium", "low"), "minimal", "low"),
+        (("xhigh", "medium", "low"), "max", "xhigh"),
+        (("xhigh", "medium", "low"), "low", "low"),
+        (("xhigh", "medium", "low"), "none", "low"),
+        (("xhigh", "medium", "low"), "", "xhigh"),
+        (("xhigh", "medium", "low"), "much", "xhigh"),
+        (("high", "low"), "medium", "high"),
+        (("high", "low"), "HIGH", "high"),
+        (("deep",), "high", "deep"),
+    ],
+)
+def test_an_effort_is_the_nearest_that_the_template_takes(levels: Any, asked: str, taken: str) -> None:
+    """QwenLM/Qwen3.8 #217."""
+    template = EFFORT.replace("LEVELS", str(list(levels))).replace("LEVEL", levels[0])
+    for messages in ([user("one")], [system(), user("one")]):
+        text = render_chat_template(messages, templated(template), reasoning_effort=asked)
+        assert text.startswith(f"[{taken}]")
+
+
+def test_another_tool_template_is_probed_by_itself() -> None:
+    both = {"default": TEMPLATES["chatml"], "tool_use": TEMPLATES["qwen3.5"]}
+    tokenizer = templated(TEMPLATES["chatml"], "<both>")
+    tokenizer._tokenizer.chat_template = both
+    two = [system(), system("second"), user("one")]
+    assert render_chat_template(two, tokenizer).count("<|system|>") == 2
+    assert render_chat_template(two, tokenizer, tools=TOOLS).count("<|system|>") == 1
+
+
+def test_an_error_that_no_repair_helps_is_the_templates_own() -> None:
+    with pytest.raises(runtime.PromptError, match=r"the chat template does not take these messages: only on Sundays"):
+        render_chat_template([system(), user("one")], templated("{{ raise_exception('only on Sundays') }}"))
