@@ -23,7 +23,7 @@ from tool_letters import TOOLS, USER, on_calling_server
 
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.generation.tool_calls.events import AnswerEvent, CallBegan, CallBroken, CallEnded, ToolCall
+from runtime.generation.tool_calls.events import AnswerEvent, CallBegan, CallBroken, CallEnded, TextPart, ToolCall
 from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.limits import Limits
 from runtime.server.responses.offered_tools import OfferedTools
@@ -297,20 +297,19 @@ async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(se
     assert "insert_text" in offered["m"]["properties"]
 
 
-def test_a_required_call_that_is_cut_in_its_name_is_one_of_the_only_function() -> None:
-    forced = ToolCall("c", "weather", "")
+def test_a_required_call_that_is_cut_in_its_name_is_one_of_the_function_so_begun() -> None:
+    required = [ToolCall(id, name, "") for id, name in (("c", "weather"), ("d", "wealth"), ("e", "clock"))]
 
     def events_of(written: str) -> list[AnswerEvent]:
-        splitter = AnswerSplitter(AnswerReader(format=call_format("json_tools"), tools=TOOLS), forced)
+        splitter = AnswerSplitter(AnswerReader(format=call_format("json_tools"), tools=TOOLS), required)
         return splitter.add([Token(0, written, 0, drafted_by=None, finish_reason="length")])
 
-    assert not any(isinstance(event, CallBegan) for event in events_of('<tool_call>\n{"na'))
-    head = '<tool_call>\n{"name": "we'
-    assert events_of(head) == [CallBegan(0, "c", "weather", head), CallBroken(0, head, cut_off=forced)]
-    began, *_, ended = events_of(calls("weather"))
-    assert isinstance(began, CallBegan)
-    assert isinstance(ended, CallEnded)
-    assert ended.call.id != forced.id
+    for begun, call in (("weat", required[0]), ('clock"', required[2]), ("wea", None), ("", None)):
+        head = f'<tool_call>\n{{"name": "{begun}'
+        events = events_of(head)
+        assert events[1:] == ([] if call is None else [CallBroken(0, head, cut_off=call)])
+        assert isinstance(events[0], TextPart if call is None else CallBegan)
+    assert isinstance(events_of(calls("weather"))[-1], CallEnded)
 
 
 # --- bodies ---------------------------------------------------------------------------------------

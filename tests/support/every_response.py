@@ -123,6 +123,14 @@ async def calling(server: Served, seen: Seen) -> None:
             seen.append((path, await server.ask(path, {**body, **more})))
 
 
+async def calling_others(server: Served, seen: Seen) -> None:
+    """Answers with calls of tools that are no functions, but in the prompt."""
+    tools = [{"type": "custom", "name": "edit"}, {"type": "local_shell"}]
+    for more in ({}, STREAM):
+        body = {"input": [USER], "tools": tools, "max_output_tokens": 300, **more}
+        seen.append((RESPONSES, await server.ask(RESPONSES, body)))
+
+
 async def busy(server: Served, seen: Seen) -> None:
     """Errors of a server whose one place is taken."""
     async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 500}) as first:
@@ -155,6 +163,9 @@ def all_seen() -> Seen:
     thinks = ScriptedModel(saying("<t>hm</t>yes", start))
     simulated_server(lambda server: reasoning(server, seen), thinks, tokenizer=tokenizer)
     serve_calls(lambda server: calling(server, seen), OSLO, has_drafter=True)  # which makes fewer events
+    for name, arguments in (("edit", '{"input": "a"}'), ("local_shell", '{"command": ["ls"], "user": "me"}')):
+        says = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+        serve_calls(lambda server: calling_others(server, seen), says, has_drafter=True)
     simulated_server(lambda server: busy(server, seen), ScriptedModel(looping), max_streams=1, max_waiting=0)
     for fails in ({"feed": range(8, 10_000)}, {"check": range(6, 10_000)}):
         simulated_server(lambda server: failing(server, seen), ScriptedModel(looping, fails=fails))
