@@ -175,4 +175,6 @@ def reader_of(
     """A reader of a whole answer: by its messages or tags, and by the format of calls if it may have some."""
     if answer.messages is not None:
         return MessageReader(answer.messages, answer.begun, format=format, tools=tools)
-    return AnswerReader(**marks_of(answer), dropped=answer.dropped, format=format, tools=tools)
+    # Llama 3 may write it in front of a call, as of the tools that it was trained with.
+    dropped = (*answer.dropped, "<|python_tag|>") if format is not None and format.is_plain else answer.dropped
+    return AnswerReader(**marks_of(answer), dropped=dropped, format=format, tools=tools)

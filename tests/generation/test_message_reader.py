@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from sweeps import sweep
@@ -182,3 +182,25 @@ def test_tags_that_are_special_tokens_mark_the_reasoning(tags: tuple[str, str]) 
         for token in tokenizer.encode(text, add_special_tokens=False):
             answer.add(token, tokenizer.decode([token]), tokenizer.decode([token]))
         assert (answer.thinking, answer.said) == ("a", "b")
+
+
+LLAMA_WORDS = '{"name": function name, "parameters": dictionary of argument name and its value}'
+
+
+@sweep(
+    ("text", "content", "names"),
+    [
+        ('{"name": "search", "parameters": {"query": "a } b"}}', "", ["search"]),
+        ('\n{"name": "search", "arguments": {}}\n{"name": "multiply", "parameters": {}}', "", ["search", "multiply"]),
+        ('{"name": "rm", "parameters": {}}', '{"name": "rm", "parameters": {}}', []),
+        ('{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
+        ('So {"name": "search", "parameters": {}} it is', 'So {"name": "search", "parameters": {}} it is', []),
+    ],
+)
+def test_llamas_calls_have_no_markers_and_count_where_an_answer_begins(text: str, content: str, names: list[str]):
+    format = format_of(cast(Any, SimpleNamespace(chat_template=f"Respond in the format {LLAMA_WORDS}.")))
+    for size in (1, 3, len(text)):
+        events, answer = events_of(AnswerReader(format=format, tools=TOOLS), text, size), Answer()
+        answer.add(events)
+        assert (answer.content, [call.name for call in answer.calls]) == (content, names)
+        assert "".join(event.source for event in events) == text

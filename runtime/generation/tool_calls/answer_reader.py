@@ -61,6 +61,7 @@ class AnswerReader:
         self._calls = None if format is None else CallReader(self._text, format, tools, self)
         self._tags = tags or ("", "")
         self._dropped = tuple(dropped)
+        self._is_plain = format is not None and format.is_plain
         of_calls = () if format is None else (format.start, format.end)
         self.marks = [mark for mark in (*self._tags, *dropped, *of_calls) if mark]
         self._new_id = new_id or (format.new_id if format is not None else str)
@@ -126,8 +127,10 @@ class AnswerReader:
             if marker in dropped:
                 yield from self._text.accept(marker)
                 self._pass_mark(self._text.pop())
-            elif marker not in tags:
+            elif marker not in tags and (self._may_reason or not self._is_plain):
                 yield from self._read_block(marker)
+            elif marker not in tags:
+                yield from self._give_word(marker)
             elif self._is_reasoning or self._may_reason:
                 yield from self._text.accept(marker)
                 self._pass_tag(self._text.pop(), is_opening=marker == opening and not self._is_reasoning)
