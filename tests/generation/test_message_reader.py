@@ -22,11 +22,14 @@ from runtime.generation.tool_calls.events import Answer, AnswerEvent
 from runtime.generation.tool_calls.message_format import HARMONY, MUSE_SPARK
 from runtime.generation.tool_calls.message_reader import MessageReader, Reader
 
-HARMONY_TOKENIZER: Any = SimpleNamespace(get_added_vocab=lambda: dict.fromkeys(HARMONY.marks, 0))
+
+class HarmonyTokenizer:
+    def get_added_vocab(self) -> dict[str, int]:
+        return dict.fromkeys(HARMONY.marks, 0)
 
 
 def harmony(begun: str = "", *, has_tools: bool = True) -> Reader:
-    format = format_of(HARMONY_TOKENIZER) if has_tools else None
+    format = format_of(cast(Any, HarmonyTokenizer())) if has_tools else None
     return MessageReader(HARMONY, begun, format=format, tools=TOOLS if has_tools else ())
 
 
