@@ -14,9 +14,9 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
+from runtime.generation.answers.content_stops import ContentStops
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import begins_answer, render_chat_template
-from runtime.generation.content_stops import ContentStops
-from runtime.generation.tool_calls.message_reader import Reader
 
 logger = logging.getLogger("outrider")
 

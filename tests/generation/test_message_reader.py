@@ -15,12 +15,12 @@ from tool_call_cases import TOOLS, call_format
 from transformers import AutoTokenizer
 
 import runtime
+from runtime.generation.answers.message_format import HARMONY, MUSE_SPARK
+from runtime.generation.answers.message_reader import MessageReader, Reader
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import call_format as format_of
 from runtime.generation.tool_calls.events import Answer, AnswerEvent
-from runtime.generation.tool_calls.message_format import HARMONY, MUSE_SPARK
-from runtime.generation.tool_calls.message_reader import MessageReader, Reader
 
 
 class HarmonyTokenizer:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from runtime.generation.tool_calls.message_format import HARMONY, HARMONY_CALL, message_format
+from runtime.generation.answers.message_format import HARMONY, HARMONY_CALL, message_format
 
 # Names of functions, also of such as the model was not offered.
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")

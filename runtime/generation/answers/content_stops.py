@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from protocol.stop_strings import StopMatcher
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.tool_calls.events import AnswerEvent, TextPart
-from runtime.generation.tool_calls.message_reader import Reader
 
 
 class ContentStops:

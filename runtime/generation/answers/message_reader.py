@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from runtime.generation.answers.message_format import MAX_HEADER_CHARS, MessageFormat
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import (
@@ -21,7 +22,6 @@ from runtime.generation.tool_calls.events import (
     TextPart,
     ToolCall,
 )
-from runtime.generation.tool_calls.message_format import MAX_HEADER_CHARS, MessageFormat
 
 # Between two messages of one kind, which have no text between them.
 _BETWEEN = "\n\n"
