@@ -69,6 +69,8 @@ class OpenOptions:
             first.
         defaults: settings for streams that do not set them: a `Settings`, or a mapping of some by name. A logits
             processor among them is shared by all streams.
+        generation_config: "auto": the sampling settings in the target's generation_config.json are defaults, too, where
+            `defaults` does not name them; "none": they are ignored.
         chat_template_args: variables of the chat template, such as {"enable_thinking": false}, for prompts that are
             messages; a conversation's `thinking` and the fields of a request override them.
         trace: the path of a file to write: Chrome trace JSON, for Perfetto or chrome://tracing, or the timeline as a
@@ -140,6 +142,7 @@ class OpenOptions:
     )
     copy_corpus: int = attrs.field(default=0, validator=integer(0), metadata=option("SIZE", _CACHES))
     defaults: Any = attrs.field(default=None, metadata=option())
+    generation_config: str = attrs.field(default="none", validator=one_of("auto", "none"), metadata=option("HOW"))
     chat_template_args: Mapping[str, Any] | None = attrs.field(
         default=None,
         metadata=option(

@@ -24,6 +24,7 @@ from runtime.cli.arguments.settings import HIDDEN, add_settings, check_template_
 from runtime.cli.command import Command
 from runtime.cli.flags import in_flags
 from runtime.cli.ranks import follow_target
+from runtime.loading.generation_config import said_of
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import (
     CommandOutcome,
@@ -45,7 +46,7 @@ HOW_TO_LEAVE = "Ctrl-C again, Ctrl-D or /exit leaves"
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_models(parser)
+    add_models(parser, samples=True)
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="system message; needs a chat template")
     group.add_argument("--system-prompt", dest="system", **HIDDEN)
@@ -75,6 +76,8 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
             conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **completed)
             chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, completed)
             display.clear()
+            if said := said_of(runtime.model_defaults, settings):
+                print_message(f"the target: {said}")
             await chat.take_turns()
 
     with Display() as display, exit_on_signal(display):

@@ -28,9 +28,10 @@ from runtime.cli.arguments.settings import (
 )
 from runtime.cli.command import Command
 from runtime.cli.ranks import follow_target
+from runtime.loading.generation_config import said_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.persistence.prompt_cache_file import read_header
-from runtime.terminal.display import CommandOutcome, Display, Output, OutputError, warnings_at_the_end
+from runtime.terminal.display import CommandOutcome, Display, Output, OutputError, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 from runtime.terminal.statistics_table import print_statistics
 from runtime.tracing.trace_files import ChromeFile, TimelineFile
@@ -95,7 +96,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_settings(parser)
     # A single text never reuses a prefix.
-    add_models(parser, without=PREFIX_CACHE)
+    add_models(parser, without=PREFIX_CACHE, samples=True)
 
 
 def _models_of(arguments: argparse.Namespace) -> Models:
@@ -257,6 +258,9 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
         )
         if timeline is not None:
             timeline.tokenizer = runtime.tokenizer
+        if said := said_of(runtime.model_defaults, settings):
+            display.clear()
+            print_message(f"the target: {said}")
         completed = with_tokens_of(runtime.tokenizer, settings, arguments.extra_eos_token)
         if schema is not None:
             from runtime.generation.grammar import Grammar

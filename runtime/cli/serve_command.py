@@ -29,6 +29,7 @@ from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.loading.generation_config import said_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.server.connections.address import (
     KEY_VARIABLE,
@@ -66,7 +67,7 @@ _REQUIRED_PACKAGES = ("h11", "prometheus_client", "pydantic", "starlette")
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_models(parser)
+    add_models(parser, samples=True)
     add_flags(
         parser.add_argument_group("address"),
         (
@@ -263,8 +264,9 @@ async def _load_now(models: ModelPool) -> None:
     from runtime.server.models.served_model import ModelLoadError
 
     try:
-        async with models.use(models.specs[0].name):
-            pass
+        async with models.use(models.specs[0].name) as model:
+            if said := said_of(model.runtime.model_defaults, model.spec.settings):
+                print_message(f"{model.name}: {said}")
     except ModelLoadError as error:
         raise (error.__cause__ or error) from None
 

@@ -57,6 +57,8 @@ from runtime.engine.nursery import BackgroundNursery, interrupts_unwrapped
 from runtime.engine.runtime import CLOSED, Runtime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import TokenStream
+from runtime.loading.generation_config import sampling_defaults
+from runtime.loading.model_files import folder_of
 from runtime.loading.model_sources import (
     Loaded,
     Source,
@@ -97,6 +99,7 @@ class OpenArguments(TypedDict, total=False):
     prefix_cache_dir_bytes: int
     copy_corpus: int
     defaults: SettingsLike | None
+    generation_config: str
     chat_template_args: Mapping[str, Any] | None
     trace: Trace
     group: RankGroup | None
@@ -167,6 +170,9 @@ async def open(
         options["max_batch"] = max_batch
         if given.max_streams == "auto":
             options["max_streams"] = AUTO_TURNS if max_batch == 1 else max(AUTO_TURNS, min(AUTO_STREAMS, max_batch))
+        asks = given.generation_config == "auto"
+        sampling = sampling_defaults(folder_of(sources["target"])) if asks else {}
+        options["defaults"] = {**sampling, **keywords_of(given.defaults, "defaults")}
         if has_model:
             await _time_models(at_target, at_draft, prices)
         async with running(
@@ -183,6 +189,7 @@ async def open(
         ) as runtime:
             # Detaching the drafter frees its memory, so nothing here may refer to it.
             del draft, at_draft
+            runtime.model_defaults = sampling
             sources.pop("draft", None)
             with nullcontext() if group is None else ending_all(group, runtime._sessions.fail):
                 yield runtime

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Never, Unpack
 
 import attrs
@@ -67,7 +68,12 @@ class Runtime:
     """Two models at work; made by `runtime.open` and `runtime.keep_open`.
 
     What it tells of itself can be asked for at any time and in any thread, except for `wait_broken`.
+
+    Attributes:
+        model_defaults: the settings from the target's generation_config.json; empty unless `open` was asked for them.
     """
+
+    model_defaults: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,
@@ -234,6 +240,11 @@ class Runtime:
         Raises: PromptError: the prompt is empty, not encodable, or so long that it is sure to fill the context.
         """
         return self._validation.encode(prompt, **switches)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The settings of streams that do not set them: those of `open`, and `model_defaults`."""
+        return self._validation.keywords({})
 
     def check_settings(self, settings: Mapping[str, Any]) -> Settings:
         """The settings of one stream, checked and completed by the defaults, in any thread. Raises: as `stream`."""

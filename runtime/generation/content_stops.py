@@ -13,8 +13,8 @@ class ContentStops:
     """A `StopMatcher` for an answer with reasoning or calls, in which it does not search.
 
     A stop string must occur in one stretch of content: neither tags nor the whitespace beside them are part of it. A
-    stop string with a tag or a marker of calls in it is searched for in the whole text. A block that turns out
-    malformed is content, but only the text after it is searched.
+    stop string with a tag or a marker of calls in it is searched for in the whole text. Text that may become a call is
+    withheld, as it is content if it becomes none.
 
     Attributes:
         found: the stop string that ended the text; None so far.
@@ -29,7 +29,6 @@ class ContentStops:
         self._matcher = self._new_matcher()
         self._reader = reader
         self._pending = ""  # text that was read, and not given
-        self._num_ahead = 0  # last characters of the text given that are part of no event yet
 
     @property
     def withheld(self) -> str:
@@ -61,35 +60,21 @@ class ContentStops:
         if self.found is not None:
             return ""
         self._pending += piece
-        given = self._pass(self._reader.add(piece))
-        if self.found is None and self._reader.is_in_block:
-            # Nothing here is searched, so nothing is withheld.
-            self._num_ahead += len(self._pending) - len(self._flushed())
-            given, self._pending = given + self._pending, ""
-        return given
+        return self._pass(self._reader.add(piece))
 
     def _pass(self, events: Iterable[AnswerEvent]) -> str:
         """The text to give with events, up to a stop string."""
         num_given = 0
         for event in events:
-            if not event.source:
-                continue
-            content = event.text if isinstance(event, TextPart) else ""
+            content = event.text if isinstance(event, TextPart) and event.source else ""
             if num_around := len(event.source) - len(content):
-                num_given += len(self._flushed()) + self._beyond_ahead(num_around)
-            content = content[len(content) - self._beyond_ahead(len(content)) :]
+                num_given += len(self._flushed()) + num_around
             num_given += len(content) if self._matcher is None else len(self._matcher.add(content))
             if self._matcher is not None and self._matcher.found is not None:
                 self.found, given, self._pending = self._matcher.found, self._pending[:num_given], ""
                 return given
         given, self._pending = self._pending[:num_given], self._pending[num_given:]
         return given
-
-    def _beyond_ahead(self, num_chars: int) -> int:
-        """How many of the next characters were not given before."""
-        num_given = min(self._num_ahead, num_chars)
-        self._num_ahead -= num_given
-        return num_chars - num_given
 
     def _flushed(self) -> str:
         """What the matcher has withheld; it begins again."""

@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from protocol.errors import SettingsError
+from runtime.generation.closed_schemas import closed
 from runtime.generation.grammar_vocabulary import library
 
 # Between tokens of JSON: a blank, or a new line and its indentation, as JSON is usually written. With all the
@@ -37,6 +38,13 @@ _ENFORCED_FORMATS = frozenset(
 _MAPS_OF_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _LISTS_OF_SCHEMAS = frozenset(("allOf", "anyOf", "oneOf", "prefixItems"))
 _SCHEMAS = frozenset(("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "contains"))
+
+_ANNOTATIONS = frozenset(("title", "description", "$comment", "examples", "default", "deprecated"))
+_NEVER_NULL = (
+    _MAPS_OF_SCHEMAS | _LISTS_OF_SCHEMAS | _SCHEMAS | {"type", "enum", "required", "pattern", "$ref", "not", "if"}
+)
+_NEVER_NULL |= {"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "multipleOf"}
+_NEVER_NULL |= {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 # Numbers at or below this one crash llguidance; JSON distinguishes whole numbers down to it.
 _MIN_NUMBER = -(2**53)
@@ -67,13 +75,17 @@ def check_json_schema(schema: Mapping[str, Any] | str | bool) -> None:
         raise SettingsError(f"{schema_name(schema)} cannot be followed: {error}")
 
 
-def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
-    """A JSON schema in llguidance's own format; see `Grammar.from_json_schema`. Compiles nothing."""
+def grammar_of_schema(schema: Any, *, compact: bool = False, is_closed: bool = False) -> str:
+    """A JSON schema in llguidance's own format; see `Grammar.from_json_schema`. Compiles nothing.
+
+    Args:
+        is_closed: whether objects have only the properties that are listed, unless the schema says otherwise.
+    """
     what = schema_name(schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
-        value = dict(value) if isinstance(value, Mapping) else value
-        written = json.dumps(_followable(value), allow_nan=False)
+        value = _followable(value)
+        written = json.dumps(closed(value) if is_closed else value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{what} is not JSON: {error}") from error
     except RecursionError as error:
@@ -108,23 +120,56 @@ def grammar_of_schema(schema: Any, *, compact: bool = False) -> str:
 
 
 def _followable(schema: Any) -> Any:
-    """A copy of a schema without keywords that llguidance needlessly refuses."""
+    """A copy of a schema without keywords that llguidance refuses although they say nothing."""
     if not isinstance(schema, Mapping):
         return schema
-    kept = {}
+    kept: dict[str, Any] = {}
     for name, inner in schema.items():
-        if name == "uniqueItems" or (name == "format" and isinstance(inner, str) and inner not in _ENFORCED_FORMATS):
-            continue
         if name in _MAPS_OF_SCHEMAS and isinstance(inner, Mapping):
-            inner = {key: _followable(each) for key, each in inner.items()}
+            # Some programs write null for a property of any type.
+            inner = {key: True if each is None else _followable(each) for key, each in inner.items()}
         elif name in _LISTS_OF_SCHEMAS and isinstance(inner, (list, tuple)):
             inner = [_followable(each) for each in inner]
         elif name in _SCHEMAS:
             inner = _followable(inner)
         elif name in _BOUNDS and type(inner) in (int, float) and (inner := _bound(schema, name, inner)) is None:
             continue
-        kept[name] = inner
+        if not _says_nothing(schema, name, inner):
+            kept[name] = inner
     return kept
+
+
+def _says_nothing(schema: Mapping[str, Any], name: str, value: Any) -> bool:
+    """Whether a keyword of a schema allows every value, or is not to be checked."""
+    match name:
+        case "uniqueItems" | "$dynamicAnchor":
+            return True
+        case "format":
+            return not (isinstance(value, str) and value in _ENFORCED_FORMATS)
+        case "$schema":
+            return not (isinstance(value, str) and "://json-schema.org/" in value)
+        case "propertyNames":
+            return value is True or (isinstance(value, Mapping) and _constraints(value) in ({}, {"type": "string"}))
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return value is True or value == {}
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return not value
+        case "if":
+            return "then" not in schema and "else" not in schema
+        case "then" | "else":
+            return "if" not in schema
+        case "minContains" | "maxContains":
+            return "contains" not in schema
+        case "not":
+            return value is False
+        case "$recursiveAnchor":
+            return value is False
+    # Some programs write null for what is missing, and an empty list for an empty object.
+    return (value is None and name in _NEVER_NULL) or (value == [] and name in _MAPS_OF_SCHEMAS)
+
+
+def _constraints(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in schema.items() if name not in _ANNOTATIONS}
 
 
 def _bound(schema: Mapping[str, Any], name: str, bound: float) -> float | None:

@@ -17,7 +17,7 @@ from runtime.generation.reasoning_tags import tags_of
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Answer
-from runtime.generation.tool_calls.message_format import HARMONY_TAGS, begun_message, message_format
+from runtime.generation.tool_calls.message_format import HARMONY_TAGS, MUSE_TAGS, begun_message, message_format
 from runtime.generation.tool_calls.message_reader import MessageReader, Reader
 
 
@@ -73,7 +73,7 @@ class ReasoningTracker:
         self._reader: Reader | None = None
         if tokenizer is not None and self.messages is not None:
             self.begun = begun_message(prompt, tokenizer)
-            self.tags = HARMONY_TAGS if self.messages.is_harmony else self.tags
+            self.tags = HARMONY_TAGS if self.messages.is_harmony else MUSE_TAGS
             self._reader = reader_of(self)
             self.is_thinking = self._reader.is_reasoning
         elif tokenizer is not None and (tags := tags_of(tokenizer)) is not None:

@@ -269,8 +269,13 @@ class Detokenizer:
             self._alone[token] = "" if self._tokenizer is None else cast(str, self._tokenizer.decode([token]))
         return self._alone[token]
 
+    def cut(self) -> str:
+        """The remaining text, without a character that was never completed."""
+        rest, self.unread = self.ahead, ""
+        return rest
+
     def finish(self) -> str:
-        """The remaining text: a character that was never completed."""
+        """The remaining text, with a character that was never completed."""
         return self._advance(is_last=True)
 
     def _advance(self, *, is_last: bool) -> str:
@@ -345,11 +350,16 @@ class GrowingText:
             return self._detokenizer.unread
         return "" if self.stop is not None else self._matcher.withheld + self._detokenizer.unread
 
-    def add(self, token: int, *, is_last: bool) -> str:
-        """The text to give with a token, possibly empty; the last token brings all that was withheld."""
+    def add(self, token: int, *, is_last: bool, is_cut: bool = False) -> str:
+        """The text to give with a token, possibly empty; the last token brings all that was withheld.
+
+        A text that `is_cut` by its length ends before a character of which there is only a part.
+        """
         piece = "" if token in self._textless else self._detokenizer.add(token)
         ahead = self._detokenizer.ahead
-        rest = self._detokenizer.finish() if is_last else ""
+        rest = ""
+        if is_last:
+            rest = self._detokenizer.cut() if is_cut else self._detokenizer.finish()
         self.readable = piece + rest
         if self._matcher is None:
             return self.readable
@@ -374,7 +384,8 @@ class StopFinder:
         # The tokenizer is third-party code, called amid the target's work. The reader of the text gets the same error.
         try:
             for i, token in enumerate(commit.tokens, start=1):
-                self._text.add(token, is_last=commit.finish_reason is not None and i == len(commit.tokens))
+                is_last = commit.finish_reason is not None and i == len(commit.tokens)
+                self._text.add(token, is_last=is_last, is_cut=commit.finish_reason == "length")
                 if self._text.stop is not None:
                     return Stop(self._text.stop, i)
         except Exception as error:

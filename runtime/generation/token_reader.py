@@ -32,7 +32,8 @@ class Token:
     Attributes:
         id: in the target's vocabulary.
         text: the text that this token makes readable, possibly empty. The texts of a stream add up to the
-            tokenizer's decoding of its ids, up to a stop string if one ended it; an end-of-text token has no text.
+            tokenizer's decoding of its ids, up to a stop string if one ended it, and without a part of a character
+            at which `max_tokens` or the context has cut it off; an end-of-text token has no text.
             Text that may begin a stop string is withheld until it is known not to.
         index: 0 for the first generated token.
         drafted_by: "model" if a draft model or trained drafter had proposed it, "copy" if it was copied from earlier in
@@ -151,7 +152,7 @@ class TokenReader:
         """Continue a text that was saved: after its given tokens, with their text, reasoning and number."""
         for i, token in enumerate(progress.given, start=1):
             is_last = progress.finish_reason is not None and i == len(progress.given)
-            text = self._text.add(token, is_last=is_last)
+            text = self._text.add(token, is_last=is_last, is_cut=progress.finish_reason == "length")
             self.answer.add(token, self._text.readable, text, self._text.tail)
             if self._calls is not None and self.parts is not None:
                 self.parts.add(self._calls.add(text))
@@ -191,7 +192,8 @@ class TokenReader:
         self._num_in_first_round += len(self._given) - self._num_resumed == index
         self._counts.give(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
-        text = self._text.add(commit.tokens[index], is_last=finish_reason is not None)
+        is_last, is_cut = finish_reason is not None, finish_reason == "length"
+        text = self._text.add(commit.tokens[index], is_last=is_last, is_cut=is_cut)
         token = Token(
             id=commit.tokens[index],
             text=text,

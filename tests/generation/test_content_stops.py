@@ -26,7 +26,7 @@ WHOLE: Any = None  # nothing is found
         ({}, "<think>9.8</think>9.", "9.8", WHOLE, None),
         ({}, "<think>9.8", "9.8", WHOLE, None),
         ({}, "9.8<think>9.8</think>", "9.8", "", "9.8"),
-        ({}, "a9.<think>.</think>8", "9.8", WHOLE, None),  # in two stretches of content
+        ({}, "a <think>9.8", "9.8", "a <think>", "9.8"),  # a word
         ({"is_thinking": True}, "a\n\nb\n</think>\n\nc\n\nd", "\n\n", "a\n\nb\n</think>\n\nc", "\n\n"),
         ({"is_thinking": True}, "a</think>b", "</think>", "a", "</think>"),
         ({"is_thinking": True}, "a 9.8</think>b 9.8", ["</think>x", "9.8"], "a 9.8</think>b ", "9.8"),
@@ -62,15 +62,15 @@ def test_stop_strings_are_found_in_the_content_alone(
         assert search.withheld == ""
 
 
-def test_only_what_may_become_a_stop_string_or_a_tag_is_withheld() -> None:
+def test_only_what_may_become_a_stop_string_a_tag_or_a_call_is_withheld() -> None:
     search = ContentStops(["9.8"], AnswerReader(tags=TAGS, format=call_format("glm47"), tools=TOOLS))
     for piece, given in (
-        ("a 9.", "a "),
-        ("7 ", "9.7"),
         ("<th", ""),
-        ("ink>9.", " <think>9."),
+        ("ink>9.", "<think>9."),
         ("8</think>9", "8</think>"),
-        ("b<tool_call>search<arg_", "9b<tool_call>search<arg_"),
+        (".7 ", "9.7"),
+        ("b<tool_call>sea", " b"),
+        ("son, so", "<tool_call>season, so"),
     ):
         assert search.add(piece) == given
 

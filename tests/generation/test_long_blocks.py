@@ -1,116 +1,80 @@
-"""Long blocks of calls: hostile ones hold nobody up for long; well-formed ones are read."""
+"""Long blocks of calls: in small pieces, hostile ones are text, and well-formed ones are read."""
 
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Iterator
 from typing import Any
 
 import attrs
 import pytest
 from sweeps import sweep
-from tool_call_cases import BLOCKS, FORMATS, TOOLS, call_format, call_in
+from tool_call_cases import BLOCKS, FORMATS, TOOLS, block, call_format, call_in
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.generation.tool_calls.call_format import SHORT, CallFormat, ParsedCall
-from runtime.generation.tool_calls.events import CallEnded
-from runtime.generation.tool_calls.parser_process import ParserProcess
+from runtime.generation.tool_calls.call_format import CallFormat
+from runtime.generation.tool_calls.events import Answer
+from runtime.generation.tool_calls.incoming_text import Markers
 
-# Whatever mlx-lm's pattern begins anew at.
-OPENINGS = {
-    "function_gemma": ("call:a{", "<escape>"),
-    "gemma4": ("call:a{", "{", '<|"|>', "a:"),
-    "glm47": ("<arg_key>", "<arg_key>a</arg_key>", "<arg_value>", "a=1 ", "{"),
-    "json_tools": ("{", '{"a":'),
-    "kimi_k2": ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "functions.a:0"),
-    "kimi_k3": ("<|open|>call", '<|open|>call tool="a"<|sep|>', "<|open|>json", "1"),
-    "laguna": ("<arg_key>", "<arg_key>a</arg_key>", "<arg_value>"),
-    "longcat": ("<longcat_arg_key>", "<longcat_arg_key>a</longcat_arg_key>"),
-    "minicpm5": ('<param name="a">', "<function ", "name=", "a>"),
-    "minimax_m2": ('<invoke name="a">', '<parameter name="a">'),
-    "mistral": ("a[ARGS]", "[TOOL_CALLS]", "a"),
-    "muse_spark": ("<atem:invoke ", '<atem:invoke name="a">', '<atem:parameter name="a">'),
-    "pythonic": ("[a(", "a=", '"', '\\"', "<a"),
-    "qwen3_coder": ("<function=a>", "<parameter=a>"),
-}
+NUM_CHARS = 10_000
 
 
-def temperature_in(name: str, place: str) -> str:
-    """A call in the form of a format."""
-    return call_in(name, "get_current_temperature", {"location": place})
+def read(format: CallFormat, text: str, size: int) -> Answer:
+    reader, answer = AnswerReader(format=format, tools=TOOLS), Answer()
+    for begin in range(0, len(text), size):
+        answer.add(reader.add(text[begin : begin + size]))
+    answer.add(reader.finish(is_complete=True))
+    return answer
 
 
-def hostile(name: str, num_chars: int) -> list[str]:
-    """Texts of many openings, alone, after the beginning of a call, and around what would close one."""
-    block = next(block for format, block, _ in BLOCKS if format == name)
-    units = [unit * (num_chars // len(unit)) for unit in OPENINGS[name]]
-    half = len(block) // 2
-    return [text for unit in units for text in (unit, block[:half] + unit, block[half:] + unit + block[half:-1])]
-
-
-@pytest.mark.slow
-@sweep("name", FORMATS)
-def test_a_hostile_block_ends_and_the_next_call_is_read(name: str) -> None:
-    format = call_format(name)
-    for text in hostile(name, 100_000)[:3]:
-        format.parse(text, TOOLS)
-    assert format.parse(temperature_in(name, "London " * 1000), TOOLS) is not None
-
-
-def test_a_block_that_takes_too_long_is_no_call() -> None:
-    format = call_format("function_gemma")
-    assert format.parse("call:a{" * 100_000, TOOLS) is None
-    assert format.parse("call:a{" * 10, TOOLS) is None
-
-
-def test_a_parser_of_ones_own_is_called_here_however_long_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    format = attrs.evolve(call_format("function_gemma"), name="mine", parse=lambda *_: {"name": "a", "arguments": {}})
-    assert format.parse("x" * 3 * SHORT, TOOLS) == [ParsedCall("a", "{}")]
-
-
-@pytest.mark.parametrize("read", [[], [{"name": "a", "arguments": "no object"}, {"name": "a", "arguments": {}}]])
-def test_a_block_of_which_a_call_cannot_be_read_is_no_call(read: list[Any]) -> None:
-    format = attrs.evolve(call_format("function_gemma"), name="mine", parse=lambda *_: read)
-    assert format.parse("call", TOOLS) is None
-
-
-def test_without_its_process_a_long_block_is_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = ParserProcess()
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    assert process.parse("glm47", temperature_in("glm47", "London"), TOOLS) is None
-    monkeypatch.undo()
-    assert process.parse("glm47", temperature_in("glm47", "London"), TOOLS) is not None
+def hostile(format: CallFormat, body: str) -> Iterator[str]:
+    """Texts of many openings that are never closed: of blocks, and of whatever is in one."""
+    for unit in (format.start, *(format.start + body[:cut] for cut in range(1, len(body), 19)), body[len(body) // 2 :]):
+        yield format.start + body[: len(body) // 2] + unit * (NUM_CHARS // len(unit))
 
 
 @sweep("name", FORMATS)
-def test_a_hostile_block_in_small_pieces_is_text_and_parsed_once_at_most(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    num_parsed, parse = 0, CallFormat.parse
+def test_a_text_of_many_openings_is_searched_in_linear_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_searched, search = 0, Markers.search
 
-    def counted(*arguments: Any) -> Any:
-        nonlocal num_parsed
-        num_parsed += 1
-        return parse(*arguments)
+    def counted(self: Markers, text: str, begin: int) -> Any:
+        nonlocal num_searched
+        at, found = search(self, text, begin)
+        num_searched += at - begin + 1
+        return at, found
 
-    monkeypatch.setattr(CallFormat, "parse", counted)
-    for text in hostile(name, 3 * SHORT):
-        format, num_parsed = call_format(name), 0
-        whole = format.start + text
-        reader = AnswerReader(format=format, tools=TOOLS)
-        events = [event for i in range(0, len(whole), 5) for event in reader.add(whole[i : i + 5])]
-        events += reader.finish(is_complete=True)
-        assert "".join(event.source for event in events) == whole
-        num_blocks = whole.count(format.start)
-        assert num_parsed <= num_blocks + sum(isinstance(event, CallEnded) for event in events)
+    monkeypatch.setattr(Markers, "search", counted)
+    format, body = call_format(name), next(body for each, body, _ in BLOCKS if each == name)
+    for text in hostile(format, body):
+        num_searched = 0
+        read(format, text, 5)
+        assert num_searched < 60 * len(text)
 
 
 @sweep("name", FORMATS)
-def test_a_long_call_in_the_form_of_its_format_is_read(name: str) -> None:
-    place = "London; the (big) city [on the Thames], where a<b and 1=1. " * 1700
-    read = call_format(name).parse(temperature_in(name, place), TOOLS)
-    assert read is not None
-    [call] = read
-    assert call.name == "get_current_temperature"
-    assert json.loads(call.arguments)["location"].strip() == place.strip()
+def test_a_long_call_in_small_pieces_is_read_as_it_was_written(name: str) -> None:
+    place = "London; the (big) city [on the Thames], where a<b and 1=1. \n" * 500
+    written = place.replace("\n", "\\n") if name == "pythonic" else place
+    text = block(name, call_in(name, "get_current_temperature", {"location": written}))
+    [call] = read(call_format(name), text, 3).calls
+    assert (call.name, call.values) == ("get_current_temperature", {"location": place})
+
+
+@sweep(
+    ("parsed", "calls"),
+    [
+        ({"name": "multiply", "arguments": {"a": 1}}, [("multiply", {"a": 1})]),
+        ({"name": "multiply", "arguments": '{"a": 1}'}, [("multiply", {"a": 1})]),
+        ([{"name": "multiply", "arguments": {}}] * 2, [("multiply", {})] * 2),
+        ({"name": "divide", "arguments": {}}, []),  # no tool
+        ([], []),
+        ([{"name": "multiply", "arguments": "no object"}, {"name": "multiply", "arguments": {}}], []),
+        ({"name": "multiply", "arguments": {"a": float("nan")}}, []),
+    ],
+)
+def test_a_parser_of_ones_own_reads_blocks_of_any_length(parsed: Any, calls: list[Any]) -> None:
+    format = attrs.evolve(call_format("function_gemma"), name="mine", layout=None, parse=lambda *_: parsed)
+    text = block("function_gemma", "x" * 3000)
+    answer = read(format, f"So: {text}", 7)
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == calls
+    assert answer.content == ("So:" if calls else f"So: {text}")

@@ -127,6 +127,7 @@ INVOKE = (
             "",
             [ROME] * 2,
         ),
+        (muse, INVOKE, "", "", [ROME]),
         (muse, f" to=user<|message|>A {INVOKE[:20]} begins.", "", f"A {INVOKE[:20]} begins.", []),
         (
             kimi,

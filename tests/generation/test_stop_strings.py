@@ -359,8 +359,7 @@ async def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> No
 
 
 @sweep("lookahead", [0, 3])
-async def test_what_completes_a_stop_string_at_the_very_end_makes_it_a_stop(lookahead: Any) -> None:
-    """With the last token that may be generated, and in the rest of a half character at the end."""
+async def test_the_last_token_may_complete_a_stop_string_and_half_a_character_is_no_text(lookahead: Any) -> None:
     decode = byte_level().decode
     async with runtime.open(*tiny_pair()) as rt:
         tokens = ids((await rt.generate(PROMPT, max_tokens=24, lookahead=lookahead)).tokens)
@@ -369,14 +368,17 @@ async def test_what_completes_a_stop_string_at_the_very_end_makes_it_a_stop(look
             (halves if decode(tokens[:n]).endswith("\ufffd") else whole).append(n)
         assert whole
         assert halves
-        for n in (*whole[-3:], *halves[-3:]):
+        for n in whole[-3:]:
             stop = decode(tokens[:n])[-2:]
             completion = await rt.generate(PROMPT, max_tokens=n, lookahead=lookahead, stop=stop)
             check(completion, decode, tokens[:n], [stop])
             assert completion.stop_reason == stop
-        n = halves[-1]
-        unfinished = await rt.generate(PROMPT, max_tokens=n, lookahead=lookahead, stop="\ufffd☂")
-        assert (unfinished.finish_reason, unfinished.text) == ("length", decode(tokens[:n]))
+        for n in halves[-3:]:
+            for stops in ((), "\ufffd☂"):
+                stream = rt.stream(PROMPT, max_tokens=n, lookahead=lookahead, stop=stops)
+                given_text = "".join([token.text async for token in stream])
+                assert (given_text, stream.finish_reason) == (decode(tokens[:n]).rstrip("\ufffd"), "length")
+                assert stream.tail == ""
 
 
 @sweep("lookahead", [0, 3])

@@ -225,10 +225,35 @@ def test_a_schema_that_cannot_be_followed_is_an_error_or_any_json():
     tools = held([bad], "required")
     with pytest.raises(runtime.SettingsError):
         made(tools, format, of)
-    text, _ = Writer(made(tools, format, of, is_loose=True), of, 0).write(
+    text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(
         '<tool_call>\n{"name": "f", "arguments": {"b": [1]}}\n</tool_call>'
     )
     assert answer_of(text, format, tools).calls[0].values == {"b": [1]}
+
+
+def test_a_function_has_no_other_arguments_than_the_listed_ones():
+    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
+    nested = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    for properties, said in (
+        ({}, '{"x": 1}'),
+        (None, '{"x": 1}'),
+        ({"a": {"type": "integer"}}, '{"a": 1, "x": 2}'),
+        ({"a": nested}, '{"a": {"x": 1}}'),
+    ):
+        function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+        tools = held([{"type": "function", "function": function}], "required")
+        writer = Writer(made(tools, format, of), of, 0)
+        text, _ = writer.write(f'<tool_call>\n{{"name": "f", "arguments": {said}}}\n</tool_call>')
+        assert len(answer_of(text, format, tools).calls) == 1
+        assert '"x"' not in text
+
+
+def test_a_function_whose_schema_is_left_out_frees_no_other():
+    format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
+    tools = held([bad, WEATHER], "required")
+    text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(CALLS["json_tools"].replace("Oslo", "Paris"))
+    assert "Paris" not in text
 
 
 def test_a_format_of_the_users_own_has_no_grammar():

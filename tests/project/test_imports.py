@@ -268,7 +268,6 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/engine/drafter_slot.py",
         "runtime/engine/sessions.py",
         "runtime/generation/grammar.py",
-        "runtime/generation/tool_calls/parser_process.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process
         "runtime/server/responses/store.py",
         "runtime/sync/runtime.py",

@@ -636,6 +636,15 @@ async def test_a_stream_without_news_is_kept_alive(server: Served) -> None:
     assert len(answer.text) == 3
 
 
+@on_server(looping, price=priced(prefill=4.0, decode=4.0, verify=4.0))
+async def test_a_stream_whose_text_is_withheld_is_kept_alive(server: Served) -> None:
+    asked = {**DEF, "max_tokens": 16, "lookahead": 0}
+    stop = (await server.ask(COMPLETIONS, asked)).text + "and more"
+    answer = await server.ask(COMPLETIONS, {**asked, "stream": True, "stop": stop})
+    assert answer.body.count(b": keep-alive\n\n") >= 3
+    assert max(after - before for before, after in itertools.pairwise(answer.times)) < 20
+
+
 @on_server(*models())
 async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Served) -> None:
     asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}

@@ -97,7 +97,6 @@ _K2 = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_ca
 BLOCKS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     *((format, call_in(format, *call), [call]) for format in FORMATS for call in (_PRODUCT, _LONDON)),
     ("glm47", '{"name": "multiply", "arguments": {"a": 12234585, "b": 48838483920}}', [_PRODUCT]),
-    ("glm47", "multiply a=12234585 b=48838483920", [_PRODUCT]),
     ("json_tools", '\n{"arguments": {"a": 12234585, "b": 48838483920}, "name": "multiply"}\n', [_PRODUCT]),
     ("json_tools", '{"name": "multiply", "arguments": {"a": 12234585, "b": 48838483920}, "id": "x"}', [_PRODUCT]),
     (

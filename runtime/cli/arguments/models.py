@@ -67,6 +67,7 @@ def add_models(
     target_first: bool = False,
     as_they_are: bool = False,
     several_drafts: bool = False,
+    samples: bool = False,
 ) -> None:
     """Add the models and their options to a command's arguments; `models_of` reads them.
 
@@ -76,6 +77,7 @@ def add_models(
         target_first: whether the target may also be given without a flag.
         as_they_are: whether the command loads models as their files are, without adapters and the like.
         several_drafts: whether `--draft` may be given more than once.
+        samples: whether texts are sampled as the target's generation_config.json says, unless settings are given.
     """
     group = parser.add_argument_group("models")
     target = group.add_mutually_exclusive_group()
@@ -100,6 +102,9 @@ def add_models(
     for name, option in OPTIONS.items():
         if name not in without:
             add_option(group, name, option, attrs.fields_dict(OpenOptions)[name].default)
+    if samples:
+        add_option(group, "generation_config", options_of(OpenOptions)["generation_config"], "auto")
+        parser.set_defaults(generation_config="auto")
     group.add_argument("--device", metavar="DEVICE", help='device of the models: "cpu" or "gpu" (default: MLX\'s)')
 
 
@@ -113,6 +118,8 @@ def models_of(arguments: argparse.Namespace) -> Models:
     options = {name: given for name, given in vars(arguments).items() if name in OPTIONS}
     if "chat_template_args" in options:
         options["chat_template_args"] = parse_object("chat_template_args", options["chat_template_args"])
+    if hasattr(arguments, "generation_config"):
+        options["generation_config"] = arguments.generation_config
     if hasattr(arguments, "group"):
         options["group"] = arguments.group
     first: str | None = getattr(arguments, "target_here", None)

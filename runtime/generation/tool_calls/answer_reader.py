@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from protocol.stop_strings import StopMatcher
-from runtime.generation.tool_calls.call_format import CallFormat, checked_call
+from runtime.generation.tool_calls.call_format import CallFormat, ParsedCall
+from runtime.generation.tool_calls.call_reader import CallReader, CutOffError
 from runtime.generation.tool_calls.events import (
     AnswerEvent,
     CallArguments,
@@ -18,63 +17,25 @@ from runtime.generation.tool_calls.events import (
     TextPart,
     ToolCall,
 )
+from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
 
-_CLOSES = {"}": "{", "]": "["}
-# Characters of literals, numbers and whitespace. Only the parser checks whether they are in the right order.
-_OUTSIDE = frozenset(" \t\r\n:,+.-" + string.ascii_letters + string.digits)
-
-
-class JsonObject:
-    """Finds the end of a JSON object by its brackets and strings alone. A character that cannot follow breaks it."""
-
-    def __init__(self) -> None:
-        self.is_broken = self.is_over = False
-        self._open: list[str] = []
-        self._is_in_string = self._is_escaped = False
-
-    def add(self, text: str) -> int:
-        """Add the next piece.
-
-        Returns: how many of its characters belong to the object: all, unless it is over or broken after them.
-        """
-        for at, character in enumerate(text):
-            if self.is_over:
-                return at
-            if not self._takes(character):
-                self.is_broken = True
-                return at
-        return len(text)
-
-    def _takes(self, character: str) -> bool:
-        if self._is_in_string:
-            is_escaped, self._is_escaped = self._is_escaped, character == "\\" and not self._is_escaped
-            self._is_in_string = is_escaped or character != '"'
-            return is_escaped or character >= " "
-        if character in _CLOSES:
-            if not self._open or self._open.pop() != _CLOSES[character]:
-                return False
-            self.is_over = not self._open
-            return True
-        if character in "{[":
-            self._open.append(character)
-            return len(self._open) > 1 or character == "{"
-        self._is_in_string = character == '"'
-        return bool(self._open) and (self._is_in_string or character in _OUTSIDE)
-
-
-# Characters within which the head of a call must end, or its arguments are not given as they come.
-_MAX_HEAD_CHARS = 2048
+# Texts that look like a block of calls and are none are searched for calls themselves: each of at most so many
+# characters, and so many of any length. So a text of many openings that are never closed is read in linear time.
+_SHORT = 4096
+_MAX_LONG = 4
 
 
 class AnswerReader:
     """Splits an answer that arrives in pieces into content, reasoning and calls.
 
-    However an answer is cut into pieces, its events are the same, except for where their texts are cut. Text that may
-    become a marker is withheld. The tags of the reasoning are left out, with the whitespace around the reasoning.
+    However an answer is cut into pieces, its events are the same, except for where their texts are cut. Text is
+    withheld only while it may become a tag or a call. The tags of the reasoning are left out, with the whitespace
+    around it.
 
-    Calls come in blocks between markers. They are given as they are written if the format allows it, otherwise whole at
-    the end of their block. A malformed block is content. As in mlx-lm, a block also ends the reasoning. Whitespace
-    before a call, between calls and after the last one is not content.
+    Reasoning begins at the beginning of an answer, or after other reasoning or a call; elsewhere its tag is a word. A
+    marker of calls counts if a call follows, in the reasoning too, which it ends; else it is a word. Calls are given as
+    they are written if the format writes arguments as JSON, otherwise whole at the end of their block. A malformed call
+    is content. Whitespace before a call, between calls and after the last one is not content.
     """
 
     def __init__(
@@ -96,36 +57,28 @@ class AnswerReader:
             format: of calls; None if they are not told apart.
             new_id: returns the id of a call to which the model gives none; random ones without it.
         """
+        self._text = IncomingText()
+        self._calls = None if format is None else CallReader(self._text, format, tools, self)
         self._tags = tags or ("", "")
         self._dropped = tuple(dropped)
-        self._format = format
-        self._start, self._end = ("", "") if format is None else (format.start, format.end)  # of a block
-        self._layout = None if format is None else format.layout
-        self._tools = tools
+        of_calls = () if format is None else (format.start, format.end)
+        self.marks = [mark for mark in (*self._tags, *dropped, *of_calls) if mark]
         self._new_id = new_id or (format.new_id if format is not None else str)
         self._num_calls = 0
+        self._num_long = 0  # texts above `_SHORT` that were no calls
         self._events: list[AnswerEvent] = []
-        self._unread = ""  # text that is part of no event yet
-        self._num_searched = 0  # its first characters, in which the end of a block or call does not begin
-        # Between blocks.
+        self._is_reasoning = is_thinking
         self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
         self._space = ""  # whitespace at the end of the text so far, which may be left out
         # Whether to keep leading whitespace: at the beginning of an answer, and after other text, but not after a tag.
         self._keeps_space = not is_thinking
+        self._may_reason = True  # whether reasoning may begin here
+        self._is_unclosed = False  # whether a call has ended the reasoning
         self._follows_call = False  # whether only whitespace has come since a call
-        # In a block.
-        self._begin = ""  # its text before `_unread` that is part of no event yet
-        self._has_calls = False
-        # In a call whose arguments are given while they are written.
-        self._call = CallBegan(0, "", "", "")
-        self._head = self._arguments = self._given = ""  # text before its arguments, its arguments, text of its events
-        self._object = JsonObject()
-        self._enter(self._read_reasoning if is_thinking else self._read_content)
-
-    @property
-    def marks(self) -> list[str]:
-        """The tags and markers that the reader looks for."""
-        return [mark for mark in (*self._tags, *self._dropped, self._start, self._end) if mark]
+        self._call: CallBegan | None = None  # whose arguments are given while they are written
+        self._arguments: list[str] = []  # parts of its arguments
+        self._given: list[str] = []  # and of the text of its events
+        self._steps = self._read()
 
     @property
     def tells_reasoning(self) -> bool:
@@ -135,196 +88,124 @@ class AnswerReader:
     @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within the reasoning."""
-        return self._read == self._read_reasoning
+        return self._is_reasoning
 
     @property
     def is_in_block(self) -> bool:
-        """Whether the text so far ends within a block of calls, malformed or not."""
-        return self._read not in (self._read_content, self._read_reasoning)
+        """Whether the text so far ends within a call, malformed or not."""
+        return self._calls is not None and self._calls.is_in_call
 
     def add(self, text: str) -> list[AnswerEvent]:
         """Take the next piece of the text; returns the events that are certain now."""
-        self._unread += text
-        while self._read():
-            pass
+        self._text.feed(text)
+        next(self._steps, None)
         return self._take_events()
 
     def finish(self, *, is_complete: bool) -> list[AnswerEvent]:
         """The last events; a block that lacks only its end counts if the model has ended the text."""
-        rest, self._unread = self._unread, ""
-        if self._read == self._read_reasoning:
-            self._give_reasoning(self._withheld())
-            self._leave_out_space()
-        elif self._read in (self._read_content, self._read_malformed):
-            self._give_content(self._withheld())
-        elif self._read == self._read_head:
-            self._end_block(rest, "", is_readable=is_complete or not self._end)
-        elif self._read == self._read_tail and is_complete:
-            self._end_call(rest, "")
-            self._give_content(self._unread)
-        elif is_complete:
-            self._break_call()
-            self._give_content(rest)
-        else:
-            call = ToolCall(self._call.id, self._call.name, self._arguments)
-            self._events.append(CallBroken(self._call.index, self._given + rest, rest, call))
-            self._follows_call = False
-        self._unread = ""
-        if self._follows_call:
+        self._text.end(is_complete=is_complete)
+        next(self._steps, None)
+        if self._follows_call or self._is_reasoning:
             self._leave_out_space()
         if self._space or self._left_out:
             self._give_space()
         return self._take_events()
 
-    # --- each state takes text from `_unread`, and returns whether there is more to do ------------------
+    # --- the answer -------------------------------------------------------------------------------
 
-    def _read_content(self) -> bool:
-        marker = self._pass_to_marker(self._give_content)
-        if marker is None:
-            return False
-        if marker == self._start:
-            self._begin_block()
-            return True
-        if self._follows_call:
-            self._leave_out_space()
-        if self._space:
-            self._give_space()
-        if marker in self._dropped:
-            self._left_out += marker
-            self._enter(self._read_content)
-            return True
-        self._pass_tag(marker)
-        self._enter(self._read_reasoning)
-        return True
+    def _read(self) -> Steps[None]:
+        opening, closing = self._tags
+        blocks = () if self._calls is None else self._calls.markers
+        while True:
+            tags = (closing,) if self._is_reasoning else (opening, closing if self._is_unclosed else "")
+            dropped = () if self._is_reasoning else self._dropped
+            markers = Markers((*blocks, *dropped, *filter(None, tags)))
+            marker = yield from self._text.seek(markers, self._give)
+            if not marker:
+                return
+            if marker in dropped:
+                yield from self._text.accept(marker)
+                self._pass_mark(self._text.pop())
+            elif marker not in tags:
+                yield from self._read_block(marker)
+            elif self._is_reasoning or self._may_reason:
+                yield from self._text.accept(marker)
+                self._pass_tag(self._text.pop(), is_opening=marker == opening and not self._is_reasoning)
+            else:
+                yield from self._give_word(marker)
 
-    def _read_reasoning(self) -> bool:
-        marker = self._pass_to_marker(self._give_reasoning)
-        if marker is None:
-            return False
-        self._leave_out_space()
-        if marker == self._start:
-            self._begin_block()
-            return True
-        self._pass_tag(marker)
-        self._enter(self._read_content)
-        return True
+    def _read_block(self, marker: str) -> Steps[None]:
+        assert self._calls is not None
+        parsed = None
+        try:
+            yield from self._calls.read()
+            return
+        except MalformedError:
+            is_cut_off = False
+        except CutOffError as error:
+            parsed, is_cut_off = error.call, True
+        if is_cut_off and (parsed is not None or self._call is not None):
+            self._cut_off(parsed)
+        elif self._call is not None or self._calls.has_begun:
+            yield from self._give_malformed()
+        elif self._is_word():
+            yield from self._give_word(marker)
 
-    def _read_head(self) -> bool:
-        """A block before or between calls: up to the arguments of a call, or to the end of the block."""
-        num_tried, end = self._num_searched, self._end_of_block()
-        head = None
-        if self._layout is not None and num_tried < _MAX_HEAD_CHARS:
-            head = self._layout.head.match(self._unread[:_MAX_HEAD_CHARS])
-        if head is not None and not 0 <= end < head.end():
-            named = head.groupdict()
-            self._unread = self._unread[head.end() :]
-            self._begin_call(named["name"], named.get("id"), head.group())
-            return True
-        if end < 0:
-            return False
-        body, self._unread = self._unread[:end], self._unread[end + len(self._end) :]
-        self._end_block(body, self._end, is_readable=True)
-        return True
+    def _give_malformed(self) -> Steps[None]:
+        """Give a malformed call as content, up to the end of its block: what looks like a call in it is none."""
+        assert self._calls is not None
+        if self._call is not None:
+            self._events.append(CallBroken(self._call.index, "".join(self._given)))
+            self._call, self._follows_call, self._may_reason = None, False, False
+        # What was read twice was read to the end of the answer.
+        self._num_long += self._calls.num_retried > _SHORT
+        self._give(self._text.pop() if self._num_long <= _MAX_LONG else self._text.pop_rest())
+        if self._calls.end:
+            yield from self._give_word((yield from self._text.seek(Markers((self._calls.end,)), self._give)))
 
-    def _read_arguments(self) -> bool:
-        num_chars = self._object.add(self._unread)
-        taken, self._unread = self._unread[:num_chars], self._unread[num_chars:]
-        if taken:
-            self._arguments += taken
-            self._given += taken
-            self._events.append(CallArguments(self._call.index, taken, taken))
-        if self._object.is_over:
-            self._enter(self._read_tail)
-        elif self._object.is_broken:
-            self._break_call()
-        return self._object.is_over or self._object.is_broken
-
-    def _read_tail(self) -> bool:
-        assert self._layout is not None
-        call_end, block_end = self._layout.end, self._end
-        if call_end == "":
-            self._end_call("", "")
+    def _is_word(self) -> bool:
+        """Whether only the marker of a text that is no call is given; else the text before the cursor was given."""
+        length = self._text.num_passed
+        self._num_long += length > _SHORT
+        if length <= _SHORT or self._num_long <= _MAX_LONG:
+            self._text.back()
             return True
-        over = self._unread.find(block_end)
-        end = over if call_end is None else self._unread.find(call_end)
-        if 0 <= over < end or (end < 0 <= over):
-            self._break_call()
-            return True
-        if end < 0:
-            return False
-        marker = call_end or block_end
-        tail, self._unread = self._unread[:end], self._unread[end + len(marker) :]
-        self._end_call(tail, marker)
-        return True
+        self._give(self._text.pop())
+        return False
 
-    def _read_malformed(self) -> bool:
-        """The rest of a block after a broken call, which is content."""
-        marker = self._pass_to_marker(self._give_content)
-        if marker is None:
-            return False
-        self._give_content(marker)
-        self._enter(self._read_content)
-        return True
+    def _give_word(self, marker: str) -> Steps[None]:
+        yield from self._text.accept(marker)
+        self._give(self._text.pop())
 
     # --- content and reasoning --------------------------------------------------------------------
 
-    def _end_of_block(self) -> int:
-        """The index of the block's end in `_unread`, -1 if it has not come. Resumes where the last search ended."""
-        if not self._end:
-            self._num_searched = len(self._unread)
-            return -1
-        end = self._unread.find(self._end, self._num_searched)
-        self._num_searched = max(0, len(self._unread) - len(self._end) + 1)
-        return end
+    def _pass_mark(self, mark: str) -> None:
+        if self._is_reasoning or self._follows_call:
+            self._leave_out_space()
+        elif self._space:
+            self._give_space()
+        self._left_out += mark
 
-    def _enter(self, state: Callable[[], bool]) -> None:
-        self._read, self._num_searched = state, 0
-        opening, closing = self._tags
-        sought = {
-            self._read_content: (self._start, opening, *self._dropped),
-            self._read_reasoning: (closing, self._start),
-        }
-        markers = [marker for marker in sought.get(state, (self._end,)) if marker]
-        self._matcher = StopMatcher(markers) if markers else None
+    def _pass_tag(self, tag: str, *, is_opening: bool) -> None:
+        self._pass_mark(tag)
+        self._is_reasoning = is_opening
+        self._keeps_space = self._follows_call = self._is_unclosed = False
 
-    def _pass_to_marker(self, give: Callable[[str], None]) -> str | None:
-        """Give the text before the next marker. Returns the marker, once it has come."""
-        text, self._unread = self._unread, ""
-        if self._matcher is None:
-            give(text)
-            return None
-        text = self._matcher.withheld + text
-        passed = self._matcher.add(text[len(self._matcher.withheld) :])
-        give(passed)
-        if (found := self._matcher.found) is not None:
-            self._unread = text[len(passed) + len(found) :]
-        return found
+    def _give(self, text: str) -> None:
+        if not (kept := self._stripped(text)):
+            return
+        part = ReasoningPart if self._is_reasoning else TextPart
+        self._events.append(part(kept, self._left_out + kept))
+        self._left_out, self._follows_call, self._may_reason = "", False, False
 
-    def _withheld(self) -> str:
-        return "" if self._matcher is None else self._matcher.finish()
-
-    def _pass_tag(self, tag: str) -> None:
-        self._left_out += tag
-        self._keeps_space = self._follows_call = False
-
-    def _give_content(self, text: str) -> None:
-        # Whitespace at its end may precede a call.
-        if kept := self._stripped(text, holds_end=self._format is not None):
-            self._events.append(TextPart(kept, self._left_out + kept))
-            self._left_out, self._follows_call = "", False
-
-    def _give_reasoning(self, text: str) -> None:
-        if kept := self._stripped(text, holds_end=True):
-            self._events.append(ReasoningPart(kept, self._left_out + kept))
-            self._left_out = ""
-
-    def _stripped(self, text: str, *, holds_end: bool) -> str:
+    def _stripped(self, text: str) -> str:
         text, self._space = self._space + text, ""
         if not self._keeps_space:
             kept = text.lstrip()
             self._left_out += text[: len(text) - len(kept)]
             self._keeps_space, text = bool(kept), kept
-        kept = text.rstrip() if holds_end else text
+        # Whitespace at the end may precede a tag or a call.
+        kept = text.rstrip() if self._is_reasoning or self._calls is not None else text
         self._space = text[len(kept) :]
         return kept
 
@@ -335,64 +216,64 @@ class AnswerReader:
     def _leave_out_space(self) -> None:
         self._left_out, self._space = self._left_out + self._space, ""
 
-    # --- blocks and calls -------------------------------------------------------------------------
+    # --- calls, as their reader gives them --------------------------------------------------------
 
-    def _begin_block(self) -> None:
-        self._begin, self._space = self._space + self._start, ""
-        self._has_calls, self._keeps_space = False, True
-        self._enter(self._read_head)
+    def begin_call(self, name: str, id: str | None) -> None:
+        """The head of a call, whose arguments are given as they come."""
+        self._begin(name, id)
 
-    def _begin_call(self, name: str, id: str | None, head: str) -> None:
-        self._head, self._arguments, self._object = head, "", JsonObject()
-        self._given, self._begin = self._begin + head, ""
-        self._call = CallBegan(self._num_calls, id or self._new_id(), name, self._left_out + self._given)
-        self._left_out = ""
+    def add_arguments(self) -> str:
+        """Further text of its arguments, which is returned."""
+        assert self._call is not None
+        text = self._text.pop()
+        self._events.append(CallArguments(self._call.index, text, text))
+        self._arguments.append(text)
+        self._given.append(text)
+        return text
+
+    def end_call(self) -> None:
+        """The end of that call."""
+        assert self._call is not None
+        call = ToolCall(self._call.id, self._call.name, "".join(self._arguments))
+        self._events.append(CallEnded(self._call.index, call, self._text.pop()))
+        self._call = None
+
+    def give_calls(self, calls: Sequence[ParsedCall]) -> None:
+        """Whole calls; the first one has the source of all."""
+        for parsed in calls:
+            call = self._begin(parsed.name, parsed.id)
+            self._events.append(CallArguments(call.index, parsed.arguments, ""))
+            self._events.append(CallEnded(call.index, ToolCall(call.id, call.name, parsed.arguments), ""))
+            self._call = None
+
+    def end_block(self) -> None:
+        """The end of a block, after its last call."""
+        self._left_out += self._text.pop()
+
+    def _begin(self, name: str, id: str | None) -> CallBegan:
+        if self._is_reasoning:
+            self._leave_out_space()
+        source, self._space = self._space + self._text.pop(), ""
+        self._call = CallBegan(self._num_calls, id or self._new_id(), name, self._left_out + source)
         self._events.append(self._call)
+        self._arguments, self._given, self._left_out = [], [source], ""
         self._num_calls += 1
-        self._enter(self._read_arguments)
+        self._is_unclosed |= self._is_reasoning
+        self._is_reasoning = False
+        self._keeps_space = self._may_reason = self._follows_call = True
+        return self._call
 
-    def _end_call(self, tail: str, marker: str) -> None:
-        """End a call whose arguments were given, if the parser reads the same call."""
-        assert self._format is not None
-        assert self._layout is not None
-        call_end = self._layout.end
-        parsed = self._format.parse(self._head + self._arguments + tail + (call_end or ""), self._tools) or []
-        given = checked_call({"name": self._call.name, "arguments": self._arguments}, ())
-        if given is None or [(each.name, each.arguments) for each in parsed] != [(given.name, given.arguments)]:
-            self._unread = tail + marker + self._unread
-            self._break_call()
-            return
-        call = ToolCall(self._call.id, self._call.name, self._arguments)
-        self._events.append(CallEnded(self._call.index, call, tail + marker))
-        self._has_calls = self._follows_call = True
-        self._enter(self._read_content if call_end is None else self._read_head)
-
-    def _break_call(self) -> None:
-        """Give up a call that has begun; the rest of its block is content."""
-        self._events.append(CallBroken(self._call.index, self._given))
-        self._follows_call = False
-        self._enter(self._read_malformed if self._end else self._read_content)
-
-    def _end_block(self, body: str, end: str, *, is_readable: bool) -> None:
-        """End a block whose `body` was not given yet, as whole calls, or as content if it is malformed."""
-        assert self._format is not None
-        source = self._begin + body + end
-        calls = self._format.parse(body, self._tools) if is_readable and body.strip() else None
-        if calls is None and self._has_calls and not body.strip():
-            self._left_out += source
-        elif calls is None:
-            self._give_content(source)
-        else:
-            source, self._left_out = self._left_out + source, ""
-        for parsed in calls or ():
-            call = ToolCall(parsed.id or self._new_id(), parsed.name, parsed.arguments)
-            # The first call has the source of all.
-            self._events.append(CallBegan(self._num_calls, call.id, call.name, source))
-            self._events.append(CallArguments(self._num_calls, call.arguments, ""))
-            self._events.append(CallEnded(self._num_calls, call, ""))
-            self._num_calls += 1
-            self._follows_call, source = True, ""
-        self._enter(self._read_content)
+    def _cut_off(self, parsed: ParsedCall | None) -> None:
+        call = self._call
+        if parsed is not None:
+            call = self._begin(parsed.name, parsed.id)
+            self._events.append(CallArguments(call.index, parsed.arguments, ""))
+            self._arguments = [parsed.arguments]
+        assert call is not None
+        rest = self._text.pop_rest()
+        partial = ToolCall(call.id, call.name, "".join(self._arguments))
+        self._events.append(CallBroken(call.index, "".join(self._given) + rest, rest, partial))
+        self._call = None
 
     def _take_events(self) -> list[AnswerEvent]:
         events, self._events = self._events, []

@@ -1,4 +1,4 @@
-"""The format in which a model writes tool calls, as mlx-lm detects it: markers around calls, and a parser."""
+"""The formats of tool calls: the markers around calls, as mlx-lm detects them, and the layout of a call."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pkgutil import iter_modules
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import attrs
-from mlx_lm import tool_parsers
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from runtime.generation.tool_calls.message_format import HARMONY, HARMONY_CALL, message_format
-from runtime.generation.tool_calls.parser_process import ParserProcess
+
+# Names of functions, also of such as the model was not offered.
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 @attrs.frozen
 class ParsedCall:
-    """A call that a parser has read; the id is None if the model writes none."""
+    """A call that was read; the id is None if the model writes none."""
 
     name: str
     arguments: str
@@ -27,45 +28,102 @@ class ParsedCall:
 
 
 @attrs.frozen
-class JsonLayout:
-    """The layout of calls whose arguments are a JSON object, so that they can be given while they are written.
+class CallLayout:
+    """The layout of one call, from which both the grammar and the reader come.
+
+    In these texts, "{name}" is the function's name, "{key}" an argument's, "{type}" its type, "{number}" a whole
+    number, "{id}" the call's id; a NUL character is an optional newline, in which versions of a format differ.
+
+    A reader takes any white space where the layout has some, and at the ends of these texts. Only a newline beside an
+    argument's value is exactly one, which may be missing: further white space belongs to the value.
 
     Attributes:
-        head: the beginning of a call, up to the brace of its arguments, with the groups "name" and perhaps "id".
-        end: the text that ends one call of several in a block; "" if the arguments' last brace ends it; None if a block
-            has one call.
+        head, tail: around the arguments.
+        key: before each argument; None if the arguments are one JSON object.
+        values: how an argument is written: "json"; "text": a string as plain text up to `value_end`, anything else as
+            JSON; "python": as in Python; or a quotation mark: a string between two of these, anything else as JSON.
+        block: around the calls of a block.
+        between_calls: None if a model writes each call in a block of its own.
+        quotation: around a text that needs it.
+        whole_arguments: around all arguments as one JSON object, which may stand in place of them.
+        other_heads: which are read, and not written.
+        others: further layouts, which are read, and not written.
     """
 
-    head: re.Pattern[str]
-    end: str | None = None
+    head: str
+    tail: str
+    key: str | None = None
+    value_end: str = ""
+    between_arguments: str = ""
+    values: Literal["json", "text", "python"] | str = "json"
+    block: tuple[str, str] = ("", "")
+    between_calls: str | None = None
+    quotation: tuple[str, str] = ("", "")
+    whole_arguments: tuple[str, str] = ("", "")
+    other_heads: tuple[str, ...] = ()
+    others: tuple[CallLayout, ...] = ()
+
+    @property
+    def is_object(self) -> bool:
+        """Whether a call is a JSON object, of its name and its arguments."""
+        return self.head.lstrip().startswith('{"')
+
+    @property
+    def opening(self) -> str:
+        """The tag with which a call begins, which tells it apart without the marker of its block; "" without one."""
+        begin = self.head.lstrip().partition("{")[0]
+        return begin if begin.startswith("<") else ""
 
 
-# Characters up to which any block is parsed in this process.
-SHORT = 1024
-# Names of mlx-lm's parsers that search for calls. A parser of the user's own has none of these names.
-_SEARCHING = {each.name for each in iter_modules(tool_parsers.__path__)} - {"json_tools"}
-_LONG_BLOCKS = ParserProcess()
+_OBJECT = CallLayout('\n{"name": "{name}", "arguments": ', "}\n")
+_MISTRAL_LIST = CallLayout('{"name": "{name}", "arguments": ', "}", block=("[", "]"), between_calls=", ")
 
-# In blocks of these formats, a parser skips what it cannot read. The pattern tells how many calls there are.
-_CALLS = {
-    "kimi_k3": re.compile(r"<\|open\|>call\b"),
-    "minimax_m2": re.compile(r"<invoke name="),
-    "muse_spark": re.compile(r"<atem:invoke\b"),
-}
-
+_in_text = partial(CallLayout, values="text")
+_GLM = _in_text("{name}\0", "", "<arg_key>{key}</arg_key>\0<arg_value>", "</arg_value>\0", others=(_OBJECT,))
 _LAYOUTS = {
-    "json_tools": JsonLayout(
-        re.compile(r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\\x00-\x1f]+)"\s*,\s*"arguments"\s*:\s*(?=\{)')
+    "json_tools": _OBJECT,
+    "kimi_k2": CallLayout(
+        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        between_calls="",
+        other_heads=("<|tool_call_begin|>{name}:{number}<|tool_call_argument_begin|>",),
     ),
-    "kimi_k2": JsonLayout(
-        re.compile(
-            r"\s*<\|tool_call_begin\|>\s*(?P<id>(?:functions\.)?(?P<name>[^\s<>|]+?):\d+)\s*"
-            r"<\|tool_call_argument_begin\|>\s*(?=\{)"
-        ),
-        end="<|tool_call_end|>",
+    "mistral": CallLayout("{name}[ARGS]", "", other_heads=("{name}[CALL_ID]{id}[ARGS]",), others=(_MISTRAL_LIST,)),
+    "qwen3_coder": _in_text("\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "\n</parameter>\n"),
+    "glm47": _GLM,
+    "laguna": _GLM,
+    "longcat": _in_text(
+        *("{name}\0", ""),
+        *("<longcat_arg_key>{key}</longcat_arg_key>\0<longcat_arg_value>", "</longcat_arg_value>\0"),
+        others=(_OBJECT,),
     ),
-    "mistral": JsonLayout(re.compile(r"(?:\s|\[TOOL_CALLS\])*(?P<name>[\w-]+)\s*\[ARGS\]\s*(?=\{)"), end=""),
+    "minimax_m2": _in_text(
+        *('<invoke name="{name}">\n', "</invoke>\n", '<parameter name="{key}">', "</parameter>\n"),
+        block=("\n", ""),
+        between_calls="",
+    ),
+    "minicpm5": _in_text('"{name}">', "", '<param name="{key}">', "</param>", quotation=("<![CDATA[", "]]>")),
+    "muse_spark": _in_text(
+        *('<atem:invoke name="{name}">\n', "</atem:invoke>\n"),
+        *('<atem:parameter name="{key}">', "</atem:parameter>\n"),
+        block=("\n", ""),
+        between_calls="",
+    ),
+    "kimi_k3": _in_text(
+        *('<|open|>call tool="{name}" index="{number}"<|sep|>', "<|close|>call<|sep|>"),
+        *('<|open|>argument key="{key}" type="{type}"<|sep|>', "<|close|>argument<|sep|>"),
+        between_calls="",
+        whole_arguments=('<|open|>json type="object"<|sep|>', "<|close|>json<|sep|>"),
+    ),
+    "pythonic": CallLayout(
+        *("{name}(", ")", "{key}="), between_arguments=", ", values="python", block=("[", "]"), between_calls=", "
+    ),
+    "function_gemma": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values="<escape>"),
+    "gemma4": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values='<|"|>'),
 }
+
+# Of gpt-oss, whose calls are messages.
+_HARMONY = CallLayout("{name} <|constrain|>json<|message|>", "")
 
 
 @attrs.frozen
@@ -75,41 +133,33 @@ class CallFormat:
     Attributes:
         name: of mlx-lm's parser: a module of `mlx_lm.tool_parsers`.
         start, end: the markers around a block of calls; `end` is "" if the block ends with the answer.
-        layout: None if arguments can be given only with the whole call.
+        layout: by which calls are read; None for a parser that is not known here, such as the user's own.
     """
 
     name: str
     start: str
     end: str
-    layout: JsonLayout | None
+    layout: CallLayout | None
     _parse: Callable[[str, Any], Any]
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall] | None:
-        """The calls of a block.
+        """The calls of a block, as the format's parser reads them.
 
         Args:
             text: of the block, without the markers.
-            tools: of the request; for some formats, only they have the types of arguments.
+            tools: of the request, which may be called.
 
-        Returns: at least one call; None if the text is malformed, or reading it takes too long (`ParserProcess`).
+        Returns: at least one call; None if the text is malformed, or calls a function that is no tool.
         """
         # Third-party code, on whatever a model wrote.
         try:
-            if len(text) > SHORT and self.name in _SEARCHING:
-                parsed = _LONG_BLOCKS.parse(self.name, text, tools)
-            else:
-                parsed = self._parse(text, list(tools))
+            parsed = self._parse(text, list(tools))
         except Exception:
             return None
-        calls = parsed if isinstance(parsed, list) else [parsed]
         names = {tool["function"]["name"] for tool in tools}
-        read = [checked_call(call, names) for call in calls]
+        read = [_checked_call(call, names) for call in (parsed if isinstance(parsed, list) else [parsed])]
         known = [call for call in read if call is not None]
-        if not read or len(known) < len(read):
-            return None
-        if (pattern := _CALLS.get(self.name)) is not None and len(pattern.findall(text)) != len(known):
-            return None
-        return known
+        return known if known and len(known) == len(read) else None
 
     def new_id(self) -> str:
         """A random id for a call, which other clients cannot guess."""
@@ -117,41 +167,50 @@ class CallFormat:
         return secrets.token_hex(5)[:9] if self.name == "mistral" else f"call_{secrets.token_hex(12)}"
 
 
+def written_layout(format: CallFormat, template: Any) -> CallLayout | None:
+    """The layout that a model with this chat template writes; None if it is not known.
+
+    The template tells the two versions of Mistral's format apart.
+    """
+    if format.layout is _LAYOUTS["mistral"] and not (isinstance(template, str) and "[ARGS]" in template):
+        return _MISTRAL_LIST
+    return format.layout
+
+
 def call_format(tokenizer: TokenizerWrapper | None) -> CallFormat | None:
     """The format of a model's calls; None if none is known for its tokenizer."""
     if tokenizer is None:
         return None
     if message_format(tokenizer) == HARMONY:
-        return CallFormat("harmony", HARMONY_CALL, "", None, _read_by_message_reader)
+        return CallFormat("harmony", HARMONY_CALL, "", _HARMONY, _read_as_messages)
     if not getattr(tokenizer, "has_tool_calling", False):
         return None
     parser: Any = tokenizer.tool_parser
-    name = parser.__module__.rpartition(".")[2]
+    package, _, name = parser.__module__.rpartition(".")
+    # A parser module that re-exports another's function, such as Laguna's, has that module's layout.
+    layout = _LAYOUTS.get(name) if package == "mlx_lm.tool_parsers" else None
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     assert isinstance(start, str)
-    return CallFormat(name, start, end or "", _LAYOUTS.get(name), parser)
+    return CallFormat(name, start, end or "", layout, parser)
 
 
-def _read_by_message_reader(text: str, tools: Any) -> Any:
-    raise NotImplementedError("a `MessageReader` reads these calls")
+def _read_as_messages(text: str, tools: Any) -> Any:
+    raise NotImplementedError("a MessageReader reads these calls")
 
 
-def checked_call(call: Any, names: Collection[str]) -> ParsedCall | None:
-    """One call as a parser has read it, normalised; None if it is not a call."""
+def _checked_call(call: Any, names: Collection[str]) -> ParsedCall | None:
+    """One call as a parser has read it, normalised; None if it is not a call of a tool."""
     if not isinstance(call, Mapping):
         return None
     name, arguments, id = call.get("name"), call.get("arguments"), call.get("id")
-    if not isinstance(name, str) or not name:
-        return None
-    # GLM's parser reads any text as a call with one argument of this name.
-    if name not in names and isinstance(arguments, Mapping) and arguments.keys() == {"raw"}:
+    if not isinstance(name, str) or name not in names:
         return None
     try:
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, Mapping):
             return None
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        (name + written).encode()
+        written.encode()
     except (TypeError, ValueError, RecursionError):  # a Python value that JSON does not have, or half a character
         return None
     return ParsedCall(name, written, id if isinstance(id, str) and id else None)

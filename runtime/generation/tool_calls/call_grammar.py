@@ -8,96 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import attrs
 
 from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import special_tokens
 from runtime.generation.json_schema import grammar_of_schema
-from runtime.generation.tool_calls.call_format import CallFormat
-from runtime.generation.tool_calls.message_format import HARMONY_FINAL, HARMONY_TAGS
+from runtime.generation.tool_calls.argument_values import argument_type
+from runtime.generation.tool_calls.call_format import CallFormat, CallLayout, written_layout
+from runtime.generation.tool_calls.message_format import FINALS, HARMONY_FINAL, MUSE_TAGS
 from runtime.generation.tool_calls.tools import Tools
 
 _OPTIONAL_NEWLINE = "\0"
-
-
-@attrs.frozen
-class CallLayout:
-    """The layout of one call.
-
-    In these texts, "{name}" is the function's name, "{key}" an argument's, "{type}" its type, "{number}" a whole
-    number; a NUL character is an optional newline, in which versions of a format differ.
-
-    Attributes:
-        head, tail: around the arguments.
-        key: before each argument; None if the arguments are one JSON object.
-        values: how an argument is written: "json"; "text": a string as plain text up to `value_end`, anything else as
-            JSON; or a quotation mark: a string between two of these, anything else as JSON.
-        block: around the calls of a block.
-        between_calls: None if each call has a block of its own.
-    """
-
-    head: str
-    tail: str
-    key: str | None = None
-    value_end: str = ""
-    between_arguments: str = ""
-    values: Literal["json", "text"] | str = "json"
-    block: tuple[str, str] = ("", "")
-    between_calls: str | None = None
-
-
-_MISTRAL = CallLayout("{name}[ARGS]", "")
-_MISTRAL_LIST = CallLayout('{"name": "{name}", "arguments": ', "}", block=("[", "]"), between_calls=", ")
-
-_in_text = partial(CallLayout, values="text")
-_LAYOUTS = {
-    "json_tools": CallLayout('\n{"name": "{name}", "arguments": ', "}\n"),
-    "kimi_k2": CallLayout(
-        "<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        between_calls="",
-    ),
-    "qwen3_coder": _in_text("\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "\n</parameter>\n"),
-    "glm47": _in_text("{name}\0", "", "<arg_key>{key}</arg_key>\0<arg_value>", "</arg_value>\0"),
-    "longcat": _in_text(
-        "{name}\0", "", "<longcat_arg_key>{key}</longcat_arg_key>\0<longcat_arg_value>", "</longcat_arg_value>\0"
-    ),
-    "minimax_m2": _in_text(
-        *('<invoke name="{name}">\n', "</invoke>\n", '<parameter name="{key}">', "</parameter>\n"),
-        block=("\n", ""),
-        between_calls="",
-    ),
-    "minicpm5": _in_text('"{name}">', "", '<param name="{key}">', "</param>"),
-    "muse_spark": _in_text(
-        *('<atem:invoke name="{name}">\n', "</atem:invoke>\n"),
-        *('<atem:parameter name="{key}">', "</atem:parameter>\n"),
-        block=("\n", ""),
-        between_calls="",
-    ),
-    "kimi_k3": _in_text(
-        *('<|open|>call tool="{name}" index="{number}"<|sep|>', "<|close|>call<|sep|>"),
-        *('<|open|>argument key="{key}" type="{type}"<|sep|>', "<|close|>argument<|sep|>"),
-        between_calls="",
-    ),
-    "pythonic": CallLayout("{name}(", ")", "{key}=", between_arguments=", ", block=("[", "]"), between_calls=", "),
-    "function_gemma": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values="<escape>"),
-    "harmony": CallLayout("{name} <|constrain|>json<|message|>", ""),
-    "gemma4": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values='<|"|>'),
-}
-
-
-def call_layout(name: str, template: Any) -> CallLayout | None:
-    """The layout of a format; None if it has none here, such as a parser of the user's own.
-
-    The chat template `template` tells the two versions of Mistral's format apart.
-    """
-    if name == "mistral":
-        return _MISTRAL if isinstance(template, str) and "[ARGS]" in template else _MISTRAL_LIST
-    return _LAYOUTS.get(name)
 
 
 # Most calls of an answer that must be calls. Small models repeat theirs until they are cut off.
@@ -115,7 +39,7 @@ def call_grammar(
     tags: tuple[str, str] | None = None,
     is_thinking: bool = False,
     content: Mapping[str, Any] | bool | None = None,
-    is_loose: bool = False,
+    loose: Collection[str] = (),
 ) -> str:
     """The grammar of an answer, in llguidance's own format, as `Grammar` takes it.
 
@@ -124,18 +48,20 @@ def call_grammar(
         tags: of the reasoning, which is not constrained; None for a model without reasoning.
         is_thinking: whether the answer begins within the reasoning.
         content: the JSON schema of an answer that calls nothing; None for any text, and if a call is required.
-        is_loose: whether arguments may be any JSON where the format has JSON, whatever the schema says.
+        loose: names of functions whose arguments may be any JSON where the format has JSON, whatever the schema says.
+            Other functions have only the arguments that are listed, unless their schema says otherwise.
 
     Raises: SettingsError: the format has no layout, a schema cannot be followed, or llguidance is not installed.
     """
-    layout = call_layout(format.name, getattr(tokenizer, "chat_template", None))
+    layout = written_layout(format, getattr(tokenizer, "chat_template", None))
     if layout is None:
         raise SettingsError(
             f"no grammar is known for the calls of this model, whose parser is {format.name!r}; leave tool_choice at "
             '"auto", and strict and parallel_tool_calls out'
         )
     writer = _Writer(special_tokens(tokenizer))
-    calls = [_call(writer, layout, tool["function"], is_loose=is_loose) for tool in tools.callable]
+    functions = [tool["function"] for tool in tools.callable]
+    calls = [_call(writer, layout, each, is_loose=each["name"] in loose) for each in functions]
     call = writer.rule(" | ".join(calls))
     is_one = not tools.is_parallel or tools.choice not in ("auto", "required")
     has_several = layout.between_calls is not None and not is_one
@@ -146,8 +72,11 @@ def call_grammar(
     rest = f"{writer.text(begin)} {call}{several} {writer.text(end + format.end)}"
     block = writer.rule(f"{writer.text(format.start)} {rest}")
     answer = block if is_one or has_several else f'{block} ("\\n"? {block}){more}'
-    # Every text of gpt-oss' has a header.
-    final = writer.text(HARMONY_FINAL) if format.name == "harmony" else ""
+    if tags == MUSE_TAGS:
+        names = " | ".join(writer.text(tool["function"]["name"]) for tool in tools.callable)
+        answer = f'(" to=" ({names}) {writer.text("<|message|>")})? {answer}'
+    # Where answers consist of messages, a text has a header.
+    final = writer.text(FINALS.get(tags, "") or (HARMONY_FINAL if format.name == "harmony" else ""))
     if is_text and final:
         answer = f"{final} TEXT | {answer}"
     elif is_text:
@@ -166,7 +95,7 @@ def reasoning_before(grammar: str, *, tokenizer: Any, tags: tuple[str, str] | No
         tags, is_thinking: as for `call_grammar`.
     """
     writer = _Writer(special_tokens(tokenizer))
-    final = writer.text(HARMONY_FINAL) if tags == HARMONY_TAGS else ""
+    final = writer.text(FINALS.get(tags, ""))
     content = writer.part(grammar)
     return writer.grammar(f"{_reasoning(writer, tags, is_thinking=is_thinking)} {final} {content}")
 
@@ -179,40 +108,43 @@ def _reasoning(writer: _Writer, tags: tuple[str, str] | None, *, is_thinking: bo
 
 
 def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, is_loose: bool) -> str:
-    parameters = {"type": "object"} if is_loose else {"type": "object", **function["parameters"]}
+    parameters = {"type": "object", **function["parameters"]}
+    properties = parameters.get("properties")
+    if "properties" in parameters and not isinstance(properties, Mapping):  # null, or an empty list
+        parameters["properties"] = properties = {}
     head = writer.text(layout.head.replace("{name}", function["name"]))
     tail = writer.text(layout.tail)
     if layout.key is None:
-        return writer.rule(f"{head} {writer.schema(parameters)} {tail}")
-    declared = function["parameters"].get("properties")
-    properties = declared if isinstance(declared, Mapping) else {}
-    required = function["parameters"].get("required")
+        return writer.rule(f"{head} {writer.schema({'type': 'object'} if is_loose else parameters)} {tail}")
+    required = parameters.get("required")
     required = set(required) if isinstance(required, list) else set()
-    definitions = {
-        key: function["parameters"][key] for key in ("$defs", "definitions") if key in function["parameters"]
-    }
-    arguments = []
-    for key, schema in properties.items():
-        schema = {**schema, **definitions} if isinstance(schema, Mapping) else {}
-        arguments.append((_argument(writer, layout, key, schema, is_loose=is_loose), key in required))
+    arguments = [
+        (_argument(writer, layout, key, parameters, is_loose=is_loose), key in required) for key in properties or ()
+    ]
     return writer.rule(f"{head} {_in_order(writer, arguments, writer.text(layout.between_arguments))} {tail}")
 
 
-def _argument(writer: _Writer, layout: CallLayout, key: str, schema: Mapping[str, Any], *, is_loose: bool) -> str:
+def _argument(writer: _Writer, layout: CallLayout, key: str, parameters: Mapping[str, Any], *, is_loose: bool) -> str:
     assert layout.key is not None
-    types = _types(schema)
-    kind = "string" if "string" in types or not types else sorted(types)[0]
+    definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    schema = parameters["properties"][key]
+    types = argument_type(schema, parameters).types
+    kind = "string" if "string" in types else min(types)
     head = writer.text(layout.key.replace("{key}", key).replace("{type}", "number" if kind == "integer" else kind))
     end = writer.text(layout.value_end)
-    value_schema = True if is_loose else schema
-    if layout.values == "json" or kind != "string":
-        if layout.values not in ("json", "text") and _types(_items(schema)) == {"string"}:
-            item = f"{writer.text(layout.values)} {writer.until(layout.values)}"
-            return writer.rule(f'{head} "[" ({item} ("," {item})*)? "]" {end}')
+    value_schema = True if is_loose or not isinstance(schema, Mapping) else {**schema, **definitions}
+    if layout.values in ("json", "python") or kind != "string":
+        if layout.values not in ("json", "text", "python") and types == {"array"}:
+            items = schema.get("items") if isinstance(schema, Mapping) else None
+            if items is not None and argument_type(items, parameters).types == {"string"}:
+                item = f"{writer.text(layout.values)} {writer.until(layout.values)}"
+                return writer.rule(f'{head} "[" ({item} ("," {item})*)? "]" {end}')
         return writer.rule(f"{head} {writer.schema(value_schema)} {end}")
     quotation = "" if layout.values == "text" else layout.values
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if isinstance(choices, list) and choices and not is_loose:
+    choices = None
+    if isinstance(schema, Mapping) and not is_loose:
+        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if isinstance(choices, list) and choices:
         texts = [choice if isinstance(choice, str) else json.dumps(choice) for choice in choices]
         body = " | ".join(writer.text(quotation + text + quotation + layout.value_end) for text in texts)
         return writer.rule(f"{head} ({body})")
@@ -234,26 +166,6 @@ def _in_order(writer: _Writer, arguments: Sequence[tuple[str, bool]], between: s
     return first
 
 
-def _types(schema: Any) -> set[str]:
-    """The types that a schema names, itself or in alternatives; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type", [])
-    types = {named} if isinstance(named, str) else {each for each in named if isinstance(each, str)}
-    for key in ("anyOf", "oneOf"):
-        if isinstance(alternatives := schema.get(key), list):
-            types |= {each for alternative in alternatives for each in _types(alternative)}
-    if not types and isinstance(choices := schema.get("enum"), list) and not any(isinstance(c, str) for c in choices):
-        return {"number"}
-    if not types and "$ref" in schema:
-        return {"object"}
-    return types
-
-
-def _items(schema: Mapping[str, Any]) -> Any:
-    return schema.get("items") if _types(schema) == {"array"} else None
-
-
 @attrs.define
 class _Writer:
     """Writes a grammar in llguidance's variant of Lark."""
@@ -269,7 +181,7 @@ class _Writer:
 
     def schema(self, schema: Mapping[str, Any] | bool) -> str:
         """The JSON of a schema. Raises: SettingsError: it cannot be followed."""
-        return self.part(grammar_of_schema(schema))
+        return self.part(grammar_of_schema(schema, is_closed=True))
 
     def part(self, grammar: str) -> str:
         """A grammar in llguidance's own format, as a part of this one."""

@@ -100,6 +100,9 @@ HARMONY_CALL = "<|channel|>commentary to=functions."
 HARMONY_FINAL = "<|channel|>final<|message|>"
 # The tags around the reasoning of an answer with one message of reasoning, for grammars.
 HARMONY_TAGS = ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+MUSE_TAGS = (" to=self<|message|>", "<|eom|><|start|>assistant")
+# By these tags, the header of the content.
+FINALS: dict[tuple[str, str] | None, str] = {HARMONY_TAGS: HARMONY_FINAL, MUSE_TAGS: " to=user<|message|>"}
 MUSE_SPARK = MessageFormat(("<|eom|>", "<|eot|>"), is_harmony=False)
 
 

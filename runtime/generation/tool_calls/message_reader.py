@@ -121,14 +121,16 @@ class MessageReader:
         messages, text = self._messages, self._unread
         end = text.find(messages.header_end)
         header = None if end < 0 else messages.header(text[:end].removeprefix(messages.start))
-        if end < 0 and messages.may_be_header(text):
+        block = self._format.start if self._format is not None and not messages.is_harmony else ""
+        words = text.lstrip()
+        if end < 0 and (messages.may_be_header(text) or (block != words and block.startswith(words))):
             return False
         begin, self._num_begun = self._num_begun, 0
         end = 0 if header is None else end + len(messages.header_end)
         self._read, self._is_first_piece = self._read_message, True
         if header is None:
             # Text without a header.
-            self._give = self._give_content
+            self._give = self._give_block if block and words.startswith(block) else self._give_content
             end = begin if begin or not self._left_out else len(text) - len(text.removeprefix("assistant"))
         elif header.kind == "call" and header.recipient in self._names:
             self._begin_call(header.recipient, text[begin:end])

@@ -56,6 +56,12 @@ class Tools:
         return any(tool["function"].get("strict") for tool in self.listed)
 
     @property
+    def not_strict(self) -> list[str]:
+        """The names of the functions that `choice` allows, and whose schemas may be left out of a grammar."""
+        functions = [tool["function"] for tool in self.callable]
+        return [function["name"] for function in functions if not function.get("strict")]
+
+    @property
     def needs_grammar(self) -> bool:
         """Whether a grammar must hold the model to a call, to a schema, to one call, or to the allowed functions."""
         return self.must_call or not self.is_parallel or self.is_strict or self.allowed is not None

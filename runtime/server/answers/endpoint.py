@@ -200,7 +200,7 @@ class Endpoint(Generic[B]):
             score=prompt.score,
             is_empty=stream is None,
             first=before[0].serializer if before else None,
-            defaults=model.spec.settings,
+            defaults=model.runtime.defaults,
         )
         statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
         return Choice(self._serializer(body, answer), stream, statistics)

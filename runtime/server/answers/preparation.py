@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -146,10 +146,10 @@ class Preparation:
 
     def splitter(self, stream: TokenStream | None) -> AnswerSplitter:
         """The splitter of an answer's tokens."""
-        format, tools, forced = call_format(self.tokenizer), self.tools, None
-        if format is not None and tools is not None and tools.must_call and len(tools.callable) == 1:
-            forced = ToolCall(format.new_id(), tools.callable[0]["function"]["name"], "")
-        return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), forced)
+        format, tools, required = call_format(self.tokenizer), self.tools, []
+        if format is not None and tools is not None and tools.must_call:
+            required = [ToolCall(format.new_id(), tool["function"]["name"], "") for tool in tools.callable]
+        return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), required)
 
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
@@ -173,14 +173,13 @@ class Preparation:
         if constraint is None and not tools.needs_grammar:
             return encoded, None
         write = partial(self._call_grammar, tools, format, prompt)
-        is_strict = constraint is not None or tools.is_strict
-        return encoded, await schemas.grammar_of_calls(write, self._client, is_strict=is_strict)
+        return encoded, await schemas.grammar_of_calls(write, self._client, may_be_loose=tools.not_strict)
 
-    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], is_loose: bool) -> str:
+    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], loose: Collection[str]) -> str:
         constraint, answer = self.request.constraint, ReasoningTracker(self.tokenizer, prompt)
         content = None if constraint is None or tools.must_call else constraint.schema
         marks = marks_of(answer) if self._reasons(answer) else NO_REASONING
-        return call_grammar(tools, format, self.tokenizer, **marks, content=content, is_loose=is_loose)
+        return call_grammar(tools, format, self.tokenizer, **marks, content=content, loose=loose)
 
     async def _encoded(self) -> _Encoded:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
@@ -190,7 +189,8 @@ class Preparation:
         # Behind the message: clients look at its beginning.
         named = [f" (prompt[{index}])" if len(lengths) > 1 else "" for index in range(len(lengths))]
         if limit is not None and (most := max(lengths)) > limit:
-            bound = f"the server takes prompts of at most {limit} tokens{named[lengths.index(most)]}"
+            where = named[lengths.index(most)]
+            bound = f"for prompts, this model's maximum context length is {limit} tokens here{where}"
             raise PromptTooLongError.by(most, limit, bound)
         for name, length in zip(named, lengths, strict=True):
             try:

@@ -79,14 +79,17 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
 
     Cancellation: ends the streams; an event may have been sent in part.
     """
+    written_at = trio.current_time()
 
     async def write(
         events: Callable[[], Iterable[Event]], *, num_named: int = 0, otherwise: str = "", is_last: bool = False
     ) -> None:
+        nonlocal written_at
         made = await aside(lambda: "".join(event.encoded() for event in events()).encode(), num_named)
         body = made or otherwise.encode()
         if body or is_last:
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            written_at = trio.current_time()
 
     # An event may repeat log-probabilities: of the prompt before the answer, or of the answer at its end.
     num_repeated = 0 if request.num_logprobs is None else request.num_named
@@ -117,7 +120,8 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
                 choice = choices.begun[index]
                 make = partial(choice.serializer.events, tokens, choice.statistics())
                 await write(make, num_named=num_echoed.pop(index, 0))
-            if not batch:
+            # Also where the text of all tokens is withheld, as that of a long call may be.
+            if trio.current_time() - written_at >= first.interval_s:
                 idle_events = partial(first.idle_events, choices.begun[0].statistics())
                 await write(idle_events, otherwise=first.keep_alive)
     if not failures:

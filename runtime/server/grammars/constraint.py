@@ -64,7 +64,7 @@ class Constraint:
         value: Any = self.value
         match self.kind:
             case "json":
-                return grammar_of_schema(value)
+                return grammar_of_schema(value, is_closed=True)
             case "regex":
                 return grammar_of_regex(value)
             case "choice":

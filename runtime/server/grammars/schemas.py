@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,23 +87,43 @@ class Schemas:
             write = constraint.write if around is None else lambda: around(constraint.write())
             return await self._grammar_in_turn(write, constraint.name, constraint.field, client)
 
-    async def grammar_of_calls(self, write: Callable[[bool], str], client: str, *, is_strict: bool) -> Grammar:
+    async def grammar_of_calls(
+        self, write: Callable[[Collection[str]], str], client: str, *, may_be_loose: Sequence[str]
+    ) -> Grammar:
         """The logits processor that holds a model to its tools.
 
         Args:
-            write: writes the grammar, in llguidance's own format; with True it leaves the schemas of the tools out.
-            is_strict: whether the schemas must be followed; otherwise they are left out if they cannot be.
+            write: writes the grammar, in llguidance's own format, without the schemas of the tools that it is given.
+            may_be_loose: the names of tools whose schemas are left out if they cannot be followed.
 
         Raises, Cancellation: as `grammar`.
         """
-        name = "the grammar of the tools"
+
+        async def compiled(loose: Collection[str]) -> Grammar:
+            return await self._grammar_in_turn(partial(write, loose), "the grammar of the tools", "tools", client)
+
+        async def not_followed(names: Sequence[str]) -> list[str]:
+            """Those of the tools whose schemas cannot be followed, by halves."""
+            try:
+                await compiled(set(may_be_loose) - set(names))
+            except SettingsError:
+                middle = len(names) // 2
+                return (
+                    [*await not_followed(names[:middle]), *await not_followed(names[middle:])] if middle else [*names]
+                )
+            return []
+
         with _errors_of("tools"):
             try:
-                return await self._grammar_in_turn(partial(write, False), name, "tools", client)
+                return await compiled(())
             except SettingsError:
-                if is_strict:
+                if not may_be_loose:
                     raise
-                return await self._grammar_in_turn(partial(write, True), name, "tools", client)
+            await compiled(may_be_loose)  # raises if the fault is elsewhere
+            try:
+                return await compiled(await not_followed(may_be_loose))
+            except SettingsError:  # they cost too much together
+                return await compiled(may_be_loose)
 
     async def any_object(self) -> Grammar:
         """The grammar of any JSON object, which all requests for one share.

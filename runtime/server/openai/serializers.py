@@ -61,20 +61,21 @@ def _fields(kind: type, source: object) -> Any:
 def timings(statistics: Statistics) -> Timings:
     """The counts and times of an answer so far, by llama.cpp's names.
 
-    The prompt's time is that of its prefill: without waiting for the models, and without the last token, which the
-    first round reads. The answer's time begins with its first token. Its rate leaves out the tokens that came with that
-    one, as `Statistics.generation_tps` does, and is 0 before a second round.
+    Of the prompt, the tokens that were not cached count. Their time is that of the prefill: without waiting for the
+    models, and without the last token, which the first round reads. If only that one was read, it is the time to the
+    first token. The answer's time begins with its first token. Its rate leaves out the tokens that came with that one,
+    as `Statistics.generation_tps` does, and is 0 before a second round.
     """
     s = statistics
     num_prompt, num_predicted = s.prompt_tokens - s.cached_tokens, s.generated_tokens
-    prompt_ms = 1e3 * s.prefilled_tokens / s.prompt_tps if s.prompt_tps else 0.0
+    prompt_ms = 1e3 * (s.prefilled_tokens / s.prompt_tps if s.prompt_tps else s.time_to_first_token or 0.0)
     predicted_ms = 0.0 if s.time_to_first_token is None else 1e3 * (s.elapsed - s.time_to_first_token)
     told: Timings = {
         "cache_n": s.cached_tokens,
         "prompt_n": num_prompt,
         "prompt_ms": prompt_ms,
         "prompt_per_token_ms": prompt_ms / num_prompt if num_prompt else 0.0,
-        "prompt_per_second": s.prompt_tps,
+        "prompt_per_second": 1e3 * num_prompt / prompt_ms if prompt_ms else 0.0,
         "predicted_n": num_predicted,
         "predicted_ms": predicted_ms,
         "predicted_per_token_ms": predicted_ms / num_predicted if num_predicted else 0.0,
@@ -159,14 +160,16 @@ class ChunkSerializer(Serializer):
         return events
 
     def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
-        """The chunks with the tokens since the last one; there may be no tokens.
+        """The chunks with the tokens since the last one; there may be no tokens, and no chunk without anything in it.
 
         At the end of the text, the finish reason comes in a chunk of its own, after any content: some clients do not
         look for text where they find a finish reason.
         """
         choice, empty = self._choice(tokens)
+        options = self._request.options
+        says_more = self._timeline is not None or options.gives_usage_in_each or self._request.timings_per_token
         if choice["finish_reason"] is None:
-            return [self._chunk([choice])]
+            return [self._chunk([choice])] if says_more or self._has_content(choice) else []
         finishing = self._chunk([{**choice, **empty}])
         if not self._has_content(choice):
             return [finishing]

@@ -1,0 +1,627 @@
+"""The reader of one block of calls, by the layout of its format.
+
+A call is read exactly as it was written, or not at all. White space of a string belongs to it. An end marker ends a
+string only before what may follow it: another argument, or the end of the call. A text that could be two different
+calls is none.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+
+from runtime.generation.tool_calls.argument_values import ANY, ArgumentType, argument_type, is_json, kind_of
+from runtime.generation.tool_calls.call_format import NAME, CallFormat, CallLayout, ParsedCall
+from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
+from runtime.generation.tool_calls.literals import LiteralReader, json_object
+
+_MAX_CHARS = 256  # of a key, a type or an id
+_PARTS = re.compile(r"(\{name\}:\{number\}|\{\w+\}|[\s\0]+)")
+_NUMBERED_NAME = re.compile(r"(.+):\d{1,9}")
+_OF_NAMES = frozenset(string.ascii_letters + string.digits + "_.:-")
+_OF_WORDS = _OF_NAMES | {"+"}
+_STRING_PARTS = Markers(('"', "\\"))
+_NEWLINES = ("\r\n", "\n")
+
+
+class CutOffError(Exception):
+    """The answer ends within a call; `call` is the call as far as it was written, unless it was given."""
+
+    def __init__(self, call: ParsedCall | None) -> None:
+        super().__init__()
+        self.call = call
+
+
+class CallSink(Protocol):
+    """Takes the calls of a block as they are read, with the text before the cursor each time."""
+
+    def begin_call(self, name: str, id: str | None) -> None:
+        """The head of a call, whose arguments are given as they come."""
+
+    def add_arguments(self) -> str:
+        """Further text of its arguments, which is returned."""
+
+    def end_call(self) -> None:
+        """The end of that call."""
+
+    def give_calls(self, calls: Sequence[ParsedCall]) -> None:
+        """Whole calls."""
+
+    def end_block(self) -> None:
+        """The end of a block, after its last call."""
+
+
+@attrs.frozen
+class _Tool:
+    """The arguments of a function: their types, the required ones, and whether there may be others."""
+
+    types: Mapping[str, ArgumentType]
+    required: frozenset[str] = frozenset()
+    is_open: bool = True
+
+    @staticmethod
+    def of(function: Mapping[str, Any]) -> _Tool:
+        schema = function.get("parameters") or {}
+        properties, required = schema.get("properties"), schema.get("required")
+        return _Tool(
+            {key: argument_type(each, schema) for key, each in properties.items()}
+            if isinstance(properties, Mapping)
+            else {},
+            frozenset(map(str, required)) if isinstance(required, list) else frozenset(),
+            not properties or schema.get("additionalProperties", False) is not False,
+        )
+
+    def may_have(self, key: str) -> bool:
+        return self.is_open or key in self.types
+
+
+_UNKNOWN = _Tool({})
+
+
+class CallReader:
+    """Reads blocks of calls.
+
+    Attributes:
+        markers: with which a block may begin.
+        end: with which it ends; "" if nothing marks its end.
+        is_in_call: whether the text so far has the head of a call that is not over.
+        has_begun: whether an argument of the block has begun.
+        num_retried: characters of the block that were read twice.
+    """
+
+    def __init__(
+        self, text: IncomingText, format: CallFormat, tools: Sequence[Mapping[str, Any]], sink: CallSink
+    ) -> None:
+        self.is_in_call = self.has_begun = False
+        self.num_retried = 0
+        self._text, self._format, self._tools, self._sink = text, format, tools, sink
+        self._known = {tool["function"]["name"]: _Tool.of(tool["function"]) for tool in tools}
+        self._layouts = () if format.layout is None else (format.layout, *format.layout.others)
+        opening = "" if format.layout is None else format.layout.opening
+        self.markers = tuple(dict.fromkeys(marker for marker in (format.start, opening) if marker))
+        # Of the block that is being read.
+        self.end = format.end
+        self._calls: list[ParsedCall] = []  # complete, and not given yet
+        self._is_bare = False  # whether it begins without its marker
+        self._pairs_markers = True  # whether each argument that begins in a string also ends in it
+        self._num_open = 0  # arguments that have begun in a string, and not ended
+        self._may_lack_end = False  # whether one of them may be an argument of the call itself
+
+    def read(self) -> Steps[None]:
+        """Read the block at the cursor, and give its calls.
+
+        Raises:
+            MalformedError: it is none, from the text on that was not given.
+            CutOffError: the answer ends within it.
+        """
+        self.num_retried, self.has_begun, self._pairs_markers = 0, False, True
+        try:
+            try:
+                yield from self._read_block()
+            except MalformedError:
+                # Markers that do not pair may be words of the string.
+                if not (self._text.is_over and self._num_open) or self._may_lack_end:
+                    raise
+                self.num_retried = self._text.num_passed
+                self._text.back()
+                self._pairs_markers = False
+                yield from self._read_block()
+        finally:
+            self.is_in_call = False
+
+    def _read_block(self) -> Steps[None]:
+        self._calls, self._num_open, self._may_lack_end = [], 0, False
+        self._is_bare = not (yield from self._text.accept(self._format.start))
+        if not self._layouts:
+            yield from self._read_by_parser()
+        elif (begun := (yield from self._begun(is_bare=self._is_bare))) is not None:
+            self.is_in_call = True
+            yield from self._read_calls(*begun)
+        else:
+            raise MalformedError
+
+    def _begun(self, *, is_bare: bool) -> Steps[tuple[CallLayout, ParsedCall] | None]:
+        """The layout and the head of the first call of a block, after its marker; None if none follows."""
+        place = self._text.take()
+        for layout in self._layouts:
+            yield from self._text.space()
+            if (yield from self._text.accept(layout.block[0].strip())):
+                yield from self._text.space()
+                if (head := (yield from self._head(layout, is_bare=is_bare))) is not None:
+                    return layout, head
+            self._text.back(place)
+        return None
+
+    def _read_by_parser(self) -> Steps[None]:
+        """A block up to its end marker, by a parser that is not known here."""
+        text, end = self._text, self.end
+        self.is_in_call = True
+        begin = text.take()
+        found = yield from text.seek(Markers((end,) if end else ()))
+        body = text.since(begin, text.take())
+        yield from text.accept(found)
+        if not found and end and not text.is_complete:
+            raise MalformedError
+        if not body.strip() or (calls := self._format.parse(body, self._tools)) is None:
+            raise MalformedError
+        self._sink.give_calls(calls)
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def _read_calls(self, layout: CallLayout, head: ParsedCall) -> Steps[None]:
+        text = self._text
+        while True:
+            is_given = layout.key is None
+            if layout.is_object:
+                is_given = yield from self._read_object()
+            elif is_given:
+                self._sink.begin_call(head.name, head.id)
+                yield from self._read_streamed()
+                yield from text.space()
+                yield from self._expect(layout.tail.strip())
+            else:
+                arguments = yield from self._read_arguments(layout, head)
+                self._calls.append(attrs.evolve(head, arguments=arguments))
+            # The end of such a call needs nothing after it.
+            is_over = is_given and not layout.is_object
+            if is_over:
+                self._sink.end_call()
+            after = text.take()
+            if (yield from self._closes(layout)):
+                break
+            text.back(after)
+            if (yield from self._next_head(layout)) is None:
+                text.back(after)
+                if is_over and not self.end:
+                    return
+                self._fail(None if is_given else self._calls.pop())
+            text.back(after)
+            if layout.is_object:
+                self._end_object(is_given=is_given)
+            found = yield from self._next_head(layout)
+            assert found is not None
+            head = found
+        if layout.is_object:
+            self._end_object(is_given=is_given)
+        elif not is_over:
+            self._sink.give_calls(self._calls)
+        self._sink.end_block()
+
+    def _end_object(self, *, is_given: bool) -> None:
+        if is_given:
+            self._sink.end_call()
+        else:
+            self._sink.give_calls(self._calls)
+            self._calls = []
+
+    def _closes(self, layout: CallLayout) -> Steps[bool]:
+        """Pass the end of the block, if it comes next."""
+        text = self._text
+        yield from text.space()
+        closer = layout.block[1].strip()
+        if closer:
+            if not (yield from text.accept(closer)):
+                return False
+            after = text.take()
+            yield from text.space()
+        if (end := self.end) and (yield from text.accept(end)):
+            return True
+        if not end or self._is_bare:
+            if closer:
+                text.back(after)
+            return bool(closer) or self._is_bare
+        return text.is_over and text.is_complete and not (yield from text.peek())
+
+    def _next_head(self, layout: CallLayout) -> Steps[ParsedCall | None]:
+        """Pass the head of another call of the block, if it comes next."""
+        yield from self._text.space()
+        between = (layout.between_calls or "").strip()
+        if not (yield from self._text.accept(between)):
+            return None
+        yield from self._text.space()
+        return (yield from self._head(layout, is_bare=self._is_bare))
+
+    def _head(self, layout: CallLayout, *, is_bare: bool) -> Steps[ParsedCall | None]:
+        text = self._text
+        place = text.take()
+        if layout.is_object:
+            is_begun = yield from text.accept("{")
+            yield from text.space()
+            is_begun = is_begun and (yield from text.accept('"'))
+            text.back(place)
+            return ParsedCall("", "") if is_begun else None
+        for head in (layout.head, *layout.other_heads):
+            parts = yield from self._parts(head)
+            if parts is not None and layout.key is None:
+                yield from text.space()
+                parts = parts if (yield from text.peek()) == "{" else None
+            if parts is not None:
+                name = parts["name"]
+                if layout.values == "text" and not (yield from self._goes_on(layout)):
+                    text.back(place)
+                    continue
+                # Without a marker after it, any word could be a name.
+                must_be_known = is_bare or head.strip("\0").endswith("{name}")
+                if name in self._known or (not must_be_known and NAME.fullmatch(name)):
+                    return ParsedCall(name, "", parts.get("id"))
+            text.back(place)
+        return None
+
+    def _goes_on(self, layout: CallLayout) -> Steps[bool]:
+        """Whether an argument follows the head of a call, or the call's end."""
+        assert layout.key is not None
+        text = self._text
+        place = text.take()
+        for begin in (layout.key.partition("{")[0], layout.whole_arguments[0], layout.tail.strip() or self.end):
+            yield from text.space()
+            is_next = begin and (yield from text.accept(begin))
+            text.back(place)
+            if is_next:
+                return True
+        return text.is_over and text.has_run_out
+
+    def _parts(self, layout: str) -> Steps[dict[str, str] | None]:
+        """Pass a text with these parts, and return them by name; None if it does not come next."""
+        text, found = self._text, dict[str, str]()
+        parts = [part for part in _PARTS.split(layout.strip("\0 \n")) if part]
+        for part, following in zip(parts, [*parts[1:], ""], strict=True):
+            if part.isspace() or part == "\0":
+                yield from text.space()
+            elif part == "{name}:{number}":
+                word = yield from text.matching(_OF_NAMES)
+                if (numbered := _NUMBERED_NAME.fullmatch(word)) is None:
+                    return None
+                is_function = "functions." in layout
+                found |= {"name": numbered[1], "id": "functions." * is_function + word}
+            elif part == "{name}":
+                found["name"] = yield from text.matching(_OF_NAMES)
+            elif part == "{number}":
+                if not (yield from text.matching(_OF_NAMES)).isdigit():
+                    return None
+            elif part.startswith("{") and len(part) > 1:
+                value = yield from text.run(following[0] + "\n", _MAX_CHARS)
+                found[part[1:-1]] = html.unescape(value) if "&" in value and 'key="' in layout else value
+                if not value:
+                    return None
+            elif not (yield from text.accept(part)):
+                return None
+        return found
+
+    def _expect(self, text: str) -> Steps[None]:
+        if not (yield from self._text.accept(text)):
+            self._fail(None)
+
+    def _fail(self, call: ParsedCall | None) -> None:
+        """Raises: CutOffError: because of the end of the answer; MalformedError: because of another text."""
+        if not self._text.is_over or self._text.is_complete or not self._text.has_run_out:
+            raise MalformedError
+        if self._calls:
+            self._sink.give_calls(self._calls)
+        raise CutOffError(call)
+
+    # --- arguments that are one JSON object -------------------------------------------------------
+
+    def _read_streamed(self) -> Steps[None]:
+        """The JSON object of a call that was begun."""
+        arguments: list[str] = []
+        if not (yield from self._text.json(lambda: arguments.append(self._sink.add_arguments()))):
+            self._fail(None)
+        if not is_json("".join(arguments)):
+            raise MalformedError
+
+    def _read_object(self) -> Steps[bool]:
+        """A call that is a JSON object with a name and arguments, in any order; whether it was given already."""
+        text = self._text
+        yield from self._expect("{")
+        members: dict[str, str] = {}
+        is_given, comma = False, ""
+        yield from text.space()
+        while not (yield from text.accept("}")):
+            yield from self._expect(comma)
+            yield from text.space()
+            key = json.loads((yield from self._string()))
+            key = "arguments" if key == "parameters" else key
+            yield from text.space()
+            yield from self._expect(":")
+            yield from text.space()
+            if key in members:
+                raise MalformedError
+            if key == "arguments" and "name" in members and (yield from text.peek()) == "{":
+                self.has_begun = True
+                self._sink.begin_call(self._name(members), self._id(members))
+                is_given, members[key] = True, ""
+                yield from self._read_streamed()
+            else:
+                members[key] = yield from self._value()
+                self.has_begun = "name" in members
+            comma = ","
+            yield from text.space()
+        if not is_given:
+            name, arguments = self._name(members), members.get("arguments", "null")
+            arguments = json.loads(arguments) if arguments.startswith('"') else arguments
+            if arguments == "null" and name in self._known and not self._known[name].required:
+                arguments = "{}"
+            if kind_of(arguments.strip()) != "object":
+                raise MalformedError
+            self._calls.append(ParsedCall(name, arguments, self._id(members)))
+        return is_given
+
+    def _name(self, members: Mapping[str, str]) -> str:
+        name = json.loads(members.get("name", "null"))
+        if not isinstance(name, str) or not (name in self._known or NAME.fullmatch(name)):
+            raise MalformedError
+        return name
+
+    def _id(self, members: Mapping[str, str]) -> str | None:
+        id = json.loads(members.get("id", "null"))
+        return id if isinstance(id, str) and id else None
+
+    def _value(self) -> Steps[str]:
+        """The next JSON value, as it is written."""
+        text = self._text
+        match (yield from text.peek()):
+            case '"':
+                return (yield from self._string())
+            case "{" | "[":
+                begin = text.take()
+                is_whole = yield from text.json()
+                value = text.since(begin, text.take())
+                if not is_whole or not is_json(value):
+                    raise MalformedError
+                return value
+        value = yield from text.matching(_OF_WORDS)
+        if kind_of(value) is None:
+            raise MalformedError
+        return value
+
+    def _string(self) -> Steps[str]:
+        text = self._text
+        begin = text.take()
+        if not (yield from text.accept('"')):
+            raise MalformedError
+        while (found := (yield from text.seek(_STRING_PARTS))) == "\\":
+            text.at += 1
+            if (yield from text.more()):
+                text.at += 1
+        text.at += len(found)
+        value = text.since(begin, text.take())
+        if not found or not is_json(value):
+            raise MalformedError
+        return value
+
+    # --- arguments that are written one by one ----------------------------------------------------
+
+    def _read_arguments(self, layout: CallLayout, head: ParsedCall) -> Steps[str]:
+        """The arguments of a call, and its tail."""
+        text, tool = self._text, self._known.get(head.name, _UNKNOWN)
+        values: dict[str, str] = {}
+        try:
+            yield from text.space()
+            whole, end = layout.whole_arguments
+            if whole and (yield from text.accept(whole)):
+                arguments = yield from self._value()
+                yield from text.space()
+                if not (yield from text.accept(end)) or kind_of(arguments) != "object":
+                    raise MalformedError
+            else:
+                reader = self._read_texts if layout.values == "text" else self._read_literals
+                yield from reader(layout, tool, values)
+                arguments = json_object(values)
+            yield from text.space()
+            if not (yield from text.accept(layout.tail.strip())):
+                raise MalformedError
+        except MalformedError:
+            self._fail(attrs.evolve(head, arguments=json_object(values)[:-1]))
+        return arguments
+
+    def _read_literals(self, layout: CallLayout, tool: _Tool, values: dict[str, str]) -> Steps[None]:
+        assert layout.key is not None
+        text = self._text
+        self.has_begun = True
+        reader = LiteralReader(text, "" if layout.values == "python" else layout.values)
+        known = sorted(tool.types, key=len, reverse=True)
+        while (yield from text.peek()) != layout.tail:
+            key = yield from reader.key(layout.key.removeprefix("{key}"), known)
+            value = yield from reader.value()
+            if key in values:
+                raise MalformedError
+            values[key] = value
+            yield from text.space()
+            if (yield from text.peek()) != layout.tail and not (yield from text.accept(",")):
+                raise MalformedError
+            yield from text.space()
+
+    def _read_texts(self, layout: CallLayout, tool: _Tool, values: dict[str, str]) -> Steps[None]:
+        assert layout.key is not None
+        text = self._text
+        while True:
+            yield from text.space()
+            place = text.take()
+            if (parts := (yield from self._parts(layout.key))) is None:
+                text.back(place)
+                return
+            key = parts["key"]
+            if key in values:
+                raise MalformedError
+            kind = tool.types.get(key, ANY)
+            if "type" in parts:
+                kind = _STRING if parts["type"] == "string" else _NO_STRING
+            written = yield from self._read_json(layout, kind)
+            if not written:
+                written = yield from self._read_text(layout, tool, values, key, kind)
+            if (value := kind.json_of(written)) is None:
+                raise MalformedError
+            values[key] = value
+
+    def _read_json(self, layout: CallLayout, kind: ArgumentType) -> Steps[str]:
+        """An argument that can only be JSON, and its end marker; "" if it is neither an object nor a list."""
+        text = self._text
+        place = text.take()
+        if "string" not in kind.types:
+            self.has_begun = True
+            yield from text.space()
+            if (yield from text.peek()) in ("{", "["):
+                try:
+                    value = yield from self._value()
+                    yield from text.space()
+                    if (yield from text.accept(_stripped(layout.value_end))):
+                        return value
+                except MalformedError:
+                    pass  # it may be written as in Python
+        text.back(place)
+        return ""
+
+    def _read_text(
+        self, layout: CallLayout, tool: _Tool, values: dict[str, str], key: str, kind: ArgumentType
+    ) -> Steps[str]:
+        """The text of an argument, and its end marker."""
+        assert layout.key is not None
+        text, end, opening = self._text, _stripped(layout.value_end), layout.key.partition("{")[0]
+        place = text.take()
+        yield from text.space()
+        if is_quoted := bool(layout.quotation[0]) and (yield from text.accept(layout.quotation[0])):
+            end = layout.quotation[1] + end
+        else:
+            text.back(place)
+            if layout.key.endswith("\n"):
+                yield from text.accept_any(_NEWLINES)
+        begin, num_open, is_ambiguous = text.take(), 0, False
+        self.has_begun = True
+        markers = Markers((end,) if is_quoted or not self._pairs_markers else (end, opening))
+        while found := (yield from text.seek(markers)):
+            at = text.take()
+            if found == opening:
+                if (parts := (yield from self._parts(layout.key))) is not None:
+                    num_open += 1
+                    self._may_lack_end |= parts["key"] not in (*values, key) and tool.may_have(parts["key"])
+                    continue
+                text.back(at)
+            text.at += len(found)
+            if found == opening:
+                continue
+            after = text.take()
+            yield from text.space()
+            following = yield from self._parts(layout.key)
+            text.back(after)
+            next_key = "" if following is None else following["key"]
+            is_possible = next_key not in ("", *values, key) and tool.may_have(next_key)
+            if num_open:
+                num_open -= 1
+                is_ambiguous |= is_possible or (yield from self._ends_before_call(layout))
+                continue
+            if following is None:
+                if not (yield from self._may_end_call(layout, end)):
+                    continue
+                text.back(after)
+            value = text.since(begin, at)
+            # An argument that the call cannot have may be part of a string, or a mistake.
+            if is_ambiguous or not (following is None or is_possible or kind.is_json(value)):
+                raise MalformedError
+            return value if is_quoted else _without_newline(value, layout)
+        self._num_open = num_open
+        if "string" in kind.types:
+            so_far = text.since(begin, text.take())
+            so_far = so_far[: Markers((end,)).search(so_far, max(0, len(so_far) - len(end)))[0]]
+            values[key] = json.dumps(_without_newline(so_far, layout), ensure_ascii=False)[:-1]
+        raise MalformedError
+
+    def _may_end_call(self, layout: CallLayout, end: str) -> Steps[bool]:
+        """Whether the end of a string, before the cursor, ends the call; if not, the cursor is where to read on."""
+        text = self._text
+        after = text.take()
+        yield from text.space()
+        if not (yield from text.accept(layout.tail.strip())):
+            text.back(after)
+            return False
+        tail = text.take()
+        if not (yield from self._closes(layout)):
+            text.back(tail)
+            has_next = (yield from self._next_head(layout)) is not None
+            text.back(after)
+            return has_next
+        # The string may also have had the end of a call in it. Then that end comes again before another block.
+        markers = Markers((*self.markers, end))
+        while found := (yield from text.seek(markers)):
+            place = text.take()
+            if found == end:
+                text.at += len(end)
+                if (yield from self._ends_argument(layout)):
+                    text.back(place)
+                    return False
+            else:
+                is_bare = not (yield from text.accept(self._format.start))
+                if (yield from self._begun(is_bare=is_bare)) is not None:
+                    return True
+            text.back(place)
+            text.at += len(found)
+        return True
+
+    def _ends_argument(self, layout: CallLayout) -> Steps[bool]:
+        """Whether another argument follows, or the end of the call and of the block."""
+        assert layout.key is not None
+        text = self._text
+        place = text.take()
+        yield from text.space()
+        if (yield from self._parts(layout.key)) is not None:
+            return True
+        text.back(place)
+        yield from text.space()
+        if not (yield from text.accept(layout.tail.strip())):
+            return False
+        place = text.take()
+        yield from text.space()
+        if self._is_bare or (yield from text.accept(self.end)):
+            return True
+        text.back(place)
+        return (yield from self._next_head(layout)) is not None
+
+    def _ends_before_call(self, layout: CallLayout) -> Steps[bool]:
+        """Whether the end of the call follows, and another call of the block."""
+        text = self._text
+        place = text.take()
+        yield from text.space()
+        has_next = (yield from text.accept(layout.tail.strip())) and (yield from self._next_head(layout)) is not None
+        text.back(place)
+        return has_next
+
+
+_TYPES_OF_TEXT = frozenset(("string",))
+_STRING = ArgumentType(_TYPES_OF_TEXT)
+_NO_STRING = ArgumentType(ANY.types - _TYPES_OF_TEXT)
+
+
+def _stripped(text: str) -> str:
+    return text.strip("\0 \n")
+
+
+def _without_newline(text: str, layout: CallLayout) -> str:
+    """The text without the newline that the layout has before an end marker."""
+    if not layout.value_end.startswith("\n") or not text.endswith("\n"):
+        return text
+    return text[:-1].removesuffix("\r")

@@ -1,0 +1,219 @@
+"""Text that arrives in pieces, read by generators that yield while they need more of it.
+
+A reader looks ahead with the cursor `at`, and then takes the text before it (`take`, `pop`), or goes back (`back`). The
+time is linear in the length of the text, in pieces of any size, as long as readers take what they have passed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Generator
+from typing import TypeVar
+
+import attrs
+
+from runtime.generation.tool_calls.json_value import JsonValue
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Steps of a reader, which needs more text, or the end of the text, after each; then its result."""
+
+# Most white space that may stand between two parts of a call.
+_MAX_SPACE = 128
+
+
+class MalformedError(Exception):
+    """The text is not what a reader reads."""
+
+
+@attrs.frozen
+class Markers:
+    """Texts to be found, none empty."""
+
+    texts: tuple[str, ...]
+    _pattern: re.Pattern[str] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "_pattern", re.compile("|".join(map(re.escape, self.texts)) or "(?!)"))
+
+    def search(self, text: str, begin: int) -> tuple[int, str]:
+        """Where the first marker begins, and the marker. Without one: where the end may be the beginning of one."""
+        if (found := self._pattern.search(text, begin)) is not None:
+            return found.start(), found.group()
+        longest = max(map(len, self.texts), default=1)
+        for at in range(max(begin, len(text) - longest + 1), len(text)):
+            if any(marker.startswith(text[at:]) for marker in self.texts):
+                return at, ""
+        return len(text), ""
+
+
+class IncomingText:
+    """The text of an answer.
+
+    Attributes:
+        at: the cursor in the text that was not taken.
+        is_over: whether no more text comes.
+        is_complete: whether the model has ended the text; only once it is over.
+        has_run_out: whether a reader has met the end of the text where more could have followed.
+    """
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.is_over = self.is_complete = self.has_run_out = False
+        self._window = ""
+        self._begin = 0  # of the text in the window that was not taken
+        self._taken: list[str] = []
+
+    def feed(self, piece: str) -> None:
+        """Add the next piece."""
+        self._window = self._window[self._begin :] + piece
+        self.at -= self._begin
+        self._begin = 0
+
+    def end(self, *, is_complete: bool) -> None:
+        """Add no more pieces."""
+        self.is_over, self.is_complete = True, is_complete
+
+    # --- what was passed --------------------------------------------------------------------------
+
+    def take(self) -> int:
+        """Take the text before the cursor, which can still be given back; returns a place for `back` and `since`."""
+        if self.at > self._begin:
+            self._taken.append(self._window[self._begin : self.at])
+            self._begin = self.at
+        return len(self._taken)
+
+    def since(self, place: int, end: int) -> str:
+        """The text between two places."""
+        return "".join(self._taken[place:end])
+
+    def back(self, place: int = 0) -> None:
+        """Go back to a place, or to the end of what was popped."""
+        if place < len(self._taken):
+            self._window = "".join(self._taken[place:]) + self._window[self._begin :]
+            del self._taken[place:]
+            self._begin = 0
+        self.at = self._begin
+
+    @property
+    def num_passed(self) -> int:
+        """The characters before the cursor that were not popped."""
+        return sum(map(len, self._taken)) + self.at - self._begin
+
+    def pop(self) -> str:
+        """Take the text before the cursor for good."""
+        self.take()
+        text = "".join(self._taken)
+        self._taken.clear()
+        return text
+
+    def pop_rest(self) -> str:
+        """Take all text for good."""
+        self.at = len(self._window)
+        return self.pop()
+
+    # --- readers ----------------------------------------------------------------------------------
+
+    def more(self) -> Steps[bool]:
+        """Wait until there is text at the cursor; False if it is over."""
+        while self.at >= len(self._window):
+            if self.is_over:
+                self.has_run_out = True
+                return False
+            yield
+        return True
+
+    def peek(self) -> Steps[str]:
+        """The next character; "" at the end."""
+        return self._window[self.at] if (yield from self.more()) else ""
+
+    def accept(self, text: str) -> Steps[bool]:
+        """Pass a text if it comes next."""
+        while True:
+            ahead = self._window[self.at : self.at + len(text)]
+            if ahead == text:
+                self.at += len(text)
+                return True
+            if not text.startswith(ahead):
+                return False
+            if self.is_over:
+                self.has_run_out = True
+                return False
+            yield
+
+    def accept_any(self, texts: Collection[str]) -> Steps[str]:
+        """Pass the first of some texts that comes next, and return it; "" if none does."""
+        for text in texts:
+            if text and (yield from self.accept(text)):
+                return text
+        return ""
+
+    def space(self) -> Steps[None]:
+        """Pass white space."""
+        end = self.at + _MAX_SPACE
+        while self.at < end and (yield from self.more()) and self._window[self.at].isspace():
+            self.at += 1
+
+    def run(self, stops: str, max_chars: int) -> Steps[str]:
+        """Pass and return the characters up to one of `stops`; "" if none comes within `max_chars`."""
+        length = 0
+        while (yield from self.more()):
+            while self.at + length < len(self._window):
+                if self._window[self.at + length] in stops:
+                    text = self._window[self.at : self.at + length]
+                    self.at += length
+                    return text
+                length += 1
+                if length > max_chars:
+                    return ""
+            if self.is_over:
+                self.has_run_out = True
+                return ""
+            yield
+        return ""
+
+    def matching(self, characters: Collection[str]) -> Steps[str]:
+        """Take and return the characters that are among these, before any other one, or the end of the text."""
+        place = self.take()
+        while (yield from self.more()):
+            end = next((i for i in range(self.at, len(self._window)) if self._window[i] not in characters), None)
+            self.at = len(self._window) if end is None else end
+            if end is not None:
+                break
+            self.take()
+        return self.since(place, self.take())
+
+    def json(self, give: Callable[[], object] | None = None) -> Steps[bool]:
+        """Take a JSON object or list, or what is left of one at the end of the text; returns whether it is whole.
+
+        Calls `give` after each part of it. Raises: MalformedError: a character cannot follow.
+        """
+        value, is_broken = JsonValue(), False
+        while not value.is_over and not is_broken and (yield from self.more()):
+            begin = self.at
+            self.at, is_broken = value.add(self._window, begin)
+            if give is not None and self.at > begin:
+                give()
+            else:
+                self.take()
+        if is_broken:
+            raise MalformedError
+        return value.is_over
+
+    def seek(self, markers: Markers, give: Callable[[str], None] | None = None) -> Steps[str]:
+        """Take the text up to the next marker, and return the marker, which is not passed; "" at the end of the text.
+
+        The text is given as it comes, if it is to be given.
+        """
+        while True:
+            self.at, found = markers.search(self._window, self.at)
+            if self.is_over and not found:
+                self.at = len(self._window)
+            if give is None:
+                self.take()
+            else:
+                give(self.pop())
+            if found or self.is_over:
+                self.has_run_out |= not found
+                return found
+            yield
