@@ -25,12 +25,12 @@ from protocol.statistics import Counts
 from protocol.trace import Event, Span
 from protocol.validation import check_integer
 from runtime.engine.drafter_slot import DrafterSlot
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.merged_streams import Generation
 from runtime.generation.reasoning import ReasoningTracker, reader_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_reader import Arrivals, TokenReader
 from runtime.generation.token_stream import TokenStream
-from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
 
 # Rounds that may wait for a slow consumer before the models wait with them.

@@ -2,5 +2,6 @@
 
 `text` encodes prompts and chat messages and decodes tokens, up to stop strings; `token_stream` is the stream of one
 generation, and `token_reader` makes its tokens; `many_prompts` merges many streams; `conversation` makes prompts of
-turns; `reasoning` splits the reasoning from an answer; `grammar` constrains a text; `tool_calls/` finds tool calls.
+turns; `reasoning` splits the reasoning from an answer; `grammar` constrains a text; `tool_calls/` finds tool calls, and
+`answers/` reads answers of several messages.
 """

@@ -12,13 +12,13 @@ from typing import Any, TypedDict
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from runtime.generation.answers.message_format import HARMONY_TAGS, MUSE_TAGS, begun_message, message_format
+from runtime.generation.answers.message_reader import MessageReader, Reader
 from runtime.generation.chat_template import opens_reasoning
 from runtime.generation.reasoning_tags import tags_of
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Answer
-from runtime.generation.tool_calls.message_format import HARMONY_TAGS, MUSE_TAGS, begun_message, message_format
-from runtime.generation.tool_calls.message_reader import MessageReader, Reader
 
 
 class ReasoningMarks(TypedDict):
@@ -56,6 +56,8 @@ class ReasoningTracker:
         self.num_tokens = 0
         self.tail = ""
         self.is_over = False
+        self._num_pieces_to_tag = 0  # the pieces up to the last tag
+        self._has_said = False  # whether text outside of reasoning has come since then
         self._start: tuple[int, ...] = ()
         self._end: tuple[int, ...] = ()
         self.tags = ("", "")
@@ -146,9 +148,16 @@ class ReasoningTracker:
         self._recent.append(token)
         was_thinking = self.is_thinking
         wanted = self._end if was_thinking else self._start
-        if tuple(self._recent[-len(wanted) :]) == wanted:
+        if tuple(self._recent[-len(wanted) :]) == wanted and (was_thinking or self._may_reason()):
             self._pass_tag(len(wanted))
         return was_thinking or self.is_thinking
+
+    def _may_reason(self) -> bool:
+        """Whether an opening tag begins reasoning: only if no text has come since the last tag; else it is a word."""
+        if not self._has_said:
+            text = "".join(text for _, text, _ in self._pieces[self._num_pieces_to_tag :])
+            self._has_said = bool(text.partition(self.tags[0])[0].strip())
+        return not self._has_said
 
     def _pass_tag(self, num_tokens: int) -> None:
         """Remove the tag that the last tokens make up, and change sides."""
@@ -161,6 +170,7 @@ class ReasoningTracker:
         self._pieces.append((begin, before, self.is_thinking))
         self._pieces.append((begin + len(joined) - len(after), after, not self.is_thinking))
         self.is_thinking, self.has_tags = not self.is_thinking, True
+        self._num_pieces_to_tag, self._has_said = len(self._pieces) - 1, False
         self._recent.clear()
 
 
@@ -175,4 +185,6 @@ def reader_of(
     """A reader of a whole answer: by its messages or tags, and by the format of calls if it may have some."""
     if answer.messages is not None:
         return MessageReader(answer.messages, answer.begun, format=format, tools=tools)
-    return AnswerReader(**marks_of(answer), dropped=answer.dropped, format=format, tools=tools)
+    # Llama 3 may write it in front of a call, as of the tools that it was trained with.
+    dropped = (*answer.dropped, "<|python_tag|>") if format is not None and format.is_plain else answer.dropped
+    return AnswerReader(**marks_of(answer), dropped=dropped, format=format, tools=tools)

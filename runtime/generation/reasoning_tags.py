@@ -7,7 +7,7 @@ from typing import cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from runtime.generation.tool_calls.message_format import special_tokens_of
+from runtime.generation.answers.message_format import special_tokens_of
 
 # Tags that mlx-lm does not know: Magistral's and Ministral's, Seed-OSS', Apertus' and MiniMax M3's.
 _FURTHER_TAGS = (

@@ -14,9 +14,9 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
+from runtime.generation.answers.content_stops import ContentStops
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import begins_answer, render_chat_template
-from runtime.generation.content_stops import ContentStops
-from runtime.generation.tool_calls.message_reader import Reader
 
 logger = logging.getLogger("outrider")
 
@@ -327,7 +327,7 @@ class GrowingText:
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open, reader: Reader | None = None) -> None:
-        self._detokenizer = Detokenizer(tokenizer, opened.prompt[: opened.num_prompt])
+        self._detokenizer = Detokenizer(tokenizer, opened.prompt)
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
         self._matcher: StopMatcher | ContentStops | None = None

@@ -16,10 +16,10 @@ from protocol.reprs import brief
 from protocol.scores import TopLogprob
 from protocol.session_state import Commit, Drafter, FinishReason
 from protocol.statistics import Counts, Statistics
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText
 from runtime.generation.tool_calls.events import Answer, AnswerEvent, CallEnded
-from runtime.generation.tool_calls.message_reader import Reader
 
 STREAM_CLOSED = "this stream was closed; begin another with stream()"
 

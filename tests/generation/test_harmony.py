@@ -14,11 +14,11 @@ from sweeps import sweep
 from transformers import AutoTokenizer
 
 import runtime
+from runtime.generation.answers.message_format import HARMONY
 from runtime.generation.grammar import Grammar
 from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar
-from runtime.generation.tool_calls.message_format import HARMONY
 from runtime.generation.tool_calls.tools import tools_of
 
 TEMPLATE = """\

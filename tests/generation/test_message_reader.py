@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from sweeps import sweep
@@ -15,18 +15,21 @@ from tool_call_cases import TOOLS, call_format
 from transformers import AutoTokenizer
 
 import runtime
+from runtime.generation.answers.message_format import HARMONY, MUSE_SPARK
+from runtime.generation.answers.message_reader import MessageReader, Reader
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import call_format as format_of
 from runtime.generation.tool_calls.events import Answer, AnswerEvent
-from runtime.generation.tool_calls.message_format import HARMONY, MUSE_SPARK
-from runtime.generation.tool_calls.message_reader import MessageReader, Reader
 
-HARMONY_TOKENIZER: Any = SimpleNamespace(get_added_vocab=lambda: dict.fromkeys(HARMONY.marks, 0))
+
+class HarmonyTokenizer:
+    def get_added_vocab(self) -> dict[str, int]:
+        return dict.fromkeys(HARMONY.marks, 0)
 
 
 def harmony(begun: str = "", *, has_tools: bool = True) -> Reader:
-    format = format_of(HARMONY_TOKENIZER) if has_tools else None
+    format = format_of(cast(Any, HarmonyTokenizer())) if has_tools else None
     return MessageReader(HARMONY, begun, format=format, tools=TOOLS if has_tools else ())
 
 
@@ -182,3 +185,25 @@ def test_tags_that_are_special_tokens_mark_the_reasoning(tags: tuple[str, str]) 
         for token in tokenizer.encode(text, add_special_tokens=False):
             answer.add(token, tokenizer.decode([token]), tokenizer.decode([token]))
         assert (answer.thinking, answer.said) == ("a", "b")
+
+
+LLAMA_WORDS = '{"name": function name, "parameters": dictionary of argument name and its value}'
+
+
+@sweep(
+    ("text", "content", "names"),
+    [
+        ('{"name": "search", "parameters": {"query": "a } b"}}', "", ["search"]),
+        ('\n{"name": "search", "arguments": {}}\n{"name": "multiply", "parameters": {}}', "", ["search", "multiply"]),
+        ('{"name": "rm", "parameters": {}}', '{"name": "rm", "parameters": {}}', []),
+        ('{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
+        ('So {"name": "search", "parameters": {}} it is', 'So {"name": "search", "parameters": {}} it is', []),
+    ],
+)
+def test_llamas_calls_have_no_markers_and_count_where_an_answer_begins(text: str, content: str, names: list[str]):
+    format = format_of(cast(Any, SimpleNamespace(chat_template=f"Respond in the format {LLAMA_WORDS}.")))
+    for size in (1, 3, len(text)):
+        events, answer = events_of(AnswerReader(format=format, tools=TOOLS), text, size), Answer()
+        answer.add(events)
+        assert (answer.content, [call.name for call in answer.calls]) == (content, names)
+        assert "".join(event.source for event in events) == text

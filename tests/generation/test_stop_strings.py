@@ -41,6 +41,7 @@ from protocol.settings import Settings
 from protocol.stop_strings import Stop, StopMatcher
 from runtime import Completion
 from runtime.generation.text import GrowingText, StopFinder
+from runtime.generation.tool_calls.answer_reader import AnswerReader
 
 Decode = Callable[[list[int]], str]
 
@@ -63,8 +64,16 @@ def opened(stops: Sequence[str], ends: Iterable[int] = ()) -> Open:
 
 
 def read(tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], ends: Iterable[int] = ()) -> Any:
-    """The same result, read as a stream does."""
-    text, pieces = GrowingText(tokenizer, opened(stops, ends)), []
+    """The same result, read as a stream does, also of an answer that might have reasoning."""
+    found = _read(tokenizer, tokens, stops, ends, None)
+    assert _read(tokenizer, tokens, stops, ends, AnswerReader(tags=("<☁>", "</☁>"))) == found
+    return found
+
+
+def _read(
+    tokenizer: Any, tokens: Sequence[int], stops: Sequence[str], ends: Iterable[int], reader: AnswerReader | None
+) -> tuple[str, str | None, int]:
+    text, pieces = GrowingText(tokenizer, opened(stops, ends), reader), []
     for n, token in enumerate(tokens, start=1):
         pieces.append(text.add(token, is_last=n == len(tokens)))
         if text.stop is not None:

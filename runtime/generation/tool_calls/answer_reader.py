@@ -61,6 +61,7 @@ class AnswerReader:
         self._calls = None if format is None else CallReader(self._text, format, tools, self)
         self._tags = tags or ("", "")
         self._dropped = tuple(dropped)
+        self._is_plain = format is not None and format.is_plain
         of_calls = () if format is None else (format.start, format.end)
         self.marks = [mark for mark in (*self._tags, *dropped, *of_calls) if mark]
         self._new_id = new_id or (format.new_id if format is not None else str)
@@ -126,8 +127,10 @@ class AnswerReader:
             if marker in dropped:
                 yield from self._text.accept(marker)
                 self._pass_mark(self._text.pop())
-            elif marker not in tags:
+            elif marker not in tags and (self._may_reason or not self._is_plain):
                 yield from self._read_block(marker)
+            elif marker not in tags:
+                yield from self._give_word(marker)
             elif self._is_reasoning or self._may_reason:
                 yield from self._text.accept(marker)
                 self._pass_tag(self._text.pop(), is_opening=marker == opening and not self._is_reasoning)
@@ -188,7 +191,7 @@ class AnswerReader:
 
     def _pass_tag(self, tag: str, *, is_opening: bool) -> None:
         self._pass_mark(tag)
-        self._is_reasoning = is_opening
+        self._is_reasoning, self._may_reason = is_opening, True
         self._keeps_space = self._follows_call = self._is_unclosed = False
 
     def _give(self, text: str) -> None:
@@ -196,7 +199,8 @@ class AnswerReader:
             return
         part = ReasoningPart if self._is_reasoning else TextPart
         self._events.append(part(kept, self._left_out + kept))
-        self._left_out, self._follows_call, self._may_reason = "", False, False
+        self._left_out, self._follows_call = "", False
+        self._may_reason &= not kept.strip()
 
     def _stripped(self, text: str) -> str:
         text, self._space = self._space + text, ""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from runtime.generation.tool_calls.message_format import HARMONY, HARMONY_CALL, message_format
+from runtime.generation.answers.message_format import HARMONY, HARMONY_CALL, message_format
 
 # Names of functions, also of such as the model was not offered.
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -122,6 +122,9 @@ _LAYOUTS = {
     "gemma4": CallLayout("call:{name}{", "}", "{key}:", between_arguments=",", values='<|"|>'),
 }
 
+# Of Llama 3, whose template asks for it in these words. mlx-lm has no parser for it.
+_LLAMA = CallLayout('{name}", "parameters": ', "}", other_heads=('{name}", "arguments": ',))
+_LLAMA_WORDS = '{"name": function name, "parameters": dictionary of argument name and its value}'
 # Of gpt-oss, whose calls are messages.
 _HARMONY = CallLayout("{name} <|constrain|>json<|message|>", "")
 
@@ -134,6 +137,8 @@ class CallFormat:
         name: of mlx-lm's parser: a module of `mlx_lm.tool_parsers`.
         start, end: the markers around a block of calls; `end` is "" if the block ends with the answer.
         layout: by which calls are read; None for a parser that is not known here, such as the user's own.
+        is_plain: whether `start` is an ordinary text, which counts only where an answer begins, or after a call, and
+            before the name of a tool.
     """
 
     name: str
@@ -141,6 +146,7 @@ class CallFormat:
     end: str
     layout: CallLayout | None
     _parse: Callable[[str, Any], Any]
+    is_plain: bool = False
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall] | None:
         """The calls of a block, as the format's parser reads them.
@@ -182,9 +188,11 @@ def call_format(tokenizer: TokenizerWrapper | None) -> CallFormat | None:
     if tokenizer is None:
         return None
     if message_format(tokenizer) == HARMONY:
-        return CallFormat("harmony", HARMONY_CALL, "", _HARMONY, _read_as_messages)
+        return CallFormat("harmony", HARMONY_CALL, "", _HARMONY, _read_elsewhere)
     if not getattr(tokenizer, "has_tool_calling", False):
-        return None
+        template = getattr(tokenizer, "chat_template", None)
+        is_llama = isinstance(template, str) and _LLAMA_WORDS in template
+        return CallFormat("llama", '{"name": "', "", _LLAMA, _read_elsewhere, is_plain=True) if is_llama else None
     parser: Any = tokenizer.tool_parser
     package, _, name = parser.__module__.rpartition(".")
     # A parser module that re-exports another's function, such as Laguna's, has that module's layout.
@@ -194,8 +202,8 @@ def call_format(tokenizer: TokenizerWrapper | None) -> CallFormat | None:
     return CallFormat(name, start, end or "", layout, parser)
 
 
-def _read_as_messages(text: str, tools: Any) -> Any:
-    raise NotImplementedError("a MessageReader reads these calls")
+def _read_elsewhere(text: str, tools: Any) -> Any:
+    raise NotImplementedError("these calls are read by their layout, or by a MessageReader")
 
 
 def _checked_call(call: Any, names: Collection[str]) -> ParsedCall | None:

@@ -14,11 +14,11 @@ from typing import Any
 import attrs
 
 from protocol.errors import SettingsError
+from runtime.generation.answers.message_format import FINALS, HARMONY_FINAL, MUSE_TAGS
 from runtime.generation.grammar_vocabulary import special_tokens
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.generation.tool_calls.argument_values import argument_type
 from runtime.generation.tool_calls.call_format import CallFormat, CallLayout, written_layout
-from runtime.generation.tool_calls.message_format import FINALS, HARMONY_FINAL, MUSE_TAGS
 from runtime.generation.tool_calls.tools import Tools
 
 _OPTIONAL_NEWLINE = "\0"

@@ -267,7 +267,7 @@ class CallReader:
                     text.back(place)
                     continue
                 # Without a marker after it, any word could be a name.
-                must_be_known = is_bare or head.strip("\0").endswith("{name}")
+                must_be_known = is_bare or self._format.is_plain or head.strip("\0").endswith("{name}")
                 if name in self._known or (not must_be_known and NAME.fullmatch(name)):
                     return ParsedCall(name, "", parts.get("id"))
             text.back(place)

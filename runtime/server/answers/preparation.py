@@ -15,6 +15,7 @@ from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
 from runtime.generation.text import Detokenizer, check_prompt_length
@@ -22,7 +23,6 @@ from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
 from runtime.generation.tool_calls.events import ToolCall
-from runtime.generation.tool_calls.message_reader import Reader
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.request import Request
 from runtime.server.answers.splitting import AnswerSplitter

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from runtime.generation.answers.message_format import message_format
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.reasoning_tags import tags_of
 from runtime.generation.tool_calls.events import (
     AnswerEvent,
@@ -17,8 +19,6 @@ from runtime.generation.tool_calls.events import (
     TextPart,
     ToolCall,
 )
-from runtime.generation.tool_calls.message_format import message_format
-from runtime.generation.tool_calls.message_reader import Reader
 from runtime.server.answers.request import Request
 
 if TYPE_CHECKING:

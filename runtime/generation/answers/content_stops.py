@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from protocol.stop_strings import StopMatcher
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.tool_calls.events import AnswerEvent, TextPart
-from runtime.generation.tool_calls.message_reader import Reader
 
 
 class ContentStops:
@@ -36,10 +36,14 @@ class ContentStops:
         return self._pending + ("" if self._whole is None else self._whole.withheld)
 
     def add(self, piece: str, ahead: str = "") -> str:
-        """See `StopMatcher.add`; `ahead` is searched only for stop strings with a mark."""
+        """See `StopMatcher.add`."""
         if self._whole is not None:
             piece = self._whole.add(piece, ahead)
         given = self._read(piece)
+        if ahead and self.found is None and self._matcher is not None and self._is_in_content:
+            given += self._matcher.add("", ahead)
+            if (found := self._matcher.found) is not None:
+                self.found, self._pending = found, ""
         if self._whole is not None and self._whole.found is not None:
             given, self._pending = given + self._pending, ""
             self.found = self.found or self._whole.found
@@ -55,6 +59,12 @@ class ContentStops:
         if self.found is None:
             given, self._pending = given + self._pending, ""
         return given
+
+    @property
+    def _is_in_content(self) -> bool:
+        """Whether the next text is content, whatever it is but a mark."""
+        withheld = "" if self._matcher is None else self._matcher.withheld
+        return self._pending == withheld and not (self._reader.is_reasoning or self._reader.is_in_block)
 
     def _read(self, piece: str) -> str:
         if self.found is not None:

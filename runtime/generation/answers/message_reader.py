@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 
+from runtime.generation.answers.message_format import MAX_HEADER_CHARS, MessageFormat
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import (
@@ -21,7 +22,6 @@ from runtime.generation.tool_calls.events import (
     TextPart,
     ToolCall,
 )
-from runtime.generation.tool_calls.message_format import MessageFormat
 
 # Between two messages of one kind, which have no text between them.
 _BETWEEN = "\n\n"
@@ -123,7 +123,8 @@ class MessageReader:
         header = None if end < 0 else messages.header(text[:end].removeprefix(messages.start))
         block = self._format.start if self._format is not None and not messages.is_harmony else ""
         words = text.lstrip()
-        if end < 0 and (messages.may_be_header(text) or (block != words and block.startswith(words))):
+        may_be_block = block != words and block.startswith(words)
+        if end < 0 and (messages.may_be_header(text) or (may_be_block and len(text) <= MAX_HEADER_CHARS)):
             return False
         begin, self._num_begun = self._num_begun, 0
         end = 0 if header is None else end + len(messages.header_end)

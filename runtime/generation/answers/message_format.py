@@ -13,8 +13,9 @@ nothing here); `mlx_lm.chat_templates.muse_spark`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
 
 import attrs
 
@@ -27,7 +28,7 @@ _HEADER = re.compile(
     r"(?P<type>(?:<\|constrain\|>)?\s*[\w./+-]+)?\s*"
 )
 # A header is shorter; it has the name of a function, which has 128 characters at most.
-_MAX_HEADER_CHARS = 256
+MAX_HEADER_CHARS = 256
 
 
 @attrs.frozen
@@ -83,7 +84,7 @@ class MessageFormat:
 
     def may_be_header(self, text: str) -> bool:
         """Whether the beginning of a message may be that of a header, whose end has not come yet."""
-        if len(text) > _MAX_HEADER_CHARS or "\n" in text:
+        if len(text) > MAX_HEADER_CHARS or "\n" in text:
             return False
         for part in (_START, _ROLE):
             if part.startswith(text):
@@ -106,9 +107,16 @@ FINALS: dict[tuple[str, str] | None, str] = {HARMONY_TAGS: HARMONY_FINAL, MUSE_T
 MUSE_SPARK = MessageFormat(("<|eom|>", "<|eot|>"), is_harmony=False)
 
 
-def special_tokens_of(tokenizer: Any) -> dict[str, int]:
-    """The special tokens of a tokenizer by their texts."""
-    return dict(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else {}
+_special_tokens: WeakKeyDictionary[Any, Mapping[str, int]] = WeakKeyDictionary()
+
+
+def special_tokens_of(tokenizer: Any) -> Mapping[str, int]:
+    """The special tokens of a tokenizer by their texts. Listing them takes 20 ms for some, so they are kept."""
+    if not hasattr(tokenizer, "get_added_vocab"):
+        return {}
+    if tokenizer not in _special_tokens:
+        _special_tokens[tokenizer] = dict(tokenizer.get_added_vocab())
+    return _special_tokens[tokenizer]
 
 
 def message_format(tokenizer: Any) -> MessageFormat | None:
