@@ -12,8 +12,7 @@ from typing import Any, TypedDict
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from runtime.generation.chat_template import opens_reasoning
-from runtime.generation.reasoning_tags import tags_of
+from runtime.generation.chat_template import opens_reasoning, tags_of
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Answer

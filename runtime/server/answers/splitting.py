@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from runtime.generation.reasoning_tags import tags_of
+from runtime.generation.chat_template import tags_of
 from runtime.generation.tool_calls.events import (
     AnswerEvent,
     CallBegan,
