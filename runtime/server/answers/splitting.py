@@ -9,7 +9,7 @@ import attrs
 
 from runtime.generation.answers.message_format import message_format
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.reasoning_tags import tags_of
+from runtime.generation.chat_template import tags_of
 from runtime.generation.tool_calls.events import (
     AnswerEvent,
     CallBegan,

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from runtime.generation.chat_repairs import (
+from runtime.generation.chat_template.repairs import (
     REPAIRS,
     Chat,
     Message,

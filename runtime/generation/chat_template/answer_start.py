@@ -1,0 +1,73 @@
+"""Where a prompt begins an answer, and whether it begins the answer's reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from runtime.generation.chat_template.known import ANSWER_MARK, QUESTION, USER_MARK, AnswerStart, known_of, tried
+from runtime.generation.chat_template.switches import thinking_switch
+from runtime.generation.chat_template.tags import last_index, tags_of
+
+
+def answer_start(tokenizer: Any) -> AnswerStart | None:
+    """How the template begins an answer; None without a template, or if it cannot be found out."""
+    if not getattr(tokenizer, "has_chat_template", False):
+        return None
+    known = known_of(tokenizer)
+    if not known.starts:
+        known.starts.append(_found_start(tokenizer))
+    return known.starts[0]
+
+
+def _found_start(tokenizer: Any) -> AnswerStart | None:
+    ended = tried(tokenizer, QUESTION, add_generation_prompt=False)
+    switch, prompts = thinking_switch(tokenizer), []
+    for variables in [{}] if switch is None else [{}, {switch.name: switch.on}, {switch.name: switch.off}]:
+        text = tried(tokenizer, QUESTION, **variables)
+        if text is not None and ended is not None:
+            prompts.append(text.removeprefix(ended) if text.startswith(ended) else text.rpartition(USER_MARK)[2])
+    if not any(prompts):
+        # The template has no generation prompt: an answer begins where the question ends.
+        text = tried(tokenizer, QUESTION, {"role": "assistant", "content": ANSWER_MARK}) or ""
+        prompts = [text.partition(USER_MARK)[2].rpartition(ANSWER_MARK)[0]]
+    tags = tags_of(tokenizer)
+    found = tuple(dict.fromkeys(prompt for prompt in prompts if prompt.strip()))
+    if not found:
+        return None
+    return AnswerStart(found[0] if tags is None else found[0].partition(tags[0][0])[0], found)
+
+
+# Most tokens of a text before an answer. Longer ones are not recognised.
+_MAX_START_TOKENS = 64
+
+
+def begins_answer(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Whether a prompt ends where its template begins a new answer."""
+    if (start := answer_start(tokenizer)) is None:
+        return False
+    end = tokenizer.decode(list(prompt[-_MAX_START_TOKENS:])).rstrip()
+    return any(end.endswith(text.rstrip()) for text in start.prompts)
+
+
+def opens_reasoning(tokenizer: Any, prompt: Sequence[int], tag: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    """Whether the answer to a prompt begins within the reasoning, whose opening and closing tags are given as ids.
+
+    The opening tag counts only where an answer begins: in what the template adds for it, or at the beginning of the
+    message that it continues. In any other place it is a word.
+    """
+    if tag[0] not in prompt:
+        return False
+    prompt = list(prompt)
+    last_end, at = last_index(prompt, end), len(prompt)
+    while (at := last_index(prompt[:at], tag)) > last_end:
+        after = prompt[at + len(tag) :]
+        if not tokenizer.eos_token_ids.isdisjoint(after):
+            return False
+        start = answer_start(tokenizer)
+        if start is None or (len(after) < _MAX_START_TOKENS and not tokenizer.decode(after).strip()):
+            return True
+        before, header = tokenizer.decode(prompt[max(0, at - _MAX_START_TOKENS) : at]).rstrip(), start.header.strip()
+        if header and before.endswith(header):
+            return header not in tokenizer.decode(after)
+    return False

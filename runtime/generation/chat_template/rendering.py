@@ -1,0 +1,103 @@
+"""The text of a prompt from chat messages, whatever the template refuses or leaves out."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from protocol.errors import PromptError
+from runtime.generation.chat_template.known import ANSWER_MARK, known_of, plain
+from runtime.generation.chat_template.probes import Needs, needed_of, needs_of, repaired
+from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message
+from runtime.generation.chat_template.switches import with_known_effort, with_own_switch
+from runtime.generation.chat_template.tags import tags_of
+from runtime.generation.tool_calls.messages import for_template
+
+
+def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, /, **switches: Any) -> str:
+    """The text of chat messages, ending where the answer begins.
+
+    What the template takes is rendered as it is. Where it raises an error or leaves a text out, the messages are first
+    repaired; see `runtime.generation.chat_template.repairs`.
+
+    Args:
+        messages: with a role and a content each. If the last one is the assistant's and has `"prefix": True`, the
+            answer continues its text, which is kept to the character.
+        **switches: further variables of the template; `add_generation_prompt=False` ends the text with the messages,
+            and `enable_thinking` stands for the template's own switch, whatever its name and values.
+
+    Raises: PromptError: the template does not take the messages, not even after repairs.
+    """
+    continues = bool(messages) and messages[-1].get("prefix") is True and messages[-1].get("role") == "assistant"
+    turns = [{name: value for name, value in message.items() if name != "prefix"} for message in messages]
+    if "enable_thinking" in switches:
+        switches = with_own_switch(tokenizer, switches)
+    return _continued(turns, tokenizer, switches) if continues else _rendered(turns, tokenizer, switches)
+
+
+def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, Any]) -> str:
+    tools = switches.get("tools") or ()
+    # Python functions are the template's affair, or transformers'.
+    are_schemas = isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)
+    chat = Chat(tuple(for_template(turns)), tuple(tools) if are_schemas else ())
+    # A renderer in Python, without a template, is only probed once it raises an error.
+    may_drop = known_of(tokenizer).template is not None and any(repair(chat) != chat for repair in OF_DROPPED)
+    shaped = repaired(chat, _needs(tokenizer, has_tools=bool(tools)).always) if may_drop else chat
+    try:
+        return plain(tokenizer, switches, shaped)
+    except Exception as error:
+        refusal = error
+    render = partial(plain, tokenizer, with_known_effort(tokenizer, switches))
+    needs = _needs(tokenizer, has_tools=bool(tools)).on_error
+    for repairs in (needs, (*REPAIRS, *needs)):
+        # No more than this chat needs, so that what comes before an oddity keeps its shape.
+        if needed := needed_of(repairs, render, shaped):
+            shaped = repaired(shaped, needed)
+            break
+    with suppress(Exception):
+        return render(shaped)
+    reason = textwrap.shorten(str(refusal), 300, placeholder="…")  # transformers may quote the whole chat
+    raise PromptError(f"the chat template does not take these messages: {reason}") from refusal
+
+
+def _needs(tokenizer: Any, *, has_tools: bool) -> Needs:
+    known = known_of(tokenizer)
+    if has_tools not in known.needs:
+        known.needs[has_tools] = needs_of(partial(plain, tokenizer, {}), has_tools=has_tools)
+    return known.needs[has_tools]
+
+
+# --- answers that continue a message --------------------------------------------------------------
+
+
+def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, Any]) -> str:
+    """A prompt that ends with the last message's text, just as it is.
+
+    In front of it stands what the template writes in front of an answer's text in a message, which has no reasoning, or
+    has it closed. The text comes behind the generation prompt instead if the two differ by no more than an empty
+    reasoning, or if the text has a tag of its own for the reasoning.
+    """
+    *before, last = turns
+    text = cast(str, last.get("content") or "")
+    fresh = _rendered(before, tokenizer, {**switches, "add_generation_prompt": True}) if before else ""
+    marked = [*before, {**last, "content": ANSWER_MARK}]
+    lead, mark, _ = _rendered(marked, tokenizer, {**switches, "add_generation_prompt": False}).rpartition(ANSWER_MARK)
+    if not mark:
+        raise PromptError(
+            "the chat template does not take these messages: the final message does not appear in the chat; leave it "
+            'out, or its "prefix"'
+        )
+    if not fresh or (tags := tags_of(tokenizer)) is None:
+        return lead + text
+    start, end = tags[0]
+    is_open = fresh.rfind(start) > fresh.rfind(end)
+    if text.lstrip().startswith(start):
+        return (fresh[: fresh.rfind(start)] if is_open and not fresh.endswith(end) else fresh) + text
+    added = lead.removeprefix(fresh) if lead.startswith(fresh) else None
+    has_empty_reasoning = added is not None and start in added and not added.replace(start, "").replace(end, "").strip()
+    return (fresh if (is_open and end in text) or (has_empty_reasoning and not is_open) else lead) + text
