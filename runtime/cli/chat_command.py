@@ -33,10 +33,12 @@ from runtime.terminal.display import (
     cut_message,
     print_message,
     print_stderr,
+    stderr_console,
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
 from runtime.terminal.statistics_table import print_statistics
+from runtime.terminal.tables import show_pairs
 from runtime.terminal.word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -261,13 +263,12 @@ async def _help(_: Chat, __: str) -> None:
         ("Ctrl-C", "stops an answer, which stays in the conversation"),
         ("Ctrl-D", "leaves"),
     ]
-    for name, text in rows:
-        print_stderr(f"  {name:<14} {text}")
+    show_pairs(stderr_console(), rows)
 
 
 COMMANDS: dict[str, ChatCommand] = {
     "/help": ChatCommand(_help, "shows this list"),
-    "/more": ChatCommand(_more, "has an answer that was cut off go on"),
+    "/more": ChatCommand(_more, "continues an answer that was cut off"),
     "/reset": ChatCommand(_reset, "forgets the conversation"),
     "/save": ChatCommand(_save, "saves the conversation to a file", "FILE"),
     "/load": ChatCommand(_load, "continues a saved conversation; settings of the command line replace its own", "FILE"),
