@@ -120,7 +120,7 @@ class Chat:
             tokenizer = self.runtime.tokenizer
             if tokenizer is not None and not tokenizer.has_chat_template:
                 print_message("the model has no chat template: it continues the text so far, and does not answer")
-            print_message('"/help" lists what else can be typed; Ctrl-D leaves')
+            print_message('"/help" lists the commands; Ctrl-D leaves')
         while not self.is_over:
             try:
                 line = self._typed()
@@ -206,7 +206,7 @@ class Chat:
                 f'there is no command {shown(name)}; "/help" lists them, and "/{name[:100]}" sends it to the model'
             )
         if bool(argument) != (command.argument is not None):
-            raise PromptError(f'it is "{name} {command.argument}"' if command.argument else f"{name} stands alone")
+            raise PromptError(f'type "{name} {command.argument}"' if command.argument else f"{name} takes no argument")
         await command.run(self, argument)
 
 
@@ -232,7 +232,7 @@ async def _more(chat: Chat, _: str) -> None:
 async def _reset(chat: Chat, _: str) -> None:
     chat.conversation.reset()
     chat.was_cut = False
-    print_message("forgotten; the conversation begins anew")
+    print_message("the conversation is forgotten, and a new one begins")
 
 
 def _file(argument: str) -> str:
@@ -247,7 +247,7 @@ async def _save(chat: Chat, argument: str) -> None:
 async def _load(chat: Chat, argument: str) -> None:
     chat.conversation = await chat.runtime.load(_file(argument), any_draft=True, **chat.settings)
     chat.was_cut = False
-    print_message(f"going on from {argument}, after {len(chat.conversation.messages)} messages")
+    print_message(f"loaded {argument}, a conversation of {len(chat.conversation.messages)} messages")
 
 
 async def _exit(chat: Chat, _: str) -> None:
