@@ -226,7 +226,7 @@ def test_markdown_of_any_form_is_formatted_as_it_grows_and_loses_no_word(tab: Ta
                 "> ", "|", "|-|", "\\n", "\\n\\n", "\\n- ", "    ", "word", "\\\\", "~~", "---", "<b>"];
             let seed = 7, lost = [];
             const next = (n) => (seed = (seed * 1103515245 + 12345) % 2147483648) % n;
-            for (let i = 0; i < 3000; i += 1) {
+            for (let i = 0; i < 1000; i += 1) {
                 const text = Array.from({ length: 1 + next(25) }, () => words[next(words.length)]).join("");
                 const html = formatted(text);
                 const count = (where) => where.split("word").length;
