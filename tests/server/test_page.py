@@ -423,7 +423,7 @@ def test_an_answer_that_failed_says_so_when_the_page_is_loaded_again(tab: Tab, s
     tab.expect_state("failed")
     tab.page.reload()
     tab.expect_state("failed")
-    tab.expect_failed("The connection was lost in mid-answer. What was written by then is kept.")
+    tab.expect_failed("The connection was lost in the middle of the answer. The text so far is kept.")
     tab.expect_text("Once upon")
     tab["retry"].click()
     assert server.next().body["prompt"] == "Once"
@@ -572,7 +572,7 @@ def test_when_to_try_again_may_be_a_date_or_not_be_known(opened: Open, server: S
 def test_a_connection_lost_and_an_error_in_mid_answer_keep_the_text(tab: Tab, server: ScriptedServer) -> None:
     for lose in (Exchange.cut, lambda exchange: exchange.send(b"0\r\n\r\n")):
         lose(writing(tab, server))
-        tab.expect_failed("The connection was lost in mid-answer. What was written by then is kept.")
+        tab.expect_failed("The connection was lost in the middle of the answer. The text so far is kept.")
         tab.expect_text("Once upon")
     exchange = writing(tab, server)
     exchange.event({"error": {"message": "the target failed", "type": "server_error", "param": None, "code": None}})
@@ -588,7 +588,7 @@ def test_an_event_that_makes_no_sense_ends_the_answer(tab: Tab, server: Scripted
     for data in ("{", "[]", "null", "3", '"text"', "<html>"):
         exchange = writing(tab, server)
         exchange.event(data)
-        tab.expect_failed("The server sent something that cannot be read as an answer.")
+        tab.expect_failed("The server sent a response that this page cannot read.")
         tab.expect_text("Once upon")
         exchange.wait_gone()
 
@@ -598,7 +598,7 @@ def test_an_answer_that_is_no_stream_is_not_shown(tab: Tab, server: ScriptedServ
     exchange = server.next()
     exchange.start("text/html")
     exchange.stream(b"<b>hello</b>")
-    tab.expect_failed("The server sent something that cannot be read as an answer.")
+    tab.expect_failed("The server sent a response that this page cannot read.")
     tab.expect_text("")
     exchange.wait_gone()
 

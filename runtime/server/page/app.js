@@ -73,6 +73,7 @@ async function ask(question) {
     settings.wrong.reportValidity();
     return;
   }
+  if (LITTLE_ROOM.matches) openSettings(false);
   remember();
   leave();
   asked = question;
@@ -425,7 +426,6 @@ function send() {
   if (!settings.wrong) {
     prompt.value = "";
     isPutBack = false;
-    if (LITTLE_ROOM.matches) openSettings(false);
   }
   ask(question);
 }

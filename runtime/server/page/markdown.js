@@ -37,6 +37,7 @@ export class Markdown {
   #list = null;
   /** @type {Code | null} the code block in which the text goes on. */
   #code = null;
+  /** The innermost element at the end of the text. */
   #end = null;
 
   /** @param {HTMLElement} element is emptied. */
@@ -90,6 +91,7 @@ export class Markdown {
   }
 }
 
+/** A code block, in which text grows. */
 class Code {
   #fence;
   #raw;

@@ -15,7 +15,7 @@ export function choose(select, models) {
 }
 
 /** What the server calls the drafters that are no model of their own. */
-const WORDS = { ngram: "prompt lookup", mtp: "its own MTP heads", auto: "what fits it here" };
+const WORDS = { ngram: "prompt lookup", mtp: "its own MTP heads", auto: "an automatic choice" };
 
 /**
  * @param {{id: string, draft: string | null}} known
