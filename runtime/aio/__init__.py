@@ -126,3 +126,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -95,3 +95,7 @@ def check_no_event_loop(what: str) -> None:
         f"{what} would block the event loop that is running here, {name}'s; write instead: "
         f"async with {module}.open(target, draft) as rt: completion = await rt.generate(prompt)"
     )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
