@@ -23,14 +23,14 @@ from protocol.reprs import shown
 from runtime.bridge.opener import make_opener
 
 if TYPE_CHECKING:
-    from runtime.aio.runtime import Completions, Conversation, Runtime, TokenStream, TokenStreams
+    from runtime.aio.runtime import Completions, Conversation, Runtime, TokenStream
     from runtime.engine.opening import OpenArguments
     from runtime.loading.model_sources import Source
 
-__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
+__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
 
 # Imported when they are named, or by the trio thread.
-_HANDLES = ("Completions", "Conversation", "Runtime", "TokenStream", "TokenStreams")
+_HANDLES = ("Completions", "Conversation", "Runtime", "TokenStream")
 _MODULE = "runtime.aio.runtime"
 
 
