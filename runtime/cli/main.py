@@ -33,6 +33,7 @@ from runtime.cli import (
     simulate_command,
 )
 from runtime.cli.arguments.models import models_of
+from runtime.cli.batch import command as batch_command
 from runtime.cli.command import Command
 from runtime.cli.flags import hint_for, in_flags
 from runtime.loading import blas
@@ -47,6 +48,7 @@ COMMANDS: dict[str, Command] = {
         generate_command,
         chat_command,
         serve_command,
+        batch_command,
         doctor_command,
         bench_command,
         distill_command,
