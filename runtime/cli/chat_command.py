@@ -30,18 +30,23 @@ from runtime.terminal.display import (
     Display,
     Output,
     OutputError,
+    cut_message,
     print_message,
     print_stderr,
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
 from runtime.terminal.statistics_table import print_statistics
+from runtime.terminal.word_wrap import WordWrap
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
     from runtime.generation.conversation import Conversation
 
 HOW_TO_LEAVE = "Ctrl-C again, Ctrl-D or /exit leaves"
+
+# What /more says to a model with a chat template; any other model continues the text as it is.
+_GO_ON = "Go on exactly where you stopped."
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +106,7 @@ class Chat:
     _shows_statistics: bool  # after each answer
     settings: Mapping[str, Any] = attrs.field(factory=dict)  # of the command line, for every conversation
     is_over: bool = attrs.field(init=False, default=False)
+    was_cut: bool = attrs.field(init=False, default=False)  # the last answer, by --max-tokens or the context
 
     async def take_turns(self) -> None:
         """Take turns until the chat is over.
@@ -153,10 +159,13 @@ class Chat:
         if is_command and not line.startswith("//"):
             await self._run_command(line)
         else:
-            await self._answer(line[1:] if is_command else line)
+            await self.answer(line[1:] if is_command else line)
 
-    async def _answer(self, text: str) -> None:
+    async def answer(self, text: str) -> None:
+        """Say a text to the model, and show its answer."""
         stream = self.conversation.stream(text)
+        wrap = WordWrap()
+        self.was_cut = False
         self._signals.display.show_prefill(0, 1)
         self._signals.is_reading = True
         was_reasoning = False
@@ -165,8 +174,12 @@ class Chat:
                 async for token in stream:
                     self._signals.is_reading = False
                     self._signals.display.clear_for_text()
+                    self.was_cut = token.finish_reason == "length"
                     if self._output.is_terminal:
-                        await self._output.write(token.text, dimmed=token.is_thinking)
+                        if token.is_thinking != was_reasoning:
+                            await self._output.write(wrap.flush(self._output.columns), dimmed=was_reasoning)
+                            was_reasoning = token.is_thinking
+                        await self._output.write(wrap.add(token.text, self._output.columns), dimmed=was_reasoning)
                     elif not token.is_thinking:
                         # Reasoning is not shown here, so the line breaks after it are left out, too.
                         text = token.text.lstrip() if was_reasoning else token.text
@@ -177,7 +190,9 @@ class Chat:
         finally:
             self._signals.is_reading = False
             self._signals.display.clear()
-            self._output.end_answer()
+            self._output.end_answer(wrap.flush(self._output.columns))
+            if self.was_cut:
+                print_message(cut_message(stream.statistics(), self.runtime.context_length, in_chat=True))
             if self._shows_statistics:
                 print_statistics(stream.statistics())
 
@@ -205,8 +220,16 @@ class ChatCommand:
     argument: str | None = None  # its placeholder
 
 
+async def _more(chat: Chat, _: str) -> None:
+    if not chat.was_cut:
+        raise PromptError("the last answer was not cut off; type what comes next")
+    tokenizer = chat.runtime.tokenizer
+    await chat.answer(_GO_ON if tokenizer is not None and tokenizer.has_chat_template else "")
+
+
 async def _reset(chat: Chat, _: str) -> None:
     chat.conversation.reset()
+    chat.was_cut = False
     print_message("forgotten; the conversation begins anew")
 
 
@@ -221,6 +244,7 @@ async def _save(chat: Chat, argument: str) -> None:
 
 async def _load(chat: Chat, argument: str) -> None:
     chat.conversation = await chat.runtime.load(_file(argument), any_draft=True, **chat.settings)
+    chat.was_cut = False
     print_message(f"going on from {argument}, after {len(chat.conversation.messages)} messages")
 
 
@@ -243,6 +267,7 @@ async def _help(_: Chat, __: str) -> None:
 
 COMMANDS: dict[str, ChatCommand] = {
     "/help": ChatCommand(_help, "shows this list"),
+    "/more": ChatCommand(_more, "has an answer that was cut off go on"),
     "/reset": ChatCommand(_reset, "forgets the conversation"),
     "/save": ChatCommand(_save, "saves the conversation to a file", "FILE"),
     "/load": ChatCommand(_load, "continues a saved conversation; settings of the command line replace its own", "FILE"),

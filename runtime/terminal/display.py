@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+    from protocol.statistics import Statistics
+
 
 # Seconds between two lines about what a command is doing, where stderr is no terminal.
 LOG_INTERVAL_S = 30.0
@@ -56,6 +58,22 @@ def print_message(message: str) -> None:
     print("outrider:", re.sub(r"\s*\n\s*", " ", message.strip()), file=sys.stderr)
 
 
+def cut_message(statistics: Statistics, context_length: int | None, *, in_chat: bool = False) -> str:
+    """Why a text whose finish reason is "length" was cut off, and how to have more of it.
+
+    Args:
+        statistics: of the stream that was cut off.
+        context_length: of the target; None for no bound.
+        in_chat: whether the text is an answer of `outrider chat`, which has commands for this.
+    """
+    text, num_tokens = "answer" if in_chat else "text", statistics.generated_tokens
+    if context_length is not None and statistics.prompt_tokens + num_tokens >= context_length:
+        remedy = "/reset begins a new conversation" if in_chat else "shorten the prompt"
+        return f"the {text} was cut off, since the model's context of {context_length:,} tokens is full; {remedy}"
+    remedy = "/more continues it, and --max-tokens sets the limit" if in_chat else "raise --max-tokens for more"
+    return f"the {text} was cut off after {num_tokens:,} token{'' if num_tokens == 1 else 's'}; {remedy}"
+
+
 def print_stderr(text: str, end: str = "\n") -> None:
     """Print a text on stderr as it is."""
     print(text, end=end, file=sys.stderr, flush=True)
@@ -80,6 +98,14 @@ class Output:
         self._encoding = "utf-8" if sys.stdout is None else sys.stdout.encoding
         self.is_terminal = sys.stdout is not None and sys.stdout.isatty()
         self._is_in_line = False
+
+    @property
+    def columns(self) -> int:
+        """Width of the terminal as it is now; 0 if stdout is no terminal, or one of unknown width."""
+        try:
+            return os.get_terminal_size(self._fd).columns if self.is_terminal else 0
+        except OSError:
+            return 0
 
     def echo(self, prompt: str) -> None:
         """Write the prompt, dimmed, if stdout is a terminal."""
@@ -123,10 +149,10 @@ class Output:
         if self._is_in_line and is_shown_with_stderr:
             self.write_now("\n")
 
-    def end_answer(self) -> None:
-        """End an open line, whether stdout is a terminal or not."""
-        if self._is_in_line:
-            self.write_now("\n")
+    def end_answer(self, rest: str = "") -> None:
+        """Write the rest of an answer and end its line, whether stdout is a terminal or not."""
+        if self._is_in_line or rest:
+            self.write_now(rest + "\n")
             self._is_in_line = False
 
 

@@ -26,6 +26,8 @@ from runtime.terminal.display import CommandOutcome, Display, Output
 from runtime.terminal.signals import ECHO_S
 
 MAX = ("--max-tokens", "6")
+# What is said after an answer of that many tokens.
+CUT = "outrider: the answer was cut off after 6 tokens; /more continues it, and --max-tokens sets the limit\n"
 
 
 async def answers(target: str, *turns: str, num_tokens: int = 6) -> list[str]:
@@ -92,7 +94,7 @@ def test_each_line_of_a_pipe_is_a_turn_and_stdout_has_the_answers_alone(
     # Whatever a line ends with; and two slashes say one to the model.
     ended = piped(capfd, monkeypatch, "--target", endless, *MAX, lines='w1 w2\n\n   \nw3\\\n"""w4\n//w1\nw4 w5')
     said = trio.run(answers, endless, "w1 w2", "w3\\", '"""w4', "/w1", "w4 w5")
-    assert ended == (0, "".join(f"{answer}\n" for answer in said), "")
+    assert ended == (0, "".join(f"{answer}\n" for answer in said), CUT * 5)
     assert len(set(said)) == 5
 
 
@@ -115,7 +117,7 @@ def test_a_reset_forgets_what_was_said(endless: str, capfd: Any, monkeypatch: An
     _, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines=lines)
     first, second, again = out.splitlines()
     assert first == again != second
-    assert err == "outrider: forgotten; the conversation begins anew\n"
+    assert err == CUT * 2 + "outrider: forgotten; the conversation begins anew\n" + CUT
 
 
 def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, monkeypatch: Any) -> None:
@@ -140,8 +142,19 @@ def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(
 ) -> None:
     status, out, err = piped(capfd, monkeypatch, "--target", short, *MAX, lines=f"w1\n{line}\nw2\n")
     assert (status, out.count("\n")) == (2, 1)
-    assert complaint in err
-    assert err.count("\n") == 1
+    assert complaint in err.removeprefix(CUT)
+    assert err.count("\n") == 2
+
+
+def test_a_cut_answer_is_said_to_be_and_more_continues_it(
+    endless: str, short: str, capfd: Any, monkeypatch: Any
+) -> None:
+    status, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines="w1 w2\n/more\n")
+    assert (status, out.splitlines(), err) == (0, trio.run(answers, endless, "w1 w2", ""), CUT * 2)
+    status, _, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines="/more\n")
+    assert (status, "the last answer was not cut off" in err) == (2, True)
+    status, _, err = piped(capfd, monkeypatch, "--target", short, "--max-tokens", "99", lines="w1 w2\n")
+    assert (status, "context of 32 tokens is full; /reset begins a new conversation" in err) == (0, True)
 
 
 @pytest.mark.parametrize(
