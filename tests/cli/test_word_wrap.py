@@ -29,7 +29,8 @@ def wrapped(text: str, columns: int, size: int = 1) -> str:
         ("see https://example.org/a/long/way now", 12, "see\nhttps://example.org/a/long/way now"),
         # Wide characters are words, but for signs that must not begin or end a line; Hangul has blanks.
         ("日本語の文章。", 6, "日本語\nの文\n章。"),
-        ("ab（日本）", 6, "ab\n（日\n本）"),
+        ("ab（日本）", 6, "ab（日\n本）"),
+        ("abc（日本）", 6, "abc\n（日\n本）"),
         ("가나 다라", 6, "가나\n다라"),
         ("ab 👍🏽👍🏽", 6, "ab 👍🏽\n👍🏽"),
         (f"abc {FAMILY}", 6, f"abc {FAMILY}"),
