@@ -54,10 +54,29 @@ async def text_of(target: str, prompt: str, num_tokens: int) -> str:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def test_a_pipe_gets_the_text_byte_for_byte_and_nothing_else_is_said(endless, capfd):
-    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=20).text
-    assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "20") == (expected, "")
-    assert len(expected.split()) == 20
+CUT = "outrider: the text was cut off after 5 tokens; raise --max-tokens for more\n"
+
+
+def test_a_pipe_gets_the_text_byte_for_byte_and_stderr_says_alone_that_it_was_cut(endless, short, capfd):
+    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=5).text
+    assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5") == (expected, CUT)
+    assert len(expected.split()) == 5
+    full = "outrider: the text was cut off, since the model's context of 32 tokens is full; shorten the prompt\n"
+    assert run_here(capfd, PROMPT, "--target", short, "--ignore-eos").err == full
+
+
+@sweep(
+    ("arguments", "ending"),
+    [
+        (["-m", "5"], "cut off, by --max-tokens or the context"),
+        (["-m", "9", "--stop", " "], "at the stop string ' '"),
+        (["-m", "9", "--stop-tokens", ",".join(map(str, range(64)))], "at the stop token"),
+    ],
+)
+def test_the_statistics_say_how_the_text_ended(arguments, ending, endless, capfd):
+    err = run_here(capfd, PROMPT, "--target", endless, *arguments, "--stats").err
+    (line,) = [line for line in err.splitlines() if line.startswith("end ")]
+    assert line.removeprefix("end").strip().startswith(ending)
 
 
 def test_the_demo_pair_is_the_default(capfd):
@@ -294,7 +313,7 @@ def test_statistics_begin_a_line_where_the_text_goes_to_the_same_file(endless, t
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, out)
         run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5", "--stats")
-    assert (tmp_path / "out").read_text().startswith(f"{expected}\ntokens ")
+    assert (tmp_path / "out").read_text().startswith(f"{expected}\n{CUT}end ")
 
 
 def statistics(**changes: Any) -> runtime.Statistics:
@@ -517,7 +536,7 @@ def test_help_names_every_option_and_its_default(capfd):
     settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
     for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text
-    assert "(default: 256)" in text
+    assert "(default: 32768 for an answer, 256 for a continued text)" in text
 
 
 @sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
@@ -594,7 +613,7 @@ def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, en
         assert err == ""
     else:
         assert said["statistics"]["generated_tokens"] == len(said["tokens"])
-        assert err.startswith("tokens ")
+        assert err.startswith("end               early, before the text was over\ntokens ")
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")] == []
 
 
@@ -722,7 +741,7 @@ async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_hea
 def test_a_terminal_shows_the_prompt_dimmed_then_the_text_and_ends_the_line(endless, monkeypatch, capfd):
     expected = trio.run(text_of, endless, PROMPT, 5)
     with at_a_terminal(monkeypatch, "stdout") as screen:
-        assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5") == ("", "")
+        assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5") == ("", CUT)
     assert screen.text == f"\x1b[2m{PROMPT}\x1b[0m{expected}\r\n"
 
 

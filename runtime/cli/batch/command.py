@@ -19,6 +19,7 @@ from runtime.cli.arguments.settings import (
     add_flags,
     add_settings,
     check_template_flags,
+    limit_of,
     parse_value,
     settings_of,
     with_tokens_of,
@@ -103,7 +104,11 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
                             add(question, PromptError(question.fault))
                             continue
                         asked[next(numbers)] = question
-                        yield _prompt_of(question, arguments, tokenizer), question.settings
+                        prompt = _prompt_of(question, arguments, tokenizer)
+                        own = {**question.settings}
+                        if "max_tokens" not in settings:
+                            own = limit_of(tokenizer, is_raw=isinstance(prompt, str)) | own
+                        yield prompt, own
 
                 display.show_share("answered", 0, num_due)
                 many = runtime.generate_many(
