@@ -19,6 +19,7 @@ import mlx.core as mx
 import trio
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions
@@ -34,6 +35,7 @@ from protocol.errors import ModelError, OutriderError, SettingsError, Vocabulary
 from protocol.open_options import OpenOptions
 from protocol.reprs import shown, shown_path
 from protocol.settings import AUTO_DRAFT, MTP, NGRAM, Settings
+from runtime.loading.blas import advice_for_float32
 from runtime.loading.drafters import suggest_draft
 from runtime.loading.model_files import config_in, folder_of, load_error, load_errors, name_of
 from runtime.loading.model_spec import ModelSpec
@@ -43,6 +45,10 @@ from runtime.loading.vocabularies import vocabulary_map
 logger = logging.getLogger("outrider")
 # What "auto" takes as a drafter; commands print it.
 choice_logger = logging.getLogger("outrider.auto_draft")
+
+# Float32 parameters of a model that is slow without a fast BLAS.
+MIN_ADVISED_PARAMETERS = 10**7
+_ADVISED: list[str] = []
 
 T = TypeVar("T")
 
@@ -303,9 +309,21 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     with load_errors(role, source):
         if read is not None:
             built, tokenizer = await worker.run(Job("load", read))
+        _advise_on_blas(built)
         model = await worker.run(Job("load", partial(MLXModel, built, options, named, layer_evaluation)))
         wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
     return Loaded(model, wrapper, folder_of(source))
+
+
+def _advise_on_blas(module: Module) -> None:
+    """Advise on a faster BLAS, once in a process, if a model's matrices are float32 and computed on a CPU."""
+    if mx.default_device().type != mx.DeviceType.cpu or _ADVISED:
+        return
+    weights = [weight for _, weight in tree_flatten(module.parameters()) if weight.ndim > 1]
+    num_parameters = sum(weight.size for weight in weights if weight.dtype == mx.float32)
+    if num_parameters >= MIN_ADVISED_PARAMETERS and (advice := advice_for_float32()) is not None:
+        _ADVISED.append(advice)
+        logger.warning("%s", advice)
 
 
 def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
