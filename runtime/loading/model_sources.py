@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import attrs
 import mlx.core as mx
@@ -37,7 +37,7 @@ from protocol.reprs import shown, shown_path
 from protocol.settings import AUTO_DRAFT, MTP, NGRAM, Settings
 from runtime.loading.blas import advice_for_float32
 from runtime.loading.drafters import suggest_draft
-from runtime.loading.model_files import config_in, folder_of, load_error, load_errors, name_of
+from runtime.loading.model_files import check_folder, config_in, folder_of, load_error, load_errors, name_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
 from runtime.loading.vocabularies import vocabulary_map
@@ -138,17 +138,14 @@ def check_source(role: str, source: Any) -> Source:
         raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
     path = Path(source).expanduser()
     try:
-        exists, has_config = path.exists(), (path / "config.json").is_file()
+        if exists := path.exists():
+            check_folder(role, str(source), path)
     except OSError as error:
         raise ModelError(
             f"{role} {shown_path(str(source))} cannot be looked at: {error.strerror}; "
             "give a directory with a model, or a hub id"
         ) from error
     if exists:
-        if not has_config:
-            raise ModelError(
-                f"{role} {shown_path(str(source))} has no config.json; give a directory in Hugging Face layout"
-            )
         if role == "draft":
             check_trained_drafter(ModelSpec(source), path)
         return path
@@ -319,8 +316,8 @@ def _advise_on_blas(module: Module) -> None:
     """Advise on a faster BLAS, once in a process, if a model's matrices are float32 and computed on a CPU."""
     if mx.default_device().type != mx.DeviceType.cpu or _ADVISED:
         return
-    weights = [weight for _, weight in tree_flatten(module.parameters()) if weight.ndim > 1]
-    num_parameters = sum(weight.size for weight in weights if weight.dtype == mx.float32)
+    weights = [cast(mx.array, pair[1]) for pair in tree_flatten(module.parameters())]
+    num_parameters = sum(weight.size for weight in weights if weight.ndim > 1 and weight.dtype == mx.float32)
     if num_parameters >= MIN_ADVISED_PARAMETERS and (advice := advice_for_float32()) is not None:
         _ADVISED.append(advice)
         logger.warning("%s", advice)

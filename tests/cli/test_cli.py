@@ -529,6 +529,13 @@ def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
     assert err.startswith("usage: outrider")
 
 
+def test_without_a_command_all_are_listed(capfd):
+    err = ran(capfd, status=2).err
+    for command in cli.COMMANDS.values():
+        assert f"    {command.name} " in err
+        assert command.help in err
+
+
 def test_help_names_every_option_and_its_default(capfd):
     text = " ".join(ran(capfd, "generate", "--help-all").out.split())
     # Functions and long lists exist only in Python; and a single generation has nothing to reuse.

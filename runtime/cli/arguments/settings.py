@@ -141,7 +141,7 @@ def _default(option: Option, default: object) -> str:
 _OWN_DEFAULTS = {"max_tokens": f"{MAX_ANSWER_TOKENS} for an answer, {Settings().max_tokens} for a continued text"}
 
 
-def limit_of(tokenizer: Any, *, is_raw: bool = False) -> dict[str, int]:
+def limit_of(tokenizer: Any, *, is_raw: bool = False) -> dict[str, Any]:
     """The command line's limit of an answer, as a setting, which those that were given replace; none for a text that is
     continued: one without a chat template.
     """
