@@ -77,7 +77,9 @@ def _question(number: int, line: bytes) -> Question:
     if is_body := isinstance(record.get("body"), dict):
         # A completion of OpenAI's continues its prompt.
         record = {name: value for name, value in record["body"].items() if name not in _WITHOUT_EFFECT}
-    settings: dict[str, Any] = {ALIASES.get(name, name) if is_body else name: value for name, value in record.items()}
+    settings: dict[str, Any] = {
+        ALIASES.get(str(name), str(name)) if is_body else str(name): value for name, value in record.items()
+    }
     prompts = [settings.pop(name) for name in ("prompt", "messages") if name in settings]
     if len(prompts) != 1:
         return Question(label, fault='a line has either a "prompt" or "messages", and its settings')
