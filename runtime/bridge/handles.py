@@ -540,7 +540,7 @@ class RuntimeHandle(
 
     @property
     def max_streams(self) -> int | None:
-        """Most streams that are at work at the same time; None for no bound."""
+        """Maximum number of concurrent streams; None for no bound."""
         return self._bridge.runtime.max_streams
 
     @property

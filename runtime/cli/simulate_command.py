@@ -183,8 +183,8 @@ def _numbers(name: str, text: str, most: int, remedy: str | None = None) -> list
 COMMAND = Command(
     name="simulate",
     usage="--acceptance A --cost-ratio C [options]",
-    help="predict what a draft model brings on hardware that you describe",
-    description="Predict the speed that a draft model brings on hardware that you describe. The scheduling is the "
+    help="predict what a draft model would gain on hardware that you describe",
+    description="Predict what a draft model would gain on hardware that you describe. The scheduling is the "
     "real one; models and time are simulated. All speeds are relative to plain decoding.",
     epilog="""examples:
   outrider simulate --acceptance 0.8 --cost-ratio 0.1

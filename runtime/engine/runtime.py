@@ -501,7 +501,7 @@ class Runtime:
 
     @property
     def max_streams(self) -> int | None:
-        """Most streams that are at work at the same time; None for no bound."""
+        """Maximum number of concurrent streams; None for no bound."""
         return self._sessions.max_streams
 
     @property

@@ -153,8 +153,8 @@ def check_source(role: str, source: Any) -> Source:
     if role == "draft" and is_word:
         near = difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram", AUTO_DRAFT), n=1, cutoff=0.75)
         if near:
-            meant_word = f'"{NGRAM}", which looks up without one' if near != [AUTO_DRAFT] else f'"{AUTO_DRAFT}"'
-            raise SettingsError(f"draft {str(source)!r} is no model; did you mean {meant_word}?")
+            meant_word = f'"{NGRAM}" (prompt lookup)' if near != [AUTO_DRAFT] else f'"{AUTO_DRAFT}"'
+            raise SettingsError(f"draft {str(source)!r} is not a model; did you mean {meant_word}?")
     # "owner/name" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
     if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:

@@ -450,7 +450,7 @@ def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, us
 @pytest.mark.parametrize("name", ["ngrm", "NGRAM", "n-gram"])
 def test_a_misspelt_lookup_is_not_looked_for_on_the_hub(name, capfd):
     assert run_here(capfd, PROMPT, "--draft", name, status=2).err == (
-        f'outrider: error: draft {name!r} is no model; did you mean "ngram", which looks up without one?\n'
+        f'outrider: error: draft {name!r} is not a model; did you mean "ngram" (prompt lookup)?\n'
     )
 
 

@@ -183,7 +183,7 @@ async def run_fragments(blocks: list[Block], rt: Any) -> None:
 def test_programs_run(blocks: list[Block], capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks:
         run_program(block)
-        assert capsys.readouterr().out.strip()
+        assert capsys.readouterr().out.strip() or "print(" not in block.source
 
 
 @having("python", "run: trio")
