@@ -46,8 +46,8 @@ def test_a_good_pair_is_told_its_speed_up_and_break_even() -> None:
             "in short",
             f'use it with lookahead "auto": about {found.speedup(0.7):.1f}× plain decoding with this pair at an '
             f"acceptance of 0.7, {found.speedup(0.9):.1f}× at 0.9, and hardly anything below "
-            f"{found.break_even():g}. Two things are still unknown: the acceptance rate on your texts (see --stats), and "
-            "how much the models slow each other down (see `outrider bench`)",
+            f"{found.break_even():g}. Two things are still unknown: the acceptance rate on your texts (see --stats), "
+            "and how much the models slow each other down (see `outrider bench`)",
         )
     ]
 
