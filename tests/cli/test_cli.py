@@ -530,10 +530,9 @@ def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
 
 
 def test_without_a_command_all_are_listed(capfd):
-    err = ran(capfd, status=2).err
+    err = " ".join(ran(capfd, status=2).err.split())
     for command in cli.COMMANDS.values():
-        assert f"    {command.name} " in err
-        assert command.help in err
+        assert f" {command.name} {command.help}" in err
 
 
 def test_help_names_every_option_and_its_default(capfd):
@@ -546,7 +545,7 @@ def test_help_names_every_option_and_its_default(capfd):
     assert "(default: 32768 for an answer, 256 for a continued text)" in text
 
 
-@sweep("command", ["generate", "chat", "serve", "doctor", "bench", "simulate"])
+@sweep("command", ["generate", "chat", "serve", "batch", "doctor", "bench", "simulate"])
 def test_a_short_help_has_ten_options_that_exist(command, capfd):
     texts = [ran(capfd, command, flag).out for flag in ("--help", "--help-all")]
     short, full = (re.findall(r"^  (-.*?)(?:   |$)", text, re.MULTILINE) for text in texts)
