@@ -40,10 +40,12 @@ from runtime.terminal.display import (
     cut_message,
     print_message,
     print_stderr,
+    stderr_console,
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
 from runtime.terminal.statistics_table import ending_of, print_statistics
+from runtime.terminal.tables import show_pairs
 from runtime.terminal.word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -125,7 +127,7 @@ class Chat:
             tokenizer = self.runtime.tokenizer
             if tokenizer is not None and not tokenizer.has_chat_template:
                 print_message("the model has no chat template: it continues the text so far, and does not answer")
-            print_message('"/help" lists what else can be typed; Ctrl-D leaves')
+            print_message('"/help" lists the commands; Ctrl-D leaves')
         while not self.is_over:
             try:
                 line = self._typed()
@@ -211,7 +213,7 @@ class Chat:
                 f'there is no command {shown(name)}; "/help" lists them, and "/{name[:100]}" sends it to the model'
             )
         if bool(argument) != (command.argument is not None):
-            raise PromptError(f'it is "{name} {command.argument}"' if command.argument else f"{name} stands alone")
+            raise PromptError(f'type "{name} {command.argument}"' if command.argument else f"{name} takes no argument")
         await command.run(self, argument)
 
 
@@ -237,7 +239,7 @@ async def _more(chat: Chat, _: str) -> None:
 async def _reset(chat: Chat, _: str) -> None:
     chat.conversation.reset()
     chat.was_cut = False
-    print_message("forgotten; the conversation begins anew")
+    print_message("the conversation is forgotten, and a new one begins")
 
 
 def _file(argument: str) -> str:
@@ -252,7 +254,7 @@ async def _save(chat: Chat, argument: str) -> None:
 async def _load(chat: Chat, argument: str) -> None:
     chat.conversation = await chat.runtime.load(_file(argument), any_draft=True, **chat.settings)
     chat.was_cut = False
-    print_message(f"going on from {argument}, after {len(chat.conversation.messages)} messages")
+    print_message(f"loaded {argument}, a conversation of {len(chat.conversation.messages)} messages")
 
 
 async def _exit(chat: Chat, _: str) -> None:
@@ -268,13 +270,12 @@ async def _help(_: Chat, __: str) -> None:
         ("Ctrl-C", "stops an answer, which stays in the conversation"),
         ("Ctrl-D", "leaves"),
     ]
-    for name, text in rows:
-        print_stderr(f"  {name:<14} {text}")
+    show_pairs(stderr_console(), rows)
 
 
 COMMANDS: dict[str, ChatCommand] = {
     "/help": ChatCommand(_help, "shows this list"),
-    "/more": ChatCommand(_more, "has an answer that was cut off go on"),
+    "/more": ChatCommand(_more, "continues an answer that was cut off"),
     "/reset": ChatCommand(_reset, "forgets the conversation"),
     "/save": ChatCommand(_save, "saves the conversation to a file", "FILE"),
     "/load": ChatCommand(_load, "continues a saved conversation; settings of the command line replace its own", "FILE"),

@@ -20,6 +20,7 @@ from protocol.errors import OutriderError, SettingsError
 from protocol.reprs import shown_path
 from protocol.trace import Event, Span
 from runtime.terminal.tables import UNBOUNDED, show_sections
+from runtime.terminal.word_wrap import WordWrap
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,8 +55,20 @@ def exit_status(outcome: CommandOutcome) -> int:
 
 
 def print_message(message: str) -> None:
-    """Print one line on stderr, after the program's name; line breaks in the message become blanks."""
-    print("outrider:", re.sub(r"\s*\n\s*", " ", message.strip()), file=sys.stderr)
+    """Print a message on stderr, after the program's name, as one line; a terminal wraps it at words."""
+    line = "outrider: " + re.sub(r"\s*\n\s*", " ", message.strip())
+    if _is_terminal():
+        wrap, columns = WordWrap(), _columns(sys.stderr.fileno())
+        line = wrap.add(line, columns) + wrap.flush(columns)
+    print(line, file=sys.stderr)
+
+
+def _columns(fd: int) -> int:
+    """Width of a terminal as it is now; 0 if it is not known."""
+    try:
+        return os.get_terminal_size(fd).columns
+    except OSError:
+        return 0
 
 
 def cut_message(statistics: Statistics, context_length: int | None, *, in_chat: bool = False) -> str:
@@ -102,10 +115,7 @@ class Output:
     @property
     def columns(self) -> int:
         """Width of the terminal as it is now; 0 if stdout is no terminal, or one of unknown width."""
-        try:
-            return os.get_terminal_size(self._fd).columns if self.is_terminal else 0
-        except OSError:
-            return 0
+        return _columns(self._fd) if self.is_terminal else 0
 
     def echo(self, prompt: str) -> None:
         """Write the prompt, dimmed, if stdout is a terminal."""

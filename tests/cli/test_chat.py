@@ -117,7 +117,7 @@ def test_a_reset_forgets_what_was_said(endless: str, capfd: Any, monkeypatch: An
     _, out, err = piped(capfd, monkeypatch, "--target", endless, *MAX, lines=lines)
     first, second, again = out.splitlines()
     assert first == again != second
-    assert err == CUT * 2 + "outrider: forgotten; the conversation begins anew\n" + CUT
+    assert err == CUT * 2 + "outrider: the conversation is forgotten, and a new one begins\n" + CUT
 
 
 def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, monkeypatch: Any) -> None:
@@ -133,7 +133,7 @@ def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, 
     ("line", "complaint"),
     [
         ("/nope", "there is no command '/nope'"),
-        ("/reset all", "/reset stands alone"),
+        ("/reset all", "/reset takes no argument"),
         ("w1 " * 32, "the target's context of 32"),
     ],
 )

@@ -93,6 +93,9 @@ class Terminal:
     def isatty(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        return -1  # its width is not known
+
     def write(self, text: str) -> int:
         self.text += text
         return len(text)

@@ -1,9 +1,15 @@
-"""Word wrapping of the answers of `outrider chat`."""
+"""Word wrapping of the answers of `outrider chat`, and of messages."""
 
 from __future__ import annotations
 
+import pty
+import sys
+import termios
+
+import pytest
 from sweeps import sweep
 
+from runtime.terminal.display import Output, print_message
 from runtime.terminal.word_wrap import WordWrap
 
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"  # three faces that form one character
@@ -59,3 +65,20 @@ def test_a_width_that_changes_holds_from_the_next_word_on() -> None:
     wrap = WordWrap()
     assert wrap.add("one two three ", 80) + wrap.add("four five ", 9) == "one two three\nfour five"
     assert wrap.add("six seven ", 40) == " six seven"
+
+
+def test_messages_and_answers_have_the_width_that_the_terminal_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, given = pty.openpty()
+    with open(seen, "rb", buffering=0) as screen, open(given, "w") as terminal:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, terminal)
+        output = Output()
+        for columns, written in (
+            (20, b"outrider: a message\r\nof words\r\n"),
+            (40, b"outrider: a message of words\r\n"),
+        ):
+            termios.tcsetwinsize(given, (24, columns))
+            assert output.columns == columns
+            print_message("a message of words")
+            terminal.flush()
+            assert screen.read(1000) == written

@@ -59,13 +59,14 @@ def test_a_text_that_takes_long_to_lay_out_is_shown_less_often(tab: Tab, server:
     seen = tab.page.evaluate(
         """async () => {
             const { GrowingText } = await import("/page/text.js");
-            const element = document.createElement("div"), frames = [], timers = [], seen = [];
+            const place = { thoughts: document.createElement("details"), thinking: document.createElement("div") };
+            const element = (place.text = document.createElement("div")), frames = [], timers = [], seen = [];
             let now = 0, cost = 0;
             performance.now = () => now;
             window.requestAnimationFrame = (paint) => frames.push(paint);
             window.setTimeout = (call, wait) => timers.push([call, wait]);
             const frame = () => { frames.splice(0).forEach((paint) => paint()); seen.push(element.textContent); };
-            const text = new GrowingText(element, (paint) => { paint(); now += cost; });
+            const text = new GrowingText(place, (paint) => { paint(); now += cost; });
             const write = (word) => text.add([{ text: word, isDrafted: false, isThought: false }]);
             text.clear();
             write("quick ");
@@ -209,6 +210,13 @@ def test_the_figures(tab: Tab, server: ScriptedServer) -> None:
     expect(tab["tokens"]).to_have_text("1,200")
     expect(tab["first"]).to_have_text("125 ms")
     expect(tab["read"]).to_have_text("77")
+    exchange.write(prompt_tokens=66, cached_tokens=52)
+    expect(tab["read"]).to_have_text("66, of which 52 cached")
+    exchange.write(proposed=184, accepted=123, accepted_copied=23, rejected_copied=1)
+    expect(tab["acceptance"]).to_have_text("63 %100 of 160, 23 copied")
+    exchange.write(proposed=24, accepted=23, accepted_copied=23, rejected_copied=1)
+    expect(tab["acceptance"]).to_have_text("96 %23 of 24")
+    exchange.write(accepted_copied=0, rejected_copied=0, proposed=0, accepted=0)
     exchange.write(proposed=0, accepted=0, time_to_first_token=2.5, generation_tps=4.25)
     expect(tab["acceptance"]).to_have_text("–")
     expect(tab["first"]).to_have_text("2.50 s")
@@ -415,9 +423,11 @@ def test_an_answer_that_failed_says_so_when_the_page_is_loaded_again(tab: Tab, s
     tab.expect_state("failed")
     tab.page.reload()
     tab.expect_state("failed")
-    expect(tab["state-more"]).to_have_text("The connection was lost in mid-answer. What was written by then is kept.")
-    expect(tab["problem"]).to_be_hidden()
+    tab.expect_failed("The connection was lost in the middle of the answer. The text so far is kept.")
     tab.expect_text("Once upon")
+    tab["retry"].click()
+    assert server.next().body["prompt"] == "Once"
+    expect(tab["prompt"]).to_have_value("")
 
 
 def test_an_answer_too_long_to_keep_is_dropped_with_the_one_before(tab: Tab, server: ScriptedServer) -> None:
@@ -562,7 +572,7 @@ def test_when_to_try_again_may_be_a_date_or_not_be_known(opened: Open, server: S
 def test_a_connection_lost_and_an_error_in_mid_answer_keep_the_text(tab: Tab, server: ScriptedServer) -> None:
     for lose in (Exchange.cut, lambda exchange: exchange.send(b"0\r\n\r\n")):
         lose(writing(tab, server))
-        tab.expect_failed("The connection was lost in mid-answer. What was written by then is kept.")
+        tab.expect_failed("The connection was lost in the middle of the answer. The text so far is kept.")
         tab.expect_text("Once upon")
     exchange = writing(tab, server)
     exchange.event({"error": {"message": "the target failed", "type": "server_error", "param": None, "code": None}})
@@ -578,7 +588,7 @@ def test_an_event_that_makes_no_sense_ends_the_answer(tab: Tab, server: Scripted
     for data in ("{", "[]", "null", "3", '"text"', "<html>"):
         exchange = writing(tab, server)
         exchange.event(data)
-        tab.expect_failed("The server sent something that cannot be read as an answer.")
+        tab.expect_failed("The server sent a response that this page cannot read.")
         tab.expect_text("Once upon")
         exchange.wait_gone()
 
@@ -588,7 +598,7 @@ def test_an_answer_that_is_no_stream_is_not_shown(tab: Tab, server: ScriptedServ
     exchange = server.next()
     exchange.start("text/html")
     exchange.stream(b"<b>hello</b>")
-    tab.expect_failed("The server sent something that cannot be read as an answer.")
+    tab.expect_failed("The server sent a response that this page cannot read.")
     tab.expect_text("")
     exchange.wait_gone()
 
@@ -630,13 +640,19 @@ def test_a_server_without_speculation_will_do(tab: Tab, server: ScriptedServer) 
     expect(tab["acceptance"]).to_have_text("–")
 
 
-def test_a_target_without_a_drafter_has_no_legend_of_drafts(tab: Tab, server: ScriptedServer) -> None:
-    server.model["draft"] = None
-    tab.load()
-    expect(tab["models"]).to_have_text("tiny/target without a drafter")
-    writing(tab, server)
-    expect(tab.page.locator(".keys").first).not_to_be_visible()
-    tab.expect_text("Once upon")
+def test_the_page_says_what_is_true_of_the_drafter(tab: Tab, server: ScriptedServer) -> None:
+    for draft, title, named, legend in (
+        ("tiny/draft", "One model drafts ahead, the other decides.", "drafted by tiny/draft", 3),
+        ("ngram", "Earlier words are proposed again, the model decides.", "drafted by prompt lookup", 2),
+        (None, "One model writes, without a drafter.", "without a drafter", 0),
+    ):
+        server.model["draft"] = draft
+        tab.load()
+        expect(tab["welcome-title"]).to_have_text(title)
+        expect(tab["models"]).to_have_text(f"tiny/target {named}")
+        written(tab, server)
+        expect(tab.page.locator("#answer .keys li:visible")).to_have_count(legend)
+        tab.page.evaluate("sessionStorage.clear()")
 
 
 @moments
@@ -818,6 +834,11 @@ def test_the_last_prompt_can_be_had_again(tab: Tab, server: ScriptedServer) -> N
     expect(tab["prompt"]).to_be_focused()
 
 
+def test_the_prompt_is_set_in_the_typeface_of_the_page(tab: Tab, server: ScriptedServer) -> None:
+    family = "element => getComputedStyle(element).fontFamily"
+    assert tab["prompt"].evaluate(family) == tab.page.locator("body").evaluate(family)
+
+
 def test_an_example_is_put_into_the_box(tab: Tab) -> None:
     tab.page.get_by_role("button", name="def quicksort(items):").click()
     expect(tab["prompt"]).to_have_value("def quicksort(items):")
@@ -906,6 +927,21 @@ def test_a_phone_is_wide_enough(opened: Open, server: ScriptedServer, width: int
     tab["settings-button"].click()
     assert tab.sideways == 0
     expect(tab["send"]).to_be_in_viewport(ratio=1)
+
+
+def test_on_a_phone_send_closes_the_settings_and_nothing_hides_an_error(opened: Open, server: ScriptedServer) -> None:
+    tab = opened(viewport={"width": 360, "height": 480}, has_touch=True, is_mobile=True)
+    tab["settings-button"].click()
+    exchange = writing(tab, server, "Once", *["\nline"] * 80)
+    expect(tab["settings"]).to_be_hidden()
+    exchange.event({"error": {"message": "no " * 150}})
+    tab.expect_state("failed")
+    tab["settings-button"].click()
+    tab["prompt"].fill("\n" * 20)
+    for place in (0, 9999):
+        tab.page.evaluate("place => scrollTo(0, place)", place)
+        for element in ("problem", "retry", "send"):
+            expect(tab[element]).to_be_in_viewport(ratio=1)
 
 
 @pytest.mark.parametrize("width", [320, 400])

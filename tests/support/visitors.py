@@ -59,7 +59,7 @@ class Tab:
             self._wrong.append(f"asks another host: {request.url}")
 
     def check(self) -> None:
-        assert self._wrong == []
+        assert self._wrong == [], self._wrong
 
     def leave(self) -> None:
         """Leave the page, for the next test."""

@@ -1,16 +1,15 @@
 /** The page: a prompt, its answer while it is written, and how the models made it. */
 
 import { Calls } from "./calls.js";
-import { Conversation, answerNodes } from "./conversation.js";
+import { Conversation } from "./conversation.js";
 import { Figures } from "./figures.js";
 import { Following } from "./following.js";
 import { Failure, Generation, isChat, models } from "./generation.js";
 import { forgetAnswer, keepAnswer, recallAnswer } from "./kept.js";
 import { recallKey } from "./key.js";
 import { watchLoading } from "./loading.js";
-import { isFormatted } from "./markdown.js";
 import { browser, tab } from "./memory.js";
-import { byline, choose, namesOf } from "./models.js";
+import { WELCOMES, byline, choose, drafterOf, namesOf } from "./models.js";
 import { Settings } from "./settings.js";
 import { Strip } from "./strip.js";
 import { GrowingText } from "./text.js";
@@ -31,11 +30,14 @@ const EXAMPLES = {
   chat: ["Explain speculative decoding in three sentences.", "Write a haiku about a dog that runs ahead.", "Sort a list in Python without sort()."],
 };
 
+/** On such screens the settings would cover the answer. */
+const LITTLE_ROOM = matchMedia("(max-width: 720px), (max-height: 620px)");
+
 const prompt = $("prompt");
 const figures = new Figures($("figures"));
 const following = new Following($("follow"));
 const strip = new Strip($("strip"));
-const text = new GrowingText($("text"), (paint) => following.while(paint));
+const text = new GrowingText({ thoughts: $("thoughts"), thinking: $("thinking"), text: $("text") }, (paint) => following.while(paint));
 const calls = new Calls($("calls"));
 const conversation = new Conversation($("past"));
 const settings = new Settings($("settings"), () => {
@@ -61,8 +63,6 @@ let isKept = false;
 let looking = 0;
 /** Whether the next question replaces the last one. */
 let isEditing = false;
-/** Whether the page or its reader has folded or unfolded the reasoning. */
-let hasFolded = false;
 
 // --- an answer ------------------------------------------------------------------------------------
 
@@ -73,6 +73,7 @@ async function ask(question) {
     settings.wrong.reportValidity();
     return;
   }
+  if (LITTLE_ROOM.matches) openSettings(false);
   remember();
   leave();
   asked = question;
@@ -80,10 +81,7 @@ async function ask(question) {
   begunAt = performance.now();
   generation = new Generation({
     changed: () => show(),
-    wrote: (pieces) => {
-      text.add(pieces);
-      if (pieces.some((piece) => !piece.isThought && piece.text.trim() !== "")) foldThoughts();
-    },
+    wrote: (pieces) => text.add(pieces),
     called: (pieces) => calls.add(pieces),
     counted: (statistics) => {
       figures.count(statistics);
@@ -135,17 +133,6 @@ function beginAnew() {
   fill("");
 }
 
-/** Fold the reasoning away once the answer begins. */
-function foldThoughts() {
-  if (!hasFolded) showThoughts(false);
-}
-
-function showThoughts(isShown) {
-  hasFolded = true;
-  $("text").classList.toggle("folded", !isShown);
-  $("thoughts").setAttribute("aria-expanded", String(isShown));
-}
-
 /** End the current answer and show nothing of it: another one replaces it, or the conversation is over. */
 function leave() {
   const left = generation;
@@ -166,9 +153,10 @@ async function modelFor(mine) {
 
 /** Repeat what failed: the answer, or asking the server for its models. */
 function retry() {
+  const { failure } = trouble;
   hideTrouble();
   prompt.focus();
-  if (generation === null || !generation.failure || isKept) greet();
+  if (generation === null || !generation.failure || (isKept && failure !== generation.failure)) greet();
   else if (isPutBack && prompt.value.trim() !== "") send();
   else ask(asked);
 }
@@ -216,12 +204,10 @@ function begin(isQuestion) {
   showAll(false);
   $("welcome").hidden = true;
   $("instruments").hidden = $("answer").hidden = false;
-  $("timeline").hidden = $("copy").hidden = $("view").hidden = $("formatted").hidden = true;
-  $("text").hidden = $("edit").hidden = false;
+  $("timeline").hidden = $("copy").hidden = true;
+  $("edit").hidden = false;
   $("anew").hidden = conversation.isEmpty;
   calls.clear();
-  showThoughts(true);
-  hasFolded = false;
   showQuestion(isQuestion);
   showAnswering(null);
   hideTrouble();
@@ -244,7 +230,7 @@ function show() {
   $("state").dataset.state = state;
   $("state-word").textContent = STATES[state];
   $("text").setAttribute("aria-busy", String(!isOver));
-  $("text").classList.toggle("growing", state === "writing");
+  $("answer").classList.toggle("growing", state === "writing");
   following.isGrowing = !isOver;
   showStop(!isOver);
   tick();
@@ -260,25 +246,20 @@ function showEnd() {
   if (id !== null) $("timeline").href = `/timelines/${encodeURIComponent(id)}`;
   $("copy").hidden = text.text === "" || !navigator.clipboard;
   $("anew").hidden = $("question").hidden;
-  showFormatted();
-  if (isKept) return;
   if (failure) {
     known = null; // the next time, it may be another server
     showTrouble(failure);
-    if (text.pieces.length === 0) putBack();
+    if (text.pieces.length === 0 && !isKept) putBack();
   }
-  keep();
+  if (!isKept) keep();
 }
 
-/** Show the answer to a question formatted, if that makes a difference and the reader has not chosen it as written. */
+/** Show the answer to a question formatted, unless the reader has chosen it as written. */
 function showFormatted() {
-  $("view").hidden = $("question").hidden || !isFormatted(text.text);
-  const isWritten = $("view").hidden || browser.recall("view") === "written";
+  const isWritten = browser.recall("view") === "written";
+  $("view").hidden = $("question").hidden;
   $("view").setAttribute("aria-pressed", String(isWritten));
-  $("formatted").hidden = isWritten;
-  $("text").hidden = !isWritten;
-  $("formatted").replaceChildren(...(isWritten ? [] : answerNodes(text)));
-  $("thoughts").hidden = !text.hasThoughts || !isWritten;
+  text.format(!$("view").hidden && !isWritten);
 }
 
 /** Put a prompt that got no answer back into the box, unless another one is being written there. */
@@ -289,7 +270,7 @@ function putBack() {
   keepPrompt();
   text.clear();
   showAnswering(null);
-  $("question").hidden = $("edit").hidden = true;
+  $("question").hidden = $("edit").hidden = $("view").hidden = true;
   $("answer").hidden = conversation.isEmpty; // otherwise it has the button for a new chat
 }
 
@@ -311,18 +292,16 @@ function showKept() {
   begin(kept.isChat);
   showAnswering(kept.model ?? null);
   text.add(kept.pieces);
-  if (text.text.trim() !== "" || kept.pieces.some((piece) => !piece.isThought)) foldThoughts();
   figures.count(kept.counts);
   strip.add(kept.spans);
   strip.change(kept.changes);
   strip.reach(kept.counts.elapsed ?? 0);
   show();
+  isPutBack = tab.recall("prompt") === asked;
 }
 
 function tick() {
   $("state-more").textContent = more();
-  $("thought-key").hidden = !text.hasThoughts;
-  $("thoughts").hidden = !text.hasThoughts || $("text").hidden;
   const beside = strip.beside === null ? null : Math.round(100 * strip.beside);
   $("beside").textContent = beside === null ? "drafts" : `${beside} % of drafting`;
   $("waiting").textContent = beside === null ? "drafts" : `${100 - beside} %`;
@@ -330,7 +309,7 @@ function tick() {
 
 function more() {
   const { read } = figures;
-  return told(generation, { sinceMs: performance.now() - begunAt, read, hasText: text.text !== "", isKept });
+  return told(generation, { sinceMs: performance.now() - begunAt, read, hasText: text.text !== "" });
 }
 
 /** Have the state read out, unless it is over in a moment, as waiting may be. */
@@ -351,10 +330,17 @@ function showAnswering(id) {
   $("by").replaceChildren(...(id === null ? [] : [byline(id)]));
 }
 
-/** Show in the instruments whether the model has a drafter. */
+/** Show what drafts for a model, if anything does. */
 function showDrafter(model) {
-  document.body.classList.toggle("undrafted", !model.draft);
-  strip.hasDrafter = model.draft !== null;
+  const drafter = drafterOf(model);
+  const [title, [before, example = "", after = ""]] = WELCOMES[drafter];
+  const tinted = document.createElement("em");
+  tinted.className = drafter === "ngram" ? "drafted copied" : "drafted";
+  tinted.textContent = example;
+  $("welcome-title").textContent = title;
+  $("welcome-text").replaceChildren(before, ...(example ? [tinted, after] : []));
+  document.body.dataset.drafter = drafter;
+  strip.drafter = drafter;
 }
 
 /** Show the prompt of an answer: as a question above it, or as the beginning of the text that is continued. */
@@ -364,6 +350,7 @@ function showQuestion(isQuestion) {
   $("question").hidden = !isQuestion;
   $("question").textContent = isLong ? `${asked.slice(0, SHOWN_OF_PROMPT)}…` : asked;
   text.clear();
+  showFormatted();
   if (isQuestion) return;
   const lead = document.createElement("span");
   lead.className = "prompt";
@@ -400,6 +387,7 @@ function showExamples() {
     const button = document.createElement("button");
     button.type = "button";
     button.textContent = example;
+    if (!isChat(known)) button.className = "code";
     button.addEventListener("click", () => fill(example));
     item.append(button);
     return item;
@@ -481,7 +469,6 @@ $("edit").addEventListener("click", () => {
   fill(asked);
 });
 $("anew").addEventListener("click", beginAnew);
-$("thoughts").addEventListener("click", () => showThoughts($("text").classList.contains("folded")));
 $("view").addEventListener("click", () => {
   browser.keep("view", browser.recall("view") === "written" ? "formatted" : "written");
   following.while(showFormatted);

@@ -1,9 +1,10 @@
 /** The conversation before the newest question: its messages, and its place on the page. */
 
 import { copyButton } from "./copying.js";
-import { formatted } from "./markdown.js";
+import { Markdown } from "./markdown.js";
 import { tab } from "./memory.js";
 import { byline } from "./models.js";
+import { Tinted } from "./tinted.js";
 
 /** Most characters that the tab keeps for when the page is reloaded. */
 const MOST = 1_000_000;
@@ -56,15 +57,15 @@ export class Conversation {
     question.textContent = turn.asked;
     const answer = document.createElement("div");
     answer.className = "formatted";
-    answer.append(...answerNodes(turn));
-    section.append(question, byline(turn.model), answer, copyButton(() => turn.text, "Copy this answer"));
+    new Markdown(answer).add(new Tinted(turn.text));
+    section.append(question, byline(turn.model), ...thoughtsOf(turn), answer, copyButton(() => turn.text, "Copy this answer"));
     this.#element.append(section);
   }
 }
 
-/** @param {{thoughts: string, text: string}} answer as elements: the reasoning folded, and the text formatted. */
-export function answerNodes({ thoughts, text }) {
-  if (thoughts.trim() === "") return formatted(text);
+/** The reasoning of an answer, folded; nothing if there is none. */
+function thoughtsOf({ thoughts }) {
+  if (thoughts.trim() === "") return [];
   const folded = document.createElement("details");
   const summary = document.createElement("summary");
   const inside = document.createElement("div");
@@ -72,7 +73,7 @@ export function answerNodes({ thoughts, text }) {
   summary.textContent = "Thinking";
   inside.textContent = thoughts.trim();
   folded.append(summary, inside);
-  return [folded, ...formatted(text)];
+  return [folded];
 }
 
 /** The turns that were kept, by any version of this page. */

@@ -13,16 +13,18 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 const TOLD = {
   acceptance: ({ proposed, accepted, accepted_copied = 0, rejected_copied = 0, drafter }) => {
     const own = accepted - accepted_copied;
-    const of = proposed - accepted_copied - rejected_copied;
-    const copied = accepted_copied > 0 ? `${count(accepted_copied)} copied` : undefined;
-    if (of > 0) return [percent(own / of), `${count(own)} of ${count(of)}${copied ? `, ${copied}` : ""}`];
-    return drafter === "resting" || copied ? [drafter === "resting" ? "resting" : NONE, copied] : null;
+    const copied = accepted_copied + rejected_copied;
+    const of = proposed - copied;
+    if (of > 0) return [percent(own / of), `${count(own)} of ${count(of)}${accepted_copied ? `, ${count(accepted_copied)} copied` : ""}`];
+    if (copied > 0) return [percent(accepted_copied / copied), `${count(accepted_copied)} of ${count(copied)}`];
+    return drafter === "resting" ? ["resting"] : null;
   },
   speed: ({ generation_tps, rows_per_pass }) =>
     generation_tps > 0 ? [rate(generation_tps), rows_per_pass > 1 ? `${rows_per_pass.toFixed(1)} streams a pass` : undefined] : null,
   tokens: ({ generated_tokens }) => (isNumber(generated_tokens) ? [count(generated_tokens)] : null),
   first: ({ time_to_first_token }) => (isNumber(time_to_first_token) ? [duration(time_to_first_token)] : null),
-  read: ({ prompt_tokens }) => (isNumber(prompt_tokens) ? [count(prompt_tokens)] : null),
+  read: ({ prompt_tokens, cached_tokens }) =>
+    isNumber(prompt_tokens) ? [count(prompt_tokens), cached_tokens > 0 ? `, of which ${count(cached_tokens)} cached` : undefined] : null,
 };
 
 export class Figures {

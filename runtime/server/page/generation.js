@@ -22,9 +22,9 @@ export class Failure extends Error {
 }
 
 const UNREACHABLE = "The server cannot be reached. Is it still running?";
-const CUT = "The connection was lost in mid-answer. What was written by then is kept.";
+const CUT = "The connection was lost in the middle of the answer. The text so far is kept.";
 const CUT_EARLY = "The connection was lost before the first word.";
-const UNREADABLE = "The server sent something that cannot be read as an answer.";
+const UNREADABLE = "The server sent a response that this page cannot read.";
 
 /** Statuses below 500 after which a retry may succeed. 404 is for a model that has changed: the retry asks which there is. */
 const PASSING = [404, 408, 429];

@@ -22,6 +22,7 @@ const IDLE = {
   overdue: ["late: the target goes on without it", "late"],
   left: ["gone: the target decodes alone", "gone"],
   none: ["none: the target decodes alone", "none"],
+  ngram: ["prompt lookup: takes no time", "lookup"],
 };
 
 const TICKS = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600];
@@ -37,7 +38,7 @@ export class Strip {
   #frame = 0;
   #colours = {};
   #changes;
-  #hasDrafter = true;
+  #drafter = "model";
   /** Whether the whole answer is shown, and not only its latest part. */
   showsAll = false;
 
@@ -81,8 +82,9 @@ export class Strip {
     this.#soon();
   }
 
-  set hasDrafter(has) {
-    this.#hasDrafter = has;
+  /** @param {string} drafter "none", "ngram" or "model". */
+  set drafter(drafter) {
+    this.#drafter = drafter;
     this.#soon();
   }
 
@@ -122,7 +124,7 @@ export class Strip {
 
   /** The times in which the drafter did not draft, and why. */
   get #idle() {
-    if (!this.#hasDrafter) return [{ state: "none", from: 0, to: this.#end }];
+    if (this.#drafter !== "model") return [{ state: this.#drafter, from: 0, to: this.#end }];
     return this.#changes
       .map(({ at, state }, i) => ({ state, from: at, to: this.#changes[i + 1]?.at ?? this.#end }))
       .filter(({ state }) => Object.hasOwn(IDLE, state));

@@ -1,38 +1,33 @@
-/** A text that grows by pieces, many of them at a time, and stays fast when it is long. */
+/** An answer that grows by pieces, many of them at a time, and stays fast when it is long. */
 
-/** After this many characters, the next line begins a new block: the browser lays out only the last block again. */
-const BLOCK = 2000;
+import { Markdown } from "./markdown.js";
+import { RawText } from "./raw_text.js";
+import { Tinted } from "./tinted.js";
 
-/**
- * A text without line breaks is one long block, whose layout may take longer than a frame. The next pieces wait for this
- * many times the duration of the last layout.
- */
+/** The next pieces wait for this many times the duration of the last layout. */
 const REST = 4;
 
-/** White space that would be a block of colour if it were tinted like words. */
-const INDENT = /([ \t]{2,})/;
-
 export class GrowingText {
-  #element;
+  #place;
   #painted;
+  #painter;
+  #thinking;
   #pending = [];
   #frame = 0;
   #timer = 0;
   #restsUntil = 0;
-  #block = null;
-  #blockLength = 0;
-  #run = null;
   #pieces = [];
-  #isThought = false;
-  #hasThoughts = false;
+  #hasText = false;
 
   /**
-   * @param {HTMLElement} element
+   * @param {{thoughts: HTMLDetailsElement, thinking: HTMLElement, text: HTMLElement}} place the reasoning with its
+   *   text inside, and the text of the answer.
    * @param {(paint: () => void) => void} painted calls `paint`, which changes the page.
    */
-  constructor(element, painted = (paint) => paint()) {
-    this.#element = element;
+  constructor(place, painted = (paint) => paint()) {
+    this.#place = place;
     this.#painted = painted;
+    this.clear();
   }
 
   /** The text that was written, without thoughts and without the lead. */
@@ -49,24 +44,29 @@ export class GrowingText {
     return this.#pieces.map(({ text, isThought }) => (isThought ? text : "")).join("");
   }
 
-  get hasThoughts() {
-    return this.#hasThoughts;
-  }
-
-  /** Begin a new text. */
+  /** Begin a new text, as it is written. */
   clear() {
     this.#cancel();
     this.#restsUntil = 0;
     this.#pending = [];
     this.#pieces = [];
-    this.#isThought = this.#hasThoughts = false;
-    this.#element.replaceChildren();
-    this.#begin();
+    this.#hasText = false;
+    this.#place.thoughts.hidden = this.#place.thoughts.open = true;
+    this.#thinking = new RawText(this.#place.thinking);
+    this.format(false);
   }
 
-  /** Put a node in front of the text, in its first line; it is not part of the text. */
+  /** @param {boolean} isFormatted whether the text is shown as the Markdown that it may be, or as it is written. */
+  format(isFormatted) {
+    const { text } = this.#place;
+    text.classList.toggle("formatted", isFormatted);
+    this.#painter = new (isFormatted ? Markdown : RawText)(text);
+    this.#painter.add(Tinted.of(this.#pieces.filter((piece) => !piece.isThought)));
+  }
+
+  /** Put a node in front of a text that is shown as it is written; it is not part of the text. */
   lead(node) {
-    this.#block.append(node);
+    this.#painter.lead(node);
   }
 
   /** @param {{text: string, isDrafted: boolean, isCopied: boolean, isThought: boolean}[]} pieces shown with the next frame, or soon. */
@@ -86,8 +86,8 @@ export class GrowingText {
     const pieces = this.#pending;
     const began = performance.now();
     this.#pending = [];
-    this.#painted(() => pieces.forEach((piece) => this.#append(piece)));
-    this.#element.getBoundingClientRect(); // forces the layout, which is the slow part
+    this.#painted(() => this.#show(pieces));
+    this.#place.text.getBoundingClientRect(); // forces the layout, which is the slow part
     const now = performance.now();
     this.#restsUntil = now + REST * (now - began);
   }
@@ -98,53 +98,23 @@ export class GrowingText {
     this.#frame = this.#timer = 0;
   }
 
-  #append({ text, isDrafted, isCopied, isThought }) {
+  #show(pieces) {
+    const { thoughts } = this.#place;
+    pieces.forEach((piece) => this.#remember(piece));
+    const [thought, said] = [true, false].map((is) => Tinted.of(pieces.filter((piece) => piece.isThought === is)));
+    if (thought.length) thoughts.hidden = false;
+    if (thought.length || said.length) thoughts.classList.toggle("end", said.length === 0);
+    this.#thinking.add(thought);
+    this.#painter.add(said);
+    // The reasoning is folded away once the answer begins; its reader may unfold it.
+    if (this.#hasText || said.text.trim() === "") return;
+    this.#hasText = true;
+    thoughts.open = false;
+  }
+
+  #remember({ text, isDrafted, isCopied, isThought }) {
     const before = this.#pieces.at(-1);
     if (before?.isDrafted === isDrafted && before.isCopied === isCopied && before.isThought === isThought) before.text += text;
     else this.#pieces.push({ text, isDrafted, isCopied, isThought });
-    if (isThought !== this.#isThought) this.#turn(isThought);
-    const kind = isCopied ? "drafted copied" : "drafted";
-    if (isDrafted) text.split(INDENT).forEach((part, i) => this.#write(part, i % 2 ? `${kind} blank` : kind));
-    else this.#write(text, "");
-  }
-
-  #write(text, kind) {
-    while (this.#blockLength + text.length > BLOCK) {
-      const end = text.indexOf("\n", Math.max(0, BLOCK - this.#blockLength));
-      if (end < 0) break;
-      this.#put(text.slice(0, end), kind);
-      this.#begin(); // the new block takes the place of the line break
-      text = text.slice(end + 1);
-    }
-    this.#put(text, kind);
-  }
-
-  #put(text, kind) {
-    if (text === "") return;
-    this.#blockLength += text.length;
-    if (this.#run?.className === kind) {
-      this.#run.lastChild.appendData(text);
-      return;
-    }
-    this.#run = document.createElement("span");
-    this.#run.className = kind;
-    this.#run.append(document.createTextNode(text));
-    this.#block.append(this.#run);
-  }
-
-  /** Change between thoughts and text, which never share a block. */
-  #turn(isThought) {
-    this.#isThought = isThought;
-    this.#hasThoughts ||= isThought;
-    if (this.#block.hasChildNodes()) this.#begin();
-    else this.#block.className = isThought ? "thought" : "";
-  }
-
-  #begin() {
-    this.#block = document.createElement("div");
-    this.#block.className = this.#isThought ? "thought" : "";
-    this.#blockLength = 0;
-    this.#run = null;
-    this.#element.append(this.#block);
   }
 }

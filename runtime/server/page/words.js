@@ -26,9 +26,8 @@ export const tokens = (n) => `${count(n)} ${n === 1 ? "token" : "tokens"}`;
  * @param {number} more.sinceMs time since the answer was requested.
  * @param {number[]} more.read how far the prompt was read; see `Figures`.
  * @param {boolean} more.hasText whether anything was written.
- * @param {boolean} more.isKept whether it was kept from before the page was reloaded.
  */
-export function told({ state, finishReason, failure, heardAt }, { sinceMs, read, hasText, isKept }) {
+export function told({ state, finishReason, heardAt }, { sinceMs, read, hasText }) {
   const since = Math.floor(sinceMs / 1000);
   const silentMs = performance.now() - heardAt;
   const silent = silentMs >= SILENCE_MS ? [`nothing heard for ${Math.floor(silentMs / 1000)} s`] : [];
@@ -42,7 +41,7 @@ export function told({ state, finishReason, failure, heardAt }, { sinceMs, read,
     writing: () => silent,
     done: () => [ENDS[finishReason] ?? finishReason],
     stopped: () => (hasText ? [] : ["before the first word"]),
-    failed: () => (isKept ? [failure.message] : []),
+    failed: () => [],
   };
   return parts[state]().join(" · ");
 }
