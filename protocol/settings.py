@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
 from typing import Any, Final, Literal, get_args
 
 import attrs
@@ -225,7 +226,7 @@ class Settings:
             penalties and logits processors do not see the tokens before the prompt, whose ids the file does not have.
             None for none.
 
-    Raises: SettingsError: a value is of the wrong type, out of its range or not finite.
+    Raises: SettingsError: a value is of the wrong type, out of its range or not finite; or there is no such setting.
     """
 
     max_tokens: int | None = attrs.field(
@@ -441,8 +442,13 @@ def with_overrides(settings: SettingsLike | None, overrides: Mapping[str, Any]) 
 def settings_from(keywords: dict[str, Any], beside: Sequence[str] = ()) -> Settings:
     """Settings from keyword arguments of a function that has others `beside` them.
 
-    Raises: SettingsError: as `Settings`, and for an unknown name.
+    Raises: SettingsError: as `Settings`; the hint for an unknown name may be one of the others.
     """
+    _check_names(keywords, beside)
+    return Settings(**keywords)
+
+
+def _check_names(keywords: Iterable[str], beside: Sequence[str] = ()) -> None:
     known = [field.name for field in attrs.fields(Settings)]
     for name in keywords:
         if name not in known:
@@ -455,7 +461,20 @@ def settings_from(keywords: dict[str, Any], beside: Sequence[str] = ()) -> Setti
             else:
                 hint = f"the settings are {', '.join(known)}"
             raise SettingsError(f"there is no setting {shown(name)}; {hint}")
-    return Settings(**keywords)
+
+
+def _with_hints(init: Callable[..., None]) -> Callable[..., None]:
+    """Attrs' constructor of `Settings`, whose error for an unknown name has a hint."""
+
+    @wraps(init)
+    def checked(self: Settings, **keywords: Any) -> None:
+        _check_names(keywords)
+        init(self, **keywords)
+
+    return checked
+
+
+Settings.__init__ = _with_hints(Settings.__init__)  # type: ignore[method-assign]
 
 
 def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from runtime.engine.runtime import Health, Runtime
     from runtime.generation.conversation import Conversation
     from runtime.generation.grammar import Grammar
-    from runtime.generation.many_prompts import Completions, TokenStreams
+    from runtime.generation.many_prompts import Completions
     from runtime.generation.reasoning import ReasoningTracker
     from runtime.generation.token_reader import Token
     from runtime.generation.token_stream import Completion, TokenStream
@@ -91,7 +91,7 @@ __all__ = [
     "ReasoningPart", "ReasoningTracker", "RewindError", "Runtime", "RuntimeBrokenError", "RuntimeClosedError",
     "Score", "ScoredToken", "SessionFileError", "Settings", "SettingsError", "Share", "Span", "Stateless",
     "Statistics", "StreamBusyError", "StreamFailedError", "Suggestion", "TextPart", "Token", "TokenStream",
-    "TokenStreams", "ToolCall", "TopLogprob", "VocabularyMismatchError", "WrongEventLoopError", "aio", "follow",
+    "ToolCall", "TopLogprob", "VocabularyMismatchError", "WrongEventLoopError", "aio", "follow",
     "generate_sync", "join_ranks", "keep_open", "open", "open_sync", "stateless", "stream", "suggest_draft",
     "sync",
 ]  # fmt: skip
@@ -114,7 +114,7 @@ _HOMES = {
     "runtime.engine.runtime": "Health Runtime",
     "runtime.generation.conversation": "Conversation",
     "runtime.generation.grammar": "Grammar",
-    "runtime.generation.many_prompts": "Completions TokenStreams",
+    "runtime.generation.many_prompts": "Completions",
     "runtime.generation.reasoning": "ReasoningTracker",
     "runtime.generation.token_reader": "Token",
     "runtime.generation.token_stream": "Completion TokenStream",
@@ -179,4 +179,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, "__version__"})
+    return sorted([*__all__, "__version__"])

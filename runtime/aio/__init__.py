@@ -23,14 +23,14 @@ from protocol.reprs import shown
 from runtime.bridge.opener import make_opener
 
 if TYPE_CHECKING:
-    from runtime.aio.runtime import Completions, Conversation, Runtime, TokenStream, TokenStreams
+    from runtime.aio.runtime import Completions, Conversation, Runtime, TokenStream
     from runtime.engine.opening import OpenArguments
     from runtime.loading.model_sources import Source
 
-__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "TokenStreams", "open"]
+__all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
 
 # Imported when they are named, or by the trio thread.
-_HANDLES = ("Completions", "Conversation", "Runtime", "TokenStream", "TokenStreams")
+_HANDLES = ("Completions", "Conversation", "Runtime", "TokenStream")
 _MODULE = "runtime.aio.runtime"
 
 
@@ -126,3 +126,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_MODULE), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

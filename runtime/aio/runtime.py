@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Generic, Self, TypeVar
 
-from protocol.errors import StreamBusyError, WrongEventLoopError
+import attrs
+
+from protocol.errors import RuntimeClosedError, StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
 from runtime.aio import asyncio_loop
-from runtime.aio.thread import AioThread
-from runtime.bridge.handles import ConversationHandle, IteratorHandle, MergedHandle, RuntimeHandle, StreamHandle
+from runtime.aio.thread import AioThread, LoopIterator
+from runtime.bridge.handles import ConversationHandle, IteratorHandle, RuntimeHandle, StreamHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeCall
 from runtime.generation.conversation import Conversation as TrioConversation
-from runtime.generation.many_prompts import AwaitableCompletions
+from runtime.generation.many_prompts import CLOSED, AwaitableCompletions, C
 from runtime.generation.many_prompts import Completions as TrioCompletions
 from runtime.generation.token_reader import Token
 from runtime.generation.token_stream import Completion
@@ -63,6 +65,9 @@ class AioBridge(RuntimeBridge):
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return coroutine
+
+    def iterated(self, items: Any) -> AsyncIterator[Any]:
+        return LoopIterator(self.thread.loop, aiter(items))
 
 
 class AsyncIteration(IteratorHandle[Any, Any, Item]):
@@ -138,20 +143,73 @@ class TokenStream(AsyncIteration[Token], StreamHandle):
         return self
 
 
-class Completions(AsyncIteration[tuple[int, Completion]], MergedHandle[Completion], AwaitableCompletions):
+@attrs.define(eq=False)
+class CompletionsSource(Generic[C]):
+    """The completions of many prompts, as a source for a bridge stream."""
+
+    completions: TrioCompletions[C]
+    is_over: bool = False  # all were given
+    error: Exception | None = None  # that ended them early, if one did
+
+    async def receive(self) -> Sequence[tuple[int, C]]:
+        # An exception is for the consumer; raised from here, it would end the trio loop.
+        try:
+            item = await anext(self.completions, None)
+        except Exception as error:
+            self.error = error
+            return ()
+        self.is_over = item is None
+        return () if item is None else (item, *self.completions.ready())
+
+    def drain(self) -> Sequence[tuple[int, C]]:
+        return ()
+
+    def close(self) -> None:
+        self.completions.close()
+
+
+class Completions(AsyncIteration[tuple[int, C]], AwaitableCompletions[C]):
     """The completions of many prompts: `runtime.Completions` for asyncio."""
 
-    async def __anext__(self) -> tuple[int, Completion]:
+    _num_finished = 0
+    _is_over = False  # all were given
+
+    def __init__(self, bridge: AioBridge, begin: Callable[[], TrioCompletions[C]]) -> None:
+        super().__init__(bridge, lambda: CompletionsSource(begin()))
+
+    def __repr__(self) -> str:
+        state = "over" if self._is_over else "closed" if self._is_closed else "under way"
+        source = self._bridge_stream.source
+        num_prompts = None if source is None else source.completions.num_prompts
+        of = "" if num_prompts is None else f" of {num_prompts}"
+        return f"<outrider aio.Completions, {state}: {self._num_finished}{of} given>"
+
+    async def __anext__(self) -> tuple[int, C]:
         """The next finished completion, with the index of its prompt. Raises: as when awaited."""
         self._check_not_gathering()
         return await super().__anext__()
 
+    @property
+    def _has_ended_early(self) -> bool:
+        return self._is_closed and not self._is_over
+
+    def _must_request(self, source: CompletionsSource[C]) -> bool:
+        return not self._is_closed and not self._arrived
+
+    def _take_next(self, source: CompletionsSource[C]) -> tuple[int, C] | None:
+        if not self._is_closed and self._arrived:
+            self._num_finished += 1
+            arrived: tuple[int, C] = self._arrived.popleft()
+            return arrived
+        if not self._is_closed:
+            self._is_over = source.is_over
+            self._close()
+        if self._is_over:
+            return None
+        raise source.error or RuntimeClosedError(CLOSED)
+
     async def _checkpoint(self) -> None:
         await asyncio.sleep(0)
-
-
-class TokenStreams(AsyncIteration[tuple[int, Token]], MergedHandle[Token]):
-    """The tokens of many prompts as they come: `runtime.TokenStreams` for asyncio; see `Runtime.stream_many`."""
 
 
 class Conversation(ConversationHandle[TokenStream, Waiting[Completion], Waiting[int], Waiting[bool]]):
@@ -169,8 +227,8 @@ class Conversation(ConversationHandle[TokenStream, Waiting[Completion], Waiting[
 class Runtime(
     RuntimeHandle[
         TokenStream,
-        TokenStreams,
-        Completions,
+        Completions[Completion],
+        Completions[Completion | Exception],
         Conversation,
         Waiting[Completion],
         Waiting[Score],
@@ -189,7 +247,6 @@ class Runtime(
 
     _bridge: AioBridge
     _stream_handle = TokenStream
-    _many_handle = TokenStreams
     _conversation_handle = Conversation
 
     async def aclose(self) -> None:
@@ -201,7 +258,7 @@ class Runtime(
         self._bridge.check_loop()
         await self._bridge.thread.stop_and_join()
 
-    def _completions(self, begin: Callable[[], TrioCompletions]) -> Completions:
+    def _completions(self, begin: Callable[[], TrioCompletions[C]]) -> Completions[C]:
         return Completions(self._bridge, begin)
 
     def _new_conversation(

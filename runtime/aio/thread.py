@@ -1,13 +1,18 @@
-"""A trio thread for callers in one asyncio loop."""
+"""A trio thread for callers in one asyncio loop, and what it takes from that loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
 
+import outcome
+import trio
+
+from protocol.errors import RuntimeClosedError
 from runtime.aio import asyncio_loop
 from runtime.bridge.trio_thread import BridgeFuture, TrioThread
 
@@ -52,3 +57,58 @@ class AioThread(TrioThread):
         # The main thread too: the interpreter's exit joins this thread, and leaves the loop of a daemon thread open.
         owners = self._owner, threading.main_thread()
         return not self.loop.is_closed() and all(owner.is_alive() for owner in owners)
+
+
+class LoopIterator(Generic[T]):
+    """An async iterator of an asyncio loop, for tasks in the trio thread; each item is awaited in the loop, in a task
+    with the context of the code that has made this object.
+
+    Cancellation: cancels the task.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, items: AsyncIterator[T]) -> None:
+        self._loop, self._items = loop, items
+        self._context = contextvars.copy_context()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> T:
+        """Raises: as the iterator; RuntimeClosedError: the loop is closed, or has cancelled the task."""
+        arrived, has_arrived = [], trio.Event()
+        trio_token = trio.lowlevel.current_trio_token()
+        tasks: list[asyncio.Task[None]] = []
+
+        def arrive(result: outcome.Outcome[T]) -> None:
+            arrived.append(result)
+            has_arrived.set()
+
+        async def take() -> None:
+            result: outcome.Outcome[T]
+            try:
+                result = outcome.Value(await anext(self._items))
+            except (Exception, asyncio.CancelledError) as error:
+                is_cancelled = isinstance(error, asyncio.CancelledError)
+                closed = RuntimeClosedError("the asyncio loop has cancelled the iteration over the prompts")
+                result = outcome.Error(closed if is_cancelled else error)
+            with suppress(trio.RunFinishedError):
+                trio_token.run_sync_soon(arrive, result)
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(take(), context=self._context))
+
+        def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+        except RuntimeError:
+            raise RuntimeClosedError("the asyncio loop of the prompts is closed") from None
+        try:
+            await has_arrived.wait()
+        except trio.Cancelled:
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(cancel)
+            raise
+        return arrived[0].unwrap()

@@ -315,13 +315,19 @@ FAILURE = Figure("failure", lambda entry: entry.benchmark.contest.failures.get(e
 TOKENS_PER_ROUND = Figure("tokens_per_round", share("num_tokens", "rounds"), "a round", ".2f")
 # Share of verdicts whose text had been drafted ahead.
 HIT_RATE = Figure("hit_rate", share("hits", "hits", "misses"), "hits", ".0%")
-# The fraction of the time in which each model's thread worked.
+
+
+def _busy(row: Record) -> list[float | None]:
+    return [row.target_busy] if row.target_busy is None else [row.target_busy, row.draft_busy]
+
+
+# The fraction of the time in which each model's thread worked; None for a drafter that took no step.
 BUSY = (
     Figure("target_busy", share("target_seconds", "seconds")),
-    Figure("draft_busy", share("draft_seconds", "seconds")),
+    Figure("draft_busy", lambda entry: share("draft_seconds", "seconds")(entry) if entry.total("drafted") else None),
     Figure(
         heading="busy",
-        show=lambda row: "–" if row.target_busy is None else f"{row.target_busy:.0%} {row.draft_busy:.0%}",
+        show=lambda row: " ".join("–" if each is None else f"{each:.0%}" for each in _busy(row)),
     ),
 )
 SAME_TEXTS = (
@@ -348,8 +354,8 @@ def failures(result: Record) -> Iterator[str]:
     """Which contenders cannot run, and why; and whether the machine became slower."""
     if result.clock is not None and result.clock < MIN_CLOCK:
         yield (
-            f"The machine became slower meanwhile: at the end the first row had {result.clock:.2f} times its speed. "
-            "Compare nothing of this run with another one."
+            f"The machine slowed down during the run: at the end the first row had {result.clock:.2f} times its speed. "
+            "Do not compare figures of this run with another."
         )
     for name, why in dict.fromkeys((row.name, row.failure) for row in result.rows if row.failure is not None):
         yield f"{name} cannot run: {why}"

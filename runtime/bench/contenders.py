@@ -21,6 +21,7 @@ from mlx_lm.sample_utils import make_sampler
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import Job
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
+from protocol.prices import Estimates
 from protocol.statistics import Statistics
 from protocol.trace import Event, Span
 from runtime.engine.events import Events
@@ -129,7 +130,7 @@ class Run:
     verify_seconds: float | None = None  # part of `seconds` in which the target verified or decoded
     target_seconds: float | None = None
     draft_seconds: float | None = None
-    estimates: dict[str, Any] | None = None  # the runtime's estimates of prices at the end of the run
+    estimates: dict[str, Any] | None = None  # at the end of the run; see `observed`
 
     @property
     def num_tokens(self) -> int:
@@ -259,7 +260,7 @@ class ContenderRunner:
             verify_seconds=busy_seconds(passes, window),
             target_seconds=busy_seconds(busy["target"], window),
             draft_seconds=busy_seconds(busy["draft"], window),
-            estimates=None if estimates is None else attrs.asdict(estimates),
+            estimates=None if estimates is None else observed(estimates, statistics),
         )
 
     async def _wait_until_idle(self) -> None:
@@ -302,6 +303,20 @@ class ContenderRunner:
                 "accepted": sum(map(sum, flags)),
             }
         return run_of(texts, began, window_of(texts, began, with_prompts=with_prompts), **counts)
+
+
+def observed(estimates: Estimates, statistics: Sequence[Statistics]) -> dict[str, Any]:
+    """A runtime's estimates after some streams; None in the place of those for which nothing was observed, so that they
+    are zeros or priors.
+    """
+    found: dict[str, Any] = {name: value or None for name, value in attrs.asdict(estimates).items()}
+    if len(estimates.verify_table) < 2:
+        found["verify_seconds_per_token"] = None
+    if found["draft_seconds"] is None:
+        found["contention"] = None
+    if all(each.model_acceptance is None for each in statistics):
+        found["acceptance"] = None
+    return found
 
 
 async def _read(

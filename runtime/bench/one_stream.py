@@ -322,7 +322,9 @@ def _rows_with_estimates(result: Record) -> list[Record]:
 
 def _estimates(row: Record) -> Iterator[tuple[str, str]]:
     for name, value in (row.estimates or {}).items():
-        if isinstance(value, tuple):
+        if value is None:
+            text = "–"
+        elif isinstance(value, tuple):
             text = ", ".join(f"{seconds * 1e3:.2f} ms for {width}" for width, seconds in value)
         elif "seconds" in name and "per_second" not in name:
             text = f"{value * 1e3:.2f} ms"

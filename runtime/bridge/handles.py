@@ -11,27 +11,32 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Generic, Never, TypeVar, Unpack, cast
+from typing import Any, Generic, Literal, Never, TypeVar, Unpack, cast, overload
 
-import attrs
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.argument_aliases import MISSING
-from protocol.errors import RuntimeClosedError
 from protocol.session_state import Commit
 from protocol.settings import SettingsLike, with_overrides
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from protocol.statistics import Counts, Statistics
-from protocol.validation import check_integer
 from runtime.bridge.opener import evaluate_on_this_thread
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeStream, S
 from runtime.engine.runtime import Health
 from runtime.generation.conversation import Conversation as TrioConversation
 from runtime.generation.conversation import Message, turn_settings
-from runtime.generation.many_prompts import Completions, ManyPrompt, is_list, with_settings
-from runtime.generation.merged_streams import Merged
+from runtime.generation.many_prompts import (
+    Completions,
+    ManyPrompt,
+    OnError,
+    Prompts,
+    check_arguments,
+    is_async,
+    is_list,
+    with_settings,
+)
 from runtime.generation.text import Prompt
 from runtime.generation.token_reader import Token, TokenReader
 from runtime.generation.token_stream import Completion, SessionFile, StreamState, completion_of, warn_unread
@@ -42,10 +47,7 @@ from runtime.generation.tool_calls.messages import calls_without_results
 from runtime.generation.tool_calls.tools import StreamArguments, split_tools
 from runtime.loading.model_sources import Source
 
-_CLOSED = "these generations were closed, or their runtime was; begin others with generate_many() or stream_many()"
-
 T = TypeVar("T")
-M = TypeVar("M")
 Item = TypeVar("Item")
 # What a method that waits returns: the result, or in an event loop a coroutine.
 SizeT = TypeVar("SizeT")
@@ -54,8 +56,8 @@ SizeT = TypeVar("SizeT")
 class IteratorHandle(ABC, Generic[S, T, Item]):
     """An iterator's state in the consumer's thread, over what a source in the trio thread produces.
 
-    A concrete class has two bases. One turns what arrives (T) into items for the consumer (Item): `StreamHandle` or
-    `MergedHandle`. The other waits for them: `AsyncIteration` in asyncio, `BlockingIteration` in threads.
+    A concrete class turns what arrives (T) into items for the consumer (Item), as `StreamHandle` does. A base waits for
+    them: `AsyncIteration` in asyncio, `BlockingIteration` in threads.
     """
 
     _is_closed = True  # until there is a bridge stream to close
@@ -203,70 +205,6 @@ class StreamHandle(StreamState, IteratorHandle[CommitSource, Commit, Token]):
         super()._close()
 
 
-@attrs.define(eq=False)
-class MergedSource(Generic[T]):
-    """The items of many generations, as a source for a bridge stream."""
-
-    merged: Merged[T]
-    error: Exception | None = None  # of the generation that failed, if one did
-
-    async def receive(self) -> Sequence[tuple[int, T]]:
-        # An exception is for the consumer; raised from here, it would end the trio loop.
-        try:
-            item = await anext(self.merged, None)
-        except Exception as error:
-            self.error = error
-            return ()
-        return () if item is None else (item, *self.merged.ready_items())
-
-    def drain(self) -> Sequence[tuple[int, T]]:
-        return ()
-
-    def close(self) -> None:
-        self.merged.close()
-
-
-class MergedHandle(IteratorHandle[MergedSource[T], tuple[int, T], tuple[int, T]]):
-    """A handle on many generations from outside the trio thread; gives pairs (index of the prompt, item)."""
-
-    _num_finished = 0  # prompts whose last item was given
-
-    def __init__(self, bridge: RuntimeBridge, begin: Callable[[], Merged[T]]) -> None:
-        super().__init__(bridge, lambda: MergedSource(begin()))
-
-    def __repr__(self) -> str:
-        return f"<outrider {self._bridge.face}.{type(self).__name__}, {self._state}>"
-
-    @property
-    def _state(self) -> str:
-        """For a repr."""
-        source = self._bridge_stream.source
-        of = "" if source is None else f" of {source.merged.num_prompts}"
-        return f"{'over or closed' if self._is_closed else 'under way'}: {self._num_finished}{of} given"
-
-    @property
-    def _has_ended_early(self) -> bool:
-        """Whether this was closed or has failed, so that the next call raises the reason."""
-        source = self._bridge_stream.source
-        return self._is_closed and (source is None or self._num_finished < source.merged.num_prompts)
-
-    def _must_request(self, source: MergedSource[T]) -> bool:
-        return self._num_finished < source.merged.num_prompts and not self._is_closed and not self._arrived
-
-    def _take_next(self, source: MergedSource[T]) -> tuple[int, T] | None:
-        if self._num_finished == source.merged.num_prompts:
-            self._close()
-            return None
-        if self._is_closed or not self._arrived:
-            self._close()
-            raise source.error or RuntimeClosedError(_CLOSED)
-        item = self._arrived.popleft()
-        self._num_finished += source.merged.is_last(item[1])
-        if self._num_finished == source.merged.num_prompts:
-            self._close()
-        return item
-
-
 StreamT = TypeVar("StreamT", bound=StreamHandle)
 CompletionT = TypeVar("CompletionT")
 CalledT = TypeVar("CalledT")
@@ -400,15 +338,15 @@ class ConversationHandle(Generic[StreamT, CompletionT, SizeT, CalledT]):
         return self._conversation
 
 
-TokensT = TypeVar("TokensT", bound=MergedHandle[Token])
 ManyT = TypeVar("ManyT")
+ManyOrErrorsT = TypeVar("ManyOrErrorsT")
 ConversationT = TypeVar("ConversationT", bound=ConversationHandle[Any, Any, Any, Any])
 ScoreT = TypeVar("ScoreT")
 LoadedT = TypeVar("LoadedT")
 DoneT = TypeVar("DoneT")
 
 
-class RuntimeHandle(ABC, Generic[StreamT, TokensT, ManyT, ConversationT, CompletionT, ScoreT, LoadedT, DoneT]):
+class RuntimeHandle(ABC, Generic[StreamT, ManyT, ManyOrErrorsT, ConversationT, CompletionT, ScoreT, LoadedT, DoneT]):
     """A handle on a runtime from outside the trio thread; a subclass says how its callers wait.
 
     Its methods take, return and raise what those of `runtime.Runtime` do. Unless they say otherwise, a cancellation
@@ -416,7 +354,6 @@ class RuntimeHandle(ABC, Generic[StreamT, TokensT, ManyT, ConversationT, Complet
     """
 
     _stream_handle: type[StreamT]
-    _many_handle: type[TokensT]
     _conversation_handle: type[ConversationT]
 
     def __init__(self, bridge: RuntimeBridge) -> None:
@@ -445,37 +382,54 @@ class RuntimeHandle(ABC, Generic[StreamT, TokensT, ManyT, ConversationT, Complet
         """Generate a whole text; see `runtime.Runtime.generate`."""
         return self._bridge.run(self._generate(prompt, settings, overrides))
 
+    @overload
     def generate_many(
         self,
-        prompts: Iterable[ManyPrompt],
+        prompts: Prompts,
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
+        on_error: Literal["raise"] = "raise",
         **overrides: Unpack[StreamArguments],
-    ) -> ManyT:
+    ) -> ManyT: ...
+
+    @overload
+    def generate_many(
+        self,
+        prompts: Prompts,
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        on_error: OnError,
+        **overrides: Unpack[StreamArguments],
+    ) -> ManyOrErrorsT: ...
+
+    def generate_many(
+        self,
+        prompts: Prompts,
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        on_error: OnError = "raise",
+        **overrides: Unpack[StreamArguments],
+    ) -> Any:
         """Generate a whole text for each of many prompts; see `runtime.Runtime.generate_many`.
+
+        Args: as there. An async iterable is asyncio's, and is iterated over in its loop.
 
         Returns: without an event loop the completions, in the order of the prompts, once all are finished; in asyncio
             `Completions`, as there.
 
         Raises: as there; in asyncio, the errors of a prompt and its own settings when the completions are awaited.
+            PromptError: without an event loop, the prompts are an async iterable.
         """
         arguments = self._checked(settings, overrides)
-        begin = prepare_generations(self._bridge.runtime.generate_many, prompts, max_concurrent, arguments)
-        return self._completions(begin)
-
-    def stream_many(
-        self,
-        prompts: Iterable[ManyPrompt],
-        settings: SettingsLike | None = None,
-        *,
-        max_concurrent: int = 8,
-        **overrides: Unpack[StreamArguments],
-    ) -> TokensT:
-        """The tokens of many texts as they come; see `runtime.Runtime.stream_many`, and `generate_many` for errors."""
-        arguments = self._checked(settings, overrides)
-        begin = prepare_generations(self._bridge.runtime.stream_many, prompts, max_concurrent, arguments)
-        return self._many_handle(self._bridge, begin)
+        check_arguments(max_concurrent, on_error)
+        copies = self._bridge.iterated(prompts) if is_async(prompts) else copied_prompts(prompts)
+        generate_many = self._bridge.runtime.generate_many
+        return self._completions(
+            partial(generate_many, copies, max_concurrent=max_concurrent, on_error=on_error, **arguments)
+        )
 
     # --- conversations and saved sessions ---------------------------------------------------------
 
@@ -555,7 +509,7 @@ class RuntimeHandle(ABC, Generic[StreamT, TokensT, ManyT, ConversationT, Complet
 
     @property
     def max_streams(self) -> int | None:
-        """Most streams that are at work at the same time; None for no bound."""
+        """Maximum number of concurrent streams; None for no bound."""
         return self._bridge.runtime.max_streams
 
     @property
@@ -571,7 +525,7 @@ class RuntimeHandle(ABC, Generic[StreamT, TokensT, ManyT, ConversationT, Complet
     # --- for subclasses ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _completions(self, begin: Callable[[], Completions]) -> ManyT: ...
+    def _completions(self, begin: Callable[[], Completions[Any]]) -> Any: ...
 
     @abstractmethod
     def _new_conversation(
@@ -600,22 +554,14 @@ async def read_whole(stream: StreamHandle) -> Completion:
         stream._close()
 
 
-def prepare_generations(
-    begin: Callable[..., M], prompts: Iterable[ManyPrompt], max_concurrent: int, arguments: Mapping[str, Any]
-) -> Callable[[], M]:
-    """A function that begins the generations of many prompts with `begin`, a method of the trio runtime; for the trio
-    thread. The prompts are iterated over now, in the caller's thread.
-
-    Raises: SettingsError: `max_concurrent` is out of its range.
-    """
+def copied_prompts(prompts: Prompts) -> Prompts:
+    """Copies of many prompts, iterated over now; see `copy_prompt`. What is no list of prompts stays as it is."""
 
     def copied(prompt: ManyPrompt) -> ManyPrompt:
         alone, settings = with_settings(prompt)
         return (copy_prompt(alone), dict(settings)) if settings else copy_prompt(alone)
 
-    check_integer("max_concurrent", max_concurrent, 1)
-    copies = [copied(prompt) for prompt in prompts] if is_list(prompts) else prompts
-    return partial(begin, copies, max_concurrent=max_concurrent, **arguments)
+    return [copied(prompt) for prompt in cast(Iterable[ManyPrompt], prompts)] if is_list(prompts) else prompts
 
 
 def copy_prompt(prompt: Prompt) -> Prompt:

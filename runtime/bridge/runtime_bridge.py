@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
 
 import trio
@@ -57,6 +57,10 @@ class RuntimeBridge(ABC):
     @abstractmethod
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """What a method that waits returns: the coroutine, or without an event loop its result."""
+
+    @abstractmethod
+    def iterated(self, items: Any) -> AsyncIterator[Any]:
+        """An async iterable of the caller's event loop, for the trio thread. Raises: PromptError: there is no loop."""
 
     async def call(self, function: Callable[[], Awaitable[T]]) -> T:
         """Call an async function in the trio thread, and wait as `call_result`.

@@ -20,7 +20,14 @@ from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, Runt
 from protocol.reprs import shown
 from runtime.cli.arguments.mlx_lm import add_flags_without_effect
 from runtime.cli.arguments.models import add_models, models_of
-from runtime.cli.arguments.settings import HIDDEN, add_settings, check_template_flags, settings_of, with_tokens_of
+from runtime.cli.arguments.settings import (
+    HIDDEN,
+    add_settings,
+    check_template_flags,
+    limit_of,
+    settings_of,
+    with_tokens_of,
+)
 from runtime.cli.command import Command
 from runtime.cli.flags import in_flags
 from runtime.cli.ranks import follow_target
@@ -38,7 +45,7 @@ from runtime.terminal.display import (
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
-from runtime.terminal.statistics_table import print_statistics
+from runtime.terminal.statistics_table import ending_of, print_statistics
 from runtime.terminal.tables import show_pairs
 from runtime.terminal.word_wrap import WordWrap
 
@@ -79,7 +86,7 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
             opened = opening.open(models.target, models.draft, trace=display.on_event, **models.options)
         async with opened as runtime:
             check_template_flags(arguments, runtime.tokenizer)
-            completed = with_tokens_of(runtime.tokenizer, settings)
+            completed = limit_of(runtime.tokenizer) | with_tokens_of(runtime.tokenizer, settings)
             conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **completed)
             chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, completed)
             display.clear()
@@ -199,7 +206,7 @@ class Chat:
             if self.was_cut:
                 print_message(cut_message(stream.statistics(), self.runtime.context_length, in_chat=True))
             if self._shows_statistics:
-                print_statistics(stream.statistics())
+                print_statistics(stream.statistics(), ending_of(stream.finish_reason, stream.stop_reason))
 
     async def _run_command(self, line: str) -> None:
         name, _, rest = line.partition(" ")

@@ -13,7 +13,14 @@ import trio
 from protocol.errors import SettingsError
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.command import Command
-from runtime.terminal.display import CommandOutcome, Display, print_sections, print_text, warnings_at_the_end
+from runtime.terminal.display import (
+    CommandOutcome,
+    Display,
+    print_message,
+    print_sections,
+    print_text,
+    warnings_at_the_end,
+)
 from runtime.terminal.signals import exit_on_signal
 
 
@@ -47,8 +54,10 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
     models = models_of(arguments)
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         from runtime.doctor.ranks import examine_ranks, report_on_ranks
-        from runtime.doctor.report import check_examined, examine, report
+        from runtime.doctor.report import check_examined, examine, load_of_others, report
 
+        if (load := load_of_others()) is not None:
+            print_message(f"the machine is busy: a load of {load}; times will be too long, and speeds too low")
         models.use_device()
         if _examines_models(arguments):
             check_examined(models.target, models.draft, **models.options)

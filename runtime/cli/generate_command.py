@@ -22,6 +22,7 @@ from runtime.cli.arguments.settings import (
     add_flags,
     add_settings,
     check_template_flags,
+    limit_of,
     parse_value,
     settings_of,
     with_tokens_of,
@@ -31,9 +32,17 @@ from runtime.cli.ranks import follow_target
 from runtime.loading.generation_config import said_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.persistence.prompt_cache_file import read_header
-from runtime.terminal.display import CommandOutcome, Display, Output, OutputError, print_message, warnings_at_the_end
+from runtime.terminal.display import (
+    CommandOutcome,
+    Display,
+    Output,
+    OutputError,
+    cut_message,
+    print_message,
+    warnings_at_the_end,
+)
 from runtime.terminal.signals import SignalScope, exit_on_signal
-from runtime.terminal.statistics_table import print_statistics
+from runtime.terminal.statistics_table import ending_of, print_statistics
 from runtime.tracing.trace_files import ChromeFile, TimelineFile
 
 if TYPE_CHECKING:
@@ -197,6 +206,7 @@ class Generated(CommandOutcome):
     tokens: list[Token] = attrs.field(factory=list)
     stop_reason: str | int | None = None  # the stop string or stop token that ended the text, or None
     statistics: Statistics | None = None  # of the stream; None if it never started
+    cut: str | None = None  # that the text was cut off, and how to have more of it
 
     @property
     def text(self) -> str:
@@ -261,7 +271,8 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
         if said := said_of(runtime.model_defaults, settings):
             display.clear()
             print_message(f"the target: {said}")
-        completed = with_tokens_of(runtime.tokenizer, settings, arguments.extra_eos_token)
+        completed = limit_of(runtime.tokenizer, is_raw=arguments.raw)
+        completed |= with_tokens_of(runtime.tokenizer, settings, arguments.extra_eos_token)
         if schema is not None:
             from runtime.generation.grammar import Grammar
 
@@ -281,6 +292,8 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
                     generated.finish_reason, generated.stop_reason = token.finish_reason, token.stop_reason
         finally:
             generated.statistics = stream.statistics()
+        if generated.finish_reason == "length":
+            generated.cut = cut_message(generated.statistics, runtime.context_length)
         if schema is not None:
             try:
                 json.loads(generated.text)
@@ -306,8 +319,11 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
                 output.write_now(generated.as_json() + "\n")
         except OutputError as error:
             generated.failure = generated.failure or error
+    # The JSON has the reason, and an error says more.
+    if generated.cut is not None and generated.failure is None and not arguments.json:
+        print_message(generated.cut)
     if arguments.stats and generated.statistics is not None:
-        print_statistics(generated.statistics)
+        print_statistics(generated.statistics, ending_of(generated.finish_reason, generated.stop_reason))
     return generated
 
 

@@ -32,10 +32,18 @@ from runtime.cli import (
     serve_command,
 )
 from runtime.cli.arguments.models import models_of
+from runtime.cli.batch import command as batch_command
 from runtime.cli.command import Command
 from runtime.cli.flags import hint_for, in_flags
 from runtime.loading import blas
-from runtime.terminal.display import SIGNAL_STATUS_BASE, exit_status, print_message, print_text, printing_choices
+from runtime.terminal.display import (
+    SIGNAL_STATUS_BASE,
+    exit_status,
+    print_message,
+    print_stderr,
+    print_text,
+    printing_choices,
+)
 
 FAILED = 1
 MISUSED = 2
@@ -46,6 +54,7 @@ COMMANDS: dict[str, Command] = {
         generate_command,
         chat_command,
         serve_command,
+        batch_command,
         doctor_command,
         bench_command,
         distill_command,
@@ -68,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises: SystemExit: for `--help`, `--version` and arguments that argparse cannot parse.
     """
     try:
-        arguments = _parser().parse_args(argv)
+        parser = _parser()
+        arguments = parser.parse_args(argv)
+        if arguments.command is None:
+            print_stderr(parser.format_help(), end="")
+            return MISUSED
         if arguments.command.computes:
             blas.check_environment()
             if arguments.blas is not None:
@@ -94,7 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         description="Speculative decoding on MLX: a small draft model proposes, the target model checks.",
     )
     parser.add_argument("--version", action=_Print, const=_version, help="show the version and exit", **_NO_VALUE)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS.values():
         of_command = commands.add_parser(
             command.name,

@@ -128,8 +128,8 @@ async def _run(subject: dict[str, Any], report: SelfTestReport, on_progress: Cal
 COMMAND = Command(
     name="selftest",
     usage="[options]",
-    help="check on this device what Outrider promises",
-    description="Check on this device what Outrider promises: greedy texts and seeds, two models at a time, "
+    help="check Outrider's guarantees on this device",
+    description="Check Outrider's guarantees on this device: greedy texts and seeds, two models at a time, "
     "streams and cancellations, failures, memory. Then measure which settings suit the device. Each check runs in a "
     "process of its own, so that a crash is only a failed check. This takes some minutes, in which nothing else should "
     "run.",

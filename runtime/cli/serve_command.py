@@ -252,10 +252,10 @@ class _Server(SignalScope):
     async def _drain(self, admission: RequestAdmission) -> None:
         admission.drain()
         # If the target has failed, clients only have to be told so.
-        if admission.num_admitted and self._failure is None:
+        if (num := admission.num_admitted) and self._failure is None:
             print_message(
-                f"stopping: {admission.num_admitted} requests may end within {self._limits.grace_s:g} s "
-                "(--grace-seconds), and new ones are refused; another signal ends the server at once"
+                f"stopping: finishing {num} request{'' if num == 1 else 's'} (at most {self._limits.grace_s:g} s, "
+                "--grace-seconds); new ones are refused; another signal ends the server at once"
             )
         await admission.wait_drained()
 

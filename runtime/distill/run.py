@@ -53,7 +53,7 @@ async def distill(
             missing_then = missing_then or num_missing
             done = missing_then - num_missing
             left = f", about {_minutes(num_missing * (trio.current_time() - began) / done)} left" if done else ""
-            on_progress(f"having the target write: {num_missing:,} windows to go{left}")
+            on_progress(f"the target is writing: {num_missing:,} windows left{left}")
         on_progress("preparing the drafter")
         goes_on = await run(work.begin)
 

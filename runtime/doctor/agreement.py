@@ -18,6 +18,8 @@ from runtime.measuring.pass_times import time_passes
 # Beginnings that the target continues, and for how many tokens.
 BEGINNINGS = ("def quicksort(items):\n    ", "The first thing to know about the sea is")
 NUM_TOKENS = 60
+# Of the target's tokens; the comparisons take about as long again.
+MAX_SECONDS = 60.0
 # Quantisations that are tried.
 QUANTIZED: Mapping[str, Mapping[str, Any]] = {
     "at 8 bits": {"bits": 8, "group_size": 64, "mode": "affine"},
@@ -26,12 +28,17 @@ QUANTIZED: Mapping[str, Mapping[str, Any]] = {
 
 
 def agreement_rows(
-    target: MLXModel, beginnings: Sequence[Sequence[int]], drafter: TrainedDrafter
+    target: MLXModel, beginnings: Sequence[Sequence[int]], drafter: TrainedDrafter, decode_s: float
 ) -> tuple[tuple[str, str], ...]:
     """The rows (name, finding) of a report. Called on the drafter's thread, while the target rests.
 
-    `beginnings` are token ids, at least one each, that the target continues.
+    Args:
+        beginnings: token ids, at least one each, that the target continues.
+        decode_s: seconds of a pass of the target over one token. With a slow target nothing is compared.
     """
+    seconds = decode_s * NUM_TOKENS * len(beginnings)
+    if seconds > MAX_SECONDS:
+        return (("agrees", f"not measured: {NUM_TOKENS * len(beginnings)} tokens of the target take {seconds:.0f} s"),)
     texts = [_greedy_text(target, beginning) for beginning in beginnings]
     layers, num_layers = drafter.feature_layers, len(target.module.layers)
     share = agreement(drafter, target, texts, layers)

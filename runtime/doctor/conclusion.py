@@ -106,14 +106,14 @@ def _in_short(found: Findings) -> str:
     if not found.is_pair:
         return f"do not use this pair, which does not share a vocabulary; examine {other}"
     if found.draft_seconds is None:
-        return f"this is plain decoding; what a drafter gains is not known before it is examined, too: {other}"
+        return f"this is plain decoding; pass {other} as well to see what a drafter would gain"
     if (min_acceptance := found.break_even()) is None:
         return "do not use this draft: plain decoding is about as fast even at an acceptance of 0.95"
     blas = " and --blas openblas" if _wants_openblas(found) else ""
     return (
-        f'use it with lookahead "auto"{blas}: about {_speeds(found, min_acceptance)}, and nothing to speak of below '
-        f"{min_acceptance:g}; not known is the acceptance of your texts, which --stats shows, and how much the two "
-        "slow each other down, which outrider bench measures"
+        f'use it with lookahead "auto"{blas}: about {_speeds(found, min_acceptance)}, and hardly anything below '
+        f"{min_acceptance:g}. Two things are still unknown: the acceptance rate on your texts (see --stats), and how "
+        "much the models slow each other down (see `outrider bench`)"
     )
 
 
@@ -137,7 +137,7 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
     if not found.is_pair or found.draft_seconds is None or found.is_translated or is_expensive:
         for suggestion in found.suggestions[:3]:
             yield "try", f"--draft {suggestion}"
-        yield "try", "--draft ngram, for texts that quote themselves: it costs no model"
+        yield "try", "--draft ngram, for texts that repeat themselves; needs no model"
 
 
 def _speeds(found: Findings, min_acceptance: float) -> str:

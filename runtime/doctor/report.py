@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -31,6 +32,7 @@ from runtime.loading.drafters import Suggestion, suggest_draft
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import (
     Loaded,
+    LoadedDraft,
     Source,
     caches_of,
     check_draft_source,
@@ -85,6 +87,15 @@ class Diagnosis:
     findings: Findings  # of both
     vocabulary_note: str  # how much of their vocabularies they share, what differs, or why nothing was compared
     device: str
+    load: str | None = None  # of the machine, where other programs were at work when the examination began
+
+
+def load_of_others() -> str | None:
+    """The load of the machine, as text, if other programs take more than half of its cores, or a whole one; else None.
+    Called before there is work of our own.
+    """
+    load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"{load:.1f} on {num_cores} cores" if load > max(1.0, num_cores / 2) else None
 
 
 async def examine(
@@ -112,43 +123,53 @@ async def examine(
     Cancellation: takes effect after the current load or timing.
     """
     sources, options = check_examined(target, draft, group=group, **cache_options)
+    load = load_of_others()
     async with AsyncExitStack() as stack:
-        # One after the other, so that each model is timed alone.
         worker = await stack.enter_async_context(worker_for(lambda _: None, group, None))
         if group is not None:
             stack.enter_context(leading(group, worker))
         on_progress("loading the target")
         loaded = await load_target_onto(worker, sources["target"], options, group)
-        on_progress("timing the target")
-        examined = await _examine_on(worker, "target", sources["target"], loaded.model)
 
-        async def examine_draft(
+        async def load_draft(
             stack: AsyncExitStack, source: Source
-        ) -> tuple[ThreadWorker, Loaded | None, ExaminedModel | ExaminedDrafter]:
+        ) -> tuple[ThreadWorker, Source, Loaded | LoadedDraft]:
             worker = await stack.enter_async_context(ThreadWorker("draft"))
             on_progress("loading the draft")
-            if str(source) == MTP or await folder_of_trained_drafter(worker, source) is not None:
-                return worker, None, await _examine_drafter(worker, source, options, loaded)
-            model = await load_onto(worker, "draft", source, options)
-            on_progress("timing the draft")
-            return worker, model, await _examine_on(worker, "draft", source, model.model)
+            if str(source) != MTP and await folder_of_trained_drafter(worker, source) is None:
+                return worker, source, await load_onto(worker, "draft", source, options)
+            drafter = await load_draft_onto(worker, source, options, loaded)
+            loaded.model.record_features(None)  # the target is timed as it is
+            return worker, source, drafter
 
-        draft_model: Loaded | None = None
-        examined_draft: ExaminedModel | ExaminedDrafter | None = None
+        draft_here: tuple[ThreadWorker, Source, Loaded | LoadedDraft] | None = None
         if (source := sources.get("draft")) == AUTO_DRAFT:
-            if (found := await load_auto_onto(stack, loaded, examine_draft)) is not None:
-                worker, draft_model, examined_draft = found
+            draft_here = await load_auto_onto(stack, loaded, load_draft)
         elif source is not None:
-            worker, draft_model, examined_draft = await examine_draft(stack, source)
+            draft_here = await load_draft(stack, source)
+        # First what does not depend on the machine's speed, or on how busy it is.
+        draft_model = draft_here[2] if draft_here is not None and isinstance(draft_here[2], Loaded) else None
         same, is_translated, note = await _compare(worker, loaded, draft_model)
         suggestions: tuple[Suggestion, ...] = ()
-        has_trained = isinstance(examined_draft, ExaminedDrafter)
+        has_trained = draft_here is not None and draft_model is None
         if loaded.tokenizer is not None and not same and not has_trained and not isinstance(target, tuple):
             on_progress("looking for draft models on the disk")
             # Suggestions are optional: a disk that cannot be searched must not hide the measurements.
             with suppress(JobError):
                 path = target.path if isinstance(target, ModelSpec) else target
                 suggestions = await worker.run(Job("load", partial(suggest_draft, path)))
+        # One after the other, so that each model is timed alone.
+        on_progress("timing the target")
+        examined = await _examine_on(worker, "target", sources["target"], loaded.model)
+        examined_draft: ExaminedModel | ExaminedDrafter | None = None
+        if draft_here is not None:
+            draft_worker, source, its_model = draft_here
+            if isinstance(its_model, Loaded):
+                on_progress("timing the draft")
+                examined_draft = await _examine_on(draft_worker, "draft", source, its_model.model)
+            else:
+                on_progress("comparing the draft with the target's text, and timing it")
+                examined_draft = await _examine_drafter(draft_worker, its_model, loaded, examined.passes.seconds[1])
     findings = Findings(
         verify_seconds=examined.passes.seconds,
         draft_seconds=None if examined_draft is None else examined_draft.passes.seconds,
@@ -161,7 +182,7 @@ async def examine(
         exchange_seconds=examined.exchange_seconds,
         num_ranks=examined.num_ranks,
     )
-    return Diagnosis(examined, examined_draft, findings, note, mx.default_device().type.name)
+    return Diagnosis(examined, examined_draft, findings, note, mx.default_device().type.name, load)
 
 
 def check_examined(
@@ -180,9 +201,7 @@ def check_examined(
     return sources, options
 
 
-async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions, target: Loaded) -> ExaminedDrafter:
-    drafter = await load_draft_onto(worker, source, options, target)
-    target.model.record_features(None)  # the target is timed as it is
+async def _examine_drafter(worker: Worker, drafter: LoadedDraft, target: Loaded, decode_s: float) -> ExaminedDrafter:
     model, kind = drafter.model, drafter.kind
     assert isinstance(model, TrainedDrafter)
     assert kind is not None
@@ -197,7 +216,8 @@ async def _examine_drafter(worker: Worker, source: Source, options: CacheOptions
             ("weights", f"{_size(model.num_bytes)}, {', '.join(dtypes_of(model.module))}"),
         ]
         if target.tokenizer is not None and target.model.num_ranks == 1:
-            rows += agreement_rows(target.model, [target.tokenizer.encode(text) for text in BEGINNINGS], model)
+            beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
+            rows += agreement_rows(target.model, beginnings, model, decode_s)
         rows += passes.rows("T_d", lambda width: "a draft step" if width == 1 else f"a refresh of {width}")
         return ExaminedDrafter(rows, passes)
 
@@ -264,6 +284,8 @@ def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
     machine = [("device", diagnosis.device)]
     if findings.blas is not None:
         machine.append(("linear algebra", findings.blas))
+    if diagnosis.load is not None:
+        machine.append(("load", f"{diagnosis.load} when this began: other programs work, and the times are too long"))
     return [*sections, ("machine", machine), ("conclusion", conclude(findings))]
 
 

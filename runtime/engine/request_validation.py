@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -21,8 +21,7 @@ from protocol.randomness import seed_of_texts
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_SEED, Settings, SettingsLike, check_vocabulary_size, settings_from, with_overrides
 from runtime.generation.grammar import Grammar
-from runtime.generation.many_prompts import ManyPrompt, check_each
-from runtime.generation.merged_streams import Generation
+from runtime.generation.many_prompts import Generation, PromptChecks
 from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.text import Prompt, check_prompt_length, encode_prompt
 from runtime.generation.tool_calls.call_grammar import call_grammar
@@ -83,13 +82,14 @@ class RequestValidation:
         checked = self.checked(with_overrides(settings, keywords))
         return self.opened(prompt, checked, tools), tools
 
-    def generations(
-        self, prompts: Iterable[ManyPrompt], settings: SettingsLike | None, arguments: Mapping[str, Any]
-    ) -> list[Generation]:
-        """What begins the stream of each of many prompts; see `Runtime.generate_many`. Raises: as `generation`."""
+    def of_many(self, settings: SettingsLike | None, arguments: Mapping[str, Any]) -> PromptChecks:
+        """Checks of many prompts that share settings and tools; see `Runtime.generate_many`.
+
+        Raises: as `generation`.
+        """
         about_tools, overrides = split_tools(arguments)
         keywords = with_overrides(settings, overrides)
-        shared = self.checked(keywords, (*TOOL_ARGUMENTS, "max_concurrent"))
+        shared = self.checked(keywords, (*TOOL_ARGUMENTS, "max_concurrent", "on_error"))
         shared_tools = taken_tools(dict(about_tools))
 
         def checked(prompt: Prompt, own: Mapping[str, Any]) -> Generation:
@@ -97,7 +97,7 @@ class RequestValidation:
             tools = taken_tools({**about_tools, **own_about_tools}) if own_about_tools else shared_tools
             return self.opened(prompt, self.checked({**keywords, **own}) if own else shared, tools), tools
 
-        return check_each(prompts, checked)
+        return PromptChecks(checked)
 
     def opened(self, prompt: Prompt, settings: Settings, tools: Tools | None = None) -> Open:
         """The message that opens a session, with a new session id. Tools are given to the chat template, and to a

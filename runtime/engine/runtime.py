@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Never, Unpack
+from typing import Any, Literal, Never, Unpack, overload
 
 import attrs
 import mlx.core as mx
@@ -27,7 +27,7 @@ from runtime.engine.events import Events
 from runtime.engine.request_validation import RequestValidation
 from runtime.engine.sessions import Sessions
 from runtime.generation.conversation import Account, Conversation, Message, turn_settings
-from runtime.generation.many_prompts import Completions, ManyPrompt, TokenStreams
+from runtime.generation.many_prompts import Completions, OnError, Prompts
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.functions import Functions
@@ -160,48 +160,60 @@ class Runtime:
         """Generate a whole text. Args, Raises: as `stream`, and what ends one. A cancellation ends the generation."""
         return await complete(self.stream(prompt, settings, **overrides))
 
+    @overload
     def generate_many(
         self,
-        prompts: Iterable[ManyPrompt],
+        prompts: Prompts,
         settings: SettingsLike | None = None,
         *,
         max_concurrent: int = 8,
+        on_error: Literal["raise"] = "raise",
         **overrides: Unpack[StreamArguments],
-    ) -> Completions:
+    ) -> Completions[Completion]: ...
+
+    @overload
+    def generate_many(
+        self,
+        prompts: Prompts,
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        on_error: OnError,
+        **overrides: Unpack[StreamArguments],
+    ) -> Completions[Completion | Exception]: ...
+
+    def generate_many(
+        self,
+        prompts: Prompts,
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        on_error: OnError = "raise",
+        **overrides: Unpack[StreamArguments],
+    ) -> Completions[Any]:
         """Generate a whole text for each of many prompts: the text that the prompt would have alone.
 
         The exception is a logits processor that keeps a state and cannot save it: all generations share that state.
 
         Args:
-            prompts: each as for `stream`, or a pair (prompt, its own settings and tools by name); may be empty.
+            prompts: each as for `stream`, or a pair (prompt, its own settings and tools by name); may be empty. An
+                async iterable may have any number: a prompt is taken from it when its generation can begin.
             settings, overrides: as for `stream`; for every prompt, the seed included. A prompt's own replace them.
             max_concurrent: generations at a time, >= 1; they begin in the order of the prompts.
+            on_error: "return" gives the error of a generation in the place of its completion, and goes on; "raise"
+                (default) ends all of them with it.
 
         Returns: an awaitable of all completions in the order of the prompts, and an async iterator over completions as
             they finish; see `Completions`, also for failure and cancellation.
 
         Raises: before any model work, as `stream`, and:
-            PromptError, SettingsError: of one of the prompts; the message says at which index.
-            SettingsError: `max_concurrent` is out of its range.
+            PromptError, SettingsError: of one of the prompts; the message says at which index. One from an async
+                iterable is checked when it is taken, and with "return" its error is given.
+            SettingsError: `max_concurrent` or `on_error` is out of its range.
         """
         self.check_open()
-        generations = self._validation.generations(prompts, settings, dict(overrides))
-        return self._sessions.begin_many(Completions, generations, max_concurrent)
-
-    def stream_many(
-        self,
-        prompts: Iterable[ManyPrompt],
-        settings: SettingsLike | None = None,
-        *,
-        max_concurrent: int = 8,
-        **overrides: Unpack[StreamArguments],
-    ) -> TokenStreams:
-        """As `generate_many`, but as an async iterator over tokens as they come: pairs (index of the prompt, token);
-        see `TokenStreams`.
-        """
-        self.check_open()
-        generations = self._validation.generations(prompts, settings, dict(overrides))
-        return self._sessions.begin_many(TokenStreams, generations, max_concurrent)
+        check = self._validation.of_many(settings, dict(overrides))
+        return self._sessions.begin_many(prompts, check, max_concurrent, on_error)
 
     async def add_corpus(self, texts: Iterable[str | Sequence[int]]) -> None:
         """Add texts, as text or token ids, that every stream may copy from (in `serve`, those of all clients), within
@@ -451,7 +463,7 @@ class Runtime:
 
     @property
     def max_streams(self) -> int | None:
-        """Most streams that are at work at the same time; None for no bound."""
+        """Maximum number of concurrent streams; None for no bound."""
         return self._sessions.max_streams
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -23,10 +23,9 @@ from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.trace import Event, Span
-from protocol.validation import check_integer
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.merged_streams import Generation
+from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_reader import Arrivals, TokenReader
@@ -183,14 +182,15 @@ class Sessions:
         self._enter(session)
         return TokenStream(reader, arrivals)
 
-    def begin_many(self, kind: Callable[..., M], generations: Sequence[Generation], max_concurrent: int) -> M:
-        """Begin many generations, `max_concurrent` at a time, as `Completions` or `TokenStreams`.
-
-        Raises: SettingsError: `max_concurrent` is out of its range.
-        """
-        check_integer("max_concurrent", max_concurrent, 1)
+    def begin_many(
+        self, prompts: Prompts, check: PromptChecks, max_concurrent: int, on_error: OnError
+    ) -> Completions[Any]:
+        """Begin many generations; see `Runtime.generate_many`. Raises: as there."""
+        check_arguments(max_concurrent, on_error)
         start_soon, run_soon = self._nursery.start_soon, self.run_soon
-        return kind(generations, self.begin, max_concurrent, start_soon=start_soon, run_soon=run_soon)
+        return Completions(
+            prompts, check, self.begin, max_concurrent, on_error, start_soon=start_soon, run_soon=run_soon
+        )
 
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.

@@ -1,28 +1,48 @@
-"""Many prompts at a time: checks of the list, and iterators over their completions or tokens."""
+"""Many prompts at a time: checks of the prompts, and an iterator over their completions."""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Mapping
-from typing import Any, cast
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Mapping
+from typing import Any, Generic, Literal, TypeVar, cast
 
+import attrs
 import trio
 
-from protocol.errors import PromptError, SettingsError, StreamBusyError
+from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SettingsError, StreamBusyError
+from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
-from runtime.generation.merged_streams import Generation, Give, Merged
+from protocol.validation import check_integer, must_be
 from runtime.generation.text import Prompt
-from runtime.generation.token_reader import Token
-from runtime.generation.token_stream import Completion, TokenStream, complete
+from runtime.generation.token_stream import Completion, SingleConsumer, TokenStream, complete
+from runtime.generation.tool_calls.tools import Tools
+
+CLOSED = "these generations were closed, or their runtime was; begin others with generate_many()"
 
 ManyPrompt = Prompt | tuple[Prompt, SettingsLike]
 """One of many prompts, alone or with its own settings."""
+
+Prompts = Iterable[ManyPrompt] | AsyncIterable[ManyPrompt]
+
+OnError = Literal["raise", "return"]
+
+Generation = tuple[Open, Tools | None]
+"""The beginning of a generation: the message that opens its session, and the tools that the model may call."""
+
+T = TypeVar("T")
+C = TypeVar("C", bound=Completion | Exception)
 
 
 def is_list(prompts: Any) -> bool:
     """Whether a value can be a list of prompts. Text and a single message are iterable too, but are one prompt."""
     return hasattr(prompts, "__iter__") and not isinstance(prompts, (str, bytes, Mapping))
+
+
+def is_async(prompts: Any) -> bool:
+    """Whether a value is an async iterable."""
+    return hasattr(prompts, "__aiter__")
 
 
 def with_settings(prompt: ManyPrompt) -> tuple[Prompt, Mapping[str, Any]]:
@@ -37,31 +57,32 @@ def with_settings(prompt: ManyPrompt) -> tuple[Prompt, Mapping[str, Any]]:
     return cast(Prompt, prompt), {}
 
 
-def check_each(
-    prompts: Iterable[ManyPrompt], check: Callable[[Prompt, Mapping[str, Any]], Generation]
-) -> list[Generation]:
-    """Check every prompt with its settings, and return the beginning of its generation.
+def check_arguments(max_concurrent: int, on_error: str) -> None:
+    """Raises: SettingsError: an argument of `generate_many` is out of its range."""
+    check_integer("max_concurrent", max_concurrent, 1)
+    if on_error not in ("raise", "return"):
+        raise must_be("on_error", '"raise" or "return"', on_error)
 
-    Raises: PromptError, SettingsError: one is invalid (the message has its index), or `prompts` is no list of prompts.
-    """
-    if not is_list(prompts):
-        raise PromptError(
-            f"prompts must be a sequence of prompts, got {shown(prompts)}; for a single one use generate()"
-        )
-    checked = []
-    for index, prompt in enumerate(prompts):
+
+@attrs.frozen
+class PromptChecks:
+    """Checks of many prompts: a call gives the beginning of a generation."""
+
+    _check: Callable[[Prompt, Mapping[str, Any]], Generation]
+
+    def __call__(self, index: int, prompt: ManyPrompt) -> Generation:
+        """Raises: PromptError, SettingsError: the prompt or its settings are invalid; the message has its index."""
         try:
-            checked.append(check(*with_settings(prompt)))
+            return self._check(*with_settings(prompt))
         except (PromptError, SettingsError) as error:
             kind = PromptError if isinstance(error, PromptError) else SettingsError
             raise kind(f"prompts[{index}]: {error}") from error.__cause__
-    return checked
 
 
-class AwaitableCompletions(ABC):
+class AwaitableCompletions(ABC, Generic[C]):
     """Completions that can be awaited all together, or else given one by one."""
 
-    _gathered: list[Completion] | None = None
+    _gathered: list[C] | None = None
     _is_gathering = False
     _is_waiting: bool  # for the next completion
     _num_finished: int  # completions that were given
@@ -72,21 +93,22 @@ class AwaitableCompletions(ABC):
         """Whether this was closed or has failed, so that the next call raises the reason."""
 
     @abstractmethod
-    async def _next(self) -> tuple[int, Completion] | None:
+    async def _next(self) -> tuple[int, C] | None:
         """The next finished completion, with the index of its prompt; None once all have been given."""
 
     @abstractmethod
     async def _checkpoint(self) -> None:
         """Let the event loop run other tasks, and take a cancellation."""
 
-    def __await__(self) -> Generator[Any, None, list[Completion]]:
+    def __await__(self) -> Generator[Any, None, list[C]]:
         """All completions, in the order of the prompts. Awaiting again gives the same ones.
 
         Raises:
             StreamBusyError: they are being awaited, or given one by one, already.
             RuntimeClosedError: the runtime or this was closed before all were finished.
             RuntimeBrokenError, RewindError: the error of a stream, with a note that names the prompt.
-            PromptError, SettingsError: on asyncio, a prompt or its settings are invalid; the message has its index.
+            PromptError, SettingsError: a prompt or its settings are invalid; the message has its index.
+            Exception: what the iterable of the prompts has raised.
         """
         return self._gather().__await__()
 
@@ -94,7 +116,7 @@ class AwaitableCompletions(ABC):
         if self._is_gathering and not self._has_ended_early:
             raise StreamBusyError("these completions are awaited all together, and cannot be given one by one as well")
 
-    async def _gather(self) -> list[Completion]:
+    async def _gather(self) -> list[C]:
         if self._gathered is not None:
             await self._checkpoint()
             return self._gathered
@@ -102,7 +124,7 @@ class AwaitableCompletions(ABC):
         if is_taken and not self._has_ended_early:
             raise StreamBusyError("these completions are given to somebody already, and each is given once")
         self._is_gathering = True
-        completions: dict[int, Completion] = {}
+        completions: dict[int, C] = {}
         while (following := await self._next()) is not None:
             index, completion = following
             completions[index] = completion
@@ -110,55 +132,245 @@ class AwaitableCompletions(ABC):
         return self._gathered
 
 
-class Completions(Merged[Completion], AwaitableCompletions):
+class Completions(SingleConsumer, AwaitableCompletions[C]):
     """The completions of many prompts: awaitable, an async iterator, and an async context manager.
 
     `await` gives the list of them, in the order of the prompts. `async for` gives pairs (index of the prompt,
-    completion), each as soon as it is finished. Use one or the other, in one task.
+    completion), each as soon as it is finished. Use one or the other, in one task. With `on_error="return"`, the error
+    of a generation is given in the place of its completion.
 
     The generations start as soon as this object exists. If nobody takes the finished completions, up to
-    `max_concurrent` of them are kept, and then no further generation begins.
+    `max_concurrent` of them are kept, and then no further generation begins, and no further prompt is taken from an
+    async iterable. An async generator that is left early is closed.
 
-    Failure: the first generation that fails cancels the others. Its error is raised once the completions that were
-    finished before have been given. A note on the error names the prompt.
+    Failure: unless errors are returned, the first generation that fails cancels the others, as does a runtime that
+    breaks or is closed, and an iterable that raises. The error is raised once the completions that were finished before
+    have been given. A note on the error names the prompt.
 
     Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `await` or `__anext__`, and dropping
     the last reference (which is what `break` does) all end every generation. Each returns at once; the models are
     free after the forward pass that is running.
+
+    Attributes:
+        num_prompts: the number of prompts; None for an async iterable.
     """
 
-    @staticmethod
-    async def _produce(stream: TokenStream, give: Give[Completion]) -> None:
-        await give(await complete(stream))
+    _busy = "another task is waiting for the next completion; each is given once, to one task"
 
-    async def __anext__(self) -> tuple[int, Completion]:
+    _num_finished = 0
+    _is_over = False  # all were given
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        check: PromptChecks,
+        begin: Callable[[Open, Tools | None], TokenStream],
+        max_concurrent: int,
+        on_error: OnError,
+        *,
+        start_soon: Callable[..., None],
+        run_soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """Made by `Runtime.generate_many`.
+
+        Args:
+            start_soon: starts a task that outlives the caller's.
+            run_soon: calls a function soon, in trio's thread; may be used in any thread, at any time.
+
+        Raises: PromptError, SettingsError: `prompts` is no list of prompts; with "raise" also if one is invalid.
+        """
+        work = _Work(begin, check, returns_errors=on_error == "return")
+        self.num_prompts: int | None = None
+        if is_async(prompts):
+            work.prompts = aiter(cast(AsyncIterable[ManyPrompt], prompts))
+        elif is_list(prompts):
+            listed: list[Any] = list(cast(Iterable[ManyPrompt], prompts))
+            if on_error == "raise":
+                # Before any model work, and not again.
+                listed = [check(index, prompt) for index, prompt in enumerate(listed)]
+                work.check = lambda _, generation: generation
+            work.prompts, self.num_prompts = _Listed(iter(listed)), len(listed)
+        else:
+            raise PromptError(
+                f"prompts must be a sequence of prompts, got {shown(prompts)}; for a single one use generate()"
+            )
+        work.num_tasks = max_concurrent if self.num_prompts is None else min(max_concurrent, self.num_prompts)
+        work.finished, self._finished = trio.open_memory_channel[tuple[int, Any]](max_concurrent)
+        # Its tasks must not refer to this object: its last reference could then never be dropped.
+        self._work = work
+        self._run_soon = run_soon
+        start_soon(work.run)
+
+    def __repr__(self) -> str:
+        state = "over" if self._is_over else "closed" if self._is_closed else "under way"
+        of = "" if self.num_prompts is None else f" of {self.num_prompts}"
+        return f"<outrider {type(self).__name__}, {state}: {self._num_finished}{of} given>"
+
+    async def __anext__(self) -> tuple[int, C]:
         """The next finished completion, with the index of its prompt.
 
-        Raises: as when awaited; StreamBusyError: another task is waiting for one, or for all of them.
+        Raises: as when awaited; StopAsyncIteration: all have been given; StreamBusyError: another task is waiting for
+            one, or for all of them.
 
         Cancellation: ends all generations.
         """
         self._check_not_gathering()
-        return await super().__anext__()
+        if (following := await self._next()) is None:
+            raise StopAsyncIteration
+        return following
+
+    def __del__(self) -> None:
+        if hasattr(self, "_work") and not self._is_closed:
+            self._run_soon(self._work.scope.cancel)
+
+    @property
+    def _has_ended_early(self) -> bool:
+        return self._is_closed and not self._is_over
+
+    async def _next(self) -> tuple[int, C] | None:
+        return await self._receive(self._next_finished)
+
+    async def _next_finished(self) -> tuple[int, C] | None:
+        if self._is_over:
+            await trio.lowlevel.checkpoint()
+            return None
+        if self._is_closed:
+            raise self._work.error or RuntimeClosedError(CLOSED)
+        try:
+            following = await self._finished.receive()
+        except trio.ClosedResourceError:
+            raise RuntimeClosedError(CLOSED) from None  # by another task, while this one was waiting
+        except trio.EndOfChannel:
+            self._is_over = self._work.is_complete
+            self.close()
+        else:
+            self._num_finished += 1
+            return following
+        # Outside of the handler, so that the channel's end is not shown as the context of the error.
+        if self._is_over:
+            return None
+        raise self._work.error or RuntimeClosedError("the runtime was closed before all prompts were done")
+
+    def ready(self) -> list[tuple[int, C]]:
+        """All completions that have come, without waiting for further ones."""
+        ready: list[tuple[int, C]] = []
+        try:
+            while True:
+                ready.append(self._finished.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
+            self._num_finished += len(ready)
+            return ready
 
     async def _checkpoint(self) -> None:
         await trio.lowlevel.checkpoint()
 
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._finished.close()
+            self._work.scope.cancel()
 
-class TokenStreams(Merged[Token]):
-    """The tokens of many prompts as they come: an async iterator, and an async context manager.
 
-    `async for` gives pairs (index of the prompt, token). The tokens of one prompt come in order, and its last token has
-    a `finish_reason`; tokens of different prompts come in the order in which the models commit them.
+@attrs.define
+class _Listed(Generic[T]):
+    """An iterator as an async one."""
 
-    Start, failure and cancellation are as for `Completions`. If nobody takes the tokens, the models wait.
+    _items: Iterable[T]
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        for item in self._items:
+            return item
+        raise StopAsyncIteration
+
+
+@attrs.define(eq=False)
+class _Work:
+    """The generations, in tasks of the runtime, each of which takes a prompt once its last completion found room.
+
+    Attributes:
+        prompts: the prompts, or their checked generations; taken by one task at a time.
+        is_complete: there are no more prompts, and each has its completion or its error.
+        error: of the first generation that failed, or of the iterable.
     """
 
-    @staticmethod
-    async def _produce(stream: TokenStream, give: Give[Token]) -> None:
-        async with stream:
-            async for token in stream:
-                await give(token)
+    _begin: Callable[[Open, Tools | None], TokenStream]
+    check: Callable[[int, Any], Generation]
+    _returns_errors: bool
+    prompts: AsyncIterator[Any] = attrs.field(init=False)
+    num_tasks: int = attrs.field(init=False)
+    finished: trio.MemorySendChannel[tuple[int, Any]] = attrs.field(init=False)
+    scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
+    error: Exception | None = attrs.field(init=False, default=None)
+    is_complete: bool = attrs.field(init=False, default=False)
+    _taking: trio.Lock = attrs.field(init=False, factory=trio.Lock)
+    _num_taken: int = attrs.field(init=False, default=0)
+    _is_exhausted: bool = attrs.field(init=False, default=False)
 
-    def is_last(self, item: Token) -> bool:
-        return item.finish_reason is not None
+    # A Ctrl-C must interrupt the user's task and not this one.
+    @trio.lowlevel.enable_ki_protection
+    async def run(self) -> None:
+        with self.finished:
+            try:
+                with self.scope:
+                    async with trio.open_nursery() as nursery:
+                        for _ in range(self.num_tasks):
+                            nursery.start_soon(self._run_in_turn)
+                    self.is_complete = self.error is None
+            finally:
+                await self._close_prompts()
+
+    @trio.lowlevel.enable_ki_protection
+    async def _run_in_turn(self) -> None:
+        while (taken := await self._next_prompt()) is not None:
+            index, prompt = taken
+            # Any error is for the consumer; raised here, it would end the runtime.
+            try:
+                item: Any = await complete(self._begin(*self.check(index, prompt)))
+            except (RuntimeClosedError, RuntimeBrokenError) as error:
+                return self._fail(error)
+            except Exception as error:
+                if not self._returns_errors:
+                    return self._fail(error, index)
+                item = error
+            try:
+                await self.finished.send((index, item))
+            except trio.BrokenResourceError:
+                return  # the consumer is gone
+
+    async def _next_prompt(self) -> tuple[int, Any] | None:
+        """A prompt with its index; None if there are no more, or the iterable has raised an error."""
+        async with self._taking:
+            if self._is_exhausted:
+                return None
+            try:
+                prompt = await anext(self.prompts)
+            except StopAsyncIteration:
+                self._is_exhausted = True
+                return None
+            except Exception as error:
+                self._is_exhausted = True
+                self._fail(error)
+                return None
+            self._num_taken += 1
+            return self._num_taken - 1, prompt
+
+    async def _close_prompts(self) -> None:
+        # As trio closes a generator that nobody refers to any more: what it awaits in its `finally` is cancelled.
+        if inspect.isasyncgen(self.prompts):
+            with trio.CancelScope(shield=True) as scope:
+                scope.cancel()
+                try:
+                    await self.prompts.aclose()
+                except Exception as error:
+                    self._fail(error)
+
+    def _fail(self, error: Exception, index: int | None = None) -> None:
+        if self.error is not None:
+            return
+        self.error = error
+        if index is not None:
+            error.add_note(f"prompts[{index}] failed, and the generations for the others were cancelled")
+        self.scope.cancel()

@@ -28,6 +28,9 @@ from runtime.loading.model_files import config_in, folder_of, num_bytes_in
 
 # Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
 MAX_SIZE_RATIO = 1 / 3
+# What configurations call the numbers of layers and of features.
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+_WIDTH = ("hidden_size", "d_model", "n_embd", "model_dim")
 # What the names of conversions of a model have after its own.
 _CONVERSION = r"(-(\d+bit|bf16|fp16|fp8|mxfp4|mxfp8|nvfp4|dwq|qat|mlx|dynamic))*"
 
@@ -89,7 +92,8 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     First comes the MTP layer in the target's own files, if there is one. Then what is in Hugging Face's cache and, if
     the target is a directory, in the directories beside it: trained drafters made for a model of the target's shape,
     those known for the target first; then models with the target's vocabulary and at most a third of its size, smaller
-    ones first. Last come trained drafters and models from the tables that are not on the disk.
+    ones first. Last come trained drafters and models from the tables that are not on the disk. A model with the
+    target's numbers of layers and of features is a copy of it, such as a quantised one, and drafts no faster.
 
     Args:
         target: a path, or a hub id that was downloaded.
@@ -111,7 +115,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
             f"target {shown_path(os.fspath(target))} has no config.json that can be read; give a directory with a model"
         )
     max_bytes = num_bytes_in(directory) * MAX_SIZE_RATIO
-    vocabulary, shape = _vocabulary(directory), _shape(config)
+    vocabulary, shape, sizes = _vocabulary(directory), _shape(config), _layers_and_width(config)
     found, trained, known = [], [], list(known_drafters(os.fspath(target)))
     for name, candidate in _on_disk(directory, cache_dir):
         other, num_bytes = config_in(candidate), num_bytes_in(candidate)
@@ -120,7 +124,10 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
         if (kind := kind_of(other)) is not None:
             if kind in SUPPORTED and shape is not None and _shape(other) == shape:
                 trained.append(Suggestion(name, candidate, num_bytes, kind))
-        elif "model_type" in other and num_bytes <= max_bytes and _agree(vocabulary, _vocabulary(candidate)):
+            continue
+        is_copy = sizes is not None and _layers_and_width(other) == sizes
+        is_fit = "model_type" in other and num_bytes <= max_bytes and not is_copy
+        if is_fit and _agree(vocabulary, _vocabulary(candidate)):
             found.append(Suggestion(name, candidate, num_bytes))
     made_for_it = {_model_name(suggestion.model) for suggestion in known}
     found = [
@@ -130,7 +137,7 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     ]
     present = {suggestion.model for suggestion in found} | {os.fspath(target)}
     found += [suggestion for suggestion in known if suggestion.model not in present]
-    small = small_models(str(config.get("model_type")), _vocab_size(config))
+    small = small_models(str(config.get("model_type")), _vocab_size(config), sizes)
     found += [each for each in small if each.model not in present and (each.num_bytes or 0) <= max_bytes]
     return tuple(found)
 
@@ -170,6 +177,14 @@ def _shape(config: dict[str, Any]) -> tuple[int, int] | None:
     width = width or (inner.get("hidden_size") if isinstance(inner, dict) else None)
     vocab_size = inner.get("vocab_size") if isinstance(inner, dict) else None
     return (width, vocab_size) if isinstance(width, int) and isinstance(vocab_size, int) else None
+
+
+def _layers_and_width(config: dict[str, Any]) -> tuple[int, int] | None:
+    """Numbers of layers and of features of a model; None if its configuration does not say."""
+    inner = config.get("text_config")
+    values = config | inner if isinstance(inner, dict) else config
+    layers, width = (next(map(values.get, filter(values.get, names)), None) for names in (_LAYERS, _WIDTH))
+    return (layers, width) if isinstance(layers, int) and isinstance(width, int) else None
 
 
 def _has_mtp(directory: Path, config: dict[str, Any]) -> bool:
@@ -227,12 +242,14 @@ def _model_name(model: str) -> str:
     return parts[-1] if parts else ""
 
 
-def small_models(model_type: str, vocab_size: int) -> Iterator[Suggestion]:
+def small_models(model_type: str, vocab_size: int, target_sizes: tuple[int, int] | None = None) -> Iterator[Suggestion]:
     """The small models of a family whose vocabulary has `vocab_size` embedding rows, padding included; the smallest
-    first, none if the family is not in the table. Their vocabularies are checked when they are opened.
+    first, none if the family is not in the table. Leaves out a copy of the target, by its numbers of layers and of
+    features. Their vocabularies are checked when they are opened.
     """
     for family in _table("small_models"):
         low, high = family["vocab_sizes"]
         if model_type in family["model_types"] and low <= vocab_size <= high:
-            for model, num_megabytes in family["megabytes"].items():
-                yield Suggestion(model, None, num_megabytes * 10**6)
+            for model, facts in family["models"].items():
+                if (facts["layers"], facts["width"]) != target_sizes:
+                    yield Suggestion(model, None, facts["megabytes"] * 10**6)

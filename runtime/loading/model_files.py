@@ -5,16 +5,29 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
+from actors.trained.kinds.recognition import kind_of
 from actors.workers.worker import JobError
 from protocol.errors import ModelError, OutriderError
-from protocol.reprs import shown_path
+from protocol.reprs import excerpt, shown_path
 from runtime.loading.model_spec import ModelSpec
+
+# Weights in other formats.
+_OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.npz", "*.safetensors")
+# A file of safetensors begins with the length of its header.
+_LENGTH_BYTES = 8
+# That of the library safetensors; the first bytes of any other file give a larger number.
+_MAX_HEADER_BYTES = 100_000_000
+_LFS_POINTER = b"version "
 
 # What the files of a tokenizer are called, beside its configuration.
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
@@ -60,6 +73,74 @@ def num_bytes_in(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
 
 
+def check_folder(role: str, name: str, folder: Path) -> None:
+    """Check the files of a model, which the user calls `name`, as far as they tell without loading it.
+
+    Raises: ModelError: the folder is none, has no readable weights, or is of a family that mlx-lm does not have.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"{role} {shown_path(name)} is a file; give a directory in Hugging Face layout")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{role} {shown_path(name)} has no config.json; give a directory in Hugging Face layout")
+    config = config_in(folder)
+    if config is None or kind_of(config) is not None:
+        return  # loading reports what is wrong; or a trained drafter, whose files have other names
+    if (fault := next(chain(_faults_of_family(config), _faults_of_weights(folder)), None)) is not None:
+        raise ModelError(f"cannot load {role} {shown_path(name)}: {fault}")
+
+
+def _faults_of_family(config: dict[str, Any]) -> Iterator[str]:
+    family = config.get("model_type")
+    if not isinstance(family, str) or "model_file" in config:
+        return
+    remapped = {*MODEL_REMAPPING, *(each for each, _ in MODEL_ARCHITECTURE_REMAPPING)}
+    with suppress(ImportError, ValueError):  # of a name that no module can have
+        if family in remapped or find_spec(f"mlx_lm.models.{family}") is not None:
+            return
+    yield (
+        f"its model_type is {excerpt(family)}, which mlx-lm {version('mlx-lm')}, the version installed here, does not "
+        "know; give a model of another family"
+    )
+
+
+def _faults_of_weights(folder: Path) -> Iterator[str]:
+    files = sorted(folder.glob("model*.safetensors"))
+    if not files:
+        others = sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))
+        beside = f", only {others[0]}, which mlx-lm does not read" if others else ""
+        yield f"it has no weights: no file model*.safetensors{beside}; copy or download them"
+    for file in files:
+        if (fault := _fault_of_safetensors(file)) is not None:
+            yield f"{shown_path(str(file))} {fault}"
+
+
+def _fault_of_safetensors(file: Path) -> str | None:
+    """What is wrong with a file of weights, by its header and its size."""
+    again = "copy or download it again"
+    try:
+        num_bytes = file.stat().st_size
+        with file.open("rb") as opened:
+            length = opened.read(_LENGTH_BYTES)
+            header_bytes = int.from_bytes(length, "little")
+            if length.startswith(_LFS_POINTER):
+                return "is a pointer of Git LFS in the place of the weights; run `git lfs pull` in its folder"
+            if num_bytes == 0:
+                return f"is empty, with 0 bytes; {again}"
+            begin = _LENGTH_BYTES + header_bytes
+            if header_bytes > _MAX_HEADER_BYTES:
+                return f"is not a file of safetensors; {again}"
+            if num_bytes < begin:
+                return f"is cut off: it has {num_bytes:,} bytes, and its header alone {begin:,}; {again}"
+            header = json.loads(opened.read(header_bytes))
+        ends = [tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"]
+        end = begin + max(ends, default=0)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        return f"is not a file of safetensors; {again}"
+    return None if num_bytes >= end else f"is cut off: it has {num_bytes:,} of {end:,} bytes; {again}"
+
+
 def load_error(role: str, source: Any, cause: BaseException | None) -> ModelError:
     """The error to raise for an exception of mlx-lm's, of any kind; `role` is "target" or "draft"."""
     if isinstance(source, tuple):
@@ -93,6 +174,9 @@ def _faults(folder: Path, said: str) -> Iterator[str]:
             continue
         if file.name == "config.json" and not (isinstance(content, dict) and "model_type" in content):
             yield f'{shown_path(str(file))} has no "model_type"; give a directory in Hugging Face layout'
+    if (config := config_in(folder)) is not None:
+        yield from _faults_of_family(config)
+    yield from _faults_of_weights(folder)
     if "tokenizer" in said and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         yield NO_TOKENIZER
 

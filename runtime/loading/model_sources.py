@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import attrs
 import mlx.core as mx
 import trio
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions
@@ -34,8 +35,9 @@ from protocol.errors import ModelError, OutriderError, SettingsError, Vocabulary
 from protocol.open_options import OpenOptions
 from protocol.reprs import shown, shown_path
 from protocol.settings import AUTO_DRAFT, MTP, NGRAM, Settings
+from runtime.loading.blas import advice_for_float32
 from runtime.loading.drafters import suggest_draft
-from runtime.loading.model_files import config_in, folder_of, load_error, load_errors, name_of
+from runtime.loading.model_files import check_folder, config_in, folder_of, load_error, load_errors, name_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
 from runtime.loading.vocabularies import vocabulary_map
@@ -43,6 +45,10 @@ from runtime.loading.vocabularies import vocabulary_map
 logger = logging.getLogger("outrider")
 # What "auto" takes as a drafter; commands print it.
 choice_logger = logging.getLogger("outrider.auto_draft")
+
+# Float32 parameters of a model that is slow without a fast BLAS.
+MIN_ADVISED_PARAMETERS = 10**7
+_ADVISED: list[str] = []
 
 T = TypeVar("T")
 
@@ -132,17 +138,14 @@ def check_source(role: str, source: Any) -> Source:
         raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
     path = Path(source).expanduser()
     try:
-        exists, has_config = path.exists(), (path / "config.json").is_file()
+        if exists := path.exists():
+            check_folder(role, str(source), path)
     except OSError as error:
         raise ModelError(
             f"{role} {shown_path(str(source))} cannot be looked at: {error.strerror}; "
             "give a directory with a model, or a hub id"
         ) from error
     if exists:
-        if not has_config:
-            raise ModelError(
-                f"{role} {shown_path(str(source))} has no config.json; give a directory in Hugging Face layout"
-            )
         if role == "draft":
             check_trained_drafter(ModelSpec(source), path)
         return path
@@ -150,8 +153,8 @@ def check_source(role: str, source: Any) -> Source:
     if role == "draft" and is_word:
         near = difflib.get_close_matches(str(source).lower(), (NGRAM, "n-gram", AUTO_DRAFT), n=1, cutoff=0.75)
         if near:
-            meant_word = f'"{NGRAM}", which looks up without one' if near != [AUTO_DRAFT] else f'"{AUTO_DRAFT}"'
-            raise SettingsError(f"draft {str(source)!r} is no model; did you mean {meant_word}?")
+            meant_word = f'"{NGRAM}" (prompt lookup)' if near != [AUTO_DRAFT] else f'"{AUTO_DRAFT}"'
+            raise SettingsError(f"draft {str(source)!r} is not a model; did you mean {meant_word}?")
     # "owner/name" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
     if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -303,9 +306,21 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     with load_errors(role, source):
         if read is not None:
             built, tokenizer = await worker.run(Job("load", read))
+        _advise_on_blas(built)
         model = await worker.run(Job("load", partial(MLXModel, built, options, named, layer_evaluation)))
         wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
     return Loaded(model, wrapper, folder_of(source))
+
+
+def _advise_on_blas(module: Module) -> None:
+    """Advise on a faster BLAS, once in a process, if a model's matrices are float32 and computed on a CPU."""
+    if mx.default_device().type != mx.DeviceType.cpu or _ADVISED:
+        return
+    weights = [cast(mx.array, pair[1]) for pair in tree_flatten(module.parameters())]
+    num_parameters = sum(weight.size for weight in weights if weight.ndim > 1 and weight.dtype == mx.float32)
+    if num_parameters >= MIN_ADVISED_PARAMETERS and (advice := advice_for_float32()) is not None:
+        _ADVISED.append(advice)
+        logger.warning("%s", advice)
 
 
 def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:

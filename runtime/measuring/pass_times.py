@@ -19,6 +19,7 @@ WIDTHS = (1, 2, 3, 5, 9)
 REPEATS = 7
 CONTEXT_TOKENS = 64  # tokens in the cache when a pass is timed
 MAX_WIDTH = 64
+WITHIN_S = 30.0  # seconds after which no pass is repeated
 
 
 @attrs.frozen
@@ -54,14 +55,20 @@ def time_passes(
     *,
     repeats: int = REPEATS,
     num_context: int = CONTEXT_TOKENS,
+    within_s: float = WITHIN_S,
 ) -> Passes:
     """Time forward passes of several widths, each in [1, 64], over the same text, in turn.
 
-    `num_context` tokens are in the cache when a pass is timed.
+    Args:
+        repeats: of each width; fewer, but at least one, if they take longer than `within_s` seconds.
+        num_context: tokens in the cache when a pass is timed.
     """
+    began_all = time.perf_counter()
     sequence = _filled_sequence(model, num_context)
     contest: Contest[int, int, tuple[float, float]] = Contest(widths, [num_context], repeats, warm_up=[num_context])
     for step in contest.steps():
+        if time.perf_counter() - began_all > within_s and all(map(contest.runs, widths)):
+            break
         width = step.contender
         rewind_mode = sequence.prepare(width, num_context)
         began = time.perf_counter()

@@ -55,7 +55,7 @@ async def run_checks(
     for number, check in enumerate(checks, start=1):
         on_progress(f"check {number} of {len(checks)}: {check.label}")
         began = trio.current_time()
-        finding = Finding("skipped", "the time was up")
+        finding = Finding("skipped", "out of time")
         with trio.move_on_at(deadline):
             finding = await run_check(check, subject)
         on_finding(CheckRun(check, finding, trio.current_time() - began))

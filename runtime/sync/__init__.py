@@ -24,9 +24,9 @@ from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSetti
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion
 from runtime.loading.model_sources import Source
-from runtime.sync.runtime import Conversation, Runtime, SyncBridge, SyncThread, TokenStream, TokenStreams, run_blocking
+from runtime.sync.runtime import Conversation, Runtime, SyncBridge, SyncThread, TokenStream, run_blocking
 
-__all__ = ["Conversation", "Runtime", "TokenStream", "TokenStreams", "generate_sync", "open_sync"]
+__all__ = ["Conversation", "Runtime", "TokenStream", "generate_sync", "open_sync"]
 
 
 def open_sync(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]) -> Runtime:
@@ -95,3 +95,7 @@ def check_no_event_loop(what: str) -> None:
         f"{what} would block the event loop that is running here, {name}'s; write instead: "
         f"async with {module}.open(target, draft) as rt: completion = await rt.generate(prompt)"
     )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Never, Self, TypeVar, cast
 
 import trio
 
-from protocol.errors import StreamBusyError, WrongEventLoopError
+from protocol.errors import PromptError, StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
-from runtime.bridge.handles import ConversationHandle, IteratorHandle, MergedHandle, RuntimeHandle, StreamHandle
+from runtime.bridge.handles import ConversationHandle, IteratorHandle, RuntimeHandle, StreamHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, TrioThread
 from runtime.generation.conversation import Conversation as TrioConversation
@@ -122,6 +122,9 @@ class SyncBridge(RuntimeBridge):
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return run_blocking(coroutine)
 
+    def iterated(self, items: Any) -> Never:
+        raise PromptError("prompts are an async iterable, and there is no event loop here; give a list or a generator")
+
 
 def check_not_in_trio(what: str) -> None:
     """Raises: WrongEventLoopError: trio is running in this thread, and `what` would block it."""
@@ -194,12 +197,6 @@ class TokenStream(BlockingIteration[Token], StreamHandle):
     """
 
 
-class TokenStreams(BlockingIteration[tuple[int, Token]], MergedHandle[Token]):
-    """The tokens of many prompts as they come, as (index of the prompt, token): `runtime.TokenStreams` as an iterator
-    and context manager. It is ended like a `TokenStream` of this module.
-    """
-
-
 class Conversation(ConversationHandle[TokenStream, Completion, int, bool]):
     """`runtime.Conversation` for plain threads; one thread at a time uses it."""
 
@@ -215,8 +212,8 @@ class Conversation(ConversationHandle[TokenStream, Completion, int, bool]):
 class Runtime(
     RuntimeHandle[
         TokenStream,
-        TokenStreams,
         list[Completion],
+        list[Completion | Exception],
         Conversation,
         Completion,
         Score,
@@ -233,7 +230,6 @@ class Runtime(
 
     _bridge: SyncBridge
     _stream_handle = TokenStream
-    _many_handle = TokenStreams
     _conversation_handle = Conversation
 
     def close(self) -> None:
@@ -251,8 +247,8 @@ class Runtime(
     def __exit__(self, *_: object) -> None:
         run_blocking(self._bridge.thread.stop_and_join())
 
-    def _completions(self, begin: Callable[[], Completions]) -> list[Completion]:
-        async def complete_all() -> list[Completion]:
+    def _completions(self, begin: Callable[[], Completions[Any]]) -> list[Any]:
+        async def complete_all() -> list[Any]:
             return await begin()
 
         return run_blocking(self._bridge.call(complete_all))

@@ -268,6 +268,19 @@ class Display:
             self._logged_at = time.monotonic()
             print_message(what)
 
+    def show_share(self, what: str, num_done: int, total: int) -> None:
+        """Show how many of a number of things are done, and on a terminal how long the others will take."""
+        self._stops_when = "after the forward pass that is running"
+        if _is_terminal():
+            if self._progress is None or self._progress.tasks[0].total != total:
+                self.clear()
+                self._show(what, total, "", is_long=True)
+            assert self._progress is not None
+            self._progress.update(self._progress.tasks[0].id, completed=num_done, refresh=True)
+        elif time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
+            self._logged_at = time.monotonic()
+            print_message(f"{what} {num_done:,} of {total:,}")
+
     def show_loading(self, models: Sequence[object]) -> None:
         """Show that models are being loaded, each named by its `str`."""
         self._stops_when = "once the models are loaded"
@@ -313,8 +326,18 @@ class Display:
             self._progress.stop()
             self._progress = None
 
-    def _show(self, description: str, num_tokens: int | None, *, moves: bool = True) -> None:
-        from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    def _show(
+        self, description: str, total: int | None, unit: str = " tokens", *, moves: bool = True, is_long: bool = False
+    ) -> None:
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            ProgressColumn,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
         from rich.table import Column
 
         # Folded in a narrow terminal: otherwise the remaining time would be cut off.
@@ -322,12 +345,14 @@ class Display:
         columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False, table_column=wrapped)]
         if moves:
             columns.insert(0, SpinnerColumn())
-        if num_tokens is not None:
-            columns += [BarColumn(), TextColumn("{task.completed:,} of {task.total:,} tokens"), TimeElapsedColumn()]
+        if total is not None:
+            columns += [BarColumn(), TextColumn(f"{{task.completed:,}} of {{task.total:,}}{unit}"), TimeElapsedColumn()]
+        if is_long:
+            columns += [TextColumn("left:"), TimeRemainingColumn()]
         self._progress = Progress(
             *columns, console=stderr_console(), auto_refresh=moves, transient=True, redirect_stdout=False
         )
-        self._task = self._progress.add_task(description, total=num_tokens)
+        self._task = self._progress.add_task(description, total=total)
         self._progress.start()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from protocol.reprs import shown
 from runtime.terminal.display import stderr_console
 from runtime.terminal.tables import show_pairs
 
@@ -12,12 +13,23 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
 
 
-def print_statistics(statistics: Statistics) -> None:
-    """Print a table of statistics on stderr."""
+def print_statistics(statistics: Statistics, ending: str | None = None) -> None:
+    """Print a table of statistics on stderr, and how the text ended; see `ending_of`."""
     console = stderr_console()
     if console.is_terminal:
         console.print()
-    show_pairs(console, list(rows_of(statistics)))
+    show_pairs(console, [*([] if ending is None else [("end", ending)]), *rows_of(statistics)])
+
+
+def ending_of(finish_reason: str | None, stop_reason: str | int | None) -> str:
+    """How a text ended, by the last token's reasons."""
+    if finish_reason is None:
+        return "early, before the text was over"
+    if finish_reason == "length":
+        return "cut off, by --max-tokens or the context"
+    if stop_reason is None:
+        return "by the model"
+    return f"at the stop {'string' if isinstance(stop_reason, str) else 'token'} {shown(stop_reason)}"
 
 
 def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:

@@ -123,11 +123,12 @@ PHI3SMALL: dict[str, Any] = {
 TOO_SMALL = "phi3small with a vocab_size of 1000.* at least 100352"
 
 
-@sweep("vocab_size, says", [(1000, TOO_SMALL), (100_352, "No safetensors")])
+@sweep("vocab_size, says", [(1000, TOO_SMALL), (100_352, "cannot load target")])
 async def test_a_phi3small_that_would_crash_the_process_is_refused_by_its_configuration(
     vocab_size: int, says: str, tmp_path: Path
 ) -> None:
-    # There are no weights, so nothing can have been loaded.
+    # There are no weights in the file, so nothing can have been loaded.
+    (tmp_path / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
     (tmp_path / "config.json").write_text(json.dumps(PHI3SMALL | {"vocab_size": vocab_size}))
     with pytest.raises(ModelError, match=says):
         async with runtime.open(tmp_path):

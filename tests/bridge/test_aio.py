@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import gc
 import inspect
@@ -769,6 +770,58 @@ async def test_many_prompts_are_completed_in_their_order_or_as_they_finish() -> 
             await one_by_one
         assert finished == {index: text(12, prompt) for index, prompt in enumerate(PROMPTS)}
         assert await rt.generate_many([]) == []
+
+
+@on_both_loops
+@in_asyncio
+async def test_prompts_are_taken_from_an_async_iterable_in_its_loop_as_there_is_room() -> None:
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name")
+    taken: list[str] = []
+
+    async def prompts(num_prompts: int, error: Exception | None = None) -> AsyncIterator[tuple[int, ...]]:
+        try:
+            for number in range(num_prompts):
+                await asyncio.sleep(0)
+                taken.append(name.get())
+                yield PROMPTS[number % 5]
+            if error is not None:
+                raise error
+        finally:
+            taken.append("closed")
+
+    async with opened() as rt:
+        name.set("mine")
+        many = rt.generate_many(prompts(5), max_concurrent=2, max_tokens=6)
+        assert [ids(completion) for completion in await many] == [text(6, prompt) for prompt in PROMPTS]
+        assert repr(many) == "<outrider aio.Completions, over: 5 given>"
+        assert taken == ["mine"] * 5 + ["closed"]
+
+        taken.clear()
+        async with rt.generate_many(prompts(10**9), max_concurrent=2, max_tokens=2) as many:
+            await anext(many)
+            await until_in_asyncio(lambda: len(taken) >= 4 and rt.num_streams == 0)
+            # At most two that are finished in the trio thread, two that wait for room, and what one request brought.
+            assert len(taken) <= 8
+        with pytest.raises(ZeroDivisionError):
+            await rt.generate_many(prompts(2, ZeroDivisionError()), on_error="return", max_tokens=2)
+
+
+@in_asyncio
+async def test_a_wait_for_the_next_prompt_is_cancelled_with_the_generations() -> None:
+    ended = asyncio.Event()
+
+    async def prompts() -> AsyncIterator[tuple[int, ...]]:
+        yield PROMPT
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            ended.set()
+
+    async with opened() as rt:
+        async with rt.generate_many(prompts(), max_tokens=2) as many:
+            assert ids((await anext(many))[1]) == text(2)
+        await ended.wait()
+        await the_next_text_is_right(rt)
 
 
 @on_both_loops

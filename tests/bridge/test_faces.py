@@ -42,10 +42,6 @@ async def completions_of(rt: Any, prompts: Any, **settings: Any) -> list[runtime
     return await got(rt.generate_many(prompts, **settings))
 
 
-async def tokens_of(rt: Any, prompts: Any, **settings: Any) -> list[tuple[int, runtime.Token]]:
-    return await all_of(rt.stream_many(prompts, **settings))
-
-
 def passes(events: list[Event]) -> list[Event]:
     kinds = ("prefill", "verify", "decode")
     return [e for e in events if isinstance(e, Span) and e.session is not None and e.kind in kinds]
@@ -119,13 +115,13 @@ async def test_bad_input_is_an_error_before_any_model_work(open: Any) -> None:
             await got(rt.conversation().generate("hello"))
         with pytest.raises(runtime.SettingsError, match="max_tokens"):
             rt.conversation(max_tokens=0)
-        for begin in (completions_of, tokens_of):
-            with pytest.raises(runtime.PromptError, match=r"prompts\[1\].*empty"):
-                await begin(rt, [PROMPT, []])
-            with pytest.raises(runtime.PromptError, match="sequence of prompts"):
-                await begin(rt, "one")
-            with pytest.raises(runtime.SettingsError, match="max_concurrent"):
-                await begin(rt, [PROMPT], max_concurrent=0)
+        for prompts, settings, complaint in (
+            ([PROMPT, []], {}, r"prompts\[1\].*empty"),
+            ("one", {}, "sequence of prompts"),
+            ([PROMPT], {"max_concurrent": 0}, "max_concurrent"),
+        ):
+            with pytest.raises(runtime.OutriderError, match=complaint):
+                await completions_of(rt, prompts, **settings)
         assert passes(events) == []
         await the_next_text_is_right(rt)
         assert passes(events) != []
@@ -184,20 +180,24 @@ async def test_many_prompts_are_completed_in_their_order(open: Any) -> None:
 
 
 @on_every_face
-async def test_tokens_of_many_prompts_come_with_the_index_of_their_prompt(open: Any) -> None:
+async def test_errors_of_prompts_are_given_in_the_place_of_completions_where_asked_for(open: Any) -> None:
+    def fail(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("no such word")
+
     async with opened(open) as rt:
-        texts: list[list[runtime.Token]] = [[] for _ in PROMPTS]
-        async with within(rt.stream_many(iter(PROMPTS), max_concurrent=2, max_tokens=6)) as stream:
-            for index, token in await all_of(stream):
-                assert token.index == len(texts[index])
-                texts[index].append(token)
-            assert repr(stream).endswith(".TokenStreams, over or closed: 5 of 5 given>")
-            assert await all_of(stream) == []
-        assert [[token.id for token in tokens] for tokens in texts] == [text(6, prompt) for prompt in PROMPTS]
-        assert {tokens[-1].finish_reason for tokens in texts} == {"length"}
-        own = await tokens_of(rt, [(PROMPT, {"max_tokens": 2}), PROMPT], max_tokens=3)
-        assert sorted(index for index, _ in own) == [0, 0, 1, 1, 1]
-        assert await tokens_of(rt, []) == []
+        prompts = [PROMPTS[0], [], (PROMPT, {"logits_processors": [fail]}), (PROMPT, {"max_tokens": 0}), PROMPTS[1]]
+        found = await completions_of(rt, prompts, on_error="return", max_concurrent=2, max_tokens=6)
+        assert [type(each) for each in found] == [
+            runtime.Completion,
+            runtime.PromptError,
+            runtime.ProcessorError,
+            runtime.SettingsError,
+            runtime.Completion,
+        ]
+        assert [str(found[index]).partition(":")[0] for index in (1, 3)] == ["prompts[1]", "prompts[3]"]
+        assert [ids(found[index]) for index in (0, 4)] == [text(6, prompt) for prompt in PROMPTS[:2]]
+        with pytest.raises(runtime.SettingsError, match='on_error must be "raise" or "return", got'):
+            rt.generate_many([PROMPT], on_error="ignore")
 
 
 @on_every_face
@@ -207,7 +207,7 @@ async def test_the_first_of_many_that_fails_ends_the_others_with_its_error(open:
 
     async with opened(open) as rt:
         with pytest.raises(runtime.ProcessorError, match="no such word") as raised:
-            await tokens_of(rt, [PROMPT, (PROMPT, {"logits_processors": [fail]})], **LONG)
+            await completions_of(rt, [PROMPT, (PROMPT, {"logits_processors": [fail]})], **LONG)
         assert "prompts[1] failed" in raised.value.__notes__[0]
         await the_next_text_is_right(rt)
 

@@ -37,8 +37,9 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
+from protocol.statistics import Counts
 from runtime.bench.benchmark import failures
-from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Run
+from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Run, observed
 from runtime.bench.one_stream import OneStream, OneStreamPlan
 from runtime.bench.prompt_files import BUNDLED, BenchPrompt, read_prompts
 from runtime.cli import bench_command
@@ -250,6 +251,38 @@ async def test_everyone_runs_and_writes_plain_decodings_text(pair, monkeypatch):
     assert rows["mlx-lm plain"].acceptance is rows["outrider lookahead 0"].acceptance is None
     for name in ("mlx-lm speculative 3", "outrider lookahead 2"):
         assert 0 < rows[name].acceptance <= 1
+
+
+async def test_what_a_benchmark_has_not_observed_is_no_figure(pair):
+    target, _ = pair
+    plan = small(num_draft_tokens=(), lookaheads=(0, 2), prompts=PROMPTS[:1], repeats=1)
+    result = await OneStream(plan).measure((target, None), "ngram")
+    for row in result.rows[1:]:
+        assert row.draft_busy is None
+        names = ("draft_seconds", "contention", "acceptance")
+        assert [row.estimates[name] for name in names] == [None] * 3
+    lines = {line.cells[0]: line.cells for line in OneStream(plan).report(result).table.rows}
+    assert lines["outrider lookahead 2"][8].endswith("% –")
+    details = dict(dict(OneStream(plan).report(result).details)["measured by outrider lookahead 2"])
+    assert (details["draft"], details["contention"], details["acceptance"]) == ("–", "–", "–")
+
+
+@sweep(
+    ("changes", "unknown"),
+    [
+        ({}, {"draft_seconds", "contention", "acceptance", "verify_seconds_per_token"}),
+        ({"verify_table": ((1, 0.1), (2, 0.2)), "draft_seconds": 0.1}, {"acceptance"}),
+        ({"verify_seconds": 0.0, "plain_seconds": 0.0, "tokens_per_second": 0.0},
+         {"draft_seconds", "contention", "acceptance", "verify_seconds_per_token", "verify_seconds", "plain_seconds",
+          "tokens_per_second"}),
+    ],
+)  # fmt: skip
+def test_priors_and_zeros_of_the_estimates_are_not_observed(changes, unknown):
+    values = dict.fromkeys(attrs.fields_dict(runtime.Estimates), 0.1) | {"draft_seconds": 0.0}
+    values["verify_table"] = ((1, 0.1),)
+    estimates = runtime.Estimates(**values | changes)
+    found = observed(estimates, [Counts().snapshot(estimates=estimates)])
+    assert {name for name, value in found.items() if value is None} == unknown
 
 
 async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):

@@ -54,10 +54,29 @@ async def text_of(target: str, prompt: str, num_tokens: int) -> str:
 # --- text -----------------------------------------------------------------------------------------
 
 
-def test_a_pipe_gets_the_text_byte_for_byte_and_nothing_else_is_said(endless, capfd):
-    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=20).text
-    assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "20") == (expected, "")
-    assert len(expected.split()) == 20
+CUT = "outrider: the text was cut off after 5 tokens; raise --max-tokens for more\n"
+
+
+def test_a_pipe_gets_the_text_byte_for_byte_and_stderr_says_alone_that_it_was_cut(endless, short, capfd):
+    expected = runtime.generate_sync(PROMPT, target=endless, max_tokens=5).text
+    assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5") == (expected, CUT)
+    assert len(expected.split()) == 5
+    full = "outrider: the text was cut off, since the model's context of 32 tokens is full; shorten the prompt\n"
+    assert run_here(capfd, PROMPT, "--target", short, "--ignore-eos").err == full
+
+
+@sweep(
+    ("arguments", "ending"),
+    [
+        (["-m", "5"], "cut off, by --max-tokens or the context"),
+        (["-m", "9", "--stop", " "], "at the stop string ' '"),
+        (["-m", "9", "--stop-tokens", ",".join(map(str, range(64)))], "at the stop token"),
+    ],
+)
+def test_the_statistics_say_how_the_text_ended(arguments, ending, endless, capfd):
+    err = run_here(capfd, PROMPT, "--target", endless, *arguments, "--stats").err
+    (line,) = [line for line in err.splitlines() if line.startswith("end ")]
+    assert line.removeprefix("end").strip().startswith(ending)
 
 
 def test_the_demo_pair_is_the_default(capfd):
@@ -294,7 +313,7 @@ def test_statistics_begin_a_line_where_the_text_goes_to_the_same_file(endless, t
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, out)
         run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5", "--stats")
-    assert (tmp_path / "out").read_text().startswith(f"{expected}\ntokens ")
+    assert (tmp_path / "out").read_text().startswith(f"{expected}\n{CUT}end ")
 
 
 def statistics(**changes: Any) -> runtime.Statistics:
@@ -431,7 +450,7 @@ def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, us
 @pytest.mark.parametrize("name", ["ngrm", "NGRAM", "n-gram"])
 def test_a_misspelt_lookup_is_not_looked_for_on_the_hub(name, capfd):
     assert run_here(capfd, PROMPT, "--draft", name, status=2).err == (
-        f'outrider: error: draft {name!r} is no model; did you mean "ngram", which looks up without one?\n'
+        f'outrider: error: draft {name!r} is not a model; did you mean "ngram" (prompt lookup)?\n'
     )
 
 
@@ -510,6 +529,12 @@ def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
     assert err.startswith("usage: outrider")
 
 
+def test_without_a_command_all_are_listed(capfd):
+    err = " ".join(ran(capfd, status=2).err.split())
+    for command in cli.COMMANDS.values():
+        assert f" {command.name} {command.help}" in err
+
+
 def test_help_names_every_option_and_its_default(capfd):
     text = " ".join(ran(capfd, "generate", "--help-all").out.split())
     # Functions and long lists exist only in Python; and a single generation has nothing to reuse.
@@ -517,10 +542,10 @@ def test_help_names_every_option_and_its_default(capfd):
     settings = [field.name.replace("_", "-") for field in attrs.fields(runtime.Settings) if field.name not in beyond]
     for option in ("target", "draft", *settings, "json", "stats", "trace", "timeline"):
         assert f"--{option}" in text
-    assert "(default: 256)" in text
+    assert "(default: 32768 for an answer, 256 for a continued text)" in text
 
 
-@sweep("command", ["generate", "chat", "serve", "doctor", "bench"])
+@sweep("command", ["generate", "chat", "serve", "batch", "doctor", "bench"])
 def test_a_short_help_has_ten_options_that_exist(command, capfd):
     texts = [ran(capfd, command, flag).out for flag in ("--help", "--help-all")]
     short, full = (re.findall(r"^  (-.*?)(?:   |$)", text, re.MULTILINE) for text in texts)
@@ -594,7 +619,7 @@ def test_a_signal_at_any_event_leaves_json_that_says_so(kind, number, status, en
         assert err == ""
     else:
         assert said["statistics"]["generated_tokens"] == len(said["tokens"])
-        assert err.startswith("tokens ")
+        assert err.startswith("end               early, before the text was over\ntokens ")
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("outrider")] == []
 
 
@@ -722,7 +747,7 @@ async def test_a_reader_that_stops_reading_does_not_keep_a_signal_from_being_hea
 def test_a_terminal_shows_the_prompt_dimmed_then_the_text_and_ends_the_line(endless, monkeypatch, capfd):
     expected = trio.run(text_of, endless, PROMPT, 5)
     with at_a_terminal(monkeypatch, "stdout") as screen:
-        assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5") == ("", "")
+        assert run_here(capfd, PROMPT, "--target", endless, "--max-tokens", "5") == ("", CUT)
     assert screen.text == f"\x1b[2m{PROMPT}\x1b[0m{expected}\r\n"
 
 

@@ -58,6 +58,16 @@ def expected(target: str, prompt: Any) -> list[int]:
     return [token.id for token in runtime.generate_sync(prompt, target=target, max_tokens=6).tokens]
 
 
+@sweep(("arguments", "num_tokens"), [([], 400), (["--raw"], 256), (["-m", "7"], 7), (["--raw", "-m", "300"], 300)])
+def test_what_ends_a_text_that_does_not_end_by_itself(
+    arguments: list[str], num_tokens: int, instruct: str, capfd: Any
+) -> None:
+    # Its context has room for 400 tokens after the prompt.
+    config = ["--model-config", '{"max_position_embeddings": 405}']
+    out = ran(capfd, "generate", PROMPT, "--target", instruct, *config, "--ignore-eos", *arguments, "--json").out
+    assert json.loads(out)["statistics"]["generated_tokens"] == num_tokens
+
+
 # --- chat templates -------------------------------------------------------------------------------
 
 

@@ -295,7 +295,7 @@ def test_a_server_that_is_told_to_end_lets_answers_come_to_their_end() -> None:
         assert expected.endswith(text)
         assert server.ends() == 0
     said = "".join(server.said)
-    assert "stopping: 2 requests may end within" in said
+    assert "stopping: finishing 2 requests (at most" in said
     assert said.count('"GET /health" 503') == 1
     assert re.search(
         r'"POST /v1/completions" 200 tokens=\d+\+\d+ seconds=[\d.]+ unfinished\noutrider: the server has ended\n$', said

@@ -148,7 +148,7 @@ async def test_progress_has_a_rate_and_the_time_left(three_held_out: DistillOpti
     options = attrs.evolve(three_held_out, continuations=12)
     await run.distill(options, on_progress=said.append, on_evaluation=lambda _: None)
     assert said[0] == "loading llama"
-    assert any(re.fullmatch(r"having the target write: 4 windows to go, about \d+\.\d min left", what) for what in said)
+    assert any(re.fullmatch(r"the target is writing: 4 windows left, about \d+\.\d min left", what) for what in said)
     learning = [what for what in said if what.startswith("learning")]
     assert learning[0] == "learning: batch 1, 1.0 min left"
     assert re.fullmatch(r"learning: batch 2, 16 tokens/s, loss \d\.\d{3}, 0\.9 min left", learning[1])

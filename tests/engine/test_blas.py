@@ -12,13 +12,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 import pytest
+import trio
+from models import llama
 from sweeps import sweep
 
 import runtime
 from runtime.cli import main as cli
-from runtime.loading import blas
+from runtime.loading import blas, model_sources
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates, choose, describe
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +49,71 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def outrider(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return run(f"import sys; from runtime.cli.main import main; sys.exit(main({list(arguments)!r}))", **variables)
+
+
+@pytest.fixture
+def advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine where advice on the BLAS is due for any float32 model, and was not given yet."""
+    monkeypatch.setattr(model_sources, "MIN_ADVISED_PARAMETERS", 1)
+    monkeypatch.setattr(model_sources, "_ADVISED", [])
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(blas, "blas_in_use", lambda: "reference BLAS (libblas.so.3)")
+    monkeypatch.setattr(blas, "candidates", lambda _: ("/no/such/library",))
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+async def said_of(dtype: mx.Dtype, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is said when a model with a drafter is loaded, twice."""
+    caplog.clear()
+    for _ in range(2):
+        models = [llama(), llama()]
+        for model in models:
+            model.set_dtype(dtype)
+        async with runtime.open(*((model, None) for model in models)):
+            pass
+    return [message for message in caplog.messages if "BLAS" in message]
+
+
+async def test_one_line_of_a_process_advises_float32_on_a_cpu_to_have_a_faster_blas(
+    advised: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert await said_of(mx.bfloat16, caplog) == []
+    (advice,) = await said_of(mx.float32, caplog)
+    for part in ("ten times sooner", "install libopenblas0-pthread", f"set {VARIABLE}=openblas", "--blas openblas"):
+        assert part in advice
+    monkeypatch.setattr(blas, "candidates", lambda _: (__file__,))
+    monkeypatch.setattr(model_sources, "_ADVISED", [])
+    (advice,) = await said_of(mx.float32, caplog)
+    assert "install" not in advice
+    assert f"set {VARIABLE}=openblas" in advice
+
+
+@sweep(
+    ("name", "value"),
+    [
+        ("platform", "darwin"),
+        ("blas", "OpenBLAS (libopenblas.so.0)"),
+        ("blas", None),
+        ("variable", "system"),
+        ("flag", True),
+        ("size", 10**9),
+    ],
+)
+def test_nothing_is_advised_where_nothing_would_be_gained_or_the_user_has_chosen(
+    name: str, value: Any, advised: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    match name:
+        case "platform":
+            monkeypatch.setattr(sys, "platform", value)
+        case "blas":
+            monkeypatch.setattr(blas, "blas_in_use", lambda: value)
+        case "variable":
+            monkeypatch.setenv(VARIABLE, value)
+        case "flag":
+            monkeypatch.setattr(blas._loaded, "keeps_own", value)
+        case "size":
+            monkeypatch.setattr(model_sources, "MIN_ADVISED_PARAMETERS", value)
+    assert trio.run(said_of, mx.float32, caplog) == []
 
 
 # Computes in float32, and looks up a BLAS symbol among the global ones.
@@ -239,7 +308,7 @@ def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
 def test_models_that_compute_at_the_same_time_share_the_cores():
     before = """
 import runtime
-from runtime.loading import blas
+from runtime.loading import blas, model_sources
 from actors.workers.core_sharing import CORES
 with CORES.computing():
     alone = blas.num_loaded_threads()
@@ -255,7 +324,7 @@ with CORES.computing():
 def test_a_number_of_threads_that_the_user_set_stays(name):
     before = """
 import runtime
-from runtime.loading import blas
+from runtime.loading import blas, model_sources
 from actors.workers.core_sharing import CORES
 with CORES.computing(), CORES.computing():
     assert blas.num_loaded_threads() == 2

@@ -45,9 +45,9 @@ def test_a_good_pair_is_told_its_speed_up_and_break_even() -> None:
         (
             "in short",
             f'use it with lookahead "auto": about {found.speedup(0.7):.1f}× plain decoding with this pair at an '
-            f"acceptance of 0.7, {found.speedup(0.9):.1f}× at 0.9, and nothing to speak of below "
-            f"{found.break_even():g}; not known is the acceptance of your texts, which --stats shows, and how much the "
-            "two slow each other down, which outrider bench measures",
+            f"acceptance of 0.7, {found.speedup(0.9):.1f}× at 0.9, and hardly anything below "
+            f"{found.break_even():g}. Two things are still unknown: the acceptance rate on your texts (see --stats), "
+            "and how much the models slow each other down (see `outrider bench`)",
         )
     ]
 
@@ -97,10 +97,10 @@ def test_without_a_draft_model_those_that_fit_are_proposed() -> None:
         ("try", "--draft a"),
         ("try", "--draft b"),
         ("try", "--draft c"),
-        ("try", "--draft ngram, for texts that quote themselves: it costs no model"),
+        ("try", "--draft ngram, for texts that repeat themselves; needs no model"),
         (
             "in short",
-            "this is plain decoding; what a drafter gains is not known before it is examined, too: --draft a",
+            "this is plain decoding; pass --draft a as well to see what a drafter would gain",
         ),
     ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import socket
 import sys
@@ -25,6 +27,8 @@ from sweeps import sweep
 
 import runtime
 from actors.distributed.backends import BACKENDS
+from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import MLXModel
 from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
@@ -38,6 +42,12 @@ NUM_TIMES = 3
 def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times each pass less often than the seven times that make a figure."""
     monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", NUM_TIMES)
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with nothing else to do."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.9, 0.9, 0.9))
 
 
 @pytest.fixture(scope="module")
@@ -255,13 +265,33 @@ async def test_the_cost_of_width_is_the_same_figure_in_the_table_and_the_conclus
     assert rows(diagnosis, "conclusion")["note"].startswith("each further token of a pass costs 31% of the first")
 
 
+def test_a_busy_machine_is_said_at_the_start_and_in_the_report(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert "load" not in doctor(capsys, target)["machine"]
+    monkeypatch.setattr(os, "getloadavg", lambda: (2.5, 0.0, 0.0))
+    assert cli.main(["doctor", target]) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("outrider: the machine is busy: a load of 2.5 on 4 cores; times will be too long")
+    assert sections(printed.out)["machine"]["load"].startswith("2.5 on 4 cores when this began")
+
+
+def test_slow_passes_are_timed_once_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.count(step=10.0)
+    monkeypatch.setattr("runtime.measuring.pass_times.time.perf_counter", lambda: next(clock))
+    passes = time_passes(MLXModel(llama(), CacheOptions()), WIDTHS, repeats=7)
+    assert [len(passes.times[width].values) for width in WIDTHS] == [1] * len(WIDTHS)
+
+
 async def test_a_pair_without_tokenizers_is_timed_and_not_compared() -> None:
     steps: list[str] = []
     ours, theirs = llama(), mamba()
     layers = [type(layer) for model in (ours, theirs) for layer in model.layers]
     before = outrider_threads()
     diagnosis = await examine((ours, None), (theirs, None), on_progress=steps.append)
-    assert steps == ["loading the target", "timing the target", "loading the draft", "timing the draft"]
+    # What does not depend on speed comes first.
+    assert steps == ["loading the target", "loading the draft", "timing the target", "timing the draft"]
     # No thread is left, and the layers are what they were.
     assert outrider_threads() == before
     assert [type(layer) for model in (ours, theirs) for layer in model.layers] == layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -12,7 +14,7 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
-from runtime.doctor.agreement import BEGINNINGS, agreement
+from runtime.doctor.agreement import BEGINNINGS, agreement, agreement_rows
 from runtime.doctor.report import ExaminedDrafter, described_layers, examine, report
 from runtime.measuring.pass_times import time_passes
 
@@ -28,6 +30,12 @@ from runtime.measuring.pass_times import time_passes
 )
 def test_what_it_reads_is_said(layers, said):
     assert described_layers(layers, 6) == said
+
+
+def test_a_slow_target_is_not_made_to_write_for_minutes():
+    nothing: Any = None
+    rows = agreement_rows(nothing, [(1, 2), (3,)], nothing, decode_s=1.0)
+    assert rows == (("agrees", "not measured: 120 tokens of the target take 120 s"),)
 
 
 @pytest.mark.slow

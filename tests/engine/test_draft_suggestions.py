@@ -75,6 +75,34 @@ def test_what_does_not_fit_is_not_proposed(cache: Path) -> None:
     assert named("org/large", cache) == []
 
 
+OF_28_LAYERS = {"num_hidden_layers": 28, "hidden_size": 1024}
+
+
+@sweep(
+    ("sizes", "others"),
+    [
+        (OF_28_LAYERS, {"num_hidden_layers": 14, "hidden_size": 1024}),
+        ({"n_layer": 12, "n_embd": 768}, {"n_layer": 12, "n_embd": 512}),
+        ({"num_hidden_layers": 24, "d_model": 2560}, {"num_hidden_layers": 24, "d_model": 768}),
+        ({"text_config": OF_28_LAYERS}, {"text_config": OF_28_LAYERS | {"num_hidden_layers": 6}}),
+    ],
+)
+def test_a_quantised_copy_of_the_target_under_any_name_is_no_drafter(sizes: Any, others: Any, tmp_path: Path) -> None:
+    (cache := tmp_path / "cache").mkdir()
+    target = model(tmp_path / "models" / "large", 3000, **sizes)
+    model(tmp_path / "models" / "mine", 400, **sizes)
+    cached(cache, "org/large-4bit", 500, **sizes)
+    cached(cache, "org/small", 300, **others)
+    assert named(target, cache) == ["org/small"]
+
+
+def test_a_copy_of_the_target_from_the_table_is_not_proposed(cache: Path) -> None:
+    def proposed(layers: int, width: int) -> set[str]:
+        return {each.model for each in small_models("qwen3", 151_936, (layers, width))}
+
+    assert proposed(36, 2560) - proposed(28, 1024) == {"mlx-community/Qwen3-0.6B-4bit"}
+
+
 def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Path) -> None:
     cached(cache, "org/large", 3000, hidden_size=64)
     cached(cache, "org/small", 300, hidden_size=32)
@@ -153,8 +181,10 @@ def test_models_beside_a_directory_are_looked_at(tmp_path: Path, cache: Path) ->
 def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A table of models that are small enough for a test.
     (family,) = [family for family in FAMILIES if "qwen3" in family["model_types"]]
-    tiny = dict(zip(family["megabytes"], (0, 9), strict=True))
-    monkeypatch.setattr(drafters, "_table", lambda name: [family | {"megabytes": tiny}] * (name == "small_models"))
+    tiny = {
+        name: facts | {"megabytes": size} for (name, facts), size in zip(family["models"].items(), (0, 9), strict=True)
+    }
+    monkeypatch.setattr(drafters, "_table", lambda name: [family | {"models": tiny}] * (name == "small_models"))
     cached(cache, "org/large", 3000)
     cached(cache, "org/small", 300)
     found = runtime.suggest_draft("org/large", cache_dir=cache)
@@ -171,7 +201,7 @@ def test_each_family_is_found_by_its_types_and_sizes(family: dict[str, Any]) -> 
     def found(model_type: str, vocab_size: int) -> set[str]:
         return {each.model for each in small_models(model_type, vocab_size)}
 
-    small = family["megabytes"]
+    small = {name: facts["megabytes"] for name, facts in family["models"].items()}
     for model_type in family["model_types"]:
         for size in family["vocab_sizes"]:
             assert set(small) <= found(model_type, size)

@@ -14,6 +14,8 @@ import pytest
 from sweeps import sweep
 
 import runtime
+import runtime.aio
+import runtime.sync
 from runtime.loading.file_limit import run_guarded
 from runtime.loading.mlx_environment import VALUES, VARIABLE
 
@@ -77,6 +79,8 @@ IMPORTS = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, 1024))
 import runtime
+import runtime.aio
+import runtime.sync
 import runtime.server.app
 import mlx_lm
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, 1024)
@@ -123,7 +127,11 @@ def test_a_users_file_in_the_place_of_a_package_is_named(name, kind, tmp_path):
 
 def test_the_version_is_the_packages_and_looked_up_without_mlx(tmp_path):
     assert runtime.__version__ == importlib.metadata.version("outrider")
-    assert "__version__" in dir(runtime)
     look = "import sys, runtime; print('importlib.metadata' in sys.modules, runtime.__version__, 'mlx' in sys.modules)"
     done = script(tmp_path, look)
     assert (done.stdout, done.stderr) == (f"False {runtime.__version__} False\n", "")
+
+
+@sweep("face", [runtime, runtime.aio, runtime.sync])
+def test_completion_of_a_public_module_offers_the_public_names_alone(face):
+    assert set(dir(face)) - {"__version__"} == set(face.__all__)

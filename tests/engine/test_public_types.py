@@ -74,7 +74,7 @@ TYPED: list[tuple[Callable[..., Any], str]] = [
     *(
         (getattr(home.Runtime, name), WITH_TOOLS)
         for home in FACES
-        for name in ("stream", "generate", "stream_many", "generate_many")
+        for name in ("stream", "generate", "generate_many")
     ),
     *((getattr(home.Runtime, name), SETTINGS) for home in FACES for name in ("conversation", "load")),
 ]

@@ -142,8 +142,6 @@ async def test_trios_runtime_takes_settings_and_keywords_that_override_them() ->
             [PROMPT, (PROMPT, {"max_tokens": 3}), (PROMPT, runtime.Settings(max_tokens=1))], FIVE
         )
         assert [len(completion.tokens) for completion in many] == [5, 3, 1]
-        indices = [index async for index, _ in rt.stream_many([PROMPT, PROMPT], FIVE, max_tokens=4)]
-        assert sorted(indices) == [0] * 4 + [1] * 4
 
 
 async def test_a_settings_object_sets_every_field_and_a_mapping_those_that_it_names() -> None:
@@ -176,7 +174,6 @@ async def test_asyncio_and_plain_threads_take_settings_too(open: Any) -> None:
         assert [len(completion.tokens) for completion in many] == [5, 1]
         with pytest.raises(runtime.SettingsError, match=r"prompts\[0\]: max_tokens must be"):
             await got(rt.generate_many([("def f(", {"max_tokens": 0})]))
-        assert len(await all_of(rt.stream_many(["def f("], FIVE))) == 5
         conversation = rt.conversation(settings=FIVE)
         assert len((await got(conversation.generate("def f("))).tokens) == 5
         assert len(await all_of(conversation.stream("def g(", FIVE, max_tokens=3))) == 3
@@ -191,7 +188,7 @@ def test_scripts_take_settings_and_defaults_too() -> None:
 @sweep("settings", [20, "greedy", [("max_tokens", 2)]])
 async def test_what_is_no_settings_is_said_to_be_none(settings: Any) -> None:
     async with runtime.open((target(), None)) as rt:
-        for begin in (rt.stream, rt.generate_many, rt.stream_many):
+        for begin in (rt.stream, rt.generate_many):
             with pytest.raises(runtime.SettingsError, match=r"settings must be runtime\.Settings or a mapping"):
                 begin(PROMPT, settings)  # type: ignore[operator]
 

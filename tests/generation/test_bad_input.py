@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -250,8 +251,8 @@ def copy(tmp_path: Path) -> Path:
 
 async def test_a_path_with_no_config(copy: Path) -> None:
     (copy / "config.json").unlink()
-    for path in (copy, copy / "model.safetensors"):
-        await opening_is_refused(runtime.ModelError, "has no config.json; give a directory", path)
+    await opening_is_refused(runtime.ModelError, "has no config.json; give a directory", copy)
+    await opening_is_refused(runtime.ModelError, "is a file; give a directory", copy / "model.safetensors")
 
 
 @sweep("role", ["target", "draft"])
@@ -259,12 +260,27 @@ async def test_a_checkpoint_that_is_cut_off_or_not_there(copy: Path, role: str) 
     weights = copy / "model.safetensors"
     pair = [copy] if role == "target" else [runtime.DEMO_DRAFT, copy]
     whole = (runtime.DEMO_DRAFT / weights.name).read_bytes()
-    for length in (len(whole) // 2, 20, 0):
-        weights.write_bytes(whole[:length])
-        error = await opening_is_refused(runtime.ModelError, f"cannot load {role} .*copy", *pair)
-        assert error.__cause__ is not None
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    for content, says in (
+        (whole[:-1], f"model.safetensors' is cut off: it has {len(whole) - 1:,} of {len(whole):,} bytes; copy"),
+        (whole[: len(whole) // 2], f"model.safetensors' is cut off: it has {len(whole) // 2:,} of"),
+        (whole[:20], "model.safetensors' is cut off: it has 20 bytes, and its header alone"),
+        (b"", "model.safetensors' is empty, with 0 bytes; copy or download it again"),
+        (pointer, "model.safetensors' is a pointer of Git LFS .* run `git lfs pull`"),
+        (b"PK" * 100, "model.safetensors' is not a file of safetensors"),
+        (whole[:8] + b"x" * 9000, "model.safetensors' is not a file of safetensors"),
+    ):
+        weights.write_bytes(content)
+        await opening_is_refused(runtime.ModelError, f"cannot load {role} .*copy': .*{says}", *pair)
+    weights.rename(copy / "pytorch_model.bin")
+    says = f"cannot load {role} .*copy': it has no weights: .* only pytorch_model.bin, which mlx-lm does not read"
+    await opening_is_refused(runtime.ModelError, says, *pair)
+    (copy / "pytorch_model.bin").unlink()
+    says = r"it has no weights: no file model\*\.safetensors; copy or download them"
+    await opening_is_refused(runtime.ModelError, says, *pair)
+    weights.symlink_to(copy / "gone")
+    await opening_is_refused(runtime.ModelError, "cannot be read: No such file or directory", *pair)
     weights.unlink()
-    await opening_is_refused(runtime.ModelError, f"cannot load {role} .*copy", *pair)
 
 
 CONFIG = json.loads((runtime.DEMO_DRAFT / "config.json").read_text())
@@ -278,7 +294,10 @@ CONFIG = json.loads((runtime.DEMO_DRAFT / "config.json").read_text())
         ("{", "copy/config.json' cannot be read as JSON: Expecting property name"),
         ("[]", 'copy/config.json\' has no "model_type"'),
         ("{}", 'copy/config.json\' has no "model_type"'),
-        ('{"model_type": "no_such_architecture"}', "ValueError: Model type no_such_architecture not supported."),
+        (
+            '{"model_type": "no_such_architecture"}',
+            rf"its model_type is 'no_such_architecture', which mlx-lm {version('mlx-lm')}, the version",
+        ),
     ],
 )
 async def test_a_config_that_is_damaged(copy: Path, text: str, says: str) -> None:

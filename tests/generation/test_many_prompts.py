@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -158,6 +158,83 @@ async def test_each_text_is_what_it_is_alone(sampling: Any) -> None:
     assert len(set(map(tuple, texts(alone)))) == len(prompts)
 
 
+# --- async iterables ------------------------------------------------------------------------------
+
+
+class Taken:
+    """Prompts of an async generator, and what was done to it."""
+
+    def __init__(self, num_prompts: int = 10**9, *, fails_at: int | None = None, waits_s: float = 0.0) -> None:
+        self.num_taken = 0
+        self.is_closed = False
+        self._num_prompts, self._fails_at, self._waits_s = num_prompts, fails_at, waits_s
+
+    async def prompts(self) -> AsyncIterator[Any]:
+        try:
+            for number in range(self._num_prompts):
+                await trio.sleep(self._waits_s)
+                if number == self._fails_at:
+                    raise OSError("the disk is gone")
+                self.num_taken += 1
+                yield PROMPTS[number % len(PROMPTS)]
+        finally:
+            self.is_closed = True
+
+
+@sweep("waits_s", [0.0, 50.0])
+@sweep("max_concurrent", [1, 3, 100])
+async def test_prompts_may_come_from_an_async_iterable(
+    max_concurrent: int, waits_s: float, autojump_clock: Any
+) -> None:
+    async with simulated(*pair()) as simulation:
+        prompts = Taken(len(PROMPTS), waits_s=waits_s).prompts()
+        completions = await simulation.runtime.generate_many(prompts, max_concurrent=max_concurrent, **SETTINGS)
+        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
+        assert begun(simulation) == [tuple(prompt) for prompt in PROMPTS]
+        await assert_over(simulation)
+
+
+async def test_prompts_are_taken_from_an_async_iterable_as_there_is_room(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        taken = Taken()
+        async with simulation.runtime.generate_many(taken.prompts(), max_concurrent=3, max_tokens=2) as many:
+            await trio.sleep(10_000)
+            # Three are ready, and three wait for a place in the buffer.
+            assert taken.num_taken == 6
+            await anext(many)
+            await trio.sleep(10_000)
+            assert taken.num_taken == 7
+            assert not taken.is_closed
+        await trio.testing.wait_all_tasks_blocked()
+        assert taken.is_closed
+        await assert_over(simulation)
+
+
+@sweep("on_error", ["raise", "return"])
+async def test_an_iterable_that_raises_ends_all_with_its_error(on_error: Any, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        prompts = Taken(fails_at=4).prompts()
+        many = simulation.runtime.generate_many(prompts, max_concurrent=1, on_error=on_error, max_tokens=2)
+        assert [(await anext(many))[0] for _ in range(4)] == [0, 1, 2, 3]
+        with pytest.raises(OSError, match="the disk is gone"):
+            await anext(many)
+        await assert_over(simulation)
+
+
+async def test_a_prompt_of_an_async_iterable_is_checked_when_it_is_taken(autojump_clock: Any) -> None:
+    async def prompts() -> AsyncIterator[Any]:
+        yield [1]
+        yield []
+        yield [2]
+
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        with pytest.raises(PromptError, match=r"prompts\[1\]: .*empty"):
+            await simulation.runtime.generate_many(prompts(), max_concurrent=1, max_tokens=2)
+        found = await simulation.runtime.generate_many(prompts(), on_error="return", max_tokens=2)
+        assert [type(each) for each in found] == [Completion, PromptError, Completion]
+        assert await simulation.runtime.generate_many(aiter(Taken(0).prompts())) == []
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -288,6 +365,24 @@ async def test_other_streams_go_on_when_many_are_cancelled(autojump_clock: Any) 
 
 
 # --- failures -------------------------------------------------------------------------------------
+
+
+@sweep("nth_check", [1, 4, 9])
+async def test_a_generation_that_fails_is_given_as_its_error_and_the_others_go_on(
+    nth_check: int, autojump_clock: Any
+) -> None:
+    async with simulated(failing_at(nth_check), ScriptedModel(agreeing(0.6))) as simulation:
+        found = await simulation.runtime.generate_many(PROMPTS, max_concurrent=3, on_error="return", **SETTINGS)
+        (failed,) = [index for index, each in enumerate(found) if isinstance(each, RewindError)]
+        others = [each for each in found if isinstance(each, Completion)]
+        assert texts(others) == [continuation(prompt, 6) for prompt in PROMPTS[:failed] + PROMPTS[failed + 1 :]]
+        await assert_over(simulation)
+
+
+async def test_a_runtime_that_breaks_ends_all_even_where_errors_are_returned(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful, fails={"feed": range(6, 1000)})) as simulation:
+        with pytest.raises(RuntimeBrokenError):
+            await simulation.runtime.generate_many(PROMPTS, on_error="return", **SETTINGS)
 
 
 def failing_at(nth_check: int) -> ScriptedModel:

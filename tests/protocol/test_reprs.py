@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import attrs
@@ -87,7 +88,11 @@ async def test_streams_and_many_completions_say_how_far_they_are(autojump_clock:
         assert repr(many) == "<outrider Completions, under way: 0 of 2 given>"
         await many
         assert repr(many) == "<outrider Completions, over: 2 of 2 given>"
-        assert repr(simulation.runtime.stream_many([])) == "<outrider TokenStreams, under way: 0 of 0 given>"
+
+        async def one() -> AsyncIterator[list[int]]:
+            yield [1]
+
+        assert repr(simulation.runtime.generate_many(one())) == "<outrider Completions, under way: 0 given>"
 
 
 # --- values in error messages ---------------------------------------------------------------------

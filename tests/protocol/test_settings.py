@@ -206,11 +206,19 @@ def test_settings_from_keywords_are_settings():
 
 @sweep(
     ("name", "meant"),
-    [("temprature", "temperature"), ("sed", "seed"), ("temp", "temperature"), ("num_draft_tokens", "lookahead")],
+    [
+        ("max_token", "max_tokens"),
+        ("temprature", "temperature"),
+        ("sed", "seed"),
+        ("temp", "temperature"),
+        ("num_draft_tokens", "lookahead"),
+    ],
 )
 def test_a_misspelled_setting_is_refused_with_what_was_meant(name, meant):
     with pytest.raises(SettingsError, match=f"^there is no setting '{name}'; did you mean '{meant}'\\?$"):
         settings_from({name: 1})
+    with pytest.raises(SettingsError, match=f"^there is no setting '{name}'; did you mean '{meant}'\\?$"):
+        Settings(**{name: 1})
 
 
 def test_an_unknown_setting_is_refused_with_those_there_are_also_beside_a_bad_value():

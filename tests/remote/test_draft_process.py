@@ -85,6 +85,7 @@ async def test_texts_are_the_targets_until_the_process_is_killed_or_stopped_and_
 async def test_a_drafter_that_cannot_be_loaded_is_an_error_of_open(pair: tuple[str, str], tmp_path: Path) -> None:
     target, draft = pair
     Path(tmp_path, "config.json").write_text(Path(draft, "config.json").read_text())
+    Path(tmp_path, "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")  # no weights
     with pytest.raises(
         runtime.ModelError, match=r"the drafter's process \d+ cannot load the drafter: cannot load draft"
     ):

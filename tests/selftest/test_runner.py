@@ -271,7 +271,7 @@ def test_the_command_prints_and_writes_its_report(
 async def test_a_check_is_skipped_when_the_time_is_up() -> None:
     report = SelfTestReport(False)
     await run_checks([check("hangs")], {}, lambda _: None, report.runs.append, deadline=trio.current_time())
-    assert [run.finding for run in report.runs] == [Finding("skipped", "the time was up")]
+    assert [run.finding for run in report.runs] == [Finding("skipped", "out of time")]
 
 
 def test_quick_runs_the_checks_that_matter_most(

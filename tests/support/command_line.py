@@ -121,7 +121,8 @@ async def read_all(stream: Any) -> str:
 
 
 def broken_weights(model: Path) -> None:
-    (model / "model.safetensors").write_bytes(b"\0" * 100)
+    """Leave a model without weights, which shows only when it is loaded."""
+    (model / "model.safetensors").write_bytes(b"\2\0\0\0\0\0\0\0{}")
 
 
 def piped(capture: Any, monkeypatch: Any, *arguments: str, lines: str) -> tuple[int, str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -12,7 +12,7 @@ import attrs
 from protocol.errors import PromptError, SettingsError
 from protocol.options import Option, options_of
 from protocol.reprs import shown
-from protocol.settings import Settings, settings_from
+from protocol.settings import MAX_ANSWER_TOKENS, Settings, settings_from
 from runtime.cli.flags import flag
 
 Value = int | float | str | None
@@ -91,12 +91,17 @@ def add_options(
     of_group: str = "",
     *,
     required: bool = False,
+    defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """Add the options of a group that a class declares; with `required`, those without a default are required."""
+    """Add the options of a group that a class declares; with `required`, those without a default are required.
+
+    `defaults` are the command's own, for the help.
+    """
     for name, option in options_of(declaration).items():
         if option.group == of_group:
             default: Any = attrs.fields_dict(declaration)[name].default
             made = None if hasattr(default, "factory") else default  # factories make empty ones
+            made = (defaults or {}).get(name, made)
             add_option(group, name, option, made, required=required and default is attrs.NOTHING)
 
 
@@ -132,10 +137,22 @@ def _default(option: Option, default: object) -> str:
     return f" (default: {'none' if default in (None, (), {}) else default})"
 
 
+# A text that is continued without a chat template rarely ends by itself.
+_OWN_DEFAULTS = {"max_tokens": f"{MAX_ANSWER_TOKENS} for an answer, {Settings().max_tokens} for a continued text"}
+
+
+def limit_of(tokenizer: Any, *, is_raw: bool = False) -> dict[str, Any]:
+    """The command line's limit of an answer, as a setting, which those that were given replace; none for a text that is
+    continued: one without a chat template.
+    """
+    is_answer = not is_raw and tokenizer is not None and tokenizer.has_chat_template
+    return {"max_tokens": MAX_ANSWER_TOKENS} if is_answer else {}
+
+
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the settings to a command's arguments; `settings_of` reads them."""
     for title in dict.fromkeys(option.group for option in options_of(Settings).values() if option.group):
-        add_options(parser.add_argument_group(title), Settings, title)
+        add_options(parser.add_argument_group(title), Settings, title, defaults=_OWN_DEFAULTS)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,204 @@
+"""The files of `outrider batch`: lines of JSON with prompts, and lines of JSON with their answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from protocol.argument_aliases import ALIASES
+from protocol.errors import PromptError, SettingsError
+from protocol.reprs import shown, shown_path
+from runtime.terminal.display import OutputError, check_place
+
+if TYPE_CHECKING:
+    from runtime.generation.token_stream import Completion
+
+# What names a line, in the order in which it is looked for; the second is that of OpenAI's batches.
+_NAMES = ("id", "custom_id")
+# Fields of OpenAI's requests that say nothing about the answer to one prompt.
+_WITHOUT_EFFECT = ("model", "stream", "stream_options", "user", "metadata", "store")
+
+
+@attrs.frozen
+class Question:
+    """A line of a file of prompts.
+
+    Attributes:
+        label: {"id": …} or {"custom_id": …}, with the line's number if it has no id.
+        prompt: text, token ids, or chat messages; None if there is a fault.
+        is_raw: whether a text is continued without the chat template.
+        settings: settings and arguments about tools, by name; not checked.
+        fault: what is wrong with the line, if anything is.
+    """
+
+    label: Mapping[str, Any]
+    prompt: Any = None
+    is_raw: bool = False
+    settings: Mapping[str, Any] = attrs.field(factory=dict)
+    fault: str | None = None
+
+    @property
+    def key(self) -> str:
+        """What an answer to it is found by."""
+        return json.dumps(self.label)
+
+
+def questions_in(path: Path) -> Iterator[Question]:
+    """The prompts in a file, one a line; blank lines are left out. Raises: SettingsError: it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _question(number, line)
+    except OSError as error:
+        raise SettingsError(f"cannot read the prompts from {shown_path(str(path))}: {error.strerror}") from error
+
+
+def _question(number: int, line: bytes) -> Question:
+    label: Mapping[str, Any] = {"id": number}
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        return Question(label, fault=f"line {number} is not JSON: {error}")
+    if not isinstance(record, dict):
+        return Question(label, fault=f"line {number} must be an object, got {shown(record)}")
+    for name in _NAMES:
+        if (given := record.pop(name, None)) is not None:
+            if not isinstance(given, (str, int)) or isinstance(given, bool):
+                return Question(label, fault=f"{name} must be a text or a whole number, got {shown(given)}")
+            label = {name: given}
+            break
+    if is_body := isinstance(record.get("body"), dict):
+        # A completion of OpenAI's continues its prompt.
+        record = {name: value for name, value in record["body"].items() if name not in _WITHOUT_EFFECT}
+    settings: dict[str, Any] = {
+        ALIASES.get(str(name), str(name)) if is_body else str(name): value for name, value in record.items()
+    }
+    prompts = [settings.pop(name) for name in ("prompt", "messages") if name in settings]
+    if len(prompts) != 1:
+        return Question(label, fault='a line has either a "prompt" or "messages", and its settings')
+    return Question(label, prompts[0], is_body, settings)
+
+
+@attrs.define
+class AnswerFile:
+    """A file of answers, to which lines are added.
+
+    A process that is killed can leave half a line at the end. It is removed, and its prompt is answered again.
+
+    Attributes:
+        answered: the keys of the questions that have an answer, or an error, in the file.
+    """
+
+    _path: Path
+    _fd: int
+    answered: set[str]
+
+    @classmethod
+    def open(cls, path: Path, prompts: Path) -> AnswerFile:
+        """Open or make a file, before any model work.
+
+        Raises: SettingsError: it cannot be written, or has lines that are not answers.
+        """
+        check_place("--out", path)
+        if path.exists() and prompts.exists() and path.samefile(prompts):
+            raise SettingsError(f"--out {shown_path(str(path))} is the file with the prompts; give another one")
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            return cls(path, fd, _repair(path, fd))
+        except OSError as error:
+            raise SettingsError(f"cannot write the answers to {shown_path(str(path))}: {error.strerror}") from error
+
+    def add(self, question: Question, answer: Completion | Exception) -> None:
+        """Add a line. Raises: OutputError: it cannot be written."""
+        line = json.dumps({**question.label, **_answer(answer)}, ensure_ascii=False)
+        # A lone surrogate has no UTF-8.
+        data = line.encode("utf-8", "replace") + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._fd, data) :]
+        except OSError as error:
+            raise OutputError(f"cannot write to {shown_path(str(self._path))}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _repair(path: Path, fd: int) -> set[str]:
+    """The keys of the answers in a file, whose last line is whole from then on."""
+    keys, end = set(), 0
+    with open(fd, "rb", closefd=False) as file:
+        for number, line in enumerate(file, 1):
+            is_whole = line.endswith(b"\n")
+            if (key := _key_of(line)) is not None:
+                keys.add(key)
+                if not is_whole:
+                    os.write(fd, b"\n")
+            elif not is_whole and any(_begins_alike(line, b'{"' + name.encode() + b'": ') for name in _NAMES):
+                os.ftruncate(fd, end)
+            elif line.strip():
+                raise SettingsError(
+                    f"--out {shown_path(str(path))} exists, and its line {number} is not an answer; give another file"
+                )
+            end += len(line)
+    return keys
+
+
+def _begins_alike(line: bytes, beginning: bytes) -> bool:
+    return line.startswith(beginning) or beginning.startswith(line)
+
+
+def _key_of(line: bytes) -> str | None:
+    """The key of the answer in a line; None if it is not one."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or not record.keys() & {"text", "error"}:
+        return None
+    return next((json.dumps({name: record[name]}) for name in _NAMES if name in record), None)
+
+
+def _answer(answer: Completion | Exception) -> dict[str, Any]:
+    if isinstance(answer, Exception):
+        # Its index among the prompts of this run says nothing.
+        return {"error": re.sub(r"^prompts\[\d+\]: ", "", str(answer))}
+    statistics = answer.statistics
+    line: dict[str, Any] = {"text": answer.content, "finish_reason": answer.finish_reason}
+    if answer.thinking:
+        line["thinking"] = answer.thinking
+    if answer.tool_calls:
+        line["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in answer.tool_calls]
+    return {**line, "prompt_tokens": statistics.prompt_tokens, "generated_tokens": statistics.generated_tokens}
+
+
+def unanswered(prompts: Path, answers: Path, answered: set[str]) -> int:
+    """The number of questions that have no answer yet.
+
+    Raises:
+        SettingsError: the file of answers has one to another question.
+        PromptError: there are no questions, or two have one id.
+    """
+    found: set[str] = set()
+    for question in questions_in(prompts):
+        if question.key in found:
+            raise PromptError(
+                f"{shown_path(str(prompts))} has two lines with {question.key}; answers are found by it, so each line "
+                "needs one of its own, or none"
+            )
+        found.add(question.key)
+    if not found:
+        raise PromptError(f'{shown_path(str(prompts))} has no prompts; give one a line, such as {{"prompt": "…"}}')
+    if others := answered - found:
+        raise SettingsError(
+            f"--out {shown_path(str(answers))} has an answer to {min(others)}, which is not in "
+            f"{shown_path(str(prompts))}; give another file"
+        )
+    return len(found - answered)

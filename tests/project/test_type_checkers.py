@@ -1,0 +1,80 @@
+"""Type checkers and the installed package: they find it from a program outside of this repository."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import site
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """\
+from typing import assert_type
+
+import runtime
+import runtime.aio
+
+
+async def main() -> None:
+    async with runtime.open("target", draft="ngram") as rt:
+        assert_type(rt, runtime.Runtime)
+        async for token in rt.stream("Hello", max_tokens=8, temperature=0.5):
+            assert_type(token, runtime.Token)
+        async for index, completion in rt.generate_many(["Hello"]):
+            assert_type(completion.text, str)
+    async with runtime.aio.open("target") as other:
+        assert_type(await other.generate("Hello"), runtime.Completion)
+
+
+with runtime.open_sync("target") as third:
+    third.stream("Hello", max_tokens="8")  # wrong: not a number
+"""
+WRONG = len(PROGRAM.splitlines())
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with an editable install of a copy of the package, and the dependencies of this one."""
+    source = tmp_path_factory.mktemp("clone")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("actors", "protocol", "runtime"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = tmp_path_factory.mktemp("environment")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    subprocess.run([*pip, "--no-deps", "--editable", str(source)], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    dependencies = {path for path in (*sys.path, *site.getsitepackages()) if path.endswith("site-packages")}
+    (packages / "dependencies.pth").write_text("\n".join(dependencies))
+    return python
+
+
+def lines_of_mypy(python: Path, program: Path) -> list[int]:
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(python), program.name]
+    done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    return [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line]
+
+
+def lines_of_pyright(python: Path, program: Path) -> list[int]:
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python), program.name]
+    done = subprocess.run(command, cwd=program.parent, capture_output=True, text=True)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    return [each["range"]["start"]["line"] + 1 for each in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines_of", [lines_of_mypy, lines_of_pyright])
+def test_a_checker_finds_the_types_of_an_editable_install_from_a_program_elsewhere(
+    lines_of: Callable[[Path, Path], list[int]], python: Path, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    assert lines_of(python, program) == [WRONG]
