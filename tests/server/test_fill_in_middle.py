@@ -14,7 +14,7 @@ from sweeps import sweep
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import CodeLlamaTokenizer, PreTrainedTokenizerFast
 
-from runtime.server.answers.fill_in_middle import fill_in_middle
+from runtime.server.models.fill_in_middle import fill_in_middle
 
 CODE = [
     "def quicksort(items):\n    if len(items) < 2:\n        return items\n",

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 from sweeps import sweep
 
-from runtime.server.answers.json_pieces import json_pieces
 from runtime.server.answers.sending import SHORT_RESPONSE, run_aside
 from runtime.server.fair_threads import SHORT, FairThreads
+from runtime.server.json_pieces import json_pieces
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),

@@ -11,9 +11,9 @@ import attrs
 import trio
 
 from protocol.statistics import Statistics
-from runtime.server.answers.json_pieces import encode_ascii, json_pieces
 from runtime.server.answers.request import Request
 from runtime.server.answers.splitting import AnswerSplitter, ShownTokens
+from runtime.server.json_pieces import encode_ascii, json_pieces
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

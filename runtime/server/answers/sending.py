@@ -14,10 +14,10 @@ from starlette.types import Send
 from protocol.errors import OutriderError
 from runtime.generation.token_reader import Token
 from runtime.server.answers.api import Choices, Event
-from runtime.server.answers.json_pieces import json_pieces
 from runtime.server.answers.request import Request
 from runtime.server.errors import error_response_of
 from runtime.server.fair_threads import FairThreads
+from runtime.server.json_pieces import json_pieces
 
 # Most tokens of a response that is made on trio's thread: with log-probabilities, it takes a few milliseconds.
 SHORT_RESPONSE = 512

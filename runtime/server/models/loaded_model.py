@@ -16,10 +16,10 @@ from protocol.errors import SettingsError
 from runtime.engine.opening import open as open_runtime
 from runtime.engine.runtime import Runtime
 from runtime.generation.grammar_vocabulary import tokenizer_json
-from runtime.server.answers.fill_in_middle import FillInMiddle, fill_in_middle
 from runtime.server.fair_threads import in_thread
 from runtime.server.grammars.checker import grammar_checker
 from runtime.server.grammars.schemas import Schemas
+from runtime.server.models.fill_in_middle import FillInMiddle, fill_in_middle
 from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
 

@@ -20,9 +20,9 @@ from runtime.generation.tool_calls.events import (
     ToolCall,
 )
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
-from runtime.server.answers.json_pieces import encode_ascii, json_pieces
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
+from runtime.server.json_pieces import encode_ascii, json_pieces
 from runtime.server.responses.bodies import (
     ItemStatus,
     OutputItem,
