@@ -23,8 +23,8 @@ Acceptance = Literal["auto", "match", "rejection", "block"]
 MAX_LOOKAHEAD = 64
 MAX_SEED = 2**64 - 1
 MAX_LOGPROBS = 128
-# The limit of an answer for people and agents who set none: that of the server, and of the command line. A text mostly
-# ends itself, or with the context; the limit ends a model that repeats itself. The library's default is that of
+# The limit of an answer for people and agents, where they set none: the server's, and the command line's. The text
+# mostly ends itself, or with the context; the limit ends a model that repeats itself. The library's default is that of
 # `Settings`.
 MAX_ANSWER_TOKENS = 2**15
 MAX_STOP_LENGTH = 1000

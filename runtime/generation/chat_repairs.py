@@ -327,7 +327,8 @@ def _filled_tool(tool: Message) -> Message:
     if not isinstance(function, Mapping):
         return tool
     given = function.get("parameters")
-    parameters = {"type": "object", "properties": {}} | _filled_schema(given if isinstance(given, Mapping) else {})
+    parameters = _filled_schema(given if isinstance(given, Mapping) else {})
+    parameters = parameters | {"type": parameters.get("type", "object"), "properties": parameters.get("properties", {})}
     if not isinstance(parameters["properties"], Mapping):
         parameters["properties"] = {}
     if not isinstance(parameters.get("required", []), list):
@@ -346,8 +347,8 @@ def _filled_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _filled_property(schema: Any) -> dict[str, Any]:
-    filled = {"description": ""} | _filled_schema(schema if isinstance(schema, Mapping) else {})
-    if not isinstance(filled["description"], str):
+    filled = _filled_schema(schema if isinstance(schema, Mapping) else {})
+    if not isinstance(filled.get("description"), str):
         filled["description"] = ""
     if isinstance(types := filled.get("type"), list):
         # Templates write one type.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from protocol.errors import PromptError
 from runtime.generation.chat_repairs import OF_DROPPED, REPAIRS, Chat, Message
 from runtime.generation.reasoning_tags import last_index, tags_of
-from runtime.generation.template_probes import Needs, needs_of, repaired
+from runtime.generation.template_probes import Needs, needed_of, needs_of, repaired
 from runtime.generation.tool_calls.messages import for_template
 
 _USER_MARK, _ANSWER_MARK = "userone", "answerone"
@@ -102,15 +103,15 @@ def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, A
         return _plain(tokenizer, switches, shaped)
     except Exception as error:
         refusal = error
-    known_switches = _with_known_effort(tokenizer, switches)
-    attempts = [repaired(chat, _needs(tokenizer, has_tools=bool(tools)).on_error), repaired(chat, REPAIRS)]
-    if known_switches != switches:
-        attempts.insert(0, shaped)
-    for attempt in attempts:
-        try:
-            return _plain(tokenizer, known_switches, attempt)
-        except Exception:
-            continue
+    render = partial(_plain, tokenizer, _with_known_effort(tokenizer, switches))
+    needs = _needs(tokenizer, has_tools=bool(tools)).on_error
+    for repairs in (needs, (*REPAIRS, *needs)):
+        # No more than this chat needs, so that what comes before an oddity keeps its shape.
+        if needed := needed_of(repairs, render, shaped):
+            shaped = repaired(shaped, needed)
+            break
+    with suppress(Exception):
+        return render(shaped)
     reason = textwrap.shorten(str(refusal), 300, placeholder="…")  # transformers may quote the whole chat
     raise PromptError(f"the chat template does not take these messages: {reason}") from refusal
 

@@ -55,6 +55,10 @@ def _result(text: str, id: str | None = "callmark1") -> Message:
     return result if id is None else {**result, "tool_call_id": id}
 
 
+def _orphan(text: str) -> Message:
+    return {"role": "tool", "content": text, "tool_call_id": "callmark9"}
+
+
 _CITY = {"type": "string", "description": "a city"}
 
 
@@ -110,8 +114,8 @@ _PROBES = (
         *(_result("resultone"), _result("resulttwo", "callmark2")),
         marks="argumenttwo resulttwo",
     ),
-    _probe(_result("resultone"), _user("userone"), marks="resultone"),
-    _probe(*_ANSWERED, _result("resultone"), _user("usertwo"), marks="resultone usertwo"),
+    _probe(_orphan("resultone"), _user("userone"), marks="resultone"),
+    _probe(*_ANSWERED, _orphan("resultone"), _user("usertwo"), marks="resultone usertwo"),
     _after_call(_call("call_49c89af0")),
     _probe(_user("userone"), _calls(_call(None)), _result("resultone", None)),
     _after_call(_call(arguments='{"city": "argumentmark'), marks="argumentmark"),
@@ -176,7 +180,7 @@ def needs_of(render: Render, *, has_tools: bool) -> Needs:
             marks = tuple(mark for mark in marks if not mark.startswith("argument"))
         chat = repaired(chat, first)
         if not _takes(render, chat, marks):
-            needed = _needed(render, chat, marks)
+            needed = needed_of(REPAIRS, render, chat, marks)
             (always if _takes(render, chat) else on_error).update(needed)
     in_order = (*REPAIRS, arguments_as_json)
     return Needs(
@@ -185,10 +189,10 @@ def needs_of(render: Render, *, has_tools: bool) -> Needs:
     )
 
 
-def _needed(render: Render, chat: Chat, marks: Sequence[str]) -> list[Repair]:
-    """The repairs without any of which the template does not take a chat; none if all of them do not help."""
+def needed_of(repairs: Sequence[Repair], render: Render, chat: Chat, marks: Sequence[str] = ()) -> list[Repair]:
+    """Those of some repairs without any of which the template does not take a chat; none if all of them do not help."""
     needed, changed = [], chat
-    for repair in REPAIRS:
+    for repair in repairs:
         after = repair(changed)
         if after != changed or repair(chat) != chat:
             needed.append(repair)

@@ -70,7 +70,7 @@ class OllamaSerializer(Serializer):
 
 
 def parse(body: bytes) -> Chat:
-    return parse_translated(body, OllamaRequest, Chat, frozenset(), OllamaRequest.fields)[1]
+    return parse_translated(body, OllamaRequest, Chat, OllamaRequest.fields)[1]
 
 
 CHAT = Operation(

@@ -482,7 +482,8 @@ async def test_the_settings_and_the_lengths_of_all_prompts_are_checked_before_on
 async def test_the_longest_prompt_is_named_where_prompts_are_bounded(server: Served) -> None:
     refused = await server.ask(COMPLETIONS, {"prompt": ["abc", "abcdef"]})
     assert refused.fault["message"] == (
-        "prompt is too long: 6 tokens > 5 maximum; the server takes prompts of at most 5 tokens (prompt[1]); shorten it"
+        "prompt is too long: 6 tokens > 5 maximum; for prompts, this model's maximum context length is 5 tokens here "
+        "(prompt[1]); shorten it"
     )
 
 

@@ -498,7 +498,11 @@ async def test_a_wrong_field_of_a_message_is_named_in_the_form_of_this_api(
         ({"metadata": {"a": [float("inf")]}}, "metadata", "metadata must be JSON"),
         ({"tools": [{"type": "x", "parameters": {"a": float("nan")}}]}, "tools", "tools must be JSON"),
         ({"conversation": "conv_1"}, "conversation", "conversation is not supported"),
-        ({"input": "word " * 100}, "input", "> 200 maximum; the server takes prompts of at most 200 tokens"),
+        (
+            {"input": "word " * 100},
+            "input",
+            "> 200 maximum; for prompts, this model's maximum",
+        ),
     ],
 )
 async def test_a_wrong_field_of_a_response_is_named(server: Served, fields: Any, param: str, message: str) -> None:

@@ -177,7 +177,6 @@ async def test_the_model_is_told_of_all_tools_where_some_are_allowed(server: Ser
 @sweep(
     ("body", "says"),
     [
-        ({"tools": [{"type": "web"}]}, "tools[0] is of type 'web', and only functions can be called"),
         ({"tools": [{"function": {}}]}, "tools[0] must have a name of 1 to 128 letters"),
         ({"tools": [{"function": {"name": "a b"}}]}, "got 'a b'"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name 'weather'"),

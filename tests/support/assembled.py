@@ -97,6 +97,12 @@ def assembled_response(events: list[Any]) -> Any:
         if kind == "function_call_arguments.done":
             assert (item["name"], item["arguments"]) == (event["name"], event["arguments"])
             continue
+        if kind == "custom_tool_call_input.delta":
+            item["input"] += event["delta"]
+            continue
+        if kind == "custom_tool_call_input.done":
+            assert item["input"] == event["input"]
+            continue
         assert event["content_index"] == 0
         if kind == "content_part.added":
             item["content"].append(event["part"])

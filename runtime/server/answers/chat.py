@@ -13,7 +13,7 @@ from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools, tools_of
 from runtime.server.answers.body import Body, NoEffect, RequestBody, ignored_fields, validated, without_halves
 from runtime.server.answers.client_tools import callable_in_chat, check_choice, custom_arguments, label_of
-from runtime.server.answers.content import Content, check_asked, joined, reasoning_in
+from runtime.server.answers.content import Content, check_asked, joined, line_of, reasoning_in
 from runtime.server.answers.request import Objects, Request
 from runtime.server.errors import ErrorResponse, error_response_of_body, short_json
 
@@ -47,6 +47,15 @@ class ChatMessage(Body):
         return bool(self.tool_calls)
 
     @property
+    def _other_calls(self) -> list[str]:
+        return [str(call["type"]) for call in self.tool_calls or () if not _can_be_read(call)]
+
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """See `Body`; also the types of calls that are none of functions."""
+        yield from super().ignored_names()
+        yield from ((f"tool_calls.{type}", False) for type in self._other_calls)
+
+    @property
     def may_go_on(self) -> bool:
         """Whether an answer continues the message if it is the last one, unless the request says otherwise."""
         return self.role == "assistant" and not self.has_calls
@@ -58,12 +67,19 @@ class ChatMessage(Body):
         plain: dict[str, Any] = {"role": role, "content": joined(self.content or "", is_system=role == "system")}
         if reasoning := self.reasoning_content or self.reasoning or reasoning_in(self.content):
             plain["reasoning_content"] = reasoning
-        if self.tool_calls:
-            plain["tool_calls"] = list(map(_plain_call, self.tool_calls))
+        if calls := [_plain_call(call) for call in self.tool_calls or () if _can_be_read(call)]:
+            plain["tool_calls"] = calls
+        for type in self._other_calls:
+            plain["content"] = f"{plain['content']}\n{line_of(type)}".lstrip("\n")
         if self.role == "tool":
             result = {"tool_call_id": self.tool_call_id or None, "name": self.name}
             plain |= {key: value for key, value in result.items() if value is not None}
         return plain
+
+
+def _can_be_read(call: dict[str, Any]) -> bool:
+    """Whether a call in an earlier answer is one of a function or of a custom tool."""
+    return "function" in call or "custom" in call or "type" not in call
 
 
 def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -150,10 +166,7 @@ class Chat(Request):
 
     def check(self) -> None:
         super().check()
-        *before, last = self.messages
-        # What a tool has returned may come in a user's message, if its own messages can only be text.
-        if last.role == "user" and not (before and before[-1].role == "tool"):
-            check_asked(last.content, f"messages.{len(before)}.content")
+        check_asked(self.messages, "messages", lambda message: message.role in ("tool", "function"))
         if self.top_logprobs and self.logprobs is None:
             raise ErrorResponse(400, "top_logprobs needs logprobs: true; add it or leave it out", param="top_logprobs")
         if self.continue_final_message and (problem := self._problem_of_continuing()) is not None:

@@ -134,6 +134,7 @@ def check_choice(choice: Any, offered: Sequence[Any], left_out: Sequence[Any]) -
 
 
 def _type_and_name(tool: Any) -> tuple[Any, Any]:
-    get = tool.get if isinstance(tool, Mapping) else lambda field: getattr(tool, field, None)
-    inner = get("function") or get("custom")
-    return get("type"), get("name") or (inner.get("name") if isinstance(inner, Mapping) else None)
+    if not isinstance(tool, Mapping):
+        return tool.type, tool.name
+    inner = tool.get("function") or tool.get("custom")
+    return tool.get("type"), tool.get("name") or (inner.get("name") if isinstance(inner, Mapping) else None)

@@ -6,7 +6,7 @@ a conversation with an image in it can go on. Only in what the user asks now, it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
@@ -85,14 +85,12 @@ class DocumentPart(OtherPart):
     @property
     def text(self) -> str | None:
         """The text of the document with its title and its context, or source, before it; None if it has none."""
-        match self.source:
-            case {"type": "text", "data": str(text)}:
-                before: Any = (self.title, self.context)
-            case {"type": "content", "content": content}:
-                before, text = (self.title, self.context), _texts(content)
-            case _:
-                before, text = (self.title, self.source), _texts(self.content)
-        return None if text is None else "\n".join(part for part in (*before, text) if part and isinstance(part, str))
+        text, source = _texts(self.content), self.source
+        match source:
+            case {"type": "text", "data": data} | {"type": "content", "content": data}:
+                text, source = _texts(data), self.context
+        parts = (self.title, source, text)
+        return None if text is None else "\n".join(part for part in parts if part and isinstance(part, str))
 
 
 def _texts(content: Any) -> str | None:
@@ -137,7 +135,7 @@ Content = str | BoundedList[Part]
 _BILLING = "x-anthropic-billing-header:"
 
 
-def joined(content: str | Sequence[Any], *, is_system: bool = False) -> str:
+def joined(content: str | list[Any], *, is_system: bool = False) -> str:
     """The text of a message's content. A part that cannot be read is a line of its own.
 
     Args:
@@ -166,23 +164,29 @@ def line_of(type: str) -> str:
     return f"[{_plain(type)} omitted]"
 
 
-def check_asked(content: Any, where: str) -> None:
-    """Check the message in which the user asks for the answer.
+def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], bool]) -> None:
+    """Check what the user asks, in the last message but for the system's.
 
     Args:
-        content: of the message.
-        where: its place in the body.
+        messages: of the conversation, or its items.
+        field: the name of the body's field that has them.
+        is_result: whether a message has results of tools. What stands in it, or behind it, may belong to a result.
 
     Raises: ErrorResponse: a part cannot be read. An answer that ignores it would mislead.
     """
-    for index, part in enumerate(content if isinstance(content, list) else ()):
+    said = [i for i, message in enumerate(messages) if getattr(message, "role", "") not in ("system", "developer")]
+    last = messages[said[-1]] if said else None
+    if getattr(last, "role", "") != "user" or any(is_result(messages[i]) for i in said[-2:]):
+        return
+    for index, part in enumerate(last.content if isinstance(last.content, list) else ()):  # type: ignore[union-attr]
         if isinstance(part, OtherPart) and part.text is None:
+            where = f"{field}.{said[-1]}.content.{index}"
             what = {"image": "images", "video": "videos", "file": "files"}.get(_plain(part.type), _plain(part.type))
             raise ErrorResponse(
                 400,
-                f"{what} cannot be read by the models here, which take text alone; leave out {where}.{index} of type "
+                f"{what} cannot be read by the models here, which take text alone; leave out {where} of type "
                 f"{part.type[:60]!r}, or send its text",
-                param=f"{where}.{index}",
+                param=where,
             )
 
 

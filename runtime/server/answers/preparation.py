@@ -146,10 +146,10 @@ class Preparation:
 
     def splitter(self, stream: TokenStream | None) -> AnswerSplitter:
         """The splitter of an answer's tokens."""
-        format, tools, forced = call_format(self.tokenizer), self.tools, None
-        if format is not None and tools is not None and tools.must_call and len(tools.callable) == 1:
-            forced = ToolCall(format.new_id(), tools.callable[0]["function"]["name"], "")
-        return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), forced)
+        format, tools, required = call_format(self.tokenizer), self.tools, []
+        if format is not None and tools is not None and tools.must_call:
+            required = [ToolCall(format.new_id(), tool["function"]["name"], "") for tool in tools.callable]
+        return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), required)
 
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
@@ -189,7 +189,8 @@ class Preparation:
         # Behind the message: clients look at its beginning.
         named = [f" (prompt[{index}])" if len(lengths) > 1 else "" for index in range(len(lengths))]
         if limit is not None and (most := max(lengths)) > limit:
-            bound = f"the server takes prompts of at most {limit} tokens{named[lengths.index(most)]}"
+            where = named[lengths.index(most)]
+            bound = f"for prompts, this model's maximum context length is {limit} tokens here{where}"
             raise PromptTooLongError.by(most, limit, bound)
         for name, length in zip(named, lengths, strict=True):
             try:

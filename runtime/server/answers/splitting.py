@@ -32,11 +32,11 @@ class AnswerSplitter:
     Attributes:
         num_reasoning_tokens: number of tokens so far that were reasoning, tags included.
         has_calls: whether a call is complete.
-        forced: the call of the one function that the answer must call, without arguments; None if it may do other.
+        required: a call of each function of which the answer must call one, without arguments; () if it need not.
     """
 
     _reader: Reader
-    forced: ToolCall | None = None
+    required: Sequence[ToolCall] = ()
     num_reasoning_tokens: int = attrs.field(init=False, default=0)
     has_calls: bool = attrs.field(init=False, default=False)
     _has_begun_call: bool = attrs.field(init=False, default=False)
@@ -55,20 +55,26 @@ class AnswerSplitter:
         if tokens and tokens[-1].finish_reason is not None:
             last = self._reader.finish(is_complete=tokens[-1].is_complete)
             self._has_begun_call |= any(isinstance(part, CallBegan) for part in (*parts, *last))
-            is_head = self.forced is not None and not tokens[-1].is_complete and not self._has_begun_call
+            is_head = not tokens[-1].is_complete and not self._has_begun_call
             parts += self._begun_call(last) if is_head else last
         self._has_begun_call |= any(isinstance(part, CallBegan) for part in parts)
         self.has_calls |= any(isinstance(part, CallEnded) for part in parts)
         return [part for part in parts if not isinstance(part, (TextPart, ReasoningPart)) or part.text]
 
     def _begun_call(self, parts: Sequence[AnswerEvent]) -> list[AnswerEvent]:
-        """The last parts of an answer that ends before its call has a name, with the call in place of its text."""
+        """The last parts of an answer that ends in the name of a required call, with the call in place of its text."""
         text = "".join(part.source for part in parts if isinstance(part, TextPart))
-        if self.forced is None or not text.strip():
+        by_length: dict[int, list[ToolCall]] = {}
+        for call in self.required:
+            begun = [n for n in range(1, len(call.name)) if text.endswith(call.name[:n])]
+            length = len(call.name) if call.name in text else max(begun, default=0)
+            by_length.setdefault(length, []).append(call)
+        longest = max(by_length, default=0)
+        if longest == 0 or len(by_length[longest]) > 1:
             return list(parts)
+        (call,) = by_length[longest]
         others = [part for part in parts if not isinstance(part, TextPart)]
-        began = CallBegan(0, self.forced.id, self.forced.name, text)
-        return [*others, began, CallBroken(0, text, cut_off=self.forced)]
+        return [*others, CallBegan(0, call.id, call.name, text), CallBroken(0, text, cut_off=call)]
 
     def is_reasoning(self, token: Token) -> bool:
         """Whether the last token, or the next one, is reasoning: between its tags, and before a call that ends it."""

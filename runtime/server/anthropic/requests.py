@@ -64,6 +64,11 @@ class InputMessage(Body):
     content: str | BoundedList[Block]
 
     @property
+    def has_results(self) -> bool:
+        """Whether results of tools are among its blocks."""
+        return any(isinstance(block, ToolResultBlock) for block in self.content)
+
+    @property
     def ends_in_space(self) -> bool:
         """Whether the message ends with text that ends with white space."""
         if isinstance(self.content, str):
@@ -166,10 +171,7 @@ class TokenCountRequest(RequestBody, CachedBody):
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
             yield {"role": "system", "content": joined(self.system, is_system=True)}
-        last = self.messages[-1]
-        # What stands beside a tool's result may belong to it.
-        if last.role == "user" and not any(isinstance(block, ToolResultBlock) for block in last.content):
-            check_asked(last.content, f"messages.{len(self.messages) - 1}.content")
+        check_asked(self.messages, "messages", lambda message: message.has_results)
         for message in self.messages:
             yield from _messages_of(message)
 

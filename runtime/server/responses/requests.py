@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack
 from runtime.server.answers.chat import Chat, Effort, call_of, parse_translated
 from runtime.server.answers.client_tools import custom_arguments, label_of
-from runtime.server.answers.content import Content, check_asked, joined, line_of, type_of
+from runtime.server.answers.content import Content, Part, check_asked, joined, line_of, type_of
 from runtime.server.answers.request import AnyText, MaxTokens, NamedSchema
 from runtime.server.answers.setting_fields import GenerationBody
 from runtime.server.errors import ErrorResponse, short_json
@@ -35,20 +35,13 @@ class MessageItem(SentBackItem):
     content: Content
 
 
-class ReasoningText(Body):
-    """Text of the reasoning."""
-
-    type: SentBack = None
-    text: str
-
-
 class ReasoningItem(SentBackItem):
     """The reasoning before an earlier answer; summaries and encrypted content are ignored."""
 
     type: Literal["reasoning"]
     summary: SentBack = None
     encrypted_content: SentBack = None
-    content: BoundedList[ReasoningText] | None = None
+    content: BoundedList[Part] | None = None
 
 
 class FunctionCallItem(SentBackItem):
@@ -160,8 +153,8 @@ def messages_of(items: Iterable[Any], tools: OfferedTools) -> list[dict[str, Any
     for item in items:
         match item:
             case ReasoningItem():
-                text = "".join(part.text for part in item.content or ())
-                answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = text
+                thought = joined(item.content or [])
+                answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
             case MessageItem(role="assistant"):
                 answer_without("content", "tool_calls")["content"] = joined(item.content)
             case FunctionCallItem():
@@ -377,10 +370,7 @@ def _messages(request: ResponsesRequest, store: ResponseStore, tools: OfferedToo
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     items = [_referenced(item, store) if isinstance(item, ItemReference) else item for item in request.input]
-    before, last = [None, None, *items][-2:]
-    # What a tool has returned may follow its result in a user's message.
-    if isinstance(last, MessageItem) and last.role == "user" and not isinstance(before, ToolOutputItem):
-        check_asked(last.content, f"input.{len(items) - 1}.content")
+    check_asked(items, "input", lambda item: isinstance(item, ToolOutputItem))
     return messages + messages_of(items, tools)
 
 
