@@ -56,6 +56,8 @@ class ReasoningTracker:
         self.num_tokens = 0
         self.tail = ""
         self.is_over = False
+        self._num_pieces_to_tag = 0  # the pieces up to the last tag
+        self._has_said = False  # whether text outside of reasoning has come since then
         self._start: tuple[int, ...] = ()
         self._end: tuple[int, ...] = ()
         self.tags = ("", "")
@@ -146,9 +148,16 @@ class ReasoningTracker:
         self._recent.append(token)
         was_thinking = self.is_thinking
         wanted = self._end if was_thinking else self._start
-        if tuple(self._recent[-len(wanted) :]) == wanted:
+        if tuple(self._recent[-len(wanted) :]) == wanted and (was_thinking or self._may_reason()):
             self._pass_tag(len(wanted))
         return was_thinking or self.is_thinking
+
+    def _may_reason(self) -> bool:
+        """Whether an opening tag begins reasoning: only if no text has come since the last tag; else it is a word."""
+        if not self._has_said:
+            text = "".join(text for _, text, _ in self._pieces[self._num_pieces_to_tag :])
+            self._has_said = bool(text.partition(self.tags[0])[0].strip())
+        return not self._has_said
 
     def _pass_tag(self, num_tokens: int) -> None:
         """Remove the tag that the last tokens make up, and change sides."""
@@ -161,6 +170,7 @@ class ReasoningTracker:
         self._pieces.append((begin, before, self.is_thinking))
         self._pieces.append((begin + len(joined) - len(after), after, not self.is_thinking))
         self.is_thinking, self.has_tags = not self.is_thinking, True
+        self._num_pieces_to_tag, self._has_said = len(self._pieces) - 1, False
         self._recent.clear()
 
 

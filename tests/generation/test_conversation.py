@@ -348,7 +348,8 @@ def parts(text: str, wrapped: TokenizerWrapper, *, prompt: str = "") -> tuple[Re
         ("import os", "<think>x</think>", "", "import os"),
         ("import os", "<|user|>What is <think>?<|endoftext|><|assistant|>", "", "import os"),
         ("<think>Hm", "", "Hm", ""),
-        ("a<think>b</think>c<think>d</think>e", "", "bd", "ace"),
+        ("<think>b</think>\n<think>d</think>e", "", "bd", "\ne"),
+        ("Use <think> in it. </think>", "", "", "Use <think> in it. </think>"),
         ("a</think>b", "", "", "a</think>b"),
         ("<think>a<think>b</think>c", "", "a<think>b", "c"),
     ],
@@ -371,10 +372,10 @@ def test_tags_of_several_tokens() -> None:
     base.add_tokens(["<|channel>", "<channel|>"], special_tokens=True)
     wrapped = TokenizerWrapper(base)
     assert len(wrapped.think_start_tokens) > 1
-    text = "a<|channel>thought\nHm.<channel|>import"
+    text = "\n<|channel>thought\nHm.<channel|>import"
     answer, flags = parts(text, wrapped)
     ids = wrapped.encode(text, add_special_tokens=False)
-    assert (answer.thinking, answer.said) == ("\nHm.", "aimport")
+    assert (answer.thinking, answer.said) == ("\nHm.", "\nimport")
     assert flags[:2] == [False, False]
     assert flags[-1] is False
     assert all(flags[1 + len(wrapped.think_start_tokens) : ids.index(wrapped.think_end_tokens[0]) + 1])

@@ -251,7 +251,10 @@ def told_apart(text: str, *, is_thinking: bool) -> tuple[str, str]:
     apart = {False: "", True: ""}
     is_first = not is_thinking
     while True:
-        part, tag, text = text.partition(TAGS[is_thinking])
+        part, tag, rest = text.partition(TAGS[is_thinking])
+        if part.strip() and not is_thinking:
+            part, tag = text, ""  # after other text the opening tag is a word
+        text = rest
         part = part if is_first else part.lstrip()
         apart[is_thinking] += part.rstrip() if is_thinking else part
         if not tag:
@@ -279,7 +282,8 @@ def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: l
     ("text", "begun", "said", "thought"),
     [
         ("<t> hm so </t>\x20 yes no", False, "yes no", "hm so"),
-        ("first <t>hm</t> then", False, "first then", "hm"),
+        ("first <t>hm</t> then", False, "first <t>hm</t> then", ""),
+        ("<t>hm</t> <t>so</t> then", False, "then", "hmso"),
         ("hm so</t> yes", True, "yes", "hm so"),
         ("<t>never ends ", False, "", "never ends"),
         ("a < b <t", False, "a < b <t", ""),
@@ -297,7 +301,7 @@ def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str
         assert (answer.text, answer.thought) == (streamed.text, streamed.thought) == (said, thought)
         assert ("reasoning_content" in answer.json["choices"][0]["message"]) is bool(thought)
         details = answer.json["usage"]["completion_tokens_details"]
-        assert (details["reasoning_tokens"] > 0) is ("<t>" in text or begun)
+        assert (details["reasoning_tokens"] > 0) is (text.startswith("<t>") or begun)
         # In a completion nothing is told apart.
         if not begun:
             plain = await server.ask(COMPLETIONS, {"prompt": "user:hello.assistant:"})

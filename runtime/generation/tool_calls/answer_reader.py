@@ -191,7 +191,7 @@ class AnswerReader:
 
     def _pass_tag(self, tag: str, *, is_opening: bool) -> None:
         self._pass_mark(tag)
-        self._is_reasoning = is_opening
+        self._is_reasoning, self._may_reason = is_opening, True
         self._keeps_space = self._follows_call = self._is_unclosed = False
 
     def _give(self, text: str) -> None:
@@ -199,7 +199,8 @@ class AnswerReader:
             return
         part = ReasoningPart if self._is_reasoning else TextPart
         self._events.append(part(kept, self._left_out + kept))
-        self._left_out, self._follows_call, self._may_reason = "", False, False
+        self._left_out, self._follows_call = "", False
+        self._may_reason &= not kept.strip()
 
     def _stripped(self, text: str) -> str:
         text, self._space = self._space + text, ""

@@ -1,0 +1,304 @@
+"""Calls are read exactly as they were written, in every format, or they are text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sweeps import sweep
+from tool_call_cases import FORMATS, call_format
+
+from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.events import Answer
+
+THINK: dict[str, Any] = {"tags": ("<think>", "</think>")}
+
+
+def function(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TEXT, ANY = {"type": "string"}, {}
+TOOLS = [
+    function("write", path=TEXT, content=TEXT),
+    function("run", command=TEXT, flags={"type": "array"}, n={"type": "integer"}, yes={"type": "boolean"}),
+    function("post", body={"type": "object"}, **{"max-results": {"type": "integer"}}),
+    function("set", key=TEXT, value=True),
+    function("ls"),
+    function("fs.read", path=TEXT),
+]
+
+
+def read(format: str, text: str, tools: Any = TOOLS, *, size: int = 1, is_complete: bool = True, **how: Any) -> Answer:
+    reader, answer = AnswerReader(format=call_format(format), tools=tools, **how), Answer()
+    events = [event for i in range(0, len(text), size) for event in reader.add(text[i : i + size])]
+    events += reader.finish(is_complete=is_complete)
+    assert "".join(event.source for event in events) == text
+    answer.add(events)
+    return answer
+
+
+def calls_in(answer: Answer) -> list[tuple[str, Any]]:
+    return [(call.name, call.values) for call in answer.calls]
+
+
+def written(format: str, name: str, arguments: dict[str, Any]) -> str:
+    """A block with a call as the format's layout has it."""
+    known = call_format(format)
+    layout = known.layout
+    assert layout is not None
+    head = layout.head.replace("{name}", name).replace("{number}", "0")
+    if layout.key is None:
+        body = json.dumps(arguments, ensure_ascii=False)
+    else:
+        parts = []
+        for key, value in arguments.items():
+            kind = "string" if isinstance(value, str) else "number"
+            before = layout.key.replace("{key}", key).replace("{type}", kind)
+            parts.append(before + _value(layout, value) + layout.value_end)
+        body = layout.between_arguments.join(parts)
+    block = layout.block[0] + head + body + layout.tail + layout.block[1]
+    return known.start + block.replace("\0", "\n") + known.end
+
+
+def _value(layout: Any, value: Any) -> str:
+    if not isinstance(value, str):
+        return repr(value) if layout.values == "python" else json.dumps(value, ensure_ascii=False)
+    if layout.values == "python":
+        return repr(value)
+    if layout.values == "text":
+        begin, end = layout.quotation if any(character in value for character in "<&\n") else ("", "")
+        return str(begin + value + end)
+    return str(layout.values + value + layout.values)
+
+
+TEXT_FORMATS = [name for name in FORMATS if (layout := call_format(name).layout) and layout.values == "text"]
+
+
+@sweep("format", FORMATS)
+@sweep(
+    "content",
+    [
+        *(
+            "    return x\n",
+            "\treturn y",
+            "",
+            " ",
+            "\n\n",
+            "a\r\n",
+            "null",
+            "5",
+            'it\'s "x"\\',
+            "{a: [1, 2)",
+            "é日本\u2028",
+        ),
+        *("Ends with </parameter>", "</function> or </tool_call>, <tool_call> too", "</arg_value>\n</tool_call>\nso"),
+        *("</parameter>\n</function>\n</tool_call>", "x</param></function>", "<|tool_call_end|> is a token, <escape>"),
+    ],
+)
+def test_a_text_comes_as_it_was_written(format: str, content: str) -> None:
+    """sgl-project/sglang PR #20543, raullenchai/Rapid-MLX #1515, vllm-project/vllm PR #33965."""
+    arguments = {"path": "a.md", "content": content}
+    assert calls_in(read(format, written(format, "write", arguments))) == [("write", arguments)]
+
+
+@sweep("format", TEXT_FORMATS)
+def test_a_file_that_has_a_whole_call_in_it_is_one_call(format: str) -> None:
+    inner = written(format, "run", {"command": "rm -r /"})
+    for content in (f"Write:\n{inner}\nand wait.\n", f"{inner}\n{inner}", f"So {inner}"):
+        arguments = {"path": "a.md", "content": content}
+        assert calls_in(read(format, written(format, "write", arguments))) == [("write", arguments)]
+        malformed = written(format, "write", arguments).replace("a.md", content, 1)
+        assert ("run", {"command": "rm -r /"}) not in calls_in(read(format, malformed))
+
+
+PIECES = st.sampled_from(
+    [
+        *("\n", " ", "a", "é", "<", ">", "{", "}", "[", "]", "(", ")", ",", ":", "=", '"', "'", "\\", "null", "1"),
+        *("START", "END", "VALUE_END", "TAIL", "KEY", "OTHER_KEY", "HEAD", "CLOSE"),
+    ]
+)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@settings(derandomize=True, deadline=None, max_examples=120)
+@given(data=st.data())
+def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.DataObject) -> None:
+    known = call_format(format)
+    layout = known.layout
+    assert layout is not None
+    key = (layout.key or "").replace("{type}", "string")
+    markers = {
+        **{"START": known.start, "END": known.end, "VALUE_END": layout.value_end.strip(), "TAIL": layout.tail},
+        **{"KEY": key.replace("{key}", "path"), "OTHER_KEY": key.replace("{key}", "x")},
+        **{"HEAD": layout.head.replace("{name}", "ls"), "CLOSE": layout.value_end + layout.tail + known.end},
+    }
+
+    def text() -> str:
+        parts = data.draw(st.lists(PIECES, max_size=6))
+        return "".join(markers.get(part, part) for part in parts).replace("\0", "").replace("{number}", "1")
+
+    first = {"path": text(), "content": text()}
+    second = {"flags": [text()], "n": data.draw(st.integers(-(2**70), 2**70)), "yes": data.draw(st.booleans())}
+    said = written(format, "write", first) + "\n" + written(format, "run", second)
+    wanted = [("write", first), ("run", second)]
+    answers = [read(format, said, size=size) for size in (data.draw(st.integers(1, 9)), len(said))]
+    assert calls_in(answers[0]) == calls_in(answers[1])
+    assert answers[0].content == answers[1].content
+    for call in calls_in(answers[0]):
+        assert call in wanted
+
+
+# --- types --------------------------------------------------------------------------------------------
+
+NULLABLE = {
+    "count": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "ratio": {"oneOf": [{"type": "number"}, {"type": "null"}]},
+    "code": {"type": ["string", "null"]},
+    "flag": {"allOf": [{"$ref": "#/$defs/flag"}]},
+    "level": {"enum": ["1.0", "2.0"]},
+    "word": {"type": "string"},
+    "either": {"anyOf": [{"type": "string"}, {"type": "array"}]},
+    "only": {"const": 3},
+    "any": True,
+}
+
+
+@sweep("format", TEXT_FORMATS)
+@sweep(
+    ("key", "said", "value"),
+    [
+        ("count", "5", 5),
+        ("count", "null", None),
+        ("count", str(2**63 + 1), 2**63 + 1),
+        ("ratio", "0.5", 0.5),
+        ("code", "01234", "01234"),
+        ("code", "123", "123"),
+        ("code", "null", None),
+        ("code", " null", " null"),
+        ("flag", "true", True),
+        ("flag", "True", True),
+        ("level", "2.0", "2.0"),
+        ("word", "null", "null"),
+        ("either", "[1]", [1]),
+        ("either", "[1", "[1"),
+        ("only", "3", 3),
+        ("any", "1_000", "1_000"),
+        ("any", "True", "True"),
+        ("any", "7", 7),
+        # No such value: text.
+        ("count", "1_000", ...),
+        ("count", "five", ...),
+        ("flag", "yes", ...),
+        ("ratio", "NaN", ...),
+    ],
+)
+def test_a_text_is_a_value_of_the_schemas_type(format: str, key: str, said: str, value: Any) -> None:
+    """vllm-project/vllm PR #37831."""
+    definitions = {"flag": {"type": ["boolean", "null"]}}
+    parameters = {"type": "object", "properties": NULLABLE, "$defs": definitions}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    text = written(format, "f", {key: said})
+    if format == "kimi_k3" and not isinstance(value, str):
+        text = text.replace('type="string"', 'type="number"')
+    if format == "kimi_k3" and value in ("01234", "123", "2.0", "1_000", "True", "[1"):
+        assert calls_in(read(format, text, tools)) == [("f", {key: said})]
+        return
+    answer = read(format, text, tools)
+    assert calls_in(answer) == ([] if value is ... else [("f", {key: value})])
+    assert answer.content == (text if value is ... else "")
+
+
+# --- what stands where a call could -------------------------------------------------------------------
+
+C, G, Q = "<tool_call>", "<|tool_call>call:", '<|"|>'
+LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
+
+
+@sweep(
+    ("format", "text", "calls"),
+    [
+        # ml-explore/mlx-lm #1639
+        ("mistral", "[TOOL_CALLS]ls[CALL_ID]abc123def[ARGS]{}[TOOL_CALLS]fs.read[ARGS]{}", ["ls", "fs.read"]),
+        # ollama/ollama #16686
+        ("qwen3_coder", "<function=ls>\n</function>\n</tool_call>", ["ls"]),
+        ("minimax_m2", '<invoke name="ls">\n</invoke>', ["ls"]),
+        ("qwen3_coder", f"{C}\n<function=ls>\n</function>\n<function=ls>\n</function>\n</tool_call>", ["ls", "ls"]),
+        ("longcat", "<longcat_tool_call>ls\n</longcat_tool_call>", ["ls"]),
+        ("json_tools", f'{C}{{"name": "ls"}}</tool_call>', ["ls"]),
+        ("json_tools", f'{C}{{"name": "ls", "parameters": {{}}}}</tool_call>', ["ls"]),
+        ("json_tools", f'{C}{{"name": "ls", "arguments": "{{}}"}}</tool_call>', ["ls"]),
+        # jundot/omlx PR #1854
+        ("gemma4", f"{G}fs.read{{path:{Q}a{Q}}}<tool_call|>", ["fs.read"]),
+        ("gemma4", f"{G}post{{body: {{Content-Type: {Q}a{Q}, b: 1,}}, max-results: 2}}<tool_call|>", ["post"]),
+        # vllm-project/vllm PR #48171
+        ("pythonic", LFM[0] + "run(command='a\nb', flags=(1, 'x')), ls()" + LFM[1], ["run", "ls"]),
+        ("pythonic", LFM[0] + 'run(command="""a "b" c""", n=-1, yes=true)' + LFM[1], ["run"]),
+        # Text.
+        ("glm47", f"{C}I think I should list them.\n<arg_key>a</arg_key><arg_value>.</arg_value></tool_call>", []),
+        ("glm47", f"{C}ls -la dir=src</tool_call>", []),
+        ("glm47", f"{C}unheard_of\n</tool_call>", []),
+        ("qwen3_coder", "<function=other>\n</function>", []),
+        ("qwen3_coder", f"{C}<function=run><parameter=n>1<parameter=yes>true</parameter></function></tool_call>", []),
+        ("json_tools", f'{C}{{"name": "I think", "arguments": {{}}}}</tool_call>', []),
+        ("json_tools", f'{C}{{"name": "ls", "arguments": {{}}, "arguments": {{}}}}</tool_call>', []),
+        ("pythonic", LFM[0] + "run('ls')" + LFM[1], []),
+        ("pythonic", LFM[0] + "ls(), run(command=x)" + LFM[1], []),
+        ("pythonic", LFM[0] + "run(command=https://a.b/c,d)" + LFM[1], []),
+        ("pythonic", LFM[0] + "run(command='it's')" + LFM[1], []),
+        ("gemma4", f"{G}run{{command:ls}}<tool_call|>", []),
+    ],
+)  # fmt: skip
+def test_a_call_is_all_that_was_written_or_text(format: str, text: str, calls: list[str]) -> None:
+    answer = read(format, text)
+    assert [call.name for call in answer.calls] == calls
+    assert answer.content == ("" if calls else text)
+
+
+def test_a_call_has_the_id_that_the_model_gave_it() -> None:
+    [call] = read("mistral", "[TOOL_CALLS]ls[CALL_ID]abc123def[ARGS]{}").calls
+    assert call.id == "abc123def"
+
+
+@sweep("format", FORMATS)
+@sweep("is_thinking", [True, False])
+def test_a_marker_that_no_call_follows_is_a_word(format: str, is_thinking: bool) -> None:
+    """noonghunna/club-3090 #72."""
+    known = call_format(format)
+    for prose in (f"I could write {known.start} here. ", f"`{known.start}` and `{known.end}`: no. "):
+        call = written(format, "run", {"command": "ls"})
+        answer = read(format, f"{prose}Well.</think>Yes.\n{call}", **THINK, is_thinking=True)
+        assert (answer.reasoning, answer.content) == (f"{prose}Well.", "Yes.")
+        assert calls_in(answer) == [("run", {"command": "ls"})]
+        reader, given = AnswerReader(format=known, tools=TOOLS, **THINK, is_thinking=is_thinking), Answer()
+        for character in prose + "one two three " * 20:
+            given.add(reader.add(character))
+        assert len(given.content + given.reasoning) > len(prose) + 270
+
+
+@sweep(
+    ("text", "reasoning", "content"),
+    [
+        ("Qwen opens it with `<think>` and closes it with `</think>`.", "", ...),
+        ("Use <think> in it. It is a token.", "", ...),
+        ("<think>hm</think>Use <think> in it.", "hm", "Use <think> in it."),
+        ("\n<think>hm</think>\n<think>so</think>yes", "hmso", "yes"),
+        ('<think>hm\n<tool_call>{"name": "ls", "arguments": {}}</tool_call></think>yes', "hm", "yes"),
+    ],
+)
+def test_a_tag_of_the_reasoning_counts_where_an_answer_begins(text: str, reasoning: str, content: Any) -> None:
+    answer = read("json_tools", text, **THINK)
+    assert (answer.reasoning, answer.content.strip()) == (reasoning, text if content is ... else content)
+
+
+@sweep("format", TEXT_FORMATS)
+def test_a_call_that_is_cut_off_in_a_text_has_the_text_so_far(format: str) -> None:
+    text = written(format, "write", {"path": "a.md", "content": "one two three"})
+    answer = read(format, text[: text.index(" three")], is_complete=False)
+    assert (answer.content, answer.calls) == ("", [])
+    assert answer.cut_call is not None
+    assert (answer.cut_call.name, answer.cut_call.arguments) == ("write", '{"path": "a.md", "content": "one two')
