@@ -248,7 +248,7 @@ async def test_one_turn_is_taken_at_a_time() -> None:
 async def test_a_prompt_that_does_not_fit_is_not_remembered() -> None:
     async with runtime.open(*pair(llama(vocab_size=4101, max_position_embeddings=32))) as rt:
         conversation = rt.conversation(**SETTINGS)
-        with pytest.raises(runtime.PromptError, match="context of 32"):
+        with pytest.raises(runtime.PromptError, match="maximum context length is 32 tokens"):
             conversation.stream("import os " * 30)
         assert conversation.messages == []
         assert await conversation.generate("import")

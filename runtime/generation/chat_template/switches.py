@@ -75,18 +75,20 @@ def with_known_effort(tokenizer: Any, switches: Mapping[str, Any]) -> dict[str, 
     changed = dict(switches)
     if isinstance(effort := changed.pop("reasoning_effort", None), str):
         efforts = known_of(tokenizer).efforts
-        if effort not in efforts:
-            tried = (each for each in _nearest_efforts(effort) if tried(tokenizer, QUESTION, reasoning_effort=each))
-            efforts[effort] = next(tried, None)
-        if (nearest := efforts[effort]) is not None:
+        nearest = efforts[effort] if effort in efforts else _nearest_effort(tokenizer, effort)
+        if effort in _EFFORTS:  # clients may think of any number of others
+            efforts[effort] = nearest
+        if nearest is not None:
             changed["reasoning_effort"] = nearest
     return changed
 
 
-def _nearest_efforts(effort: str) -> list[str]:
-    """An effort and all others, the nearest first; of two, the higher."""
-    if effort.lower() not in _EFFORTS:
-        return [effort]
-    level = _EFFORTS.index(effort.lower())
-    downwards = _EFFORTS[:0:-1]  # without "none"
-    return [effort, *sorted(downwards, key=lambda other: abs(_EFFORTS.index(other) - level))]
+def _nearest_effort(tokenizer: Any, effort: str) -> str | None:
+    """The nearest effort that the template takes, of two the higher; None for none."""
+    efforts = [effort]
+    if effort.lower() in _EFFORTS:
+        level = _EFFORTS.index(effort.lower())
+        downwards = _EFFORTS[:0:-1]  # without "none"
+        efforts += sorted(downwards, key=lambda other: abs(_EFFORTS.index(other) - level))
+    taken = (each for each in efforts if tried(tokenizer, QUESTION, reasoning_effort=each) is not None)
+    return next(taken, None)
