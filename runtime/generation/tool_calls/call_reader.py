@@ -16,10 +16,17 @@ from typing import Any, Protocol
 
 import attrs
 
-from runtime.generation.tool_calls.argument_values import ANY, ArgumentType, argument_type, is_json, kind_of
+from runtime.generation.tool_calls.argument_values import (
+    ANY,
+    ArgumentType,
+    LiteralReader,
+    argument_type,
+    is_json,
+    json_object,
+    kind_of,
+)
 from runtime.generation.tool_calls.call_format import NAME, CallFormat, CallLayout, ParsedCall
 from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
-from runtime.generation.tool_calls.literals import LiteralReader, json_object
 
 _MAX_CHARS = 256  # of a key, a type or an id
 _PARTS = re.compile(r"(\{name\}:\{number\}|\{\w+\}|[\s\0]+)")
