@@ -107,6 +107,18 @@ def test_a_text_comes_as_it_was_written(format: str, content: str) -> None:
 
 
 @sweep("format", TEXT_FORMATS)
+def test_the_beginning_of_an_argument_in_a_text_is_a_word_unless_it_may_be_one(format: str) -> None:
+    layout = call_format(format).layout
+    assert layout is not None
+    assert layout.key is not None
+    opening = layout.key.replace("{type}", "string").replace("\0", "")
+    for key, is_call in (("x", True), ("content", False)):
+        arguments = {"path": f"use {opening.replace('{key}', key)} here", "content": "c"}
+        text = written(format, "write", arguments).replace("<![CDATA[", "").replace("]]>", "")
+        assert calls_in(read(format, text)) == ([("write", arguments)] if is_call else [])
+
+
+@sweep("format", TEXT_FORMATS)
 def test_a_file_that_has_a_whole_call_in_it_is_one_call(format: str) -> None:
     inner = written(format, "run", {"command": "rm -r /"})
     for content in (f"Write:\n{inner}\nand wait.\n", f"{inner}\n{inner}", f"So {inner}"):
@@ -224,6 +236,7 @@ LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
     [
         # ml-explore/mlx-lm #1639
         ("mistral", "[TOOL_CALLS]ls[CALL_ID]abc123def[ARGS]{}[TOOL_CALLS]fs.read[ARGS]{}", ["ls", "fs.read"]),
+        ("mistral", '[TOOL_CALLS]run [ARGS] {"command": "x"}', ["run"]),
         # ollama/ollama #16686
         ("qwen3_coder", "<function=ls>\n</function>\n</tool_call>", ["ls"]),
         ("minimax_m2", '<invoke name="ls">\n</invoke>', ["ls"]),

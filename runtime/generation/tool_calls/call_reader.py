@@ -11,15 +11,22 @@ import html
 import json
 import re
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
 
-from runtime.generation.tool_calls.argument_values import ANY, ArgumentType, argument_type, is_json, kind_of
+from runtime.generation.tool_calls.argument_values import (
+    ANY,
+    ArgumentType,
+    LiteralReader,
+    argument_type,
+    is_json,
+    json_object,
+    kind_of,
+)
 from runtime.generation.tool_calls.call_format import NAME, CallFormat, CallLayout, ParsedCall
 from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
-from runtime.generation.tool_calls.literals import LiteralReader, json_object
 
 _MAX_CHARS = 256  # of a key, a type or an id
 _PARTS = re.compile(r"(\{name\}:\{number\}|\{\w+\}|[\s\0]+)")
@@ -110,8 +117,7 @@ class CallReader:
         self._calls: list[ParsedCall] = []  # complete, and not given yet
         self._is_bare = False  # whether it begins without its marker
         self._pairs_markers = True  # whether each argument that begins in a string also ends in it
-        self._num_open = 0  # arguments that have begun in a string, and not ended
-        self._may_lack_end = False  # whether one of them may be an argument of the call itself
+        self._has_unpaired = False  # whether an argument has begun in a string that did not end
 
     def read(self) -> Steps[None]:
         """Read the block at the cursor, and give its calls.
@@ -126,17 +132,17 @@ class CallReader:
                 yield from self._read_block()
             except MalformedError:
                 # Markers that do not pair may be words of the string.
-                if not (self._text.is_over and self._num_open) or self._may_lack_end:
+                if not (self._text.is_over and self._has_unpaired):
                     raise
                 self.num_retried = self._text.num_passed
                 self._text.back()
-                self._pairs_markers = False
+                self._pairs_markers = self._text.has_run_out = False
                 yield from self._read_block()
         finally:
             self.is_in_call = False
 
     def _read_block(self) -> Steps[None]:
-        self._calls, self._num_open, self._may_lack_end = [], 0, False
+        self._calls, self._has_unpaired = [], False
         self._is_bare = not (yield from self._text.accept(self._format.start))
         if not self._layouts:
             yield from self._read_by_parser()
@@ -274,17 +280,19 @@ class CallReader:
         return None
 
     def _goes_on(self, layout: CallLayout) -> Steps[bool]:
-        """Whether an argument follows the head of a call, or the call's end."""
+        """Whether an argument follows the head of a call, or the call's end, or the end of the answer."""
         assert layout.key is not None
         text = self._text
-        place = text.take()
+        place, had_run_out = text.take(), text.has_run_out
+        text.has_run_out = False
         for begin in (layout.key.partition("{")[0], layout.whole_arguments[0], layout.tail.strip() or self.end):
             yield from text.space()
             is_next = begin and (yield from text.accept(begin))
             text.back(place)
             if is_next:
-                return True
-        return text.is_over and text.has_run_out
+                break
+        is_end, text.has_run_out = text.has_run_out, text.has_run_out or had_run_out
+        return bool(is_next) or is_end
 
     def _parts(self, layout: str) -> Steps[dict[str, str] | None]:
         """Pass a text with these parts, and return them by name; None if it does not come next."""
@@ -301,6 +309,7 @@ class CallReader:
                 found |= {"name": numbered[1], "id": "functions." * is_function + word}
             elif part == "{name}":
                 found["name"] = yield from text.matching(_OF_NAMES)
+                yield from text.space()
             elif part == "{number}":
                 if not (yield from text.matching(_OF_NAMES)).isdigit():
                     return None
@@ -517,9 +526,9 @@ class CallReader:
         while found := (yield from text.seek(markers)):
             at = text.take()
             if found == opening:
-                if (parts := (yield from self._parts(layout.key))) is not None:
+                if (yield from self._parts(layout.key)) is not None:
                     num_open += 1
-                    self._may_lack_end |= parts["key"] not in (*values, key) and tool.may_have(parts["key"])
+                    self._has_unpaired = True
                     continue
                 text.back(at)
             text.at += len(found)
@@ -543,13 +552,22 @@ class CallReader:
             # An argument that the call cannot have may be part of a string, or a mistake.
             if is_ambiguous or not (following is None or is_possible or kind.is_json(value)):
                 raise MalformedError
+            if not self._pairs_markers and self._may_lack_end(layout, tool, value, (*values, key)):
+                raise MalformedError
+            self._has_unpaired = False
             return value if is_quoted else _without_newline(value, layout)
-        self._num_open = num_open
         if "string" in kind.types:
             so_far = text.since(begin, text.take())
             so_far = so_far[: Markers((end,)).search(so_far, max(0, len(so_far) - len(end)))[0]]
             values[key] = json.dumps(_without_newline(so_far, layout), ensure_ascii=False)[:-1]
         raise MalformedError
+
+    def _may_lack_end(self, layout: CallLayout, tool: _Tool, value: str, known: Collection[str]) -> bool:
+        """Whether an argument has begun in a string that may be another one of the call itself."""
+        assert layout.key is not None
+        opening, _, rest = layout.key.partition("{key}")
+        keys = {part.partition(rest[:1])[0] for part in value.split(opening)[1:]}
+        return any(tool.may_have(each) for each in keys.difference(known))
 
     def _may_end_call(self, layout: CallLayout, end: str) -> Steps[bool]:
         """Whether the end of a string, before the cursor, ends the call; if not, the cursor is where to read on."""
