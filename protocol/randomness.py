@@ -58,17 +58,14 @@ def seed_of_text(seed: int, number: int) -> int:
     return seed if number == 0 else _mix(_mix(seed) ^ _mix(number))
 
 
-def seed_of_texts(seed: int, *texts: Sequence[int]) -> int:
-    """A seed for a generation from given texts, such as a prompt and a prediction of the answer, in [0, 2**64).
+def seed_of_prediction(seed: int, prediction: Sequence[int]) -> int:
+    """A seed for a text with a prediction, in [0, 2**64), where drafted tokens are judged by random numbers.
 
-    Where drafted tokens are judged by random numbers, copies of these texts must be independent of those numbers. An
-    earlier answer of the same seed is not, if its random numbers are used again.
+    The copies of a prediction must be independent of those numbers. An earlier answer of the same seed is not, if its
+    random numbers are used again.
     """
-    digest = blake2b(digest_size=8)
-    for text in texts:
-        digest.update(len(text).to_bytes(8, "little"))
-        digest.update(array("q", text))
-    return _mix(_mix(seed) ^ int.from_bytes(digest.digest(), "little"))
+    digest = blake2b(array("q", prediction), digest_size=8).digest()
+    return _mix(_mix(seed) ^ int.from_bytes(digest, "little"))
 
 
 def further(trail: int, token: int) -> int:

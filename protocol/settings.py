@@ -182,7 +182,7 @@ class Settings:
         xtc_special_tokens: token ids that XTC never removes, such as 1,2.
         seed: seed that makes sampled text repeatable, in [0, 2**64); None for a fresh one. With a seed,
             `acceptance="auto"` takes the match rule, under which the text depends on target, prompt, settings and seed
-            alone. Under the other rules, the random numbers depend on prompt and `prediction`, too.
+            alone. Under the other rules, the random numbers depend on `prediction`, too.
         stop: text at which the generation ends, and which is left out; several may be given. A single one may be given
             without a list. Needs a tokenizer.
         stop_tokens: token ids that end the text, besides the tokenizer's end-of-text ids, such as 1,2.

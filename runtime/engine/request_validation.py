@@ -17,7 +17,7 @@ from actors.sampling.user_code import name_of
 from protocol.errors import PromptError, PromptTooLongError, SessionFileError, SettingsError
 from protocol.logits_processors import Stateless, can_be_speculated_with
 from protocol.messages import Open
-from protocol.randomness import seed_of_texts
+from protocol.randomness import seed_of_prediction
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_SEED, Settings, SettingsLike, check_vocabulary_size, settings_from, with_overrides
 from runtime.generation.grammar import Grammar
@@ -121,9 +121,9 @@ class RequestValidation:
         settings = attrs.evolve(settings, logits_processors=(*self.grammar(tools, ids), *settings.logits_processors))
         check_prompt_length(len(ids), context_length)
         seed = secrets.randbelow(MAX_SEED) if settings.seed is None else settings.seed
-        if settings.rule != "match":
-            # The text may be drafted by copies of these, which may be an earlier answer of this seed.
-            seed = seed_of_texts(seed, ids, settings.prediction)
+        if settings.prediction and settings.rule != "match":
+            # It may be an earlier answer of this seed, which was drawn with the numbers that would judge it.
+            seed = seed_of_prediction(seed, settings.prediction)
         ends = set(settings.stop_tokens)
         if self._tokenizer is not None and not settings.ignore_eos:
             ends |= set(self._tokenizer.eos_token_ids)

@@ -210,17 +210,8 @@ def test_under_rejection_a_long_text_has_the_targets_distribution_whatever_is_lo
     assert sum(token.from_draft for token in tokens) > 500
 
 
-# The answer's first token was drawn for the position at which the copy of it is judged.
-QUOTATIONS: dict[str, tuple[list[int], Callable[[int], dict[str, Any]]]] = {
-    "as a prediction": ([1], lambda token: {"prompt": [1], "prediction": [token]}),
-    "in a prompt": ([3, 3, 1], lambda token: {"prompt": [1, token, 1]}),
-}
-
-
-@sweep("quoted", QUOTATIONS)
-def test_an_earlier_answer_of_the_same_seed_is_a_copy_like_any_other(quoted: str) -> None:
+def test_an_earlier_answer_of_the_same_seed_is_a_prediction_like_any_other() -> None:
     likely, other = (0.5, 0.2, 0.1, 0.2), (0.1, 0.1, 0.6, 0.2)
-    prompt, again = QUOTATIONS[quoted]
     counts = Counter[tuple[int, ...]]()
 
     async def main() -> None:
@@ -228,9 +219,9 @@ def test_an_earlier_answer_of_the_same_seed_is_a_copy_like_any_other(quoted: str
         async with simulated(*models[:2]) as first, simulated(models[2], "ngram") as second:
             for seed in range(300):
                 asked: dict[str, Any] = {"seed": seed, "acceptance": "rejection", "temperature": 1.0, "lookahead": 1}
-                (token,) = ids((await first.runtime.generate(prompt, max_tokens=1, **asked)).tokens)
-                text = ids((await second.runtime.generate(max_tokens=2, **asked, **again(token))).tokens)
-                counts[tuple(text[:1])] += 1
+                answer = ids((await first.runtime.generate(PROMPT, max_tokens=1, **asked)).tokens)
+                again = await second.runtime.generate(PROMPT, max_tokens=2, prediction=answer, **asked)
+                counts[tuple(ids(again.tokens)[:1])] += 1
 
     run(main)
     assert p_value(counts, {(token,): p for token, p in enumerate(likely)}) > SIGNIFICANCE

@@ -10,7 +10,7 @@ import pytest
 import scipy
 from sweeps import sweep
 
-from protocol.randomness import Purpose, _mix, key_for, seed_of_texts
+from protocol.randomness import Purpose, _mix, key_for, seed_of_prediction
 
 SMALLEST_P_VALUE = 1e-4
 SEEDS = (0, 1, 2, 3, 4, 2**31, 2**32 - 1, 2**32, 2**32 + 1, 2**63, 2**64 - 2, 2**64 - 1)
@@ -70,11 +70,11 @@ def test_near_seeds_give_unrelated_numbers(one, other):
     assert_unrelated(uniforms(one, Purpose.NOISE, range(1000)), uniforms(other, Purpose.NOISE, range(1000)))
 
 
-def test_seeds_of_texts_differ_between_seeds_and_texts_and_are_unrelated():
-    texts = [(), ((),), ((), ()), ((1,), ()), ((), (1,)), ((1, 2), ()), ((1,), (2,)), ((), (1, 2)), ((2, 1), ())]
-    seeds = [seed_of_texts(seed, *each) for seed in SEEDS for each in texts]
-    assert len(set(seeds)) == len(SEEDS) * len(texts)
+def test_seeds_of_predictions_differ_between_seeds_and_predictions_and_are_unrelated():
+    predictions = [(1,), (1, 2), (2, 1), (1, 2, 0), (2**31,)]
+    seeds = [seed_of_prediction(seed, each) for seed in SEEDS for each in predictions]
+    assert len(set(seeds)) == len(SEEDS) * len(predictions)
     assert all(0 <= seed < 2**64 for seed in seeds)
-    assert seed_of_texts(3, [1, 2], (3,)) == seed_of_texts(3, (1, 2), [3])
-    for one, other in itertools.pairwise((3, seed_of_texts(3, (1,), ()), seed_of_texts(3, (1,), (2,)))):
+    assert seed_of_prediction(3, [1, 2]) == seed_of_prediction(3, (1, 2))
+    for one, other in itertools.pairwise((3, seed_of_prediction(3, (1,)), seed_of_prediction(3, (2,)))):
         assert_unrelated(uniforms(one, Purpose.ACCEPT, range(1000)), uniforms(other, Purpose.ACCEPT, range(1000)))
