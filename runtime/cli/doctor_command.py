@@ -56,12 +56,12 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
         from runtime.doctor.ranks import examine_ranks, plan, report_on_ranks
         from runtime.doctor.report import check_examined, examine, load_of_others, report
 
-        if (load := load_of_others()) is not None:
-            print_message(f"the machine is busy: a load of {load}; times will be too long, and speeds too low")
         models.use_device()
         ranks = None
         if _examines_models(arguments):
             check_examined(models.target, models.draft, **models.options)
+        if (load := load_of_others()) is not None:
+            print_message(f"the machine is busy: a load of {load}; times will be too long, and speeds too low")
         if arguments.distributed:
             display.show_activity("measuring the links between the ranks")
             ranks = examine_ranks(models.options.get("group"))
