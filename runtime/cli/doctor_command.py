@@ -56,11 +56,11 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
         from runtime.doctor.ranks import examine_ranks, report_on_ranks
         from runtime.doctor.report import check_examined, examine, load_of_others, report
 
-        if (load := load_of_others()) is not None:
-            print_message(f"the machine is busy: a load of {load}; times will be too long, and speeds too low")
         models.use_device()
         if _examines_models(arguments):
             check_examined(models.target, models.draft, **models.options)
+        if (load := load_of_others()) is not None:
+            print_message(f"the machine is busy: a load of {load}; times will be too long, and speeds too low")
         if arguments.distributed:
             display.show_activity("examining the ranks")
             found = report_on_ranks(examine_ranks(models.options.get("group")))
