@@ -71,11 +71,7 @@ TYPED: list[tuple[Callable[..., Any], str]] = [
     *((getattr(runtime.Conversation, name), SETTINGS) for name in ("stream", "generate")),
     *((getattr(runtime.aio.Conversation, name), SETTINGS) for name in ("stream", "generate")),
     *((getattr(runtime.sync.Conversation, name), SETTINGS) for name in ("stream", "generate")),
-    *(
-        (getattr(home.Runtime, name), WITH_TOOLS)
-        for home in FACES
-        for name in ("stream", "generate", "generate_many")
-    ),
+    *((getattr(home.Runtime, name), WITH_TOOLS) for home in FACES for name in ("stream", "generate", "generate_many")),
     *((getattr(home.Runtime, name), SETTINGS) for home in FACES for name in ("conversation", "load")),
 ]
 
