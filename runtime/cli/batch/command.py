@@ -27,6 +27,7 @@ from runtime.cli.arguments.settings import (
 from runtime.cli.batch.files import AnswerFile, Question, questions_in, unanswered
 from runtime.cli.command import Command
 from runtime.cli.ranks import follow_target
+from runtime.loading.generation_config import said_of
 from runtime.terminal.display import CommandOutcome, Display, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 from runtime.terminal.statistics_table import print_statistics
@@ -62,7 +63,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--stats", "print statistics on stderr at the end"),
     )
     add_settings(parser)
-    add_models(parser)
+    add_models(parser, samples=True)
 
 
 def batch(arguments: argparse.Namespace) -> CommandOutcome:
@@ -90,6 +91,8 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
                 runtime = await stack.enter_async_context(opening.open(models.target, models.draft, **models.options))
                 tokenizer = runtime.tokenizer
                 check_template_flags(arguments, tokenizer)
+                if said := said_of(runtime.model_defaults, settings):
+                    print_message(f"the target: {said}")
                 # Prompts often begin alike.
                 completed = {"reuse_prefix": True, **with_tokens_of(tokenizer, settings)}
                 asked: dict[int, Question] = {}
