@@ -157,6 +157,13 @@ def test_tools_are_filled_where_a_template_cannot_do_without(family: str, given:
     assert "look" in render_chat_template([user("one")], templated(TEMPLATES[family]), tools=[given])
 
 
+def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken() -> None:
+    chat = [user("one"), calls(FINE, content="two", reasoning_content="why"), result("sunny")]
+    text = render_chat_template(chat, templated(TEMPLATES["gpt-oss"]), tools=TOOLS)
+    assert "why\n\ntwo" in text
+    assert f"<call>look{FINE}</call>" in text
+
+
 def test_short_ids_are_the_same_for_call_and_result_and_in_the_next_request() -> None:
     """ml-explore/mlx-lm #1375."""
 

@@ -62,6 +62,7 @@ TEMPLATES = {
 {%- if m.role in ('system', 'developer') %}{% if loop.first %}<|developer|>{{ m.content }}\n{% endif %}
 {%- elif m.role == 'tool' %}{% if not ns.calls %}{{ raise_exception('no call') }}{% endif %}<|tool|>{{ m.content }}\n
 {%- else %}<|{{ m.role }}|>{{ m.content or '' }}
+{%- if m.tool_calls and m.content and m.reasoning_content %}{{ raise_exception('two texts') }}{% endif %}
 {%- if m.tool_calls %}{% set ns.calls = true %}<call>{{ m.tool_calls[0].function.name }}
 {{- m.tool_calls[0].function.arguments | tojson }}</call>{% endif %}\n
 {%- endif %}

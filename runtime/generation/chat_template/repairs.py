@@ -104,6 +104,12 @@ def calls_as_text(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 @_on_messages
+def one_text_beside_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Put reasoning in front of the content beside calls, where a template takes one of the two (gpt-oss)."""
+    return [_with_one_text(message) if _calls(message) and message.get("content") else message for message in messages]
+
+
+@_on_messages
 def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
     """Make users' texts of results whose call is not in the answer before them."""
     changed: list[Message] = []
@@ -242,6 +248,16 @@ def _without_calls(message: Message) -> Message:
     return {**rest, "content": _text([message.get("content"), *texts])}
 
 
+# The names that templates have for the reasoning of a message.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+def _with_one_text(message: Message) -> Message:
+    reasoning = next((text for name in _REASONING if (text := message.get(name))), None)
+    rest = {name: value for name, value in message.items() if name not in _REASONING}
+    return {**rest, "content": _text([reasoning, message["content"]])}
+
+
 def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
     return [
         {**message, "tool_calls": [_with_changed_arguments(call, change) for call in calls]}
@@ -364,6 +380,7 @@ REPAIRS: tuple[Repair, ...] = (
     systems_into_user,
     systems_into_user_if_alone,
     systems_into_user_before_result,
+    one_text_beside_calls,
     calls_as_text,
     orphans_as_text,
     neighbours_joined,
@@ -378,5 +395,7 @@ REPAIRS: tuple[Repair, ...] = (
 
 # Those of texts that templates are known to leave out, and not only to refuse.
 OF_DROPPED = tuple(
-    repair for repair in REPAIRS if repair not in (roles_alternating, short_ids, empty_contents, tools_filled)
+    repair
+    for repair in REPAIRS
+    if repair not in (one_text_beside_calls, roles_alternating, short_ids, empty_contents, tools_filled)
 )
