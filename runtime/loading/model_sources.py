@@ -23,7 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
-from actors.mlx.model import MLXModel, load
+from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.kinds.attach import SUPPORTED
 from actors.trained.kinds.recognition import kind_of, nearest_to
@@ -35,7 +35,9 @@ from protocol.open_options import OpenOptions
 from protocol.reprs import shown, shown_path
 from protocol.settings import AUTO_DRAFT, MTP, NGRAM, Settings
 from runtime.loading.drafters import suggest_draft
+from runtime.loading.gguf.names import is_gguf, model_in
 from runtime.loading.model_files import config_in, folder_of, load_error, load_errors, name_of
+from runtime.loading.model_reading import read_model
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
 from runtime.loading.vocabularies import vocabulary_map
@@ -133,6 +135,10 @@ def check_source(role: str, source: Any) -> Source:
     path = Path(source).expanduser()
     try:
         exists, has_config = path.exists(), (path / "config.json").is_file()
+        if path.is_dir() and (file := model_in(path, role)) is not None:
+            return file
+        if exists and is_gguf(path):
+            return path
     except OSError as error:
         raise ModelError(
             f"{role} {shown_path(str(source))} cannot be looked at: {error.strerror}; "
@@ -154,7 +160,8 @@ def check_source(role: str, source: Any) -> Source:
             raise SettingsError(f"draft {str(source)!r} is no model; did you mean {meant_word}?")
     # "owner/name" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
-    if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    num_slashes = name.count("/") - is_gguf(name)
+    if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or num_slashes > 1:
         raise ModelError(f"{role} {shown_path(name)} does not exist; give a directory with a model, or a hub id")
     return name
 
@@ -299,7 +306,7 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
         # arrays that are no parameters (the frequencies of a scaled rotary embedding) may be lazy, too.
         mx.eval(built)
     else:
-        read = partial(load, str(source), **(_load_options(source) if isinstance(source, ModelSpec) else {}))
+        read = partial(read_model, str(source), **(_load_options(source) if isinstance(source, ModelSpec) else {}))
     with load_errors(role, source):
         if read is not None:
             built, tokenizer = await worker.run(Job("load", read))
@@ -315,7 +322,7 @@ def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
     else:
         try:
             options = _load_options(source) if isinstance(source, ModelSpec) else {}
-            built, tokenizer = load(str(source), is_lazy=True, **options)
+            built, tokenizer = read_model(str(source), is_lazy=True, **options)
         except OutriderError:
             raise
         # mlx-lm raises errors of many kinds.
@@ -411,7 +418,7 @@ async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | No
 
 
 def _load_options(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of `actors.mlx.model.load` beside the path."""
+    """The arguments of `read_model` beside the path."""
     trust = {"trust_remote_code": True} if spec.trust_remote_code else {}
     return {
         "adapter": None if spec.adapter_path is None else Path(spec.adapter_path),

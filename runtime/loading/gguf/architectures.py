@@ -229,9 +229,14 @@ def _values(metadata: Metadata, name: str) -> list[float]:
     return [float(value) for value in np.ascontiguousarray(tensor.data).view("<f4").ravel()]
 
 
+def is_on_cpu() -> bool:
+    """Whether MLX computes on the CPU."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
 def dtype_of(container: Container, architecture: Architecture, wanted: Any) -> mx.Dtype:
-    """The dtype of a model's activations and of all weights that are not packed: the `wanted` one by name; else that of
-    the file, but bfloat16 in place of float16 where float16 may overflow, and for types that are neither.
+    """The dtype of a model's activations and of all weights that are not packed: the `wanted` one by name; else float32
+    on the CPU, which is slow in all others; else that of the file, but bfloat16 where float16 may overflow.
 
     Raises: ModelError: another one is wanted.
     """
@@ -240,6 +245,6 @@ def dtype_of(container: Container, architecture: Architecture, wanted: Any) -> m
             raise ModelError(f"the dtype of a GGUF model must be {', '.join(_DTYPES)}, got {shown(wanted)}")
         return _DTYPES[wanted]
     types = {tensor.type for tensor in container.tensors.values() if len(tensor.shape) > 1}
-    if types <= {Type.F32}:
+    if types <= {Type.F32} or is_on_cpu():
         return mx.float32
     return mx.float16 if architecture.suits_float16 and Type.BF16 not in types else mx.bfloat16

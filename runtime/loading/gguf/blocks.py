@@ -6,6 +6,7 @@ Source: https://github.com/ggml-org/llama.cpp/blob/master/ggml/src/ggml-common.h
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -21,8 +22,9 @@ GROUP_SIZE = 32
 
 _FLOATS = {Type.F32: mx.float32, Type.F16: mx.float16, Type.BF16: mx.bfloat16}
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+# Some operations of numpy's on bytes have a wider type in its annotations.
+Bytes = NDArray[np.integer[Any]]
+Floats = NDArray[np.floating[Any]]
 
 
 @attrs.frozen
@@ -67,8 +69,9 @@ def packed(tensor: Tensor, dtype: mx.Dtype) -> Packed | None:
 
 def _pack(values: Bytes, bits: int) -> NDArray[np.uint32]:
     """Values along the last axis, packed from the lowest bit on."""
+    packed: Bytes
     if bits == 8:
-        packed = np.ascontiguousarray(values)
+        packed = values
     elif bits == 4:
         packed = values[..., ::2] | values[..., 1::2] << 4
     else:
@@ -93,7 +96,8 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 
 def _fifth_bits(blocks: Bytes, begin: int) -> Bytes:
-    return np.unpackbits(blocks[..., begin : begin + 4], axis=-1, bitorder="little") << 4
+    bits = blocks[..., begin : begin + 4, None] >> np.arange(8, dtype=np.uint8) & 1
+    return bits.reshape(*blocks.shape[:-1], 32) << 4
 
 
 def _q4_0(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:

@@ -137,7 +137,7 @@ class _File:
         return Container(self._path, metadata, tensors, self._size)
 
     def _tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
-        found = []
+        found: list[tuple[str, tuple[int, ...], int, int]] = []
         for _ in range(count):
             self._place = f"the table of tensors after {found[-1][0] if found else 'its beginning'}"
             name = self._string()

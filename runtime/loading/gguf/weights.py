@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,8 @@ from mlx_lm.utils import load_adapters
 
 from actors.mlx.model import quantize_weights
 from protocol.errors import ModelError
-from protocol.reprs import shown_path
+from protocol.reprs import shown, shown_path
+from runtime.loading.device import physical_memory
 from runtime.loading.gguf.architectures import (
     LONG_FACTORS,
     ROPE_FACTORS,
@@ -26,6 +28,7 @@ from runtime.loading.gguf.architectures import (
     architecture_of,
     config_of,
     dtype_of,
+    is_on_cpu,
 )
 from runtime.loading.gguf.blocks import GROUP_SIZE, floats_of, packed
 from runtime.loading.gguf.container import AGAIN, Container, Tensor, read
@@ -47,26 +50,31 @@ def load_gguf(
 ) -> tuple[Module, TokenizerWrapper]:
     """Load a GGUF model and its tokenizer, with the weights evaluated on the calling thread.
 
-    Blocks that MLX can express stay quantised. All others become floats, which `quantize` quantises.
+    Blocks that MLX can express stay quantised; all others become floats, which `quantize` quantises. On the CPU all
+    become float32 if that takes at most half of its memory: MLX multiplies quantised weights there as slowly as no BLAS
+    does, and each further token in a pass costs as much as the first.
 
     Args:
         path: the file, or any part of a split one.
         adapter: the directory of an adapter to apply to the model.
         quantize: `bits`, `group_size` and `mode` of a quantisation.
         tokenizer_config: keyword arguments of the tokenizer.
-        model_config: values that replace those of the configuration; "dtype" is that of the activations.
+        model_config: values that replace those of the configuration, and two of its own: "dtype", that of the
+            activations; and "expand", whether all blocks become floats.
 
     Raises: ModelError: the file is damaged, or has something that cannot be loaded; the message names it.
     """
     container = read(path)
     name, architecture = architecture_of(container)
     config = config_of(container) | dict(model_config or {})
+    expands = _expands(container, config.pop("expand", None))
     dtype = dtype_of(container, architecture, config.pop("dtype", None))
     tokenizer = tokenizer_of(container, tokenizer_config)
     module = importlib.import_module(f"mlx_lm.models.{architecture.model_type}")
     model: Module = module.Model(module.ModelArgs.from_dict(config))
     names = _names_of(name, config, model)
-    weights, bits = _weights(container, architecture, config, names, dict(model.named_modules()), dtype)
+    packable = {} if expands else dict(model.named_modules())
+    weights, bits = _weights(container, architecture, config, names, packable, dtype)
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights)
     quantize_modules(
@@ -84,6 +92,15 @@ def load_gguf(
         model.eval()
     mx.eval(model.parameters())
     return model, tokenizer
+
+
+def _expands(container: Container, wanted: Any) -> bool:
+    if wanted is not None:
+        if not isinstance(wanted, bool):
+            raise ModelError(f"expand, in the model_config of a GGUF model, must be true or false, got {shown(wanted)}")
+        return wanted
+    num_values = sum(math.prod(tensor.shape) for tensor in container.tensors.values())
+    return is_on_cpu() and 4 * num_values <= physical_memory() // 2
 
 
 def _leaves(model: Module) -> Iterator[tuple[str, mx.array]]:
@@ -109,7 +126,7 @@ def _weights(
     architecture: Architecture,
     config: Mapping[str, Any],
     names: Mapping[str, str],
-    modules: Mapping[str, Module],
+    packable: Mapping[str, Module],
     dtype: mx.Dtype,
 ) -> tuple[dict[str, mx.array], dict[str, int]]:
     """The weights by mlx-lm's names, and the bits of the modules that are quantised."""
@@ -126,7 +143,7 @@ def _weights(
                 f"{config['model_type']}; give the model in Hugging Face layout"
             )
         num_heads = heads.get(their.rpartition(".")[2]) if architecture.is_permuted else None
-        if kind == "weight" and hasattr(modules[ours], "to_quantized") and (blocks := packed(tensor, dtype)):
+        if kind == "weight" and hasattr(packable.get(ours), "to_quantized") and (blocks := packed(tensor, dtype)):
             bits[ours] = blocks.bits
             parts = {"weight": blocks.weight, "scales": blocks.scales, "biases": blocks.biases}
         else:
