@@ -158,10 +158,10 @@ def check_source(role: str, source: Any) -> Source:
         if near:
             meant_word = f'"{NGRAM}", which looks up without one' if near != [AUTO_DRAFT] else f'"{AUTO_DRAFT}"'
             raise SettingsError(f"draft {str(source)!r} is no model; did you mean {meant_word}?")
-    # "owner/name" may be on the hub; anything else could only have been a path.
+    # "owner/name" and "owner/name/file.gguf" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
-    num_slashes = name.count("/") - is_gguf(name)
-    if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or num_slashes > 1:
+    may_be_on_the_hub = name.count("/") >= 2 if is_gguf(name) else name.count("/") <= 1
+    if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or not may_be_on_the_hub:
         raise ModelError(f"{role} {shown_path(name)} does not exist; give a directory with a model, or a hub id")
     return name
 
