@@ -96,12 +96,13 @@ def is_quantized(model: Module) -> bool:
     return any(hasattr(module, "bits") and hasattr(module, "group_size") for module in model.modules())
 
 
-def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str) -> None:
+def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str, is_partly: bool = False) -> None:
     """Quantise those weights that `mlx_lm.convert` quantises. (mlx-lm's own function for it prints to stdout.)
 
-    Raises: ModelError: some are quantised already.
+    Raises: ModelError: some are quantised already; if a model may be quantised partly (`is_partly`), all are.
     """
-    if is_quantized(model):
+    modules = [module for module in model.modules() if hasattr(module, "to_quantized")]
+    if is_quantized(model) and not (is_partly and modules):
         raise ModelError("its weights are quantised already; leave quantize out, or give the original model")
     predicate = getattr(model, "quant_predicate", None)
 

@@ -30,6 +30,7 @@ from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.generation_config import said_of
+from runtime.loading.gguf.names import is_gguf, stem_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.server.connections.address import (
     KEY_VARIABLE,
@@ -322,6 +323,8 @@ def _name(source: str | Path | ModelSpec) -> str:
     model = source.path if isinstance(source, ModelSpec) else source
     if model in (DEMO_TARGET, DEMO_DRAFT):
         return f"outrider-demo-{Path(model).name}"
+    if is_gguf(model):
+        return stem_of(str(model))
     return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else str(model)
 
 

@@ -16,7 +16,6 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from actors.mlx.model import context_length_of, is_quantized
-from actors.mlx.model import load as load_model
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import Eagle3, LoadedEagle3, load_eagle3, read_config
 from actors.trained.kinds.target_parts import embedding_of
@@ -27,6 +26,7 @@ from runtime.distill.data import Windows, read_texts
 from runtime.distill.options import DistillOptions
 from runtime.distill.output import config_for, model_card, write_drafter
 from runtime.distill.training import Training, acceptance_of, num_accepted
+from runtime.loading.model_reading import read_model
 from runtime.loading.tokenizers import wrapped
 
 # Most logits in a batch, 512 MiB in float32; this decides how many windows are in one.
@@ -278,7 +278,7 @@ def load_target(name: str) -> tuple[Module, Any]:
 
     Raises: whatever mlx-lm raises, which is of many kinds.
     """
-    model, tokenizer = load_model(name)
+    model, tokenizer = read_model(name)
     if mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)
     mx.eval(model)

@@ -24,6 +24,7 @@ from actors.trained.kinds.recognition import kind_of
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.settings import MTP
+from runtime.loading.gguf.names import is_gguf, models_among
 from runtime.loading.model_files import config_in, folder_of, num_bytes_in
 
 # Largest size of a draft model relative to the target. A larger one takes too much time to gain much.
@@ -118,8 +119,8 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     vocabulary, shape, sizes = _vocabulary(directory), _shape(config), _layers_and_width(config)
     found, trained, known = [], [], list(known_drafters(os.fspath(target)))
     for name, candidate in _on_disk(directory, cache_dir):
-        other, num_bytes = config_in(candidate), num_bytes_in(candidate)
-        if other is None or candidate == directory or num_bytes == 0:
+        num_bytes = num_bytes_in(candidate)
+        if num_bytes == 0 or candidate == directory or (other := config_in(candidate)) is None:
             continue
         if (kind := kind_of(other)) is not None:
             if kind in SUPPORTED and shape is not None and _shape(other) == shape:
@@ -151,7 +152,8 @@ def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, 
         # A directory that cannot be read has no candidates.
         with suppress(OSError):
             for beside in sorted(target.parent.iterdir()):
-                if os.path.isfile(beside / "config.json"):  # unlike `Path.is_file`, false where access is denied
+                # Unlike `Path.is_file`, `isfile` is false where access is denied.
+                if os.path.isfile(beside / "config.json") or (models_among([beside.name]) == [beside.name]):
                     yield str(beside), beside.resolve()
     try:
         repositories = scan_cache_dir(cache_dir).repos
@@ -199,6 +201,14 @@ def _has_mtp(directory: Path, config: dict[str, Any]) -> bool:
 
 def _vocabulary(directory: Path) -> dict[str, int] | None:
     """Ids by token; None if there is no readable tokenizer."""
+    if is_gguf(directory):
+        from runtime.loading.gguf.container import read
+
+        try:
+            tokens = read(directory, with_tensors=False).get("tokenizer.ggml.tokens", list, [])
+        except ModelError:
+            return None
+        return {token: id for id, token in enumerate(tokens)}
     try:
         vocabulary: dict[str, int] = Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab()
     except Exception:  # tokenizers raises plain Exception for every fault of a file

@@ -19,6 +19,7 @@ from actors.trained.kinds.recognition import kind_of
 from actors.workers.worker import JobError
 from protocol.errors import ModelError, OutriderError
 from protocol.reprs import excerpt, shown_path
+from runtime.loading.gguf.names import is_gguf, parts_of
 from runtime.loading.model_spec import ModelSpec
 
 # Weights in other formats.
@@ -41,25 +42,42 @@ def name_of(source: Any) -> str:
 
 
 def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
-    """The folder that a model source is loaded from; None if it was given as a model, or is not on this disk, nor in
-    Hugging Face's cache at `cache_dir` (None: the default one).
+    """The folder, or the GGUF file, that a model source is loaded from; None if it was given as a model, or is not on
+    this disk, nor in Hugging Face's cache at `cache_dir` (None: the default one).
     """
     if isinstance(source, tuple):
         return None
     path = Path(str(source)).expanduser()
     with suppress(OSError):  # such as a name that is too long for a path
-        if path.is_dir():
+        if path.is_dir() or (is_gguf(path) and path.is_file()):
             return path
     revision = source.revision if isinstance(source, ModelSpec) else None
     try:
-        config = try_to_load_from_cache(str(source), "config.json", cache_dir=cache_dir, revision=revision)
+        repository, name = str(source), "config.json"
+        if is_gguf(source):
+            owner, _, rest = repository.partition("/")
+            repository, name = f"{owner}/{rest.partition('/')[0]}", rest.partition("/")[2]
+        found = try_to_load_from_cache(repository, name, cache_dir=cache_dir, revision=revision)
     except HFValidationError:
         return None
-    return Path(config).parent if isinstance(config, str) else None
+    if not isinstance(found, str):
+        return None
+    return Path(found) if is_gguf(source) else Path(found).parent
 
 
 def config_in(folder: Path) -> dict[str, Any] | None:
-    """What config.json says; None if it cannot be read: loading the model reports what is wrong."""
+    """What config.json, or the metadata of a GGUF file, says; None if it cannot be read: loading the model reports what
+    is wrong.
+    """
+    if is_gguf(folder):
+        # PyPI `gguf` takes a quarter of a second to import.
+        from runtime.loading.gguf.architectures import config_of
+        from runtime.loading.gguf.container import read
+
+        try:
+            return config_of(read(folder))
+        except ModelError:
+            return None
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -68,7 +86,10 @@ def config_in(folder: Path) -> dict[str, Any] | None:
 
 
 def num_bytes_in(folder: Path) -> int:
-    """Size of the weights in a folder."""
+    """Size of the weights in a folder, or of a GGUF file."""
+    if is_gguf(folder):
+        parts = [folder.with_name(name) for name in parts_of(folder.name)]
+        return sum(part.stat().st_size for part in parts if part.is_file())
     # In Hugging Face's cache a file may be a link to one that is gone.
     return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
 

@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
-from actors.mlx.model import MLXModel, load
+from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.kinds.attach import SUPPORTED
 from actors.trained.kinds.recognition import kind_of, nearest_to
@@ -37,7 +37,9 @@ from protocol.reprs import shown, shown_path
 from protocol.settings import AUTO_DRAFT, MTP, NGRAM, Settings
 from runtime.loading.blas import advice_for_float32
 from runtime.loading.drafters import suggest_draft
+from runtime.loading.gguf.names import is_gguf, model_in
 from runtime.loading.model_files import check_folder, config_in, folder_of, load_error, load_errors, name_of
+from runtime.loading.model_reading import read_model
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
 from runtime.loading.vocabularies import vocabulary_map
@@ -138,7 +140,11 @@ def check_source(role: str, source: Any) -> Source:
         raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
     path = Path(source).expanduser()
     try:
+        if path.is_dir() and (file := model_in(path, role)) is not None:
+            return file
         if exists := path.exists():
+            if is_gguf(path):
+                return path
             check_folder(role, str(source), path)
     except OSError as error:
         raise ModelError(
@@ -155,9 +161,10 @@ def check_source(role: str, source: Any) -> Source:
         if near:
             meant_word = f'"{NGRAM}" (prompt lookup)' if near != [AUTO_DRAFT] else f'"{AUTO_DRAFT}"'
             raise SettingsError(f"draft {str(source)!r} is not a model; did you mean {meant_word}?")
-    # "owner/name" may be on the hub; anything else could only have been a path.
+    # "owner/name" and "owner/name/file.gguf" may be on the hub; anything else could only have been a path.
     name = os.fspath(source)
-    if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+    may_be_on_the_hub = name.count("/") >= 2 if is_gguf(name) else name.count("/") <= 1
+    if isinstance(source, os.PathLike) or name.startswith((".", "/", "~")) or not may_be_on_the_hub:
         raise ModelError(f"{role} {shown_path(name)} does not exist; give a directory with a model, or a hub id")
     return name
 
@@ -302,7 +309,7 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
         # arrays that are no parameters (the frequencies of a scaled rotary embedding) may be lazy, too.
         mx.eval(built)
     else:
-        read = partial(load, str(source), **(_load_options(source) if isinstance(source, ModelSpec) else {}))
+        read = partial(read_model, str(source), **(_load_options(source) if isinstance(source, ModelSpec) else {}))
     with load_errors(role, source):
         if read is not None:
             built, tokenizer = await worker.run(Job("load", read))
@@ -330,7 +337,7 @@ def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
     else:
         try:
             options = _load_options(source) if isinstance(source, ModelSpec) else {}
-            built, tokenizer = load(str(source), is_lazy=True, **options)
+            built, tokenizer = read_model(str(source), is_lazy=True, **options)
         except OutriderError:
             raise
         # mlx-lm raises errors of many kinds.
@@ -426,7 +433,7 @@ async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | No
 
 
 def _load_options(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of `actors.mlx.model.load` beside the path."""
+    """The arguments of `read_model` beside the path."""
     trust = {"trust_remote_code": True} if spec.trust_remote_code else {}
     return {
         "adapter": None if spec.adapter_path is None else Path(spec.adapter_path),

@@ -28,7 +28,7 @@ class ModelSpec:
     """A model in files, and how it is loaded; stands where `open` takes the path of a target or a draft model.
 
     Attributes:
-        path: a directory in Hugging Face layout, or a hub id.
+        path: a directory in Hugging Face layout, a GGUF file, or a hub id.
         adapter_path: a directory with a LoRA, DoRA or full adapter of `mlx_lm.lora`, which is applied to the model.
         revision: branch, tag or commit of a hub id; None for the default branch.
         trust_remote_code: whether code in the model's files may run: that of its tokenizer, and of its architecture if

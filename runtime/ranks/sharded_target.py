@@ -18,8 +18,9 @@ from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import RankError, SettingsError
 from protocol.rank_messages import ConnectRanks, OpenTarget, Operation, Operations, Present
 from protocol.rank_messages import Loaded as PartLoaded
+from runtime.loading.gguf.names import is_gguf
 from runtime.loading.model_files import folder_of, load_errors, name_of
-from runtime.loading.model_sources import Loaded, Source, layer_evaluation_by_environment, load_onto
+from runtime.loading.model_sources import Loaded, Source, layer_evaluation_by_environment, load_onto, read_lazily
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.tokenizers import wrapped
 
@@ -70,6 +71,9 @@ def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
         if isinstance(source, tuple):
             built, tokenizer = source
             return shard_in_place(built, wrapped(tokenizer, named), group.mlx)
+        if is_gguf(source):
+            built, tokenizer = read_lazily(source)
+            return shard_in_place(built, tokenizer, group.mlx)
         options: dict[str, Any] = {}
         if isinstance(source, ModelSpec):
             options = {"tokenizer_config": dict(source.tokenizer_config), "trust_remote_code": source.trust_remote_code}

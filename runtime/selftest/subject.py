@@ -45,9 +45,9 @@ class Subject:
         """Load a model on this thread."""
         import mlx.core as mx
 
-        from actors.mlx.model import load
+        from runtime.loading.model_reading import read_model
 
-        model, tokenizer = load(self.target if role == "target" else self.draft)
+        model, tokenizer = read_model(self.target if role == "target" else self.draft)
         mx.eval(model)
         return model, tokenizer
 

@@ -1,0 +1,250 @@
+"""Architectures in GGUF files that mlx-lm has: configurations from metadata, and what differs in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import mlx.core as mx
+import numpy as np
+from gguf.constants import GGMLQuantizationType as Type
+
+from protocol.errors import ModelError
+from protocol.reprs import shown, shown_path
+from runtime.loading.gguf.container import AGAIN, Container
+
+# The dtypes that `model_config` may ask for.
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+# Frequencies of the rotary embedding are in the configuration of an mlx-lm model.
+ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
+    "rope_freqs.weight",
+    "rope_factors_long.weight",
+    "rope_factors_short.weight",
+)
+
+
+@attrs.frozen
+class Metadata:
+    """The keys of a container that begin with the name of its architecture, without it."""
+
+    container: Container
+    prefix: str
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of a key. Raises: ModelError: it is of another type."""
+        return self.container.get(f"{self.prefix}.{key}", kind, default)
+
+    def need(self, key: str, kind: type) -> Any:
+        """As `get`, for a key that must be there. Raises: ModelError: it is not."""
+        if (value := self.get(key, kind)) is None:
+            raise ModelError(f"{shown_path(str(self.container.path))} has no {self.prefix}.{key}; {AGAIN}")
+        return value
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        heads: int = self.need("attention.head_count", int)
+        default = self.need("embedding_length", int) // max(heads, 1)
+        return int(self.get("attention.key_length", int, default))
+
+
+Extra = Callable[[Metadata], dict[str, Any]]
+
+
+def _none(metadata: Metadata) -> dict[str, Any]:
+    return {}
+
+
+def _llama(metadata: Metadata) -> dict[str, Any]:
+    if metadata.get("expert_count", int, 0):
+        raise ModelError(
+            f"{shown_path(str(metadata.container.path))} is a llama with {metadata.get('expert_count', int)} experts "
+            "(Mixtral), which cannot be loaded from GGUF; give the model in Hugging Face layout"
+        )
+    tensors = metadata.container.tensors
+    return {"attention_bias": "blk.0.attn_q.bias" in tensors, "mlp_bias": "blk.0.ffn_gate.bias" in tensors}
+
+
+def _qwen3_moe(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "num_experts": metadata.need("expert_count", int),
+        "num_experts_per_tok": metadata.need("expert_used_count", int),
+        "moe_intermediate_size": metadata.need("expert_feed_forward_length", int),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _scalar_of_queries(metadata: Metadata, num_layers_of_27b: int) -> float:
+    """What the root of scales the queries of a Gemma: no key has it, and it differs in the models of 27B."""
+    if metadata.need("block_count", int) == num_layers_of_27b:
+        return float(metadata.need("embedding_length", int) / metadata.need("attention.head_count", int))
+    return float(metadata.head_dim)
+
+
+def _gemma2(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "query_pre_attn_scalar": _scalar_of_queries(metadata, 46),
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", float, 30.0),
+    }
+
+
+def _gemma3(metadata: Metadata) -> dict[str, Any]:
+    pattern = metadata.container.metadata.get(f"{metadata.prefix}.attention.sliding_window_pattern", 6)
+    window = metadata.get("attention.sliding_window", int)
+    return {
+        "query_pre_attn_scalar": _scalar_of_queries(metadata, 62),
+        "rope_local_base_freq": metadata.get("rope.freq_base_swa", float, 10_000.0),
+        "sliding_window": 512 if window is None else window,
+        # Without a window, every layer is a global one.
+        "sliding_window_pattern": 1 if window is None else pattern if isinstance(pattern, int) else 6,
+        "rope_theta": metadata.get("rope.freq_base", float, 1_000_000.0),
+    }
+
+
+def _phi3(metadata: Metadata) -> dict[str, Any]:
+    context = metadata.get("context_length", int, 4096)
+    return {
+        "partial_rotary_factor": metadata.get("rope.dimension_count", int, metadata.head_dim) / metadata.head_dim,
+        "original_max_position_embeddings": metadata.get("rope.scaling.original_context_length", int, context),
+    }
+
+
+@attrs.frozen
+class Architecture:
+    """What is special about an architecture.
+
+    Attributes:
+        model_type: mlx-lm's name of it.
+        extra: values of the configuration beyond the common ones.
+        is_permuted: whether rows of queries and keys are stored for rotary embeddings of adjacent pairs.
+        norm_offset: what is added to the weights of norms in the file, and by mlx-lm's norm itself.
+        suits_float16: whether activations are known to stay in the range of float16.
+    """
+
+    model_type: str
+    extra: Extra = _none
+    is_permuted: bool = False
+    norm_offset: float = 0.0
+    suits_float16: bool = False
+
+
+ARCHITECTURES = {
+    "gemma": Architecture("gemma", norm_offset=1.0),
+    "gemma2": Architecture("gemma2", _gemma2, norm_offset=1.0),
+    "gemma3": Architecture("gemma3_text", _gemma3, norm_offset=1.0),
+    "llama": Architecture("llama", _llama, is_permuted=True, suits_float16=True),
+    "olmo2": Architecture("olmo2"),
+    "phi3": Architecture("phi3", _phi3),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", _qwen3_moe),
+    "smollm3": Architecture("smollm3", _llama, is_permuted=True),
+}
+
+
+def architecture_of(container: Container) -> tuple[str, Architecture]:
+    """The architecture of a model, with its name in the file. Raises: ModelError: it is not among those known."""
+    name = container.get("general.architecture", str)
+    if (architecture := ARCHITECTURES.get(name)) is None:
+        raise ModelError(
+            f"{shown_path(str(container.path))} has the architecture {shown(name)}, and GGUF models can be of "
+            f"{', '.join(ARCHITECTURES)}; give the model in Hugging Face layout"
+        )
+    return name, architecture
+
+
+def config_of(container: Container) -> dict[str, Any]:
+    """The configuration of a model, as config.json would have it.
+
+    Raises: ModelError: its architecture is not known, or a value is missing or of another type.
+    """
+    name, architecture = architecture_of(container)
+    metadata = Metadata(container, name)
+    embedding = container.tensors.get("token_embd.weight")
+    tokens = container.metadata.get("tokenizer.ggml.tokens") or ()
+    context = metadata.get("context_length", int)
+    return {
+        "model_type": architecture.model_type,
+        "hidden_size": metadata.need("embedding_length", int),
+        "intermediate_size": metadata.need("feed_forward_length", int),
+        "num_hidden_layers": metadata.need("block_count", int),
+        "num_attention_heads": metadata.need("attention.head_count", int),
+        "num_key_value_heads": metadata.get("attention.head_count_kv", int, metadata.need("attention.head_count", int)),
+        "head_dim": metadata.head_dim,
+        "rms_norm_eps": metadata.need("attention.layer_norm_rms_epsilon", float),
+        "vocab_size": len(tokens) if embedding is None else embedding.shape[0],
+        "rope_theta": metadata.get("rope.freq_base", float, 10_000.0),
+        "rope_scaling": _rope_scaling(metadata),
+        "tie_word_embeddings": "output.weight" not in container.tensors,
+        **({} if context is None else {"max_position_embeddings": context}),
+        **architecture.extra(metadata),
+    }
+
+
+def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
+    tensors = metadata.container.tensors
+    if ROPE_FACTORS in tensors:
+        # Llama 3's: a factor for each frequency. mlx-lm's longrope takes any, and by itself scales nothing else.
+        factors = _values(metadata, ROPE_FACTORS)
+        context = metadata.get("context_length", int)
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "original_max_position_embeddings": context,
+        }
+    if LONG_FACTORS in tensors:
+        long = _values(metadata, LONG_FACTORS)
+        short = _values(metadata, SHORT_FACTORS) if SHORT_FACTORS in tensors else long
+        return {"type": "longrope", "long_factor": long, "short_factor": short}
+    factor = metadata.get("rope.scaling.factor", float, metadata.get("rope.scale_linear", float, 1.0))
+    # The older key had no type beside it.
+    kind = metadata.get("rope.scaling.type", str, "linear" if metadata.get("rope.scale_linear", float) else "none")
+    if kind in ("none", "longrope") or factor == 1.0:
+        return None
+    if kind == "linear":
+        return {"type": "linear", "factor": factor}
+    if kind != "yarn":
+        raise ModelError(
+            f"{shown_path(str(metadata.container.path))} has the unknown {metadata.prefix}.rope.scaling.type "
+            f"{shown(kind)}; known are linear, longrope and yarn"
+        )
+    optional = {
+        "original_max_position_embeddings": metadata.get("rope.scaling.original_context_length", int),
+        "beta_fast": metadata.get("rope.scaling.yarn_beta_fast", float),
+        "beta_slow": metadata.get("rope.scaling.yarn_beta_slow", float),
+    }
+    return {"type": "yarn", "factor": factor} | {key: value for key, value in optional.items() if value is not None}
+
+
+def _values(metadata: Metadata, name: str) -> list[float]:
+    tensor = metadata.container.tensors[name]
+    if tensor.type is not Type.F32:
+        raise ModelError(f"{shown_path(str(metadata.container.path))} has {name} in {tensor.type.name}, not in F32")
+    return [float(value) for value in np.ascontiguousarray(tensor.data).view("<f4").ravel()]
+
+
+def is_on_cpu() -> bool:
+    """Whether MLX computes on the CPU."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def dtype_of(container: Container, architecture: Architecture, wanted: Any) -> mx.Dtype:
+    """The dtype of a model's activations and of all weights that are not packed: the `wanted` one by name; else float32
+    on the CPU, which is slow in all others; else that of the file, but bfloat16 where float16 may overflow.
+
+    Raises: ModelError: another one is wanted.
+    """
+    if wanted is not None:
+        if wanted not in _DTYPES:
+            raise ModelError(f"the dtype of a GGUF model must be {', '.join(_DTYPES)}, got {shown(wanted)}")
+        return _DTYPES[wanted]
+    types = {tensor.type for tensor in container.tensors.values() if len(tensor.shape) > 1}
+    if types <= {Type.F32} or is_on_cpu():
+        return mx.float32
+    return mx.float16 if architecture.suits_float16 and Type.BF16 not in types else mx.bfloat16

@@ -1,0 +1,60 @@
+"""Reading a model and its tokenizer from files: in Hugging Face layout, by mlx-lm, or from a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import hf_hub_download, list_repo_files
+from mlx.nn.layers.base import Module
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from actors.mlx.model import load
+from runtime.loading.gguf.names import is_gguf, only_model, parts_of
+
+
+def read_model(
+    path_or_hub_id: str | Path, *, revision: str | None = None, is_lazy: bool = False, **options: Any
+) -> tuple[Module, TokenizerWrapper]:
+    """As `actors.mlx.model.load`, for a GGUF file as well: its path, "owner/name/file.gguf" on the hub, or the hub id
+    of a repository that has one and no model in Hugging Face layout. Such a model is always read at once.
+
+    Raises: as `load`, and
+        ModelError: the GGUF file cannot be loaded, or a repository has several.
+    """
+    name = str(path_or_hub_id)
+    if is_gguf(name):
+        file = Path(name).expanduser()
+        if not file.exists():
+            owner, _, rest = name.partition("/")
+            repository, _, inside = rest.partition("/")
+            file = _from_the_hub(f"{owner}/{repository}", inside, revision)
+        return _read_gguf(file, options)
+    try:
+        return load(name, revision=revision, is_lazy=is_lazy, **options)
+    # mlx-lm finds no config.json, or no safetensors.
+    except FileNotFoundError:
+        if Path(name).exists() or (found := _only_on_the_hub(name, revision)) is None:
+            raise
+    return _read_gguf(_from_the_hub(name, found, revision), options)
+
+
+def _read_gguf(file: Path, options: dict[str, Any]) -> tuple[Module, TokenizerWrapper]:
+    # PyPI `gguf` takes a quarter of a second to import.
+    from runtime.loading.gguf.weights import load_gguf
+
+    return load_gguf(file, **{name: value for name, value in options.items() if name != "trust_remote_code"})
+
+
+def _only_on_the_hub(repository: str, revision: str | None) -> str | None:
+    names: Sequence[str] = ()
+    with suppress(OSError, ValueError):  # no network, no such repository: mlx-lm's own error says more
+        names = list_repo_files(repository, revision=revision)
+    return only_model(f"the hub repository {repository}", names, prefix=f"{repository}/")
+
+
+def _from_the_hub(repository: str, name: str, revision: str | None) -> Path:
+    files = [hf_hub_download(repository, part, revision=revision) for part in parts_of(name)]
+    return Path(files[0])
