@@ -12,7 +12,8 @@ import sys
 import warnings
 from importlib import import_module
 
-from runtime.loading import file_limit, mlx_environment
+from runtime.file_limit import guard_import
+from runtime.loading import mlx_environment
 from runtime.name_collisions import check_packages
 
 # Before anything is imported from these packages.
@@ -134,7 +135,7 @@ _LIGHT_HOMES = {
 }
 
 mlx_environment.tune()
-file_limit.guard_import()
+guard_import()
 if os.environ.get("OUTRIDER_BLAS"):
     from runtime.loading import blas
 

@@ -134,7 +134,7 @@ def test_help_is_for_whoever_types_and_not_for_stdout(endless: str, capfd: Any, 
     [
         ("/nope", "there is no command '/nope'"),
         ("/reset all", "/reset takes no argument"),
-        ("w1 " * 32, "the target's context of 32"),
+        ("w1 " * 32, "maximum context length is 32"),
     ],
 )
 def test_what_goes_wrong_with_a_line_of_a_pipe_ends_it(
@@ -305,7 +305,10 @@ async def test_a_prompt_that_is_ended_from_outside_ends_with_that_status(endless
 @pytest.mark.slow
 async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
     async with at_a_terminal("--target", short, *MAX) as person:
-        for typed, complaint in (("/nope", "there is no command '/nope'"), ("w1 " * 32, "the target's context of 32")):
+        for typed, complaint in (
+            ("/nope", "there is no command '/nope'"),
+            ("w1 " * 32, "maximum context length is 32"),
+        ):
             await person.enters(typed, complaint)
         await person.types("w1\r")
         assert (await answers(short, "w1"))[0] in await person.sees("> ")

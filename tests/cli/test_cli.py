@@ -151,7 +151,7 @@ def test_there_is_no_model_in_looking_up_that_could_be_a_target_or_examined(capf
 def test_a_text_ends_before_the_first_of_several_stop_strings(endless, capfd):
     words = runtime.generate_sync(PROMPT, target=endless, max_tokens=20).text.split()
     nth = next(n for n in range(3, 20) if words[n] not in words[:n])
-    before, stop = " ".join(words[: nth - 1]), f"{words[nth - 1]} {words[nth]}"
+    before, stop = " " + " ".join(words[: nth - 1]), f"{words[nth - 1]} {words[nth]}"
     arguments = [PROMPT, "--target", endless, "--max-tokens", "20", "--stop", "nothing like it", "--stop", stop]
     assert run_here(capfd, *arguments) == (before + " ", "")
     said = json_here(capfd, *arguments, "--json")

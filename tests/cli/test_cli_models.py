@@ -132,7 +132,9 @@ def test_options_of_open_reach_it(command: list[str], more: dict[str, int], open
     flags = [*FLAGS, *(["--prefix-cache-bytes", "5MB"] if more else [])]
     assert cli.main([*command, *flags]) == 1
     others = {"target", "draft", "trace", "max_streams", "max_batch", "defaults"}
-    assert GIVEN | more == {name: value for name, value in opened.items() if name not in others}
+    assert GIVEN | {"generation_config": "auto"} | more == {
+        name: value for name, value in opened.items() if name not in others
+    }
     opened.clear()
     assert cli.main([*command, "--max-kv-size", "none"]) == 1
     assert opened["max_kv_size"] is None
@@ -150,7 +152,7 @@ def test_limits_of_the_server_reach_open(opened: dict[str, Any]) -> None:
 def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
     # --max-streams and --max-batch belong to `serve`, --trace to `generate`; defaults of settings are for programs;
     # commands join the group of `mlx.launch`.
-    elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults"}
+    elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults", "generation_config"}
     assert set(OPTIONS) | elsewhere == set(options_of(OpenOptions))
 
 

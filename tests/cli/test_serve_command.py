@@ -127,7 +127,7 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"guided_regex": "[ab]{3}"}, {"structured_outputs": {"regex": "[ab]{3}"}}, {"grammar": "root ::= [ab]{3}"}],
+    [{"structured_outputs": {"regex": "[ab]{3}"}}, {"structured_outputs": {"grammar": "root ::= [ab]{3}"}}],
 )
 def test_an_answer_keeps_to_what_clients_of_other_servers_ask_for(client: openai.OpenAI, fields: Any) -> None:
     # Outlines, for one, asks vLLM so, with OpenAI's client.

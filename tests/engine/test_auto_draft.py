@@ -209,8 +209,8 @@ def test_a_folder_of_that_name_is_given_as_a_path(tmp_path: Path, monkeypatch: p
     ("draft", "complaint"),
     [
         (runtime.ModelSpec("auto", quantize=4), 'draft "auto" takes a drafter as its files are'),
-        ("Auto", "draft 'Auto' is no model; did you mean \"auto\""),
-        ("atuo", "draft 'atuo' is no model; did you mean \"auto\""),
+        ("Auto", "draft 'Auto' is not a model; did you mean \"auto\""),
+        ("atuo", "draft 'atuo' is not a model; did you mean \"auto\""),
     ],
 )
 def test_options_of_loading_and_misspelt_words_are_refused(draft: Any, complaint: str) -> None:

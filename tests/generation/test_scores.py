@@ -250,8 +250,13 @@ NOT_SCORED: list[tuple[Any, Any, type[Exception], str]] = [
     ([1], None, runtime.PromptError, "as a continuation, a prompt is text, token ids"),
     ([1], [{"role": "user", "content": "x"}], runtime.PromptError, "got chat messages"),
     ([1], "x", runtime.PromptError, "without a tokenizer, so a continuation must be token ids"),
-    ([1] * 500, [2] * 13, runtime.PromptTooLongError, "has 500 tokens and the continuation 13, .* of 512 must"),
-    ([1], [2] * 600, runtime.PromptTooLongError, "has 600 tokens"),
+    (
+        [1] * 500,
+        [2] * 13,
+        runtime.PromptTooLongError,
+        "513 tokens > 512 maximum; the prompt has 500 and the continuation 13",
+    ),
+    ([1], [2] * 600, runtime.PromptTooLongError, "prompt is too long: 600 tokens"),
 ]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import mlx.core as mx
 import pytest
 from sweeps import sweep
 
@@ -126,7 +127,7 @@ def test_a_folder_with_one_file_is_that_model(whole: bytes, tmp_path: Path) -> N
     (tmp_path / "two.gguf").write_bytes(whole)
     with pytest.raises(runtime.ModelError, match=r"has 2 GGUF models: one\.gguf, two\.gguf; name one, as in .*one\.g"):
         check_source("target", tmp_path)
-    (tmp_path / "model.safetensors").touch()
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"weight": mx.zeros(1)})
     assert check_source("target", tmp_path) == tmp_path
 
 
@@ -178,8 +179,12 @@ async def test_a_pair_of_files_speculates_and_is_named_by_its_stem(whole: bytes,
     assert _name(str(file)) == "Tiny-1M.Q8_0"
     assert config_in(file)["model_type"] == "llama"
     (beside := tmp_path / "small.gguf").write_bytes(whole)
-    big = tmp_path / "big.gguf"
-    big.write_bytes(whole + bytes(3 * len(whole)))
+    big = gguf_files.write_model(
+        tmp_path / "big.gguf",
+        "llama",
+        gguf_files.model_of("llama", num_hidden_layers=12),
+        changes={"llama.block_count": 12},
+    )
     assert [each.folder for each in suggest_draft(big)[:2]] == [file, beside]
 
 

@@ -97,7 +97,7 @@ LARGE = '[models.x]\ntarget = "large"\n'
         ("[models.x]\ntarget = 3", "'…/models.toml', [models.x], target: must be a path or a hub id, or a table"),
         ('[models."x y"]\ntarget = "./no"', "'…/models.toml', [models.'x y'], target: target './no' does not exist"),
         (LARGE + 'draft = "./no"', "[models.x], draft: draft './no' does not exist"),
-        (LARGE + 'draft = "n-gram"', "[models.x], draft: draft 'n-gram' is no model; did you"),
+        (LARGE + 'draft = "n-gram"', "[models.x], draft: draft 'n-gram' is not a model; did you"),
         (LARGE + "kv_bits = 7", "[models.x], kv_bits: kv_bits must be 2, 3, 4, 5, 6, 8 or None"),
         (LARGE + "max_streams = 0", "[models.x], max_streams: max_streams must be a whole"),
         (

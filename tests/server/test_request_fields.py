@@ -204,20 +204,6 @@ def test_another_name_is_read_in_the_other_apis_too() -> None:
     assert (parsed.chat.seed, parsed.chat.ignored.header) == (4, None)
 
 
-def test_biases_may_be_a_list_of_pairs() -> None:
-    def parsed(biases: Any) -> ChatRequest:
-        return parse_request(ChatRequest, json.dumps({**HELLO, "logit_bias": biases}).encode())
-
-    assert parsed([[5, 1.0], ["qu", -2], [7, False]]).logit_bias == {"5": 1.0, "qu": -2.0, "7": -1e6}
-    assert parsed([]).logit_bias == {}
-    for wrong in ([[5]], [[-1, 1]], [[True, 1]], [5, 1], [[1, 2, 3]], [[5, 1]] * 10_001):
-        with pytest.raises(ErrorResponse, match="logit_bias must be an object") as refused:
-            parsed(wrong)
-        assert refused.value.detail["param"] == "logit_bias"
-    with pytest.raises(ErrorResponse, match="must be a number"):
-        parsed([[5, "1"]])
-
-
 @on_server(hashed("never the same", 4.0), hashed("draft", 20.0))
 async def test_a_prediction_is_drafted_from(server: Served) -> None:
     plain = await server.ask(CHAT, {**HELLO, "max_tokens": 40})
