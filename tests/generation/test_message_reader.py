@@ -66,6 +66,9 @@ INVOKE = (
         (harmony, f"{ANALYSIS}Add.{NEXT}{FINAL}4", "Add.", "4", []),
         (harmony, f"{ANALYSIS}Add.{NEXT}{FINAL}4<|return|>", "Add.", "4", []),
         (harmony, f"<|start|>assistant{FINAL}4", "", "4", []),
+        # Messages without a role, and with white space between them.
+        (harmony, f"{ANALYSIS}Add.<|end|>{FINAL}4<|return|>", "Add.", "4", []),
+        (harmony, f"{ANALYSIS}Add.<|end|>\n<|start|>assistant{FINAL}4<|return|>\n", "Add.", "4", []),
         (harmony, f"{ANALYSIS}a{NEXT}{ANALYSIS}b{NEXT}{FINAL}c", "a\n\nb", "c", []),
         (harmony, f'{ANALYSIS}a{NEXT}{CALL}{{"query": "x"}}', "a", "", [("search", '{"query": "x"}')]),
         (harmony, f"{CALL}{ONE}<|call|>", "", "", [("search", ONE)]),

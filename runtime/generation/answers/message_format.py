@@ -21,7 +21,9 @@ import attrs
 
 Kind = Literal["content", "reasoning", "call", "block"]
 
-_START, _HEADER_END = "<|start|>", "<|message|>"
+_START, _CHANNEL, _HEADER_END = "<|start|>", "<|channel|>", "<|message|>"
+# White space between two messages; more of it belongs to a text.
+_MAX_SPACES = 8
 _ROLE = "assistant"
 _HEADER = re.compile(
     r"\s*(?:to=(?P<first>[^\s<]+))?\s*(?:<\|channel\|>\s*(?P<channel>\w+))?\s*(?:to=(?P<second>[^\s<]+))?\s*"
@@ -60,12 +62,30 @@ class MessageFormat:
     @property
     def needed(self) -> set[str]:
         """The markers by which the format is recognised."""
-        return {_START, _HEADER_END, *({"<|channel|>", "<|end|>", "<|call|>"} if self.is_harmony else self.ends)}
+        return {_START, _HEADER_END, *({_CHANNEL, "<|end|>", "<|call|>"} if self.is_harmony else self.ends)}
 
     @property
     def marks(self) -> tuple[str, ...]:
         """All markers."""
-        return (_START, _HEADER_END, *self.ends, *(("<|channel|>", "<|constrain|>") if self.is_harmony else ()))
+        return (_START, _HEADER_END, *self.ends, *((_CHANNEL, "<|constrain|>") if self.is_harmony else ()))
+
+    @property
+    def _next_begins(self) -> tuple[str, ...]:
+        # gpt-oss sometimes leaves the role out.
+        return (_START, _CHANNEL) if self.is_harmony else (_START,)
+
+    def next_begun(self, text: str) -> int | None:
+        """Where the header of another message begins in the text behind the end of one; None if none follows."""
+        words = text.lstrip()
+        num_spaces = len(text) - len(words)
+        if num_spaces > _MAX_SPACES or not words.startswith(self._next_begins):
+            return None
+        return num_spaces + (len(_START) if words.startswith(_START) else 0)
+
+    def may_begin_next(self, text: str) -> bool:
+        """Whether more of the text behind the end of a message may show that another message follows."""
+        words = text.lstrip()
+        return len(text) - len(words) <= _MAX_SPACES and any(begin.startswith(words) for begin in self._next_begins)
 
     def header(self, text: str) -> Header | None:
         """What the text of a header, with or without the role, says; None if it is no header of an answer's message."""
@@ -91,7 +111,7 @@ class MessageFormat:
                 return True
             text = text.removeprefix(part)
         text = text.lstrip()
-        begins = ("to=", "<|channel|>", _HEADER_END) if self.is_harmony else ("to=", _HEADER_END)
+        begins = ("to=", _CHANNEL, _HEADER_END) if self.is_harmony else ("to=", _HEADER_END)
         return any(begin.startswith(text) or text.startswith(begin) for begin in begins)
 
 

@@ -101,7 +101,7 @@ class MessageReader:
         rest, self._unread = self._unread, ""
         if self._read == self._read_message:
             end = self._end.match(rest)
-            if end is not None and self._messages.start.startswith(rest[end.end() :]):
+            if end is not None and self._messages.may_begin_next(rest[end.end() :]):
                 self._end_message(rest, is_complete=True)
             else:
                 self._give(rest)
@@ -149,15 +149,17 @@ class MessageReader:
         return True
 
     def _read_message(self) -> bool:
-        text, start = self._unread, self._messages.start
+        text = self._unread
         for end in self._end.finditer(text):
             after = text[end.end() :]
-            if after.startswith(start):
+            begun = self._messages.next_begun(after)
+            if begun is not None:
+                end_of_source = end.end() + begun
                 self._give(text[: end.start()])
-                self._unread = text[end.end() + len(start) :]
-                self._end_message(text[end.start() : end.end() + len(start)], is_complete=True)
+                self._unread = text[end_of_source:]
+                self._end_message(text[end.start() : end_of_source], is_complete=True)
                 return True
-            if start.startswith(after):
+            if self._messages.may_begin_next(after):
                 # The end of the answer, or a marker in a text.
                 self._give(text[: end.start()])
                 self._unread = text[end.start() :]
