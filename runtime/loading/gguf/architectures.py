@@ -42,12 +42,22 @@ class Metadata:
             raise ModelError(f"{shown_path(str(self.container.path))} has no {self.prefix}.{key}; {AGAIN}")
         return value
 
+    def size(self, key: str, default: int | None = None) -> int:
+        """A size of the model, in [1, 2**31). Raises: ModelError: it is missing or out of that range."""
+        value: int = self.need(key, int) if default is None else self.get(key, int, default)
+        if not 1 <= value < 2**31:
+            raise self.fault(key, f"{value}, which is no size of a model")
+        return value
+
+    def fault(self, key: str, what: str) -> ModelError:
+        """The error about the value of a key."""
+        return ModelError(f"{shown_path(str(self.container.path))} has {self.prefix}.{key} {what}; {AGAIN}")
+
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        heads: int = self.need("attention.head_count", int)
-        default = self.need("embedding_length", int) // max(heads, 1)
-        return int(self.get("attention.key_length", int, default))
+        default = self.size("embedding_length") // self.size("attention.head_count")
+        return self.size("attention.key_length", default)
 
 
 Extra = Callable[[Metadata], dict[str, Any]]
@@ -166,15 +176,19 @@ def config_of(container: Container) -> dict[str, Any]:
     name, architecture = architecture_of(container)
     metadata = Metadata(container, name)
     embedding = container.tensors.get("token_embd.weight")
+    num_heads = metadata.size("attention.head_count")
+    num_kv_heads = metadata.size("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise metadata.fault("attention.head_count_kv", f"{num_kv_heads}, which does not divide {num_heads} heads")
     tokens = container.metadata.get("tokenizer.ggml.tokens") or ()
     context = metadata.get("context_length", int)
     return {
         "model_type": architecture.model_type,
-        "hidden_size": metadata.need("embedding_length", int),
-        "intermediate_size": metadata.need("feed_forward_length", int),
-        "num_hidden_layers": metadata.need("block_count", int),
-        "num_attention_heads": metadata.need("attention.head_count", int),
-        "num_key_value_heads": metadata.get("attention.head_count_kv", int, metadata.need("attention.head_count", int)),
+        "hidden_size": metadata.size("embedding_length"),
+        "intermediate_size": metadata.size("feed_forward_length"),
+        "num_hidden_layers": _num_layers(metadata),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
         "head_dim": metadata.head_dim,
         "rms_norm_eps": metadata.need("attention.layer_norm_rms_epsilon", float),
         "vocab_size": len(tokens) if embedding is None else embedding.shape[0],
@@ -184,6 +198,15 @@ def config_of(container: Container) -> dict[str, Any]:
         **({} if context is None else {"max_position_embeddings": context}),
         **architecture.extra(metadata),
     }
+
+
+def _num_layers(metadata: Metadata) -> int:
+    """The number of layers, of each of which the file must have tensors: one that is wrong could exhaust the memory."""
+    num_layers, tensors = metadata.size("block_count"), metadata.container.tensors
+    present = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if tensors and len(present) < num_layers:
+        raise metadata.fault("block_count", f"{num_layers}, and tensors of {len(present)} layers")
+    return num_layers
 
 
 def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:

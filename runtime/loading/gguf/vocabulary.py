@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def _vocabulary(container: Container) -> _Vocabulary:
     if not tokens or not all(isinstance(token, str) for token in tokens):
         raise ModelError(f"{named} has no tokens (tokenizer.ggml.tokens); give a model with its tokenizer")
     if len(set(tokens)) != len(tokens):
-        twice = next(token for i, token in enumerate(tokens) if token in tokens[:i])
+        [(twice, _)] = Counter(tokens).most_common(1)
         raise ModelError(f"{named} has the token {shown(twice)} twice; give another conversion of the model")
     types: list[int] = container.get("tokenizer.ggml.token_type", list, [_NORMAL] * len(tokens))
     if len(types) != len(tokens):
