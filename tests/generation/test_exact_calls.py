@@ -225,6 +225,14 @@ def test_a_text_is_a_value_of_the_schemas_type(format: str, key: str, said: str,
     assert answer.content == (text if value is ... else "")
 
 
+def test_schemas_that_refer_to_themselves_many_times_are_read_once() -> None:
+    names = [f"d{i}" for i in range(20)]
+    nested = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
+    tools = [function("f", a={"$ref": "#/$defs/d0"}, n={"$ref": "#/$defs/n"})]
+    tools[0]["function"]["parameters"]["$defs"] = {"n": {"type": "integer"}, **{name: dict(nested) for name in names}}
+    assert calls_in(read("glm47", written("glm47", "f", {"a": "x", "n": 1}), tools)) == [("f", {"a": "x", "n": 1})]
+
+
 # --- what stands where a call could -------------------------------------------------------------------
 
 C, G, Q = "<tool_call>", "<|tool_call>call:", '<|"|>'

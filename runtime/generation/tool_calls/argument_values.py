@@ -21,8 +21,8 @@ _TYPES = frozenset(("string", "integer", "number", "boolean", "object", "array",
 _OTHER_NAMES = {"str": "string", "text": "string", "int": "integer", "float": "number", "bool": "boolean"}
 _OTHER_NAMES |= {"dict": "object", "list": "array"}
 
-# References that are followed one after the other.
-_MAX_REFERENCES = 16
+# Schemas that are followed one within the other.
+_MAX_NESTED = 16
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 # As chat templates write these values by Python's `str`.
@@ -71,16 +71,34 @@ ANY = ArgumentType()
 
 
 def argument_type(schema: Any, root: Mapping[str, Any]) -> ArgumentType:
-    """The type of an argument with a schema, whose references are within `root`."""
-    return _type_of(schema, root, _MAX_REFERENCES)
+    """The type of an argument with a schema, whose references are within `root`; see `argument_types`."""
+    return _type_of(schema, root, {}, _MAX_NESTED)
 
 
-def _type_of(schema: Any, root: Mapping[str, Any], num_references: int) -> ArgumentType:
-    if not isinstance(schema, Mapping):
+def argument_types(properties: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, ArgumentType]:
+    """The types of arguments with these schemas, whose references are within `root`.
+
+    Each schema is read once, however often it is referred to. One that refers to itself is of any type there.
+    """
+    known: dict[int, ArgumentType] = {}
+    return {key: _type_of(schema, root, known, _MAX_NESTED) for key, schema in properties.items()}
+
+
+def _type_of(schema: Any, root: Mapping[str, Any], known: dict[int, ArgumentType], max_nested: int) -> ArgumentType:
+    if not isinstance(schema, Mapping) or max_nested < 0:
         return ANY
+    if (found := known.get(id(schema))) is None:
+        known[id(schema)] = ANY  # while it is being read
+        found = known[id(schema)] = _read_type(schema, root, known, max_nested - 1)
+    return found
+
+
+def _read_type(
+    schema: Mapping[str, Any], root: Mapping[str, Any], known_types: dict[int, ArgumentType], max_nested: int
+) -> ArgumentType:
     types, texts = _TYPES, frozenset[str]()
-    if isinstance(reference := schema.get("$ref"), str) and num_references > 0:
-        found = _type_of(_target(reference, root), root, num_references - 1)
+    if isinstance(reference := schema.get("$ref"), str):
+        found = _type_of(_target(reference, root), root, known_types, max_nested)
         types, texts = found.types, found.texts
     if (named := schema.get("type")) is not None:
         names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
@@ -93,7 +111,7 @@ def _type_of(schema: Any, root: Mapping[str, Any], num_references: int) -> Argum
         texts |= {choice for choice in choices if isinstance(choice, str)}
     for keyword in ("anyOf", "oneOf", "allOf"):
         if isinstance(parts := schema.get(keyword), list) and parts:
-            found_all = [_type_of(part, root, num_references - 1) for part in parts] if num_references > 0 else [ANY]
+            found_all = [_type_of(part, root, known_types, max_nested) for part in parts]
             if keyword == "allOf":
                 types = types.intersection(*(found.types for found in found_all))
             else:

@@ -20,7 +20,7 @@ from runtime.generation.tool_calls.argument_values import (
     ANY,
     ArgumentType,
     LiteralReader,
-    argument_type,
+    argument_types,
     is_json,
     json_object,
     kind_of,
@@ -77,9 +77,7 @@ class _Tool:
         schema = function.get("parameters") or {}
         properties, required = schema.get("properties"), schema.get("required")
         return _Tool(
-            {key: argument_type(each, schema) for key, each in properties.items()}
-            if isinstance(properties, Mapping)
-            else {},
+            argument_types(properties, schema) if isinstance(properties, Mapping) else {},
             frozenset(map(str, required)) if isinstance(required, list) else frozenset(),
             not properties or schema.get("additionalProperties", False) is not False,
         )
