@@ -177,6 +177,7 @@ NULLABLE = {
     "either": {"anyOf": [{"type": "string"}, {"type": "array"}]},
     "only": {"const": 3},
     "any": True,
+    "map": {"type": "object"},
 }
 
 
@@ -202,7 +203,12 @@ NULLABLE = {
         ("any", "1_000", "1_000"),
         ("any", "True", "True"),
         ("any", "7", 7),
+        ("map", "{'a': (1, True), 'b': ['c']}", {"a": [1, True], "b": ["c"]}),
         # No such value: text.
+        ("map", "{1: 2, '1': 3}", ...),
+        ("map", "{'a': 1, 'a': 2}", ...),
+        ("map", "{'a': ['a' 'b']}", ...),
+        ("map", "{'a': 1} 2", ...),
         ("count", "1_000", ...),
         ("count", "five", ...),
         ("flag", "yes", ...),
@@ -265,6 +271,10 @@ LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
         ("glm47", f"{C}unheard_of\n</tool_call>", []),
         ("qwen3_coder", "<function=other>\n</function>", []),
         ("qwen3_coder", f"{C}<function=run><parameter=n>1<parameter=yes>true</parameter></function></tool_call>", []),
+        ("json_tools", f'{C}{{"name": "fs.read", "args": {{"path": "a"}}}}</tool_call>', []),
+        ("json_tools", f'{C}{{"input": {{"path": "a"}}, "name": "fs.read"}}</tool_call>', []),
+        ("json_tools", f'{C}{{"name": "fs.read", "arguments": null, "path": "a"}}</tool_call>', []),
+        ("json_tools", f'{C}{{"type": "function", "id": "1", "name": "ls"}}</tool_call>', ["ls"]),
         ("json_tools", f'{C}{{"name": "I think", "arguments": {{}}}}</tool_call>', []),
         ("json_tools", f'{C}{{"name": "ls", "arguments": {{}}, "arguments": {{}}}}</tool_call>', []),
         ("pythonic", LFM[0] + "run('ls')" + LFM[1], []),

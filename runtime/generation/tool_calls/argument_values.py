@@ -5,7 +5,6 @@ Texts are plain, or in the syntax of Python's or of Gemma's: strings, numbers, c
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import string
@@ -174,12 +173,18 @@ def _of_python_literal(text: str) -> str | None:
     """The JSON of a dictionary or a list in Python's syntax, as some chat templates write it; None if it is not one."""
     if text[:1] not in ("{", "["):
         return None
+    incoming = IncomingText()
+    incoming.feed(text)
+    incoming.end(is_complete=True)
+    reader = LiteralReader(incoming, "").value()
     try:
-        written = json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
-        written.encode()
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        while True:  # the whole text is there, so that it never waits
+            next(reader)
+    except StopIteration as end:
+        written: str = end.value
+    except MalformedError:
         return None
-    return written
+    return written if incoming.num_passed == len(text) else None
 
 
 # --- in the syntax of Python's, or of Gemma's ------------------------------------------------------------
@@ -264,6 +269,7 @@ class LiteralReader:
                 raise MalformedError
             if key in values:
                 raise MalformedError
+            _json_string(key)
             values[key] = yield from self.value(depth + 1)
             yield from self._separator("}")
         return json_object(values)
@@ -326,10 +332,11 @@ def json_object(values: dict[str, str]) -> str:
 
 
 def _json_string(text: str) -> str:
+    """Raises: MalformedError: the text has half a character."""
     written = json.dumps(text, ensure_ascii=False)
     try:
         written.encode()
-    except UnicodeEncodeError as error:  # half a character
+    except UnicodeEncodeError as error:
         raise MalformedError from error
     return written
 

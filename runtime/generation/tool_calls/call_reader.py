@@ -34,6 +34,7 @@ _NUMBERED_NAME = re.compile(r"(.+):\d{1,9}")
 _OF_NAMES = frozenset(string.ascii_letters + string.digits + "_.:-")
 _OF_WORDS = _OF_NAMES | {"+"}
 _STRING_PARTS = Markers(('"', "\\"))
+_MEMBERS = frozenset(("name", "id", "type", "arguments"))  # of a call that is an object
 _NEWLINES = ("\r\n", "\n")
 
 
@@ -372,7 +373,9 @@ class CallReader:
         if not is_given:
             name, arguments = self._name(members), members.get("arguments", "null")
             arguments = json.loads(arguments) if arguments.startswith('"') else arguments
-            if arguments == "null" and name in self._known and not self._known[name].required:
+            # Other members may be its arguments.
+            has_none = arguments == "null" and members.keys() <= _MEMBERS
+            if has_none and name in self._known and not self._known[name].required:
                 arguments = "{}"
             if kind_of(arguments.strip()) != "object":
                 raise MalformedError
