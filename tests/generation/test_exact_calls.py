@@ -128,6 +128,29 @@ def test_a_file_that_has_a_whole_call_in_it_is_one_call(format: str) -> None:
         assert ("run", {"command": "rm -r /"}) not in calls_in(read(format, malformed))
 
 
+@sweep("format", TEXT_FORMATS)
+def test_no_text_takes_in_a_call_after_it(format: str) -> None:
+    known = call_format(format)
+    layout = known.layout
+    assert layout is not None
+    wanted: list[tuple[str, Any]] = [("fs.read", {"path": "a"}), ("run", {"command": "a"})]
+    first, second = (written(format, *call) for call in wanted)
+    without_end = first[: -len(known.end)] if known.end else first[: -len(layout.value_end)]
+    without_value_end = first.replace(layout.value_end.strip("\n\0"), "")
+    odd = second.replace("run", "run it")
+    for calls in ((first, odd), (without_end, second), (without_end, odd), (without_value_end, second)):
+        text = "\n".join(calls)
+        for answer in (read(format, text), read(format, f"So: {text}</think>\n{odd}", **THINK, is_thinking=True)):
+            assert all(call in wanted for call in calls_in(answer))
+
+
+@sweep("format", TEXT_FORMATS)
+def test_a_call_without_a_text_at_its_end_is_a_call_before_anything(format: str) -> None:
+    call, other = written(format, "run", {"n": 1}), written(format, "list files", {"path": "b"})
+    answer = read(format, f"{call}\n{other}")
+    assert (calls_in(answer), answer.content) == ([("run", {"n": 1})], f"\n{other}")
+
+
 PIECES = st.sampled_from(
     [
         *("\n", " ", "a", "é", "<", ">", "{", "}", "[", "]", "(", ")", ",", ":", "=", '"', "'", "\\", "null", "1"),

@@ -521,9 +521,10 @@ class CallReader:
             text.back(place)
             if layout.key.endswith("\n"):
                 yield from text.accept_any(_NEWLINES)
-        begin, num_open, is_ambiguous = text.take(), 0, False
+        begin, num_open, num_ends, is_ambiguous = text.take(), 0, 0, False
         self.has_begun = True
-        markers = Markers((end,) if is_quoted or not self._pairs_markers else (end, opening))
+        pairs = self._pairs_markers and not is_quoted
+        markers = Markers((end, opening, *self.markers) if pairs else (end, *self.markers))
         while found := (yield from text.seek(markers)):
             at = text.take()
             if found == opening:
@@ -532,8 +533,11 @@ class CallReader:
                     self._has_unpaired = True
                     continue
                 text.back(at)
+            # What follows may be another call, where one lacks its end.
+            if found in self.markers and not num_open and (num_ends or not (self._pairs_markers or is_quoted)):
+                raise MalformedError
             text.at += len(found)
-            if found == opening:
+            if found != end:
                 continue
             after = text.take()
             yield from text.space()
@@ -545,8 +549,11 @@ class CallReader:
                 num_open -= 1
                 is_ambiguous |= is_possible or (yield from self._ends_before_call(layout))
                 continue
+            num_ends += 1
             if following is None:
-                if not (yield from self._may_end_call(layout, end)):
+                # A value of another type is whole here, or goes on.
+                is_whole = num_ends == 1 and kind.is_json(text.since(begin, at))
+                if not (is_whole or (yield from self._may_end_call(layout, end))):
                     continue
                 text.back(after)
             value = text.since(begin, at)
@@ -584,19 +591,23 @@ class CallReader:
             has_next = (yield from self._next_head(layout)) is not None
             text.back(after)
             return has_next
-        # The string may also have had the end of a call in it. Then that end comes again before another block.
-        markers = Markers((*self.markers, end))
+        # The string may also have had the end of a call in it. Then that end comes again before another block. If
+        # what looks like a block comes first, it may be either.
+        markers, has_block = Markers((*self.markers, end)), False
         while found := (yield from text.seek(markers)):
             place = text.take()
             if found == end:
                 text.at += len(end)
                 if (yield from self._ends_argument(layout)):
+                    if has_block:
+                        raise MalformedError
                     text.back(place)
                     return False
             else:
                 is_bare = not (yield from text.accept(self._format.start))
                 if (yield from self._begun(is_bare=is_bare)) is not None:
                     return True
+                has_block = True
             text.back(place)
             text.at += len(found)
         return True
