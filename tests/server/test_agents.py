@@ -139,6 +139,18 @@ async def test_reasoning_of_a_history_is_known_by_its_other_name_and_as_a_part(s
         assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": "no", "reasoning_content": "hm"}
 
 
+@on_server(limits=SHORT)
+@sweep(
+    ("given", "arguments"),
+    [('{"a": "some', '{"a": "some'), ("", {}), (None, {}), ('{"a": 1}', {"a": 1}), ([1], [1])],
+)
+async def test_the_input_of_an_earlier_call_may_be_anything(server: Served, given: Any, arguments: Any) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "shot", "input": given}
+    answer = await server.ask(MESSAGES, {"messages": [user(text("a")), said(call), result(text("Invalid JSON"))]})
+    assert answer.status == 200
+    assert server.tokenizer.seen[-1][1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 # --- Claude Code's header in the system's message -------------------------------------------------
 
 BILLING = "x-anthropic-billing-header: cc_version=2.1; cch={};"
