@@ -72,6 +72,8 @@ HISTORIES: list[tuple[str, list[Any], str, str | None]] = [
     (MESSAGES, [user(text("see"), IMAGE, text("it")), SAID, user(text("on"))], "see\n[image omitted]\nit", "image"),
     (MESSAGES, [USED, user(*result(text("a"))["content"], PDF)], "[document omitted]", ""),
     (MESSAGES, [user(FOUND)], "T\nurl\nfound", None),
+    (MESSAGES, [user(text("see"), FOUND, text(""), FOUND, text("which?"), text(" a"))],
+     "see\nT\nurl\nfound\nT\nurl\nfound\nwhich? a", None),
     (MESSAGES, [said({"type": "server_tool_use", "id": "s", "name": "x", "input": {}}), user(text("a"))],
      "[server_tool_use omitted]", "server_tool_use"),
     (MESSAGES, [said({"type": "redacted_thinking", "data": "x"}, text("b")), user(text("a"))], "b", None),

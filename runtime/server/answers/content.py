@@ -136,20 +136,23 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def joined(content: str | list[Any], *, is_system: bool = False) -> str:
-    """The text of a message's content. A part that cannot be read is a line of its own.
+    """The text of a message's content. A document is a block of its own, and so is a part that cannot be read, a line.
 
     Args:
         is_system: whether it is the system's message, of which Claude Code's billing header is no part.
     """
     if isinstance(content, str):
         return _without_billing(content) if is_system else content
-    text, was_line = "", False
+    text, was_block = "", False
     for part in content:
         read = part.text
         piece = line_of(part.type) if read is None else _without_billing(read) if is_system else read
-        if text and piece and (read is None or was_line) and not text.endswith("\n") and not piece.startswith("\n"):
+        if not piece:
+            continue
+        is_block = read is None or isinstance(part, DocumentPart)
+        if text and (is_block or was_block) and not text.endswith("\n") and not piece.startswith("\n"):
             text += "\n"
-        text, was_line = text + piece, read is None
+        text, was_block = text + piece, is_block
     return text
 
 
