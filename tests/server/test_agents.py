@@ -126,11 +126,27 @@ async def test_an_earlier_part_of_any_type_is_a_line_in_its_place_and_is_named(s
 async def test_an_image_in_what_the_user_asks_is_an_error_that_says_so_first(
     server: Served, path: str, part: Any, said: str
 ) -> None:
-    # Claude Code's instructions may follow what the user asks.
-    for more in ([], [{"role": "system", "content": "be kind"}]):
-        answer = await server.ask(path, body_of(path, [user(text("what is this?"), part), *more]))
+    question, blank = text("what is this?"), text(" \n")
+    for parts, more in (
+        ([question, part], []),
+        # Claude Code's instructions may follow what the user asks.
+        ([question, part], [{"role": "system", "content": "be kind"}]),
+        ([part, question, blank], []),
+        ([part, question, question, part, question], []),
+    ):
+        answer = await server.ask(path, body_of(path, [user(*parts), *more]))
         assert answer.status == 400
         assert answer.json["error"]["message"].startswith(said)
+
+
+@on_server(limits=SHORT)
+async def test_an_image_is_no_error_once_the_user_says_more(server: Served) -> None:
+    # Some clients join what is said after an error to the message that was refused.
+    for path, image in ((CHAT, URL), (MESSAGES, IMAGE), (RESPONSES, INPUT)):
+        asked = user(image, text("what is this?"), text("never mind, run the tests"))
+        answer = await server.ask(path, body_of(path, [asked]))
+        assert (answer.status, answer.headers[HEADER].endswith(image["type"])) == (200, True)
+        assert server.tokenizer.seen[-1][-1]["content"].startswith("[image omitted]\nwhat is this?")
 
 
 @on_server(limits=SHORT)
