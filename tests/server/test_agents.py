@@ -13,6 +13,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+import trio
 from asgi import CHAT, COUNT_TOKENS, HELLO, MESSAGES, RESPONSES, Served, on_server, watched_streams
 from assembled import assembled_response
 from langchain_core.exceptions import ContextOverflowError
@@ -387,6 +388,39 @@ async def test_a_compressed_body_is_read_within_the_bound_of_bodies(
     if status == 415:
         assert one.headers["accept-encoding"] == "gzip, deflate"
         assert encoding in one.fault["message"]
+
+
+@on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+async def test_a_compressed_body_takes_memory_only_once_it_is_long(server: Served) -> None:
+    long = gzip.compress(RAW.ljust(90_000))
+    async with server.exchange(COUNT_TOKENS, headers=encoded("gzip")) as idle:
+        await trio.sleep(1)
+        async with server.exchange(COUNT_TOKENS, headers=encoded("gzip")) as begun:
+            begun.give(long[:-1], more=True)
+            await trio.sleep(1)
+            short = await server.ask(COUNT_TOKENS, gzip.compress(RAW.ljust(10_000)), headers=encoded("gzip"))
+            assert short.status == 200
+            async with server.exchange(COUNT_TOKENS, headers=encoded("gzip")) as waiting:
+                waiting.give(long)
+                await trio.sleep(1)
+                assert not waiting.sent
+                begun.give(long[-1:])
+            assert (begun.status, waiting.status) == (200, 200)
+        idle.give(gzip.compress(RAW))
+    assert idle.status == 200
+
+
+@on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+async def test_a_compressed_body_that_got_no_memory_is_to_be_sent_again(server: Served) -> None:
+    long = gzip.compress(RAW.ljust(90_000))
+    async with server.exchange(CHAT, headers=encoded("gzip")) as other:
+        await trio.sleep(1)
+        async with server.exchange(CHAT, headers=encoded("gzip")) as silent:
+            silent.give(long[:-1], more=True)
+            await trio.sleep(1)
+            other.give(long)
+    assert silent.status == 408
+    assert (other.status, other.headers["retry-after"], other.fault["code"]) == (429, "30", "bodies_waiting")
 
 
 def halves() -> Iterator[tuple[bytes, str]]:
