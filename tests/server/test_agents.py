@@ -13,6 +13,7 @@ import httpx
 import httpx2
 import openai
 import pytest
+import trio
 from asgi import CHAT, COUNT_TOKENS, HELLO, MESSAGES, RESPONSES, Served, on_server, watched_streams
 from assembled import assembled_response
 from langchain_core.exceptions import ContextOverflowError
@@ -72,6 +73,8 @@ HISTORIES: list[tuple[str, list[Any], str, str | None]] = [
     (MESSAGES, [user(text("see"), IMAGE, text("it")), SAID, user(text("on"))], "see\n[image omitted]\nit", "image"),
     (MESSAGES, [USED, user(*result(text("a"))["content"], PDF)], "[document omitted]", ""),
     (MESSAGES, [user(FOUND)], "T\nurl\nfound", None),
+    (MESSAGES, [user(text("see"), FOUND, text(""), FOUND, text("which?"), text(" a"))],
+     "see\nT\nurl\nfound\nT\nurl\nfound\nwhich? a", None),
     (MESSAGES, [said({"type": "server_tool_use", "id": "s", "name": "x", "input": {}}), user(text("a"))],
      "[server_tool_use omitted]", "server_tool_use"),
     (MESSAGES, [said({"type": "redacted_thinking", "data": "x"}, text("b")), user(text("a"))], "b", None),
@@ -124,11 +127,27 @@ async def test_an_earlier_part_of_any_type_is_a_line_in_its_place_and_is_named(s
 async def test_an_image_in_what_the_user_asks_is_an_error_that_says_so_first(
     server: Served, path: str, part: Any, said: str
 ) -> None:
-    # Claude Code's instructions may follow what the user asks.
-    for more in ([], [{"role": "system", "content": "be kind"}]):
-        answer = await server.ask(path, body_of(path, [user(text("what is this?"), part), *more]))
+    question, blank = text("what is this?"), text(" \n")
+    for parts, more in (
+        ([question, part], []),
+        # Claude Code's instructions may follow what the user asks.
+        ([question, part], [{"role": "system", "content": "be kind"}]),
+        ([part, question, blank], []),
+        ([part, question, question, part, question], []),
+    ):
+        answer = await server.ask(path, body_of(path, [user(*parts), *more]))
         assert answer.status == 400
         assert answer.json["error"]["message"].startswith(said)
+
+
+@on_server(limits=SHORT)
+async def test_an_image_is_no_error_once_the_user_says_more(server: Served) -> None:
+    # Some clients join what is said after an error to the message that was refused.
+    for path, image in ((CHAT, URL), (MESSAGES, IMAGE), (RESPONSES, INPUT)):
+        asked = user(image, text("what is this?"), text("never mind, run the tests"))
+        answer = await server.ask(path, body_of(path, [asked]))
+        assert (answer.status, answer.headers[HEADER].endswith(image["type"])) == (200, True)
+        assert server.tokenizer.seen[-1][-1]["content"].startswith("[image omitted]\nwhat is this?")
 
 
 @on_server(limits=SHORT)
@@ -137,6 +156,18 @@ async def test_reasoning_of_a_history_is_known_by_its_other_name_and_as_a_part(s
         asked = [USER, {**SAID, **thought}, USER]
         assert (await server.ask(CHAT, {"messages": asked})).headers.get(HEADER) is None
         assert server.tokenizer.seen[-1][1] == {"role": "assistant", "content": "no", "reasoning_content": "hm"}
+
+
+@on_server(limits=SHORT)
+@sweep(
+    ("given", "arguments"),
+    [('{"a": "some', '{"a": "some'), ("", {}), (None, {}), ('{"a": 1}', {"a": 1}), ([1], [1])],
+)
+async def test_the_input_of_an_earlier_call_may_be_anything(server: Served, given: Any, arguments: Any) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "shot", "input": given}
+    answer = await server.ask(MESSAGES, {"messages": [user(text("a")), said(call), result(text("Invalid JSON"))]})
+    assert answer.status == 200
+    assert server.tokenizer.seen[-1][1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 # --- Claude Code's header in the system's message -------------------------------------------------
@@ -357,6 +388,39 @@ async def test_a_compressed_body_is_read_within_the_bound_of_bodies(
     if status == 415:
         assert one.headers["accept-encoding"] == "gzip, deflate"
         assert encoding in one.fault["message"]
+
+
+@on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+async def test_a_compressed_body_takes_memory_only_once_it_is_long(server: Served) -> None:
+    long = gzip.compress(RAW.ljust(90_000))
+    async with server.exchange(COUNT_TOKENS, headers=encoded("gzip")) as idle:
+        await trio.sleep(1)
+        async with server.exchange(COUNT_TOKENS, headers=encoded("gzip")) as begun:
+            begun.give(long[:-1], more=True)
+            await trio.sleep(1)
+            short = await server.ask(COUNT_TOKENS, gzip.compress(RAW.ljust(10_000)), headers=encoded("gzip"))
+            assert short.status == 200
+            async with server.exchange(COUNT_TOKENS, headers=encoded("gzip")) as waiting:
+                waiting.give(long)
+                await trio.sleep(1)
+                assert not waiting.sent
+                begun.give(long[-1:])
+            assert (begun.status, waiting.status) == (200, 200)
+        idle.give(gzip.compress(RAW))
+    assert idle.status == 200
+
+
+@on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
+async def test_a_compressed_body_that_got_no_memory_is_to_be_sent_again(server: Served) -> None:
+    long = gzip.compress(RAW.ljust(90_000))
+    async with server.exchange(CHAT, headers=encoded("gzip")) as other:
+        await trio.sleep(1)
+        async with server.exchange(CHAT, headers=encoded("gzip")) as silent:
+            silent.give(long[:-1], more=True)
+            await trio.sleep(1)
+            other.give(long)
+    assert silent.status == 408
+    assert (other.status, other.headers["retry-after"], other.fault["code"]) == (429, "30", "bodies_waiting")
 
 
 def halves() -> Iterator[tuple[bytes, str]]:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -213,6 +213,80 @@ async def test_a_check_that_cannot_be_made_is_not_the_client_s_fault(autojump_cl
     with pytest.raises(ErrorResponse, match="try again") as refused:
         await Schemas(tokenizer(), fail, Aside(), 10.0).grammar(json_of(PLAIN), "a")
     assert (refused.value.status, refused.value.detail["code"]) == (503, "schemas_unavailable")
+
+
+# --- schemas of tools -----------------------------------------------------------------------------
+
+
+class Calls:
+    """A request with tools of these schemas, of which the last grammar's loose ones are known."""
+
+    def __init__(self, made: Schemas, schemas: dict[str, Any]) -> None:
+        self.made = made
+        self.schemas = schemas
+        self.loose: set[str] = set()
+
+    def write(self, loose: Collection[str]) -> str:
+        self.loose = set(loose)
+        held = {name: True if name in loose else schema for name, schema in self.schemas.items()}
+        return grammar_of_schema({"type": "object", "properties": held})
+
+    def write_one(self, name: str) -> str:
+        return grammar_of_schema(self.schemas[name])
+
+    async def ask(self) -> set[str]:
+        """The names of the tools whose schemas the model is not held to."""
+        await self.made.grammar_of_calls(self.write, "a", may_be_loose=self.schemas, write_one=self.write_one)
+        return self.loose
+
+
+NOT_FOLLOWED: dict[str, Any] = {"type": "string", "pattern": "^(?!a)b$"}
+
+
+async def test_whether_the_schema_of_a_tool_can_be_followed_is_found_out_once(autojump_clock: Any) -> None:
+    check = ScriptedCheck()
+    made = schemas(check)
+    tools = {f"f{n}": {"type": "integer", "minimum": n} for n in range(8)}
+    bad = {f"g{n}": {**NOT_FOLLOWED, "maxLength": n} for n in range(8)}
+    assert await Calls(made, tools | bad).ask() == set(bad)
+    num_asked = len(check.asked)
+    assert num_asked <= 16 + 3
+    for _ in range(2):
+        assert await Calls(made, tools | bad).ask() == set(bad)
+    assert len(check.asked) == num_asked
+    # The same tools beside others, and in another order.
+    assert await Calls(made, bad | {"other": PLAIN} | tools).ask() == set(bad)
+    assert len(check.asked) == num_asked + 1
+
+
+async def test_all_tools_are_loose_if_it_takes_too_long_to_find_out_which_must_be(autojump_clock: Any) -> None:
+    check = ScriptedCheck(3.0)
+    made = schemas(check)
+    bad = {f"g{n}": {**NOT_FOLLOWED, "maxLength": n} for n in range(4)}
+    tools = {**bad, "f": PLAIN}
+    began = trio.current_time()
+    assert await Calls(made, tools).ask() == set(tools)
+    # Of all schemas, of none, and then of one after the other.
+    assert trio.current_time() - began == 3.0 + 3.0 + 10.0
+    # It goes on where it was broken off.
+    assert await Calls(made, tools).ask() == set(bad)
+
+
+async def test_tools_that_cost_too_much_together_are_loose_at_once_from_then_on(autojump_clock: Any) -> None:
+    class Together(ScriptedCheck):
+        async def __call__(self, grammar: str, /) -> Any:
+            await super().__call__(grammar)
+            return "time" if "minimum" in grammar and "object" in grammar else "done"
+
+    check = Together()
+    made = schemas(check)
+    tools = {"f": PLAIN, "g": {"type": "integer", "minimum": 7}}
+    asked = []
+    for _ in range(3):
+        calls = Calls(made, tools)
+        await calls.ask()
+        asked.append(len(check.asked))
+    assert asked == [4, 4, 4]
 
 
 # --- the process ----------------------------------------------------------------------------------

@@ -56,10 +56,15 @@ class Tools:
         return any(tool["function"].get("strict") for tool in self.listed)
 
     @property
-    def not_strict(self) -> list[str]:
-        """The names of the functions that `choice` allows, and whose schemas may be left out of a grammar."""
+    def not_strict(self) -> dict[str, Any]:
+        """By their names, the schemas that may be left out of a grammar, of the functions that `choice` allows."""
         functions = [tool["function"] for tool in self.callable]
-        return [function["name"] for function in functions if not function.get("strict")]
+        return {function["name"]: function["parameters"] for function in functions if not function.get("strict")}
+
+    def alone(self, name: str) -> Tools:
+        """One of the functions, which must be called."""
+        listed = tuple(tool for tool in self.listed if tool["function"]["name"] == name)
+        return Tools(listed, choice=name, is_parallel=False)
 
     @property
     def needs_grammar(self) -> bool:

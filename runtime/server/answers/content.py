@@ -136,20 +136,23 @@ _BILLING = "x-anthropic-billing-header:"
 
 
 def joined(content: str | list[Any], *, is_system: bool = False) -> str:
-    """The text of a message's content. A part that cannot be read is a line of its own.
+    """The text of a message's content. A document is a block of its own, and so is a part that cannot be read, a line.
 
     Args:
         is_system: whether it is the system's message, of which Claude Code's billing header is no part.
     """
     if isinstance(content, str):
         return _without_billing(content) if is_system else content
-    text, was_line = "", False
+    text, was_block = "", False
     for part in content:
         read = part.text
         piece = line_of(part.type) if read is None else _without_billing(read) if is_system else read
-        if text and piece and (read is None or was_line) and not text.endswith("\n") and not piece.startswith("\n"):
+        if not piece:
+            continue
+        is_block = read is None or isinstance(part, DocumentPart)
+        if text and (is_block or was_block) and not text.endswith("\n") and not piece.startswith("\n"):
             text += "\n"
-        text, was_line = text + piece, read is None
+        text, was_block = text + piece, is_block
     return text
 
 
@@ -167,6 +170,9 @@ def line_of(type: str) -> str:
 def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], bool]) -> None:
     """Check what the user asks, in the last message but for the system's.
 
+    A part that cannot be read is refused unless two texts follow it in the message, of which the first may be the
+    question about the part: some clients join what the user says after an error to the message that was refused.
+
     Args:
         messages: of the conversation, or its items.
         field: the name of the body's field that has them.
@@ -178,8 +184,10 @@ def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], 
     last = messages[said[-1]] if said else None
     if getattr(last, "role", "") != "user" or any(is_result(messages[i]) for i in said[-2:]):
         return
-    for index, part in enumerate(last.content if isinstance(last.content, list) else ()):  # type: ignore[union-attr]
-        if isinstance(part, OtherPart) and part.text is None:
+    parts = last.content if isinstance(last.content, list) else ()  # type: ignore[union-attr]
+    texts = [index for index, part in enumerate(parts) if isinstance(part, TextPart) and part.text.strip()]
+    for index, part in enumerate(parts):
+        if isinstance(part, OtherPart) and part.text is None and not any(index < text for text in texts[-2:-1]):
             where = f"{field}.{said[-1]}.content.{index}"
             what = {"image": "images", "video": "videos", "file": "files"}.get(_plain(part.type), _plain(part.type))
             raise ErrorResponse(

@@ -173,7 +173,13 @@ class Preparation:
         if constraint is None and not tools.needs_grammar:
             return encoded, None
         write = partial(self._call_grammar, tools, format, prompt)
-        return encoded, await schemas.grammar_of_calls(write, self._client, may_be_loose=tools.not_strict)
+
+        def write_one(name: str) -> str:
+            return call_grammar(tools.alone(name), format, self.tokenizer)
+
+        may_be_loose = tools.not_strict
+        grammar = await schemas.grammar_of_calls(write, self._client, may_be_loose=may_be_loose, write_one=write_one)
+        return encoded, grammar
 
     def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], loose: Collection[str]) -> str:
         constraint, answer = self.request.constraint, ReasoningTracker(self.tokenizer, prompt)

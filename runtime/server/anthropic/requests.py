@@ -30,12 +30,19 @@ from runtime.server.errors import ErrorResponse
 
 
 class ToolUseBlock(CachedBody):
-    """A call of a tool, in an earlier answer."""
+    """A call of a tool, in an earlier answer. Arguments that were cut off may be sent back as text."""
 
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = None
+
+    @property
+    def arguments(self) -> str:
+        """The arguments as JSON, or whatever text the client has in their place."""
+        if isinstance(self.input, str):
+            return self.input if self.input.strip() else "{}"
+        return "{}" if self.input is None else json.dumps(self.input, ensure_ascii=False)
 
 
 class ToolResultBlock(CachedBody):
@@ -217,9 +224,7 @@ def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
         yield {"role": message.role, "content": message.content}
         return
     calls = [
-        call_of(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
-        for block in message.content
-        if isinstance(block, ToolUseBlock)
+        call_of(block.id, block.name, block.arguments) for block in message.content if isinstance(block, ToolUseBlock)
     ]
     results = [block for block in message.content if isinstance(block, ToolResultBlock)]
     for result in results:

@@ -13,7 +13,7 @@ import trio
 from starlette.types import Message, Receive, Scope, Send
 
 from runtime.engine.nursery import BackgroundNursery
-from runtime.server.connections.connection import PIECE_BYTES, send_in_pieces
+from runtime.server.connections.connection import send_in_pieces
 from runtime.server.errors import ErrorResponse
 
 # Bytes of each body that need no claim, so that a short request never waits for long ones.
@@ -96,12 +96,10 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
         raise too_long
     encoding = headers.get(b"content-encoding", b"").strip().lower().decode("latin-1")
     decompressor = None if encoding in ("", "identity") else _Decompressor(encoding)
+    # How long a decompressed body will be is not known.
+    most = int(announced) if announced.isdigit() and decompressor is None else max_bytes
     body, num_received, has_room = bytearray(), 0, False
     with trio.move_on_after(within_s):
-        if decompressor is not None:
-            # How long the body will be is not known.
-            await claim(max_bytes)
-            has_room = True
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -112,6 +110,9 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
                 body += received
             else:
                 for piece in decompressor.pieces(received):
+                    if len(body) > FREE_BYTES and not has_room:
+                        await claim(most)
+                        has_room = True
                     body += piece
                     if len(body) > max_bytes:
                         break
@@ -124,7 +125,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
                 return bytes(body)
             if len(body) > FREE_BYTES and not has_room:
                 # The rest is not read until there is room, so its sender has to wait.
-                await claim(int(announced) if announced.isdigit() else max_bytes)
+                await claim(most)
                 has_room = True
     if len(body) > FREE_BYTES and not has_room:
         raise ErrorResponse(
@@ -155,13 +156,13 @@ class _Decompressor:
         self._zlib: Any = None
 
     def pieces(self, data: bytes) -> Iterator[bytes]:
-        """What the next bytes decompress to, in pieces of at most 64 KiB.
+        """What the next bytes decompress to, in pieces of at most `FREE_BYTES`.
 
         Raises: ErrorResponse: the bytes are not of the encoding.
         """
         piece = b""
         # After a whole piece there may be more, although all bytes have been read.
-        while data or (len(piece) == PIECE_BYTES and not self._zlib.eof):
+        while data or (len(piece) == FREE_BYTES and not self._zlib.eof):
             if self._zlib is None:
                 # Some clients send what "deflate" is called elsewhere, without the header of zlib, which begins so.
                 is_bare = self._encoding == "deflate" and data[0] & 0x0F != 8
@@ -170,7 +171,7 @@ class _Decompressor:
                 # The body goes on behind its end: gzip may have several members.
                 self._zlib = zlib.decompressobj(self._format)
             try:
-                piece = self._zlib.decompress(data, PIECE_BYTES)
+                piece = self._zlib.decompress(data, FREE_BYTES)
             except zlib.error as error:
                 raise self._invalid(str(error)) from error
             yield piece

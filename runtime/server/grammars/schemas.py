@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import trio
@@ -22,12 +23,15 @@ from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Constrain
 if TYPE_CHECKING:
     from runtime.generation.grammar import Grammar
 
+T = TypeVar("T")
+
 # Most schemas that are compiled at once: of all clients, and of one. `grammar_checker` limits the cost of each.
 _MAX_COMPILING = 4
 _MAX_COMPILING_PER_CLIENT = 2
 
-# How many checked schemas have their outcome kept.
+# How many checked schemas have their outcome kept, and how many schemas of tools.
 _MAX_OUTCOMES = 1024
+_MAX_FOLLOWED = 2**14
 
 _PROBLEMS: dict[Outcome, str] = {
     "time": "takes too long to compile",
@@ -46,6 +50,18 @@ def _errors_of(field: str) -> Iterator[None]:
         raise ErrorResponse(400, str(error), param=param) from error
     except OutriderError as error:  # the server's fault, not the request's
         raise ErrorResponse(503, str(error), code="schemas_unavailable") from error
+
+
+def _digest(*values: Any) -> bytes:
+    return hashlib.sha256(json.dumps(values).encode()).digest()
+
+
+def _keep(kept: OrderedDict[bytes, T], key: bytes, value: T, at_most: int) -> None:
+    """Keep a value as the one that was used last."""
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > at_most:
+        kept.popitem(last=False)
 
 
 @attrs.define(eq=False)
@@ -70,6 +86,8 @@ class Schemas:
     _compiling_any_object: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
     # By digest, the one that was used least recently first.
     _outcomes: OrderedDict[bytes, Outcome] = attrs.field(factory=OrderedDict)
+    # Whether the schemas of tools can be followed, likewise.
+    _followed: OrderedDict[bytes, bool] = attrs.field(factory=OrderedDict)
 
     async def grammar(self, constraint: Constraint, client: str, around: Callable[[str], str] | None = None) -> Grammar:
         """The logits processor for a constraint; clients, told apart by their addresses, take turns.
@@ -88,42 +106,56 @@ class Schemas:
             return await self._grammar_in_turn(write, constraint.name, constraint.field, client)
 
     async def grammar_of_calls(
-        self, write: Callable[[Collection[str]], str], client: str, *, may_be_loose: Sequence[str]
+        self,
+        write: Callable[[Collection[str]], str],
+        client: str,
+        *,
+        may_be_loose: Mapping[str, Any],
+        write_one: Callable[[str], str],
     ) -> Grammar:
         """The logits processor that holds a model to its tools.
 
         Args:
             write: writes the grammar, in llguidance's own format, without the schemas of the tools that it is given.
-            may_be_loose: the names of tools whose schemas are left out if they cannot be followed.
+            may_be_loose: by their names, the schemas of tools that are left out if they cannot be followed. All are if
+                that is not found out of each within `timeout_s`, or if they cost too much together.
+            write_one: writes the grammar of one of these tools alone.
 
         Raises, Cancellation: as `grammar`.
         """
 
-        async def compiled(loose: Collection[str]) -> Grammar:
-            return await self._grammar_in_turn(partial(write, loose), "the grammar of the tools", "tools", client)
+        async def compiled(write: Callable[[], str]) -> Grammar:
+            return await self._grammar_in_turn(write, "the grammar of the tools", "tools", client)
 
-        async def not_followed(names: Sequence[str]) -> list[str]:
-            """Those of the tools whose schemas cannot be followed, by halves."""
+        async def is_followed(name: str) -> bool:
             try:
-                await compiled(set(may_be_loose) - set(names))
+                await compiled(partial(write_one, name))
             except SettingsError:
-                middle = len(names) // 2
-                return (
-                    [*await not_followed(names[:middle]), *await not_followed(names[middle:])] if middle else [*names]
-                )
-            return []
+                return False
+            return True
 
         with _errors_of("tools"):
-            try:
-                return await compiled(())
-            except SettingsError:
-                if not may_be_loose:
-                    raise
-            await compiled(may_be_loose)  # raises if the fault is elsewhere
-            try:
-                return await compiled(await not_followed(may_be_loose))
-            except SettingsError:  # they cost too much together
-                return await compiled(may_be_loose)
+            if not may_be_loose:
+                return await compiled(partial(write, ()))
+            keys = {name: _digest(name, schema) for name, schema in may_be_loose.items()}
+            with suppress(SettingsError):
+                return await compiled(partial(write, self._not_followed(keys)))
+            loosest = await compiled(partial(write, may_be_loose))  # raises if the fault is elsewhere
+            unknown = [name for name, key in keys.items() if key not in self._followed]
+            with trio.move_on_after(self._timeout_s):
+                for name in unknown:
+                    _keep(self._followed, keys[name], await is_followed(name), _MAX_FOLLOWED)
+                if unknown:
+                    with suppress(SettingsError):  # they cost too much together
+                        return await compiled(partial(write, self._not_followed(keys)))
+            return loosest
+
+    def _not_followed(self, keys: Mapping[str, bytes]) -> list[str]:
+        """The names of tools, which have these keys, whose schemas are known not to be followed."""
+        for key in keys.values():
+            if key in self._followed:
+                self._followed.move_to_end(key)
+        return [name for name, key in keys.items() if self._followed.get(key) is False]
 
     async def any_object(self) -> Grammar:
         """The grammar of any JSON object, which all requests for one share.
@@ -177,8 +209,6 @@ class Schemas:
         if outcome is None:
             # Not kept: the machine may have been busy.
             raise SettingsError(f"{name} was not compiled within {self._timeout_s:g} s; simplify it")
-        self._outcomes[key] = outcome
-        if len(self._outcomes) > _MAX_OUTCOMES:
-            self._outcomes.popitem(last=False)
+        _keep(self._outcomes, key, outcome, _MAX_OUTCOMES)
         if outcome != "done":
             raise SettingsError(f"{name} {_PROBLEMS[outcome]}; simplify it")
