@@ -129,9 +129,9 @@ class LoopTask(Generic[T]):
 
     def _close(self) -> None:
         self._is_closed = True
-        if self._is_waiting:
-            self._requested.set()  # and no cancellation, so that the generator can await what it needs to end
-        elif self._task is not None:
+        self._requested.set()
+        # A generator at its `yield` is closed without a cancellation, and can await what it needs to end.
+        if self._task is not None and not self._is_waiting:
             self._task.cancel()
 
     def _end(self, task: asyncio.Task[bool]) -> None:

@@ -914,6 +914,27 @@ async def test_a_generator_of_prompts_is_closed_in_its_own_task_however_it_is_le
             assert len(set(tasks)) == 1
 
 
+@in_asyncio
+async def test_a_generator_of_prompts_that_goes_on_after_its_cancellation_is_closed() -> None:
+    is_waiting, ended = asyncio.Event(), asyncio.Event()
+
+    async def prompts() -> AsyncIterator[tuple[int, ...]]:
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                is_waiting.set()
+                await asyncio.get_running_loop().create_future()
+            yield PROMPT
+        finally:
+            ended.set()
+
+    async with opened() as rt:
+        kept = prompts()
+        async with rt.generate_many(kept, max_tokens=2):
+            await is_waiting.wait()
+        async with asyncio.timeout(30):
+            await ended.wait()
+
+
 @on_both_loops
 @in_asyncio
 async def test_many_prompts_can_be_left_in_every_way() -> None:
