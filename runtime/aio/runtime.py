@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Generic, Self, TypeVar
 
@@ -11,7 +12,7 @@ import attrs
 from protocol.errors import RuntimeClosedError, StreamBusyError, WrongEventLoopError
 from protocol.scores import Score
 from runtime.aio import asyncio_loop
-from runtime.aio.thread import AioThread, LoopIterator
+from runtime.aio.thread import AioThread, items_of_loop
 from runtime.bridge.handles import ConversationHandle, IteratorHandle, RuntimeHandle, StreamHandle
 from runtime.bridge.runtime_bridge import RuntimeBridge
 from runtime.bridge.trio_thread import BridgeCall
@@ -67,7 +68,7 @@ class AioBridge(RuntimeBridge):
         return coroutine
 
     def iterated(self, items: Any) -> AsyncIterator[Any]:
-        return LoopIterator(self.thread.loop, aiter(items))
+        return items_of_loop(self.thread.loop, aiter(items), contextvars.copy_context())
 
 
 class AsyncIteration(IteratorHandle[Any, Any, Item]):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import outcome
 import trio
@@ -15,6 +15,7 @@ import trio
 from protocol.errors import RuntimeClosedError
 from runtime.aio import asyncio_loop
 from runtime.bridge.trio_thread import BridgeFuture, TrioThread
+from runtime.generation.feeding import feed
 
 if TYPE_CHECKING:
     from runtime.engine.runtime import Runtime
@@ -59,56 +60,108 @@ class AioThread(TrioThread):
         return not self.loop.is_closed() and all(owner.is_alive() for owner in owners)
 
 
-class LoopIterator(Generic[T]):
-    """An async iterator of an asyncio loop, for tasks in the trio thread; each item is awaited in the loop, in a task
-    with the context of the code that has made this object.
-
-    Cancellation: cancels the task.
+class LoopTask(Generic[T]):
+    """A task of an asyncio loop that advances an async iterator, one item for each request of the trio thread, and
+    closes it at its end. It begins with the first request.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, items: AsyncIterator[T]) -> None:
-        self._loop, self._items = loop, items
-        self._context = contextvars.copy_context()
+    _running: ClassVar[set[asyncio.Task[bool]]] = set()  # a loop refers to its tasks only weakly
 
-    def __aiter__(self) -> Self:
-        return self
+    def __init__(self, loop: asyncio.AbstractEventLoop, items: AsyncIterator[T], context: contextvars.Context) -> None:
+        self._loop, self._items, self._context = loop, items, context
+        self._trio_token = trio.lowlevel.current_trio_token()
+        self._arrived: outcome.Outcome[T] | None = None
+        self._has_arrived = trio.Event()
+        self._task: asyncio.Task[bool] | None = None
+        self._requested = asyncio.Event()
+        self._is_waiting = False  # for a request
+        self._is_closed = False
+        self._last: tuple[outcome.Outcome[T] | None] | None = None  # what was sent when the task ended
 
-    async def __anext__(self) -> T:
-        """Raises: as the iterator; RuntimeClosedError: the loop is closed, or has cancelled the task."""
-        arrived, has_arrived = [], trio.Event()
-        trio_token = trio.lowlevel.current_trio_token()
-        tasks: list[asyncio.Task[None]] = []
+    # --- in the trio thread -----------------------------------------------------------------------
 
-        def arrive(result: outcome.Outcome[T]) -> None:
-            arrived.append(result)
-            has_arrived.set()
-
-        async def take() -> None:
-            result: outcome.Outcome[T]
-            try:
-                result = outcome.Value(await anext(self._items))
-            except (Exception, asyncio.CancelledError) as error:
-                is_cancelled = isinstance(error, asyncio.CancelledError)
-                closed = RuntimeClosedError("the asyncio loop has cancelled the iteration over the prompts")
-                result = outcome.Error(closed if is_cancelled else error)
-            with suppress(trio.RunFinishedError):
-                trio_token.run_sync_soon(arrive, result)
-
-        def begin() -> None:
-            tasks.append(self._loop.create_task(take(), context=self._context))
-
-        def cancel() -> None:
-            for task in tasks:
-                task.cancel()
-
+    async def request(self) -> outcome.Outcome[T] | None:
+        """The next item, or the iterator's error; None if there are no more. Raises: RuntimeClosedError: no loop."""
+        self._has_arrived, self._arrived = trio.Event(), None
         try:
-            self._loop.call_soon_threadsafe(begin)
+            self._loop.call_soon_threadsafe(self._begin_or_go_on)
         except RuntimeError:
             raise RuntimeClosedError("the asyncio loop of the prompts is closed") from None
+        await self._has_arrived.wait()
+        return self._arrived
+
+    def close(self) -> None:
+        """End the task soon."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._close)
+
+    def _arrive(self, arrived: outcome.Outcome[T] | None) -> None:
+        self._arrived = arrived
+        self._has_arrived.set()
+
+    # --- in the loop ------------------------------------------------------------------------------
+
+    def _begin_or_go_on(self) -> None:
+        self._requested.set()
+        if self._last is not None:
+            self._send(*self._last)  # it has ended without a request, as with a timeout of the iterator's own
+        elif self._task is None:
+            taking = feed(self._items, self._next_request, self._give, asyncio.CancelledError)
+            self._task = self._loop.create_task(taking, context=self._context)
+            self._running.add(self._task)
+            self._task.add_done_callback(self._end)
+
+    async def _next_request(self) -> bool:
+        self._is_waiting = True
         try:
-            await has_arrived.wait()
-        except trio.Cancelled:
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(cancel)
-            raise
-        return arrived[0].unwrap()
+            await self._requested.wait()
+        finally:
+            self._is_waiting = False
+        self._requested.clear()
+        return not self._is_closed
+
+    def _give(self, item: T) -> None:
+        self._send(outcome.Value(item))
+
+    def _send(self, arrived: outcome.Outcome[T] | None) -> None:
+        with suppress(trio.RunFinishedError):
+            self._trio_token.run_sync_soon(self._arrive, arrived)
+
+    def _close(self) -> None:
+        self._is_closed = True
+        self._requested.set()
+        # A generator at its `yield` is closed without a cancellation, and can await what it needs to end.
+        if self._task is not None and not self._is_waiting:
+            self._task.cancel()
+
+    def _end(self, task: asyncio.Task[bool]) -> None:
+        self._running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is None and not task.cancelled():
+            self._last = (None,)
+        elif isinstance(error, Exception):
+            self._last = (outcome.Error(error),)
+        else:
+            cancelled = RuntimeClosedError("the asyncio loop has cancelled the iteration over the prompts")
+            self._last = (outcome.Error(cancelled),)
+        if self._is_closed and error is not None:
+            what = "an async iterable of prompts raised an error while it was closed"
+            self._loop.call_exception_handler({"message": what, "exception": error, "task": task})
+        self._send(*self._last)
+
+
+async def items_of_loop(
+    loop: asyncio.AbstractEventLoop, items: AsyncIterator[T], context: contextvars.Context
+) -> AsyncGenerator[T, None]:
+    """The items of an async iterator of an asyncio loop, for the trio thread; see `LoopTask`.
+
+    Closing this generator, or cancelling it, closes the iterator.
+
+    Raises: as the iterator; RuntimeClosedError: the loop is closed, or has cancelled the task.
+    """
+    task = LoopTask(loop, items, context)
+    try:
+        while (arrived := await task.request()) is not None:
+            yield arrived.unwrap()
+    finally:
+        task.close()

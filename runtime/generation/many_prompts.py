@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Mapping
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import attrs
+import outcome
 import trio
 
 from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SettingsError, StreamBusyError
@@ -15,6 +15,7 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
 from protocol.validation import check_integer, must_be
+from runtime.generation.feeding import feed
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SingleConsumer, TokenStream, complete
 from runtime.generation.tool_calls.tools import Tools
@@ -141,7 +142,8 @@ class Completions(SingleConsumer, AwaitableCompletions[C]):
 
     The generations start as soon as this object exists. If nobody takes the finished completions, up to
     `max_concurrent` of them are kept, and then no further generation begins, and no further prompt is taken from an
-    async iterable. An async generator that is left early is closed.
+    async iterable. One task iterates over it, so an async generator may have a timeout, a cancel scope or a nursery
+    open around its `yield`. One that is left early is closed.
 
     Failure: unless errors are returned, the first generation that fails cancels the others, as does a runtime that
     breaks or is closed, and an iterable that raises. The error is raised once the completions that were finished before
@@ -194,7 +196,7 @@ class Completions(SingleConsumer, AwaitableCompletions[C]):
             raise PromptError(
                 f"prompts must be a sequence of prompts, got {shown(prompts)}; for a single one use generate()"
             )
-        work.num_tasks = max_concurrent if self.num_prompts is None else min(max_concurrent, self.num_prompts)
+        work.room = trio.Semaphore(max_concurrent)
         work.finished, self._finished = trio.open_memory_channel[tuple[int, Any]](max_concurrent)
         # Its tasks must not refer to this object: its last reference could then never be dropped.
         self._work = work
@@ -288,10 +290,11 @@ class _Listed(Generic[T]):
 
 @attrs.define(eq=False)
 class _Work:
-    """The generations, in tasks of the runtime, each of which takes a prompt once its last completion found room.
+    """The generations: one task begins them, each once a completion found room, and each goes on in a task of its own.
 
     Attributes:
-        prompts: the prompts, or their checked generations; taken by one task at a time.
+        prompts: the prompts, or their checked generations; only ever used in one task.
+        room: for generations that may begin.
         is_complete: there are no more prompts, and each has its completion or its error.
         error: of the first generation that failed, or of the iterable.
     """
@@ -300,72 +303,71 @@ class _Work:
     check: Callable[[int, Any], Generation]
     _returns_errors: bool
     prompts: AsyncIterator[Any] = attrs.field(init=False)
-    num_tasks: int = attrs.field(init=False)
     finished: trio.MemorySendChannel[tuple[int, Any]] = attrs.field(init=False)
     scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
     error: Exception | None = attrs.field(init=False, default=None)
     is_complete: bool = attrs.field(init=False, default=False)
-    _taking: trio.Lock = attrs.field(init=False, factory=trio.Lock)
+    room: trio.Semaphore = attrs.field(init=False)
     _num_taken: int = attrs.field(init=False, default=0)
+    _num_done: int = attrs.field(init=False, default=0)
     _is_exhausted: bool = attrs.field(init=False, default=False)
 
     # A Ctrl-C must interrupt the user's task and not this one.
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
-        with self.finished:
-            try:
-                with self.scope:
-                    async with trio.open_nursery() as nursery:
-                        for _ in range(self.num_tasks):
-                            nursery.start_soon(self._run_in_turn)
-                    self.is_complete = self.error is None
-            finally:
-                await self._close_prompts()
+        with self.finished, self.scope:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._take_prompts, nursery)
+            self.is_complete = self.error is None and self._is_exhausted and self._num_done == self._num_taken
 
     @trio.lowlevel.enable_ki_protection
-    async def _run_in_turn(self) -> None:
-        while (taken := await self._next_prompt()) is not None:
-            index, prompt = taken
-            # Any error is for the consumer; raised here, it would end the runtime.
-            try:
-                item: Any = await complete(self._begin(*self.check(index, prompt)))
-            except (RuntimeClosedError, RuntimeBrokenError) as error:
-                return self._fail(error)
-            except Exception as error:
-                if not self._returns_errors:
-                    return self._fail(error, index)
-                item = error
-            try:
-                await self.finished.send((index, item))
-            except trio.BrokenResourceError:
-                return  # the consumer is gone
-
-    async def _next_prompt(self) -> tuple[int, Any] | None:
-        """A prompt with its index; None if there are no more, or the iterable has raised an error."""
-        async with self._taking:
-            if self._is_exhausted:
-                return None
-            try:
-                prompt = await anext(self.prompts)
-            except StopAsyncIteration:
-                self._is_exhausted = True
-                return None
-            except Exception as error:
-                self._is_exhausted = True
-                self._fail(error)
-                return None
+    async def _take_prompts(self, nursery: trio.Nursery) -> None:
+        def give(prompt: Any) -> None:
+            index = self._num_taken
             self._num_taken += 1
-            return self._num_taken - 1, prompt
+            # Begun here, and so in the order of the prompts.
+            stream = outcome.capture(lambda: self._begin(*self.check(index, prompt)))
+            nursery.start_soon(self._finish, index, stream)
 
-    async def _close_prompts(self) -> None:
-        # As trio closes a generator that nobody refers to any more: what it awaits in its `finally` is cancelled.
-        if inspect.isasyncgen(self.prompts):
-            with trio.CancelScope(shield=True) as scope:
-                scope.cancel()
-                try:
-                    await self.prompts.aclose()
-                except Exception as error:
-                    self._fail(error)
+        try:
+            self._is_exhausted = await feed(self.prompts, self._has_room, give, trio.Cancelled)
+        except Exception as error:
+            self._fail(error)
+        except BaseExceptionGroup as group:
+            cancelled, others = group.split(trio.Cancelled)
+            if others is not None and not isinstance(others, Exception):
+                raise
+            if others is not None:
+                self._fail(others)
+            # Whatever has cancelled this task, the runtime must not end with it.
+            self.scope.cancel()
+            if cancelled is not None:
+                raise cancelled from None
+        except trio.Cancelled:
+            self.scope.cancel()
+            raise
+
+    async def _has_room(self) -> bool:
+        await self.room.acquire()
+        return True
+
+    @trio.lowlevel.enable_ki_protection
+    async def _finish(self, index: int, stream: outcome.Outcome[TokenStream]) -> None:
+        # Any error is for the consumer; raised here, it would end the runtime.
+        try:
+            item: Any = await complete(stream.unwrap())
+        except (RuntimeClosedError, RuntimeBrokenError) as error:
+            return self._fail(error)
+        except Exception as error:
+            if not self._returns_errors:
+                return self._fail(error, index)
+            item = error
+        try:
+            await self.finished.send((index, item))
+        except trio.BrokenResourceError:
+            return  # the consumer is gone
+        self._num_done += 1
+        self.room.release()
 
     def _fail(self, error: Exception, index: int | None = None) -> None:
         if self.error is not None:

@@ -824,6 +824,117 @@ async def test_a_wait_for_the_next_prompt_is_cancelled_with_the_generations() ->
         await the_next_text_is_right(rt)
 
 
+async def in_a_timeout() -> AsyncIterator[tuple[int, ...]]:
+    async with asyncio.timeout(600):
+        for prompt in PROMPTS:
+            yield prompt
+
+
+async def in_a_timeout_that_is_over() -> AsyncIterator[tuple[int, ...]]:
+    async with asyncio.timeout(600) as timeout:
+        yield PROMPT
+        timeout.reschedule(asyncio.get_running_loop().time())
+        yield PROMPT
+        await asyncio.get_running_loop().create_future()
+
+
+async def in_a_scope_of_anyio() -> AsyncIterator[tuple[int, ...]]:
+    with anyio.fail_after(600):
+        for prompt in PROMPTS:
+            yield prompt
+
+
+async def in_a_task_group() -> AsyncIterator[tuple[int, ...]]:
+    async with asyncio.TaskGroup() as group:
+        for prompt in PROMPTS:
+            group.create_task(asyncio.sleep(0))
+            yield prompt
+
+
+async def in_a_task_group_that_fails() -> AsyncIterator[tuple[int, ...]]:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    async with asyncio.TaskGroup() as group:
+        yield PROMPT
+        group.create_task(fail())
+        yield PROMPT
+        await asyncio.get_running_loop().create_future()
+
+
+@on_both_loops
+@in_asyncio
+async def test_a_generator_of_prompts_may_have_timeouts_and_task_groups_around_its_yield() -> None:
+    async with opened() as rt:
+        for prompts in (in_a_timeout, in_a_scope_of_anyio, in_a_task_group):
+            completions = await rt.generate_many(prompts(), max_concurrent=2, max_tokens=4)
+            assert [ids(completion) for completion in completions] == [text(4, prompt) for prompt in PROMPTS]
+        for prompts, error in (
+            (in_a_timeout_that_is_over, TimeoutError),
+            (in_a_task_group_that_fails, ExceptionGroup),
+        ):
+            for max_concurrent in (1, 3):
+                with pytest.raises(error):
+                    await rt.generate_many(prompts(), max_concurrent=max_concurrent, max_tokens=4)
+        await the_next_text_is_right(rt)
+
+
+@on_both_loops
+@in_asyncio
+async def test_a_generator_of_prompts_is_closed_in_its_own_task_however_it_is_left() -> None:
+    tasks: list[asyncio.Task[Any] | None] = []
+    closed: list[Any] = []
+
+    async def prompts(way: str, *first: Any) -> AsyncIterator[Any]:
+        try:
+            async with asyncio.TaskGroup():
+                for prompt in (*first, *[PROMPT] * 100):
+                    tasks.append(asyncio.current_task())
+                    yield prompt
+        finally:
+            await asyncio.sleep(0)
+            tasks.append(asyncio.current_task())
+            closed.append(way)
+
+    async with opened() as rt:
+        for way in ("break", "error", "close"):
+            tasks.clear()
+            kept = prompts(way, PROMPT, "no ids") if way == "error" else prompts(way)
+            many = rt.generate_many(kept, max_concurrent=1, max_tokens=2)
+            if way == "error":
+                with pytest.raises(runtime.PromptError):
+                    await many
+            else:
+                async with many:
+                    await anext(many)
+                    if way == "close":
+                        await rt.aclose()
+            await until_in_asyncio(functools.partial(closed.__contains__, way))
+            assert len(tasks) > 1
+            assert len(set(tasks)) == 1
+
+
+@in_asyncio
+async def test_a_generator_of_prompts_that_goes_on_after_its_cancellation_is_closed() -> None:
+    is_waiting, ended = asyncio.Event(), asyncio.Event()
+
+    async def prompts() -> AsyncIterator[tuple[int, ...]]:
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                is_waiting.set()
+                await asyncio.get_running_loop().create_future()
+            yield PROMPT
+        finally:
+            ended.set()
+
+    async with opened() as rt:
+        kept = prompts()
+        async with rt.generate_many(kept, max_tokens=2):
+            await is_waiting.wait()
+        async with asyncio.timeout(30):
+            await ended.wait()
+
+
 @on_both_loops
 @in_asyncio
 async def test_many_prompts_can_be_left_in_every_way() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,9 @@ from models import prompt_of
 from sweeps import sweep
 
 import runtime
+from runtime.cli.batch import command, files
+from runtime.server.answers.body import _WithoutEffect
+from runtime.server.openai.requests import CompletionRequest
 
 FORMS: list[Any] = [
     {"prompt": "w1 w2 w3"},
@@ -127,6 +132,106 @@ def test_places_that_cannot_be_written_and_wrong_numbers_are_refused_before_a_mo
         (["--out", str(tmp_path / "a"), "--max-concurrent", "0"], "--max-concurrent must be a whole number"),
     ):
         assert complaint in refusal(capfd, "batch", str(prompts), *arguments, "--target", "./no/such/model")
+
+
+def test_what_cannot_be_read_again_or_gone_on_with_is_refused_before_a_model_is_loaded(tmp_path, capfd):
+    prompts = written(tmp_path / "prompts.jsonl", [{"prompt": "w"}])
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb") as reader, open(write_end, "wb") as writer:
+        writer.write(prompts.read_bytes())
+        writer.flush()
+        pipe = f"/dev/fd/{reader.fileno()}"
+        for given, out, complaint in (
+            (pipe, "answers", "PROMPTS must be a regular file, got a pipe; write it to a file first"),
+            (str(prompts), f"/dev/fd/{writer.fileno()}", "--out must be a regular file, got a pipe"),
+            ("/dev/null", "answers", "PROMPTS must be a regular file, got a device"),
+            (str(prompts), "/dev/null", "--out must be a regular file, got a device"),
+        ):
+            asked = ["batch", given, "--out", str(tmp_path / out), "--target", "./no/such/model"]
+            assert complaint in refusal(capfd, *asked)
+    assert not (tmp_path / "answers").exists()
+
+
+def test_prompts_that_have_gone_meanwhile_are_no_completion(endless, tmp_path, capfd, monkeypatch):
+    prompts = written(tmp_path / "prompts.jsonl", [{"prompt": "w1"}, {"prompt": "w2"}])
+    few = list(itertools.islice(files.questions_in(prompts), 1))
+    monkeypatch.setattr(command, "questions_in", lambda _: iter(few))
+    asked = ["batch", str(prompts), "--out", str(tmp_path / "answers.jsonl"), "--target", endless, "-m", "2"]
+    err = ran(capfd, *asked, status=1).err
+    assert "only 1 of 2 prompts were answered" in err
+    assert "answers were added" not in err
+
+
+def test_lines_with_too_many_brackets_are_errors(endless, tmp_path, capfd):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    prompts.write_text("[" * 100_000 + '\n{"prompt": "w1"}\n')
+    asked = ["batch", str(prompts), "--out", str(out), "--target", endless, "-m", "2"]
+    assert "1 of 2 prompts failed" in ran(capfd, *asked, status=1).err
+    assert "too many brackets" in by_label(out)['{"id": 1}']["error"]
+    out.write_text("[" * 100_000 + "\n")
+    assert "its line 1 is not an answer" in refusal(capfd, *asked)
+
+
+def test_a_line_with_half_a_surrogate_in_its_id_is_answered_once(endless, tmp_path, capfd):
+    prompts = written(tmp_path / "prompts.jsonl", [{"id": "a\ud800", "prompt": "w1"}])
+    asked = ["batch", str(prompts), "--out", str(out := tmp_path / "answers.jsonl"), "--target", endless, "-m", "2"]
+    ran(capfd, *asked)
+    assert [line["id"] for line in answers_in(out)] == ["a\ud800"]
+    assert "every prompt has its answer" in ran(capfd, *asked).err
+
+
+def question(body: Any, **fields: Any) -> files.Question:
+    """The question of a line of OpenAI's."""
+    return files._question(1, json.dumps({"custom_id": "a", "body": body, **fields}).encode())
+
+
+def test_what_has_no_effect_in_a_request_of_openais_has_none_here():
+    ignored = {
+        name: "x"
+        for name, field in CompletionRequest.model_fields.items()
+        if any(isinstance(each, _WithoutEffect) for each in field.metadata)
+    }
+    assert len(ignored) > 5
+    as_always = {"n": 1, "response_format": {"type": "text"}}
+    nulls = dict.fromkeys(("logprobs", "stop", "seed", "temperature", "messages", "tools"))
+    asked = question({"model": "m", "prompt": "w", **nulls, **ignored, **as_always, "seed": 4})
+    assert (asked.fault, asked.prompt, asked.settings) == (None, "w", {"seed": 4})
+
+
+@sweep(
+    ("body", "settings"),
+    [
+        ({"max_tokens": None}, {"max_tokens": None}),
+        ({"max_tokens": None, "max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"max_tokens": 5, "max_completion_tokens": None}, {"max_tokens": 5}),
+        ({"logprobs": True, "top_logprobs": 2}, {"logprobs": 2}),
+        ({"logprobs": True}, {"logprobs": 1}),
+        ({"logprobs": False, "top_logprobs": None}, {}),
+        ({"logprobs": 3}, {"logprobs": 3}),
+        ({"n": 2}, {"n": 2}),
+        ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "json_object"}}),
+    ],
+)
+def test_fields_of_openais_requests_become_settings(body, settings):
+    assert question({"prompt": "w", **body}).settings == settings
+
+
+def test_a_url_that_is_not_understood_is_named():
+    assert "or \"/v1/completions\", got '/v1/responses'" in question({"input": "w"}, url="/v1/responses").fault
+    assert question({"messages": []}, url="/v1/chat/completions").fault is None
+
+
+def test_log_probabilities_that_were_asked_for_are_in_the_answer(endless, tmp_path, capfd):
+    body = {"prompt": "w9", "max_tokens": 2, "logprobs": 3}
+    prompts = written(tmp_path / "prompts.jsonl", [{"custom_id": "r", "body": body}, {"prompt": "w9"}])
+    ran(capfd, "batch", str(prompts), "--out", str(out := tmp_path / "answers.jsonl"), "--target", endless, "-m", "2")
+    whole = runtime.generate_sync("w9", target=endless, max_tokens=2, logprobs=3)
+    found = by_label(out)
+    assert "logprobs" not in found['{"id": 2}']
+    for line, token in zip(found['{"custom_id": "r"}']["logprobs"], whole.tokens, strict=True):
+        assert line["id"] == token.id
+        assert line["logprob"] == pytest.approx(token.logprob, abs=1e-4)
+        assert [top["id"] for top in line["top_logprobs"]] == [top.id for top in token.top_logprobs]
 
 
 @pytest.mark.slow

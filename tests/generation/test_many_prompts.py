@@ -235,6 +235,90 @@ async def test_a_prompt_of_an_async_iterable_is_checked_when_it_is_taken(autojum
         assert await simulation.runtime.generate_many(aiter(Taken(0).prompts())) == []
 
 
+# Generators with something open around their `yield`, and how awaiting all of their prompts ends.
+
+
+async def in_a_scope() -> AsyncIterator[Any]:
+    with trio.fail_after(10**6):
+        for prompt in PROMPTS:
+            yield prompt
+
+
+async def in_a_nursery() -> AsyncIterator[Any]:
+    async with trio.open_nursery() as nursery:
+        send, receive = trio.open_memory_channel[Any](1)
+
+        async def fill() -> None:
+            async with send:
+                for prompt in PROMPTS:
+                    await send.send(prompt)
+
+        nursery.start_soon(fill)
+        async for prompt in receive:
+            yield prompt
+
+
+async def in_a_scope_that_is_over_before_there_is_room() -> AsyncIterator[Any]:
+    with trio.move_on_after(1):
+        for prompt in itertools.cycle(PROMPTS):
+            yield prompt
+
+
+async def in_a_timeout_that_is_over_before_there_is_room() -> AsyncIterator[Any]:
+    with trio.fail_after(1):
+        for prompt in itertools.cycle(PROMPTS):
+            yield prompt
+
+
+async def in_a_nursery_that_fails() -> AsyncIterator[Any]:
+    async def fail() -> None:
+        await trio.sleep(1)
+        raise OSError("the disk is gone")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fail)
+        for prompt in itertools.cycle(PROMPTS):
+            yield prompt
+
+
+@sweep(
+    ("prompts", "ends"),
+    [
+        (in_a_scope, 6),
+        (in_a_nursery, 6),
+        (in_a_scope_that_is_over_before_there_is_room, 2),
+        (in_a_timeout_that_is_over_before_there_is_room, trio.TooSlowError),
+        (in_a_nursery_that_fails, ExceptionGroup),
+    ],
+)
+async def test_a_generator_may_have_scopes_and_nurseries_around_its_yield(
+    prompts: Any, ends: Any, autojump_clock: Any
+) -> None:
+    async with simulated(*pair()) as simulation:
+        other = simulation.runtime.stream([2, 2], **SETTINGS)
+        many = simulation.runtime.generate_many(prompts(), max_concurrent=2, **SETTINGS)
+        if isinstance(ends, int):
+            assert texts(await many) == [continuation(prompt, 6) for prompt in PROMPTS[:ends]]
+        else:
+            with pytest.raises(ends):
+                await many
+        assert [token.id async for token in other] == continuation([2, 2], 6)
+        await assert_over(simulation)
+
+
+@sweep("prompts", [in_a_scope, in_a_nursery, in_a_nursery_that_fails])
+async def test_a_generator_with_something_open_is_closed_when_it_is_left_early(
+    prompts: Any, autojump_clock: Any
+) -> None:
+    async with simulated(*pair()) as simulation:
+        kept = prompts()
+        async with simulation.runtime.generate_many(kept, max_concurrent=2, **SETTINGS):
+            await trio.testing.wait_all_tasks_blocked()
+        await trio.testing.wait_all_tasks_blocked()
+        assert kept.ag_frame is None
+        await assert_over(simulation)
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError, PromptError
+from protocol.reprs import shown_path
 from protocol.validation import check_integer
 from runtime.cli.arguments.models import add_models, models_of
 from runtime.cli.arguments.settings import (
@@ -24,7 +25,7 @@ from runtime.cli.arguments.settings import (
     settings_of,
     with_tokens_of,
 )
-from runtime.cli.batch.files import AnswerFile, Question, questions_in, unanswered
+from runtime.cli.batch.files import AnswerFile, Question, check_regular, questions_in, unanswered
 from runtime.cli.command import Command
 from runtime.cli.ranks import follow_target
 from runtime.loading.generation_config import said_of
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
 
 class FaultyPromptsError(OutriderError):
     """Some prompts have an error in the place of an answer."""
+
+
+class MissingAnswersError(OutriderError):
+    """Some prompts were not in their file any more."""
 
 
 @attrs.define
@@ -71,6 +76,7 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
     models, settings = models_of(arguments), settings_of(arguments)
     outcome = Answered()
     check_integer("max_concurrent", arguments.max_concurrent, 1)
+    check_regular("PROMPTS", arguments.prompts, "write it to a file first")
     # A file that is not there must not leave an empty one for its answers.
     any(questions_in(arguments.prompts))
     with closing(AnswerFile.open(arguments.out, arguments.prompts)) as answers:
@@ -123,6 +129,11 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
                             add(asked.pop(index), answer)
                 finally:
                     outcome.statistics = runtime.statistics()
+            if outcome.num_answers < num_due:
+                raise MissingAnswersError(
+                    f"only {outcome.num_answers:,} of {num_due:,} prompts were answered, since "
+                    f"{shown_path(str(arguments.prompts))} has changed meanwhile"
+                )
             outcome.finish_reason = "complete"
             if outcome.num_errors:
                 raise FaultyPromptsError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,21 @@ from protocol.reprs import shown, shown_path
 from runtime.terminal.display import OutputError, check_place
 
 if TYPE_CHECKING:
+    from protocol.scores import TopLogprob
+    from runtime.generation.token_reader import Token
     from runtime.generation.token_stream import Completion
 
 # What names a line, in the order in which it is looked for; the second is that of OpenAI's batches.
 _NAMES = ("id", "custom_id")
-# Fields of OpenAI's requests that say nothing about the answer to one prompt.
-_WITHOUT_EFFECT = ("model", "stream", "stream_options", "user", "metadata", "store")
+# Fields of OpenAI's requests that say nothing about the answer to one prompt, and those without effect in `serve`.
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("model", "stream", "stream_options", "user", "metadata", "store", "service_tier", "prompt_cache_key"),
+        *("safety_identifier", "prompt_cache_retention", "keep_alive", "priority", "request_id"),
+    )
+)
+# Values that ask for what there is anyway.
+_AS_ALWAYS = {"n": 1, "response_format": {"type": "text"}}
 
 
 @attrs.frozen
@@ -49,6 +60,21 @@ class Question:
         return json.dumps(self.label)
 
 
+def check_regular(name: str, path: Path, remedy: str) -> None:
+    """Check a file that is read several times, or goes on later. One that is not there passes.
+
+    Raises: SettingsError: it is a pipe, a device or a directory.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return  # opening it tells why
+    if not stat.S_ISREG(mode):
+        kinds = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISDIR, "a directory"), (stat.S_ISSOCK, "a socket"))
+        kind = next((kind for is_kind, kind in kinds if is_kind(mode)), "a device")
+        raise SettingsError(f"{name} must be a regular file, got {kind}; {remedy}")
+
+
 def questions_in(path: Path) -> Iterator[Question]:
     """The prompts in a file, one a line; blank lines are left out. Raises: SettingsError: it cannot be read."""
     try:
@@ -66,6 +92,8 @@ def _question(number: int, line: bytes) -> Question:
         record = json.loads(line)
     except ValueError as error:
         return Question(label, fault=f"line {number} is not JSON: {error}")
+    except RecursionError:
+        return Question(label, fault=f"line {number} has too many brackets inside of each other")
     if not isinstance(record, dict):
         return Question(label, fault=f"line {number} must be an object, got {shown(record)}")
     for name in _NAMES:
@@ -74,16 +102,33 @@ def _question(number: int, line: bytes) -> Question:
                 return Question(label, fault=f"{name} must be a text or a whole number, got {shown(given)}")
             label = {name: given}
             break
+    settings: dict[str, Any] = record
     if is_body := isinstance(record.get("body"), dict):
-        # A completion of OpenAI's continues its prompt.
-        record = {name: value for name, value in record["body"].items() if name not in _WITHOUT_EFFECT}
-    settings: dict[str, Any] = {
-        ALIASES.get(str(name), str(name)) if is_body else str(name): value for name, value in record.items()
-    }
+        url = record.get("url")
+        if url is not None and not str(url).rstrip("/").endswith("/completions"):
+            known = '"/v1/chat/completions" or "/v1/completions"'
+            return Question(label, fault=f"url must be {known}, got {shown(url)}")
+        settings = _of_body(record["body"])
     prompts = [settings.pop(name) for name in ("prompt", "messages") if name in settings]
     if len(prompts) != 1:
         return Question(label, fault='a line has either a "prompt" or "messages", and its settings')
+    # A completion of OpenAI's continues its prompt.
     return Question(label, prompts[0], is_body, settings)
+
+
+def _of_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The prompt and the settings of a request of OpenAI's."""
+    given = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
+    given = {name: value for name, value in given.items() if name not in _AS_ALWAYS or value != _AS_ALWAYS[name]}
+    # In chats, whether to give log-probabilities, and for how many tokens besides.
+    if isinstance(is_asked := given.get("logprobs"), bool):
+        del given["logprobs"]
+        num_top = given.pop("top_logprobs", 0)
+        if is_asked:
+            given["logprobs"] = num_top or 1
+    settings = {ALIASES.get(name, name): value for name, value in given.items()}
+    # Without a bound, which is not what a line means that says nothing.
+    return {"max_tokens": None, **settings} if "max_tokens" in body and body["max_tokens"] is None else settings
 
 
 @attrs.define
@@ -107,6 +152,7 @@ class AnswerFile:
         Raises: SettingsError: it cannot be written, or has lines that are not answers.
         """
         check_place("--out", path)
+        check_regular("--out", path, "name a file")
         if path.exists() and prompts.exists() and path.samefile(prompts):
             raise SettingsError(f"--out {shown_path(str(path))} is the file with the prompts; give another one")
         try:
@@ -117,9 +163,12 @@ class AnswerFile:
 
     def add(self, question: Question, answer: Completion | Exception) -> None:
         """Add a line. Raises: OutputError: it cannot be written."""
-        line = json.dumps({**question.label, **_answer(answer)}, ensure_ascii=False)
-        # A lone surrogate has no UTF-8.
-        data = line.encode("utf-8", "replace") + b"\n"
+        line = {**question.label, **_answer(answer)}
+        try:
+            data = json.dumps(line, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            data = json.dumps(line).encode()  # half a surrogate has no UTF-8, and an id must stay what it is
+        data += b"\n"
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
@@ -159,7 +208,7 @@ def _key_of(line: bytes) -> str | None:
     """The key of the answer in a line; None if it is not one."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or not record.keys() & {"text", "error"}:
         return None
@@ -176,7 +225,18 @@ def _answer(answer: Completion | Exception) -> dict[str, Any]:
         line["thinking"] = answer.thinking
     if answer.tool_calls:
         line["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in answer.tool_calls]
+    if any(token.logprob is not None for token in answer.tokens):
+        line["logprobs"] = [
+            {**_logprob(token), "top_logprobs": [_logprob(top) for top in token.top_logprobs]}
+            for token in answer.tokens
+        ]
     return {**line, "prompt_tokens": statistics.prompt_tokens, "generated_tokens": statistics.generated_tokens}
+
+
+def _logprob(token: Token | TopLogprob) -> dict[str, Any]:
+    # JSON has no infinity.
+    logprob = None if token.logprob is None or math.isinf(token.logprob) else token.logprob
+    return {"id": token.id, "text": token.text, "logprob": logprob}
 
 
 def unanswered(prompts: Path, answers: Path, answered: set[str]) -> int:
