@@ -98,6 +98,16 @@ TEMPLATES = {
         "{%- if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
         + _TURN.replace("m.content or ''", "(m.content or '') | trim")
     ),
+    "gemma4": _TOOLS
+    + """\
+{%- set ns = namespace(ids=[]) %}
+{%- for m in messages %}
+{%- set ids = (m.tool_calls or []) | map(attribute='id') | list %}
+{%- set ns.ids = ns.ids + ids if m.role in ('assistant', 'tool') else [] %}
+{%- if m.role != 'tool' or m.tool_call_id in ns.ids %}"""
+    + _TURN
+    + "{% endif %}{%- endfor -%}"
+    + _END,
     "phi": _each("{%- if m.role in ('system', 'user', 'assistant') and m.content %}" + _TURN + "{% endif %}"),
     "functionary": _each(
         _TURN.replace(

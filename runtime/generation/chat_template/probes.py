@@ -116,6 +116,13 @@ _PROBES = (
     ),
     _probe(_orphan("resultone"), _user("userone"), marks="resultone"),
     _probe(*_ANSWERED, _orphan("resultone"), _user("usertwo"), marks="resultone usertwo"),
+    _probe(
+        *(_user("userone"), _calls(_call()), _calls(_call("callmark2"))),
+        *(_result("resultone"), _result("resulttwo", "callmark2")),
+        marks="resultone resulttwo",
+    ),
+    _probe(_user("userone"), _calls(_call()), _orphan("resultone"), _result("resulttwo"), marks="resultone"),
+    _probe(_user("userone"), _calls(_call()), _orphan("resultone"), _result("resulttwo"), marks="resulttwo"),
     _after_call(_call("call_49c89af0")),
     _probe(_user("userone"), _calls(_call(None)), _result("resultone", None)),
     _after_call(_call(arguments='{"city": "argumentmark'), marks="argumentmark"),

@@ -111,16 +111,25 @@ def one_text_beside_calls(messages: Sequence[Message]) -> Sequence[Message]:
 
 @_on_messages
 def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
-    """Make users' texts of results whose call is not in the answer before them."""
+    """Make users' texts of results whose call is not in the answers before them, behind the results that follow."""
     changed: list[Message] = []
-    ids: list[Any] = []  # of the calls whose results may follow
+    orphans: list[Message] = []
+    waiting: list[Any] = []  # ids of calls whose results may follow
+    answered: list[Any] = []
     for message in messages:
-        if message["role"] != "tool":
-            ids = [_id_of(call) for call in _calls(message)]
-        elif not ids or (None not in (*ids, _result_id(message)) and _result_id(message) not in ids):
-            message = _result_as_text(message)
+        if message["role"] == "tool":
+            id = _result_id(message)
+            if waiting and (id in waiting or None in (*waiting, id)):
+                answered.append(id)
+                changed.append(message)
+            else:
+                orphans.append(_result_as_text(message))
+            continue
+        changed += orphans
+        before = [id for id in waiting if id not in answered] if message["role"] == "assistant" else []
+        waiting, answered, orphans = [*before, *map(_id_of, _calls(message))], [], []
         changed.append(message)
-    return changed
+    return [*changed, *orphans]
 
 
 @_on_messages
