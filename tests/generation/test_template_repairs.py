@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from sweeps import sweep
-from template_families import TEMPLATES, templated
+from template_families import NEMO, TEMPLATES, templated
 
 import runtime
 from runtime.generation.chat_template import render_chat_template
@@ -93,6 +93,9 @@ CHATS: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
     "no ids": ([user("one"), calls(FINE, FINE, ids=[None, None]), result("sunny", None)], "one sunny"),
     "half a call": ([user("one"), calls('{"city": "Lis'), result("bad"), says("two"), user("three")], "one bad three"),
     "no content": ([user("one"), calls(FINE, content=None), result("sunny")], "one sunny"),
+    "no calls": ([user("one"), {**says("two"), "tool_calls": []}, user("three")], "one two three"),
+    "an empty answer": ([user("one"), says(""), user("three")], "one three"),
+    "a system message before an answer": ([system(), *ANSWERED], "first one two"),
     "a system message before a result": ([system(), *CALLED], "first one sunny"),
 }
 ARGUMENTS = ['{"city": "Lis', "[1]", "null", '"x"', "{} trailing", "", "   ", "5", None]
@@ -166,6 +169,13 @@ TOOLS_TO_FILL = [
 @sweep("family", ["gpt-oss", "hermes", "seed-oss", "chatml"])
 def test_tools_are_filled_where_a_template_cannot_do_without(family: str, given: Any) -> None:
     assert "look" in render_chat_template([user("one")], templated(TEMPLATES[family]), tools=[given])
+
+
+@sweep("continues", [True, False])
+def test_a_system_message_stays_in_a_chat_that_ends_with_an_answer(continues: bool) -> None:
+    chat = [system(), user("one"), {**says("two"), "tool_calls": [], "prefix": continues}]
+    text = render_chat_template(chat, templated(NEMO))
+    assert -1 < text.find("first") < text.find("one") < text.find("two")
 
 
 def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken() -> None:

@@ -50,6 +50,10 @@ TEMPLATES = {
         "{%- if id is not string or id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
         "<id>{{ id }}</id>{% endfor %}" + _TURN
     ),
+    "ministral3": _each(
+        "{%- if m.role == 'assistant' and not m.content and m.tool_calls is not defined %}"
+        "{{ raise_exception('an answer has a text or calls') }}{% endif %}" + _TURN
+    ),
     "gemma2": _each(
         "{%- if m.role not in ('user', 'assistant') %}{{ raise_exception('a role') }}{% endif %}"
         "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -115,6 +119,13 @@ TEMPLATES = {
         )
     ),
 }
+
+# Writes the system message with the last message, if that is the user's; so a longer chat does not begin as a shorter.
+NEMO = _each(
+    "{%- if m.tool_calls is defined and not m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}"
+    "{%- if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}"
+    "{%- if m.role != 'system' %}" + _TURN + "{% endif %}"
+)
 
 
 @functools.cache

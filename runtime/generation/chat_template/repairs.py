@@ -81,9 +81,9 @@ def systems_into_user_if_alone(chat: Chat) -> Chat:
     return chat if any(message["role"] == "user" for message in chat.messages) else systems_into_user(chat)
 
 
-def systems_into_user_before_result(chat: Chat) -> Chat:
-    """As `systems_into_user`, in a chat that ends with the result of a call."""
-    return systems_into_user(chat) if chat.messages[-1]["role"] == "tool" else chat
+def systems_into_user_before_end(chat: Chat) -> Chat:
+    """As `systems_into_user`, in a chat that ends with an answer or with the result of a call."""
+    return systems_into_user(chat) if chat.messages[-1]["role"] in ("assistant", "tool") else chat
 
 
 def _systems(messages: Sequence[Message]) -> list[Message]:
@@ -208,6 +208,17 @@ def arguments_as_json(messages: Sequence[Message]) -> Sequence[Message]:
 def empty_contents(messages: Sequence[Message]) -> Sequence[Message]:
     """Give messages without a content an empty one."""
     return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
+
+
+@_on_messages
+def empty_answers_filled(messages: Sequence[Message]) -> Sequence[Message]:
+    """Give answers without a text and calls a blank text."""
+    return [
+        message
+        if message["role"] != "assistant" or message.get("content") or _calls(message)
+        else {**message, "content": _FILLER}
+        for message in messages
+    ]
 
 
 def _calls(message: Message) -> list[Any]:
@@ -388,7 +399,7 @@ REPAIRS: tuple[Repair, ...] = (
     systems_joined,
     systems_into_user,
     systems_into_user_if_alone,
-    systems_into_user_before_result,
+    systems_into_user_before_end,
     one_text_beside_calls,
     calls_as_text,
     orphans_as_text,
@@ -399,6 +410,7 @@ REPAIRS: tuple[Repair, ...] = (
     texts_as_objects,
     others_as_objects,
     empty_contents,
+    empty_answers_filled,
     tools_filled,
 )
 
@@ -406,5 +418,6 @@ REPAIRS: tuple[Repair, ...] = (
 OF_DROPPED = tuple(
     repair
     for repair in REPAIRS
-    if repair not in (one_text_beside_calls, roles_alternating, short_ids, empty_contents, tools_filled)
+    if repair
+    not in (one_text_beside_calls, roles_alternating, short_ids, empty_contents, empty_answers_filled, tools_filled)
 )
