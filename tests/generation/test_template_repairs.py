@@ -178,6 +178,13 @@ def test_a_system_message_stays_in_a_chat_that_ends_with_an_answer(continues: bo
     assert -1 < text.find("first") < text.find("one") < text.find("two")
 
 
+@sweep("family", TEMPLATES)
+def test_repairs_for_an_error_keep_a_call_whose_words_are_elsewhere_too(family: str) -> None:
+    chat = [system("in Lima"), user("to Lima"), calls(FINE)]
+    text = render_chat_template(chat, templated(TEMPLATES[family]))
+    assert text.count("Lima") == 3
+
+
 def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken() -> None:
     chat = [user("one"), calls(FINE, content="two", reasoning_content="why"), result("sunny")]
     text = render_chat_template(chat, templated(TEMPLATES["gpt-oss"]), tools=TOOLS)

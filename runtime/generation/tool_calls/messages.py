@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A copy of messages as chat templates take them.
 
-    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has its function's name. Empty lists
-    of calls are left out, as some templates take any list for calls.
+    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has its function's name. Empty
+    lists of calls are left out, as some templates take any list for calls.
     """
     names: dict[Any, Any] = {}
     given = []
