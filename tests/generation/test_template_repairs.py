@@ -89,6 +89,8 @@ CHATS: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
         [user("one"), calls(FINE), result("sunny", "other0001"), result("rainy")],
         "one sunny rainy",
     ),
+    "a text beside a call": ([user("one"), calls(FINE, content="beside"), result("sunny")], "one beside sunny"),
+    "a call first": ([system(), calls(FINE), result("sunny"), user("three")], "Lima sunny three"),
     "other ids": ([user("one"), calls(FINE, ids=["toolu_01A"]), result("sunny", "toolu_01A")], "one sunny"),
     "no ids": ([user("one"), calls(FINE, FINE, ids=[None, None]), result("sunny", None)], "one sunny"),
     "half a call": ([user("one"), calls('{"city": "Lis'), result("bad"), says("two"), user("three")], "one bad three"),

@@ -99,8 +99,9 @@ TEMPLATES = {
     "{%- for name, schema in tool.function.parameters.properties | items %} {{ name + schema.description }}{% endfor %}"
     "\n{% endfor %}{%- for m in messages %}" + _TURN + "{%- endfor -%}" + _END,
     "llama3": _each(
+        "{%- if loop.index0 == 1 and messages[0].role == 'system' and m.tool_calls %}{% continue %}{% endif %}"
         "{%- if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
-        + _TURN.replace("m.content or ''", "(m.content or '') | trim")
+        + _TURN.replace("m.content or ''", "('' if m.tool_calls else m.content or '') | trim")
     ),
     "gemma4": _TOOLS
     + """\

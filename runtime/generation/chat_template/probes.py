@@ -21,6 +21,7 @@ from runtime.generation.chat_template.repairs import (
     systems_first,
     systems_into_user,
     systems_joined,
+    texts_before_calls,
 )
 
 Render = Callable[[Chat], str]
@@ -128,6 +129,10 @@ _PROBES = (
     ),
     _probe(_user("userone"), _calls(_call()), _orphan("resultone"), _result("resulttwo"), marks="resultone"),
     _probe(_user("userone"), _calls(_call()), _orphan("resultone"), _result("resulttwo"), marks="resulttwo"),
+    _probe(_user("userone"), _calls(_call(), content="besideone"), _result("resultone"), marks="besideone"),
+    _probe(_user("userone"), _calls(_call(), content="besideone"), _result("resultone"), marks="argumentmark"),
+    _probe(_user("userone"), _calls(_call(), content="besideone"), _result("resultone"), _says("answerone")),
+    _probe(_system("systemone"), _calls(_call()), _result("resultone"), _user("usertwo"), marks="argumentmark usertwo"),
     _after_call(_call("call_49c89af0")),
     _probe(_user("userone"), _calls(_call(None)), _result("resultone", None)),
     _after_call(_call(arguments='{"city": "argumentmark'), marks="argumentmark"),
@@ -147,7 +152,7 @@ _TOOLS = (
 )
 
 # Repairs that reach far, the furthest first. One of them is needed only where no other helps.
-_FAR = (calls_as_text, roles_alternating, systems_into_user, systems_joined, systems_first)
+_FAR = (calls_as_text, texts_before_calls, roles_alternating, systems_into_user, systems_joined, systems_first)
 _IN_DOUBT = (*_FAR, *(repair for repair in REPAIRS if repair not in _FAR))
 
 

@@ -327,6 +327,27 @@ def roles_alternating(messages: Sequence[Message]) -> Sequence[Message]:
     return changed
 
 
+@_on_messages
+def texts_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Put the content beside calls, and the reasoning, in a message of their own before the calls."""
+    changed: list[Message] = []
+    for message in messages:
+        if _calls(message) and message.get("content"):
+            changed.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {**{name: value for name, value in message.items() if name not in _REASONING}, "content": ""}
+        changed.append(message)
+    return changed
+
+
+@_on_messages
+def user_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Put a blank message of the user's before a call that comes first."""
+    first = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), None)
+    if first is None or not _calls(messages[first]):
+        return messages
+    return [*messages[:first], {"role": "user", "content": _FILLER}, *messages[first:]]
+
+
 def _joined(messages: Sequence[Message], are_one: Callable[[Message, Message], bool]) -> list[Message]:
     changed: list[Message] = []
     for message in messages:
@@ -404,6 +425,8 @@ REPAIRS: tuple[Repair, ...] = (
     calls_as_text,
     orphans_as_text,
     neighbours_joined,
+    user_before_calls,
+    texts_before_calls,
     calls_one_by_one,
     roles_alternating,
     short_ids,
