@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from sweeps import sweep
-from template_families import TEMPLATES, templated
+from template_families import NEMO, TEMPLATES, templated
 
 import runtime
 from runtime.generation.chat_template import render_chat_template
@@ -81,10 +81,23 @@ CHATS: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
         "sunny three",
     ),
     "two calls": ([user("one"), calls(FINE, FINE), result("sunny"), result("rainy", "callid002")], "sunny rainy"),
+    "two answers with a call each": (
+        [user("one"), calls(FINE), calls(FINE, ids=["callid002"]), result("sunny"), result("rainy", "callid002")],
+        "one sunny rainy",
+    ),
+    "a result of another call before its own": (
+        [user("one"), calls(FINE), result("sunny", "other0001"), result("rainy")],
+        "one sunny rainy",
+    ),
+    "a text beside a call": ([user("one"), calls(FINE, content="beside"), result("sunny")], "one beside sunny"),
+    "a call first": ([system(), calls(FINE), result("sunny"), user("three")], "Lima sunny three"),
     "other ids": ([user("one"), calls(FINE, ids=["toolu_01A"]), result("sunny", "toolu_01A")], "one sunny"),
     "no ids": ([user("one"), calls(FINE, FINE, ids=[None, None]), result("sunny", None)], "one sunny"),
     "half a call": ([user("one"), calls('{"city": "Lis'), result("bad"), says("two"), user("three")], "one bad three"),
     "no content": ([user("one"), calls(FINE, content=None), result("sunny")], "one sunny"),
+    "no calls": ([user("one"), {**says("two"), "tool_calls": []}, user("three")], "one two three"),
+    "an empty answer": ([user("one"), says(""), user("three")], "one three"),
+    "a system message before an answer": ([system(), *ANSWERED], "first one two"),
     "a system message before a result": ([system(), *CALLED], "first one sunny"),
 }
 ARGUMENTS = ['{"city": "Lis', "[1]", "null", '"x"', "{} trailing", "", "   ", "5", None]
@@ -100,6 +113,9 @@ def test_every_family_takes_every_chat_and_keeps_its_texts(family: str, chat: st
     # Behind the tools, which may have the same words. A system message may have come to the front.
     found = [text.find(word) for word in words.split()]
     assert -1 not in found
+    # So may the result of another call have come behind its neighbours.
+    if chat == "a result of another call before its own":
+        found.sort()
     if not (chat == "one at the end" and found[1] < found[0]):
         assert found == sorted(found)
     assert json.dumps(messages) == before
@@ -155,6 +171,20 @@ TOOLS_TO_FILL = [
 @sweep("family", ["gpt-oss", "hermes", "seed-oss", "chatml"])
 def test_tools_are_filled_where_a_template_cannot_do_without(family: str, given: Any) -> None:
     assert "look" in render_chat_template([user("one")], templated(TEMPLATES[family]), tools=[given])
+
+
+@sweep("continues", [True, False])
+def test_a_system_message_stays_in_a_chat_that_ends_with_an_answer(continues: bool) -> None:
+    chat = [system(), user("one"), {**says("two"), "tool_calls": [], "prefix": continues}]
+    text = render_chat_template(chat, templated(NEMO))
+    assert -1 < text.find("first") < text.find("one") < text.find("two")
+
+
+@sweep("family", TEMPLATES)
+def test_repairs_for_an_error_keep_a_call_whose_words_are_elsewhere_too(family: str) -> None:
+    chat = [system("in Lima"), user("to Lima"), calls(FINE)]
+    text = render_chat_template(chat, templated(TEMPLATES[family]))
+    assert text.count("Lima") == 3
 
 
 def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken() -> None:

@@ -50,6 +50,10 @@ TEMPLATES = {
         "{%- if id is not string or id | length != 9 %}{{ raise_exception('ids have nine letters') }}{% endif %}"
         "<id>{{ id }}</id>{% endfor %}" + _TURN
     ),
+    "ministral3": _each(
+        "{%- if m.role == 'assistant' and not m.content and m.tool_calls is not defined %}"
+        "{{ raise_exception('an answer has a text or calls') }}{% endif %}" + _TURN
+    ),
     "gemma2": _each(
         "{%- if m.role not in ('user', 'assistant') %}{{ raise_exception('a role') }}{% endif %}"
         "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
@@ -95,9 +99,20 @@ TEMPLATES = {
     "{%- for name, schema in tool.function.parameters.properties | items %} {{ name + schema.description }}{% endfor %}"
     "\n{% endfor %}{%- for m in messages %}" + _TURN + "{%- endfor -%}" + _END,
     "llama3": _each(
+        "{%- if loop.index0 == 1 and messages[0].role == 'system' and m.tool_calls %}{% continue %}{% endif %}"
         "{%- if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
-        + _TURN.replace("m.content or ''", "(m.content or '') | trim")
+        + _TURN.replace("m.content or ''", "('' if m.tool_calls else m.content or '') | trim")
     ),
+    "gemma4": _TOOLS
+    + """\
+{%- set ns = namespace(ids=[]) %}
+{%- for m in messages %}
+{%- set ids = (m.tool_calls or []) | map(attribute='id') | list %}
+{%- set ns.ids = ns.ids + ids if m.role in ('assistant', 'tool') else [] %}
+{%- if m.role != 'tool' or m.tool_call_id in ns.ids %}"""
+    + _TURN
+    + "{% endif %}{%- endfor -%}"
+    + _END,
     "phi": _each("{%- if m.role in ('system', 'user', 'assistant') and m.content %}" + _TURN + "{% endif %}"),
     "functionary": _each(
         _TURN.replace(
@@ -105,6 +120,13 @@ TEMPLATES = {
         )
     ),
 }
+
+# Writes the system message with the last message, if that is the user's; so a longer chat does not begin as a shorter.
+NEMO = _each(
+    "{%- if m.tool_calls is defined and not m.tool_calls %}{{ raise_exception('no calls') }}{% endif %}"
+    "{%- if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}"
+    "{%- if m.role != 'system' %}" + _TURN + "{% endif %}"
+)
 
 
 @functools.cache

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -18,6 +21,7 @@ from runtime.generation.chat_template.repairs import (
     systems_first,
     systems_into_user,
     systems_joined,
+    texts_before_calls,
 )
 
 Render = Callable[[Chat], str]
@@ -103,6 +107,8 @@ _PROBES = (
     _probe(_system("systemone"), _user("userone"), _system("systemtwo"), marks="systemone systemtwo"),
     _probe(_user("userone"), _system("systemtwo"), marks="systemtwo"),
     _probe(_system("systemone"), *_CALLED, marks="systemone"),
+    _probe(_system("systemone"), *_ANSWERED, marks="systemone"),
+    _probe(_user("userone"), _says(""), _user("usertwo"), marks="userone usertwo"),
     _probe(_user("userone"), _user("usertwo"), marks="userone usertwo"),
     _probe(*_ANSWERED, _says("answertwo"), _user("usertwo"), marks="answerone answertwo"),
     _probe(_says("answerone"), _user("userone"), marks="answerone"),
@@ -116,6 +122,17 @@ _PROBES = (
     ),
     _probe(_orphan("resultone"), _user("userone"), marks="resultone"),
     _probe(*_ANSWERED, _orphan("resultone"), _user("usertwo"), marks="resultone usertwo"),
+    _probe(
+        *(_user("userone"), _calls(_call()), _calls(_call("callmark2"))),
+        *(_result("resultone"), _result("resulttwo", "callmark2")),
+        marks="resultone resulttwo",
+    ),
+    _probe(_user("userone"), _calls(_call()), _orphan("resultone"), _result("resulttwo"), marks="resultone"),
+    _probe(_user("userone"), _calls(_call()), _orphan("resultone"), _result("resulttwo"), marks="resulttwo"),
+    _probe(_user("userone"), _calls(_call(), content="besideone"), _result("resultone"), marks="besideone"),
+    _probe(_user("userone"), _calls(_call(), content="besideone"), _result("resultone"), marks="argumentmark"),
+    _probe(_user("userone"), _calls(_call(), content="besideone"), _result("resultone"), _says("answerone")),
+    _probe(_system("systemone"), _calls(_call()), _result("resultone"), _user("usertwo"), marks="argumentmark usertwo"),
     _after_call(_call("call_49c89af0")),
     _probe(_user("userone"), _calls(_call(None)), _result("resultone", None)),
     _after_call(_call(arguments='{"city": "argumentmark'), marks="argumentmark"),
@@ -135,7 +152,7 @@ _TOOLS = (
 )
 
 # Repairs that reach far, the furthest first. One of them is needed only where no other helps.
-_FAR = (calls_as_text, roles_alternating, systems_into_user, systems_joined, systems_first)
+_FAR = (calls_as_text, texts_before_calls, roles_alternating, systems_into_user, systems_joined, systems_first)
 _IN_DOUBT = (*_FAR, *(repair for repair in REPAIRS if repair not in _FAR))
 
 
@@ -180,7 +197,7 @@ def needs_of(render: Render, *, has_tools: bool) -> Needs:
             marks = tuple(mark for mark in marks if not mark.startswith("argument"))
         chat = repaired(chat, first)
         if not _takes(render, chat, marks):
-            needed = needed_of(REPAIRS, render, chat, marks)
+            needed = needed_of(REPAIRS, partial(_takes, render, marks=marks), chat)
             (always if _takes(render, chat) else on_error).update(needed)
     in_order = (*REPAIRS, arguments_as_json)
     return Needs(
@@ -189,29 +206,95 @@ def needs_of(render: Render, *, has_tools: bool) -> Needs:
     )
 
 
-def needed_of(repairs: Sequence[Repair], render: Render, chat: Chat, marks: Sequence[str] = ()) -> list[Repair]:
-    """Those of some repairs without any of which the template does not take a chat; none if all of them do not help."""
+def needed_of(repairs: Sequence[Repair], takes: Callable[[Chat], bool], chat: Chat) -> list[Repair]:
+    """Those of some repairs without any of which a chat is not taken; none if all of them do not help."""
     needed, changed = [], chat
     for repair in repairs:
         after = repair(changed)
         if after != changed or repair(chat) != chat:
             needed.append(repair)
         changed = after
-    if not _takes(render, changed, marks):
+    if not takes(changed):
         return []
     for repair in _IN_DOUBT:
         fewer = [each for each in needed if each is not repair]
-        if len(fewer) < len(needed) and _takes(render, repaired(chat, fewer), marks):
+        if len(fewer) < len(needed) and takes(repaired(chat, fewer)):
             needed = fewer
     return needed
 
 
 def _takes(render: Render, chat: Chat, marks: Sequence[str] = ()) -> bool:
     """Whether a template writes a chat, with these texts in this order."""
-    # The template is third-party code, written for certain messages; it may raise anything for others.
-    try:
-        text = render(chat)
-    except Exception:
+    if (text := _tried(render, chat)) is None:
         return False
     places = [text.find(mark) for mark in marks]
     return -1 not in places and places == sorted(places)
+
+
+def _tried(render: Render, chat: Chat) -> str | None:
+    # The template is third-party code, written for certain messages; it may raise anything for others.
+    try:
+        return render(chat)
+    except Exception:
+        return None
+
+
+# --- repairs of a client's chat -------------------------------------------------------------------
+
+
+def needed_for_texts(repairs: Sequence[Repair], render: Render, chat: Chat) -> list[Repair]:
+    """As `needed_of`: those without any of which the template raises, or leaves out what it writes after them all."""
+    whole = repaired(chat, repairs)
+    if (text := _tried(render, whole)) is None:
+        return []
+    own = _words_of(chat)
+    # Repairs add words, as to say whose result a text is.
+    wanted = (_words(text) - (_words_of(whole) - own)) & own
+    return needed_of(repairs, lambda changed: _has(_tried(render, changed), wanted), chat)
+
+
+def without_loss(repairs: Sequence[Repair], render: Render, chat: Chat) -> Chat:
+    """The chat after those of some repairs after which the template leaves out nothing that it writes without them."""
+    whole = repaired(chat, repairs)
+    if whole == chat or (text := _tried(render, chat)) is None:
+        return whole
+    wanted = _words(text) & _words_of(chat)
+    fewer = ([each for each in repairs if each is not repair] for repair in _IN_DOUBT if repair in repairs)
+    for kept in (repairs, *fewer):
+        changed = repaired(chat, kept)
+        after = _tried(render, changed)
+        if after is None or _has(after, wanted):
+            return changed
+    return chat
+
+
+def _has(text: str | None, wanted: Counter[str]) -> bool:
+    return text is not None and wanted <= _words(text)
+
+
+def _words(text: str) -> Counter[str]:
+    """The words of a text and how often it has them, whether it is written as JSON or not."""
+    return Counter(re.findall(r"\w+", _ESCAPED.sub(_unescaped, text) if "\\" in text else text))
+
+
+_ESCAPED = re.compile(r"\\(?:u([0-9a-fA-F]{4})|[nrtbf\"\\/])")
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return chr(int(match[1], 16)) if match[1] else " "
+
+
+def _words_of(chat: Chat) -> Counter[str]:
+    texts: list[str] = []
+    for message in chat.messages:
+        texts.append(_plain_text(message.get("content")))
+        texts += (_plain_text(call.get("function")) for call in message.get("tool_calls") or ())
+    return _words("\n".join(texts))
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "\n".join(map(_plain_text, value.values()))
+    if isinstance(value, (list, tuple)):
+        return "\n".join(map(_plain_text, value))
+    return value if isinstance(value, str) else ""

@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError
 from runtime.generation.chat_template.known import ANSWER_MARK, known_of, plain
-from runtime.generation.chat_template.probes import Needs, needed_of, needs_of, repaired
+from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, without_loss
 from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message
 from runtime.generation.chat_template.switches import with_known_effort, with_own_switch
 from runtime.generation.chat_template.tags import tags_of
@@ -47,7 +47,8 @@ def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, A
     chat = Chat(tuple(for_template(turns)), tuple(tools) if are_schemas else ())
     # A renderer in Python, without a template, is only probed once it raises an error.
     may_drop = known_of(tokenizer).template is not None and any(repair(chat) != chat for repair in OF_DROPPED)
-    shaped = repaired(chat, _needs(tokenizer, has_tools=bool(tools)).always) if may_drop else chat
+    always = _needs(tokenizer, has_tools=bool(tools)).always if may_drop else ()
+    shaped = without_loss(always, partial(plain, tokenizer, switches), chat)
     try:
         return plain(tokenizer, switches, shaped)
     except Exception as error:
@@ -56,7 +57,7 @@ def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, A
     needs = _needs(tokenizer, has_tools=bool(tools)).on_error
     for repairs in (needs, (*REPAIRS, *needs)):
         # No more than this chat needs, so that what comes before an oddity keeps its shape.
-        if needed := needed_of(repairs, render, shaped):
+        if needed := needed_for_texts(repairs, render, shaped):
             shaped = repaired(shaped, needed)
             break
     with suppress(Exception):

@@ -81,9 +81,9 @@ def systems_into_user_if_alone(chat: Chat) -> Chat:
     return chat if any(message["role"] == "user" for message in chat.messages) else systems_into_user(chat)
 
 
-def systems_into_user_before_result(chat: Chat) -> Chat:
-    """As `systems_into_user`, in a chat that ends with the result of a call."""
-    return systems_into_user(chat) if chat.messages[-1]["role"] == "tool" else chat
+def systems_into_user_before_end(chat: Chat) -> Chat:
+    """As `systems_into_user`, in a chat that ends with an answer or with the result of a call."""
+    return systems_into_user(chat) if chat.messages[-1]["role"] in ("assistant", "tool") else chat
 
 
 def _systems(messages: Sequence[Message]) -> list[Message]:
@@ -111,16 +111,25 @@ def one_text_beside_calls(messages: Sequence[Message]) -> Sequence[Message]:
 
 @_on_messages
 def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
-    """Make users' texts of results whose call is not in the answer before them."""
+    """Make users' texts of results whose call is not in the answers before them, behind the results that follow."""
     changed: list[Message] = []
-    ids: list[Any] = []  # of the calls whose results may follow
+    orphans: list[Message] = []
+    waiting: list[Any] = []  # ids of calls whose results may follow
+    answered: list[Any] = []
     for message in messages:
-        if message["role"] != "tool":
-            ids = [_id_of(call) for call in _calls(message)]
-        elif not ids or (None not in (*ids, _result_id(message)) and _result_id(message) not in ids):
-            message = _result_as_text(message)
+        if message["role"] == "tool":
+            id = _result_id(message)
+            if waiting and (id in waiting or None in (*waiting, id)):
+                answered.append(id)
+                changed.append(message)
+            else:
+                orphans.append(_result_as_text(message))
+            continue
+        changed += orphans
+        before = [id for id in waiting if id not in answered] if message["role"] == "assistant" else []
+        waiting, answered, orphans = [*before, *map(_id_of, _calls(message))], [], []
         changed.append(message)
-    return changed
+    return [*changed, *orphans]
 
 
 @_on_messages
@@ -199,6 +208,17 @@ def arguments_as_json(messages: Sequence[Message]) -> Sequence[Message]:
 def empty_contents(messages: Sequence[Message]) -> Sequence[Message]:
     """Give messages without a content an empty one."""
     return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
+
+
+@_on_messages
+def empty_answers_filled(messages: Sequence[Message]) -> Sequence[Message]:
+    """Give answers without a text and calls a blank text."""
+    return [
+        message
+        if message["role"] != "assistant" or message.get("content") or _calls(message)
+        else {**message, "content": _FILLER}
+        for message in messages
+    ]
 
 
 def _calls(message: Message) -> list[Any]:
@@ -307,6 +327,27 @@ def roles_alternating(messages: Sequence[Message]) -> Sequence[Message]:
     return changed
 
 
+@_on_messages
+def texts_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Put the content beside calls, and the reasoning, in a message of their own before the calls."""
+    changed: list[Message] = []
+    for message in messages:
+        if _calls(message) and message.get("content"):
+            changed.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {**{name: value for name, value in message.items() if name not in _REASONING}, "content": ""}
+        changed.append(message)
+    return changed
+
+
+@_on_messages
+def user_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
+    """Put a blank message of the user's before a call that comes first."""
+    first = next((i for i, message in enumerate(messages) if message["role"] not in _SYSTEM), None)
+    if first is None or not _calls(messages[first]):
+        return messages
+    return [*messages[:first], {"role": "user", "content": _FILLER}, *messages[first:]]
+
+
 def _joined(messages: Sequence[Message], are_one: Callable[[Message, Message], bool]) -> list[Message]:
     changed: list[Message] = []
     for message in messages:
@@ -379,17 +420,20 @@ REPAIRS: tuple[Repair, ...] = (
     systems_joined,
     systems_into_user,
     systems_into_user_if_alone,
-    systems_into_user_before_result,
+    systems_into_user_before_end,
     one_text_beside_calls,
     calls_as_text,
     orphans_as_text,
     neighbours_joined,
+    user_before_calls,
+    texts_before_calls,
     calls_one_by_one,
     roles_alternating,
     short_ids,
     texts_as_objects,
     others_as_objects,
     empty_contents,
+    empty_answers_filled,
     tools_filled,
 )
 
@@ -397,5 +441,6 @@ REPAIRS: tuple[Repair, ...] = (
 OF_DROPPED = tuple(
     repair
     for repair in REPAIRS
-    if repair not in (one_text_beside_calls, roles_alternating, short_ids, empty_contents, tools_filled)
+    if repair
+    not in (one_text_beside_calls, roles_alternating, short_ids, empty_contents, empty_answers_filled, tools_filled)
 )

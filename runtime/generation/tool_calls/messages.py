@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A copy of messages as chat templates take them.
 
-    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has its function's name.
+    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has its function's name. Empty
+    lists of calls are left out, as some templates take any list for calls.
     """
     names: dict[Any, Any] = {}
     given = []
@@ -25,6 +26,8 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         message = dict(message)
         if isinstance(calls := message.get("tool_calls"), (list, tuple)):
             message["tool_calls"] = [_call(call, names) for call in calls]
+            if not calls:
+                del message["tool_calls"]
         id = message.get("tool_call_id")
         if message.get("role") == "tool" and isinstance(id, str) and id in names:
             message.setdefault("name", names[id])
