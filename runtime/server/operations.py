@@ -198,4 +198,18 @@ def _schemas(sent: tuple[type, ...], received: tuple[type, ...]) -> str:
     ]
     inputs: list[Any] = [((mode, i), mode, TypeAdapter(each)) for types, mode in modes for i, each in enumerate(types)]
     _, schemas = TypeAdapter.json_schemas(inputs, ref_template="#/components/schemas/{model}")
-    return json.dumps(schemas["$defs"])
+    return json.dumps(_with_any_of(schemas["$defs"]))
+
+
+def _with_any_of(schema: Any) -> Any:
+    """A schema in which unions without a discriminator are "anyOf": a part of an unknown type fits several of its
+    kinds, of which pydantic is told by a function, and would be none of "oneOf".
+    """
+    if isinstance(schema, list):
+        return [_with_any_of(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_told_apart = "discriminator" in schema
+    return {
+        "anyOf" if key == "oneOf" and not is_told_apart else key: _with_any_of(value) for key, value in schema.items()
+    }

@@ -127,7 +127,14 @@ def a_run(seconds: float, tokens: tuple[int, ...] = (7, 8, 9), **changes: Any) -
 def scripted(*, plan: OneStreamPlan | None = None) -> OneStream:
     """Two repeats of two prompts. Plain decoding takes a second, mlx-lm's best half of it, Outrider a quarter of it."""
     measured = OneStream(plan or small(num_draft_tokens=(2,), lookaheads=("auto",)))
-    of_ours = {"hits": 3, "misses": 1, "verify_seconds": 0.2, "target_seconds": 0.225, "draft_seconds": 0.05}
+    of_ours = {
+        "drafted": 8,
+        "hits": 3,
+        "misses": 1,
+        "verify_seconds": 0.2,
+        "target_seconds": 0.225,
+        "draft_seconds": 0.05,
+    }
     for repeat in range(2):
         for prompt in range(2):
             measured.contest.turns[repeat, prompt] = {

@@ -571,14 +571,14 @@ async def test_a_signal_ends_the_text_in_mid_generation_and_statistics_are_print
     async with outrider(*arguments, stdout=-1, stderr=-1) as process:
         # The text is streamed: it has no end.
         first = await process.stdout.receive_some()
-        assert first.startswith(b"w")
+        assert first.lstrip().startswith(b"w")
         process.send_signal(signal.SIGTERM)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read_all, process.stdout)
             err = await read_all(process.stderr)
     assert process.returncode == 143
     assert "Traceback" not in err
-    assert err.startswith("tokens ")
+    assert "\ntokens " in err
     assert "peak memory" in err
 
 
@@ -713,7 +713,8 @@ async def test_no_command_complains_of_a_reader_that_has_left(arguments, is_buff
         arguments = ["doctor", endless]
     async with outrider(*arguments, stdout=-1, stderr=-1) as process:
         await process.stdout.aclose()
-        assert await read_all(process.stderr) == ""
+        said = await read_all(process.stderr)
+        assert [line for line in said.splitlines() if "the machine is busy" not in line] == []
     assert process.returncode == 141
 
 
