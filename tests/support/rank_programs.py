@@ -28,6 +28,7 @@ import actors.distributed.sharded_model
 import actors.target.drafter_link
 import runtime
 import runtime.doctor.ranks
+import runtime.doctor.report
 import runtime.ranks.leading
 from actors.mlx.sequence import MLXSequence
 from protocol.text_ledger import TextLedger
@@ -441,6 +442,7 @@ def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
             actors.distributed.sharded_model.time_exchange = _fail
         elif how == "decodes":
             MLXSequence.feed_lazy = _fail
+    runtime.doctor.report.load_of_others = lambda: None  # of other tests
     os.environ["COLUMNS"] = "1000"  # so that nothing is folded
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
