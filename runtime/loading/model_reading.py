@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import hf_hub_download, list_repo_files
+from huggingface_hub import hf_hub_download, model_info
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -50,8 +50,10 @@ def _read_gguf(file: Path, options: dict[str, Any]) -> tuple[Module, TokenizerWr
 
 def _only_on_the_hub(repository: str, revision: str | None) -> str | None:
     names: Sequence[str] = ()
-    with suppress(OSError, ValueError):  # no network, no such repository: mlx-lm's own error says more
-        names = list_repo_files(repository, revision=revision)
+    # `list_repo_files` would try for half a minute without a network. Errors come from several libraries; mlx-lm's own,
+    # which is raised then, says more.
+    with suppress(Exception):
+        names = [file.rfilename for file in model_info(repository, revision=revision).siblings or ()]
     return only_model(f"the hub repository {repository}", names, prefix=f"{repository}/")
 
 

@@ -14,7 +14,7 @@ from sweeps import sweep
 import runtime
 from actors.trained.kinds.attach import SUPPORTED
 from actors.trained.kinds.recognition import kind_of, nearest_to
-from runtime.loading import model_sources
+from runtime.loading import model_reading, model_sources
 
 CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"medusa_num_heads": 4, "medusa_num_layers": 1}, "Medusa"),
@@ -105,8 +105,12 @@ async def test_one_of_another_kind_on_the_hub_is_refused_and_not_downloaded(
 
 async def test_where_the_hub_cannot_be_asked_loading_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FakeHub(tmp_path, monkeypatch)
-    usual = model_sources.load
-    monkeypatch.setattr(model_sources, "load", lambda name: {}[name] if name == "org/other" else usual(name))
+    usual = model_reading.load
+
+    def load(name: str, **options: Any) -> Any:
+        return {}[name] if name == "org/other" else usual(name, **options)
+
+    monkeypatch.setattr(model_reading, "load", load)
     with pytest.raises(runtime.ModelError, match="cannot load draft 'org/other'"):
         async with runtime.open(runtime.DEMO_TARGET, draft="org/other"):
             pass

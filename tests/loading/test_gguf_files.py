@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf_files
@@ -136,12 +137,13 @@ class Hub:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.fetched = folder, list[str]()
-        for name, function in (("list_repo_files", self.names), ("hf_hub_download", self.fetch)):
+        for name, function in (("model_info", self.info), ("hf_hub_download", self.fetch)):
             monkeypatch.setattr(f"runtime.loading.model_reading.{name}", function)
         monkeypatch.setattr("runtime.loading.model_reading.load", self.without_config)
 
-    def names(self, repository: str, revision: str | None) -> list[str]:
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.*"))
+    def info(self, repository: str, revision: str | None) -> Any:
+        names = sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.*"))
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
     def fetch(self, repository: str, name: str, revision: str | None) -> str:
         self.fetched.append(f"{repository}@{revision}:{name}")
