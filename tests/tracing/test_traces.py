@@ -689,4 +689,7 @@ def test_a_signal_leaves_whole_files(endless, tmp_path, monkeypatch, capfd):
 def test_a_full_disk_is_a_warning_after_the_text(endless, capfd):
     out, err = ran(capfd, "generate", "w1 w2", "--target", endless, "--max-tokens", "3", "--trace", "/dev/full")
     assert out
-    assert err.startswith("outrider: warning: the trace in /dev/full is not whole: No space left on device\n")
+    assert err == (
+        "outrider: warning: the trace in /dev/full is not whole: No space left on device\n"
+        "outrider: the text was cut off after 3 tokens; raise --max-tokens for more\n"
+    )
