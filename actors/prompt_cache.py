@@ -77,11 +77,9 @@ def open_continued(model: Model, path: str, *, beside_another: bool) -> Continue
         sequence.begin(_read(Path(path).expanduser()))
     except (MisfitError, RewindError) as error:
         sequence.close()
-        raise SessionFileError.of(
-            "the prompt cache file {path} does not fit the target: {error}; open the model that it was made with, and "
-            "with the same {kv_bits}, {kv_group_size} and {max_kv_size}",
-            path=shown_path(path),
-            error=error,
+        raise SessionFileError(
+            f"the prompt cache file {shown_path(path)} does not fit the target: {error}; open the model that it was "
+            "made with, and with the same kv_bits, kv_group_size and max_kv_size"
         ) from error
     return sequence
 

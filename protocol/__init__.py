@@ -12,6 +12,6 @@ time. The modules, each of which says what it is:
 * prices and time: `prices`, `pass_price`, `pass_plan`, `target_queue`, `deadlines`, `backoff`, `prefill_chunks`
 * texts and settings: `settings`, `settings_keywords`, `open_options`, `options`, `validation`, `argument_aliases`,
   `logits_processors`, `stop_strings`
-* reporting: `statistics`, `scores`, `trace`, `errors`, `wording`, `reprs`
+* reporting: `statistics`, `scores`, `trace`, `errors`, `reprs`
 * between processes: `wire`, `drafter_wire`, `rank_messages`, `tensor`, `text_ledger`
 """

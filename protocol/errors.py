@@ -12,19 +12,6 @@ if TYPE_CHECKING:
 class OutriderError(Exception):
     """Base of all of Outrider's exceptions."""
 
-    @classmethod
-    def of(cls, template: str, /, **fields: object) -> Self:
-        """An error with a `protocol.wording.Message` of a template and its fields."""
-        from protocol.wording import Message
-
-        return cls(Message(template, **fields))
-
-    @property
-    def fields(self) -> dict[str, object]:
-        """The fields of the message: `option`, `value`, `bound` and `remedy` where a value is not allowed."""
-        fields: dict[str, object] = getattr(self.args[0], "fields", {}) if self.args else {}
-        return fields
-
 
 # --- the caller's fault ---------------------------------------------------------------------------
 

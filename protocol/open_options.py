@@ -11,7 +11,6 @@ from protocol.argument_aliases import MISSING
 from protocol.errors import SettingsError
 from protocol.options import declared, option
 from protocol.validation import flag, integer, one_of
-from protocol.wording import Message
 
 # When the drafter drafts; see `OpenOptions.work_ahead`.
 WorkAhead = Literal["auto", "always", "never"]
@@ -118,7 +117,7 @@ class OpenOptions:
     )
     kv_bits: int | None = attrs.field(
         default=None,
-        validator=one_of(2, 3, 4, 5, 6, 8, None, spelled=Message("2, 3, 4, 5, 6, 8 or {none}")),
+        validator=one_of(2, 3, 4, 5, 6, 8, None, spelled="2, 3, 4, 5, 6, 8 or None"),
         metadata=option("N", _CACHES, aliases="cache_bits kv_cache_bits"),
     )
     kv_group_size: int = attrs.field(
@@ -155,7 +154,7 @@ class OpenOptions:
     draft_process: bool = attrs.field(default=False, validator=flag, metadata=option("", _CACHES))
     draft_device: str | None = attrs.field(
         default=None,
-        validator=one_of("cpu", "gpu", None, spelled=Message('"cpu", "gpu" or {none}')),
+        validator=one_of("cpu", "gpu", None, spelled='"cpu", "gpu" or None'),
         metadata=option("DEVICE", _CACHES),
     )
     work_ahead: WorkAhead = attrs.field(
@@ -166,12 +165,10 @@ class OpenOptions:
 
     def __attrs_post_init__(self) -> None:
         if self.kv_bits is not None and self.max_kv_size is not None:
-            raise SettingsError.of(
-                "{kv_bits} and {max_kv_size} exclude each other: mlx-lm cannot quantise a rotating cache"
-            )
+            raise SettingsError("kv_bits and max_kv_size exclude each other: mlx-lm cannot quantise a rotating cache")
         if self.has_draft_process and self.draft_rank:
-            raise SettingsError.of(
-                "{draft_process} and {draft_rank} exclude each other: the drafter is in one process; leave one out"
+            raise SettingsError(
+                "draft_process and draft_rank exclude each other: the drafter is in one process; leave one out"
             )
 
     @property

@@ -17,7 +17,6 @@ from protocol.open_options import OpenOptions
 from protocol.options import declared, option
 from protocol.reprs import brief, shown
 from protocol.validation import check_number, flag, integer, is_integer, is_number, must_be, number, one_of, validator
-from protocol.wording import Message
 
 Acceptance = Literal["auto", "match", "rejection"]
 
@@ -82,31 +81,21 @@ def _strings(name: str, value: Any) -> None:
         raise must_be(name, "a text or a sequence of texts", value)
     for text in value:
         if not isinstance(text, str):
-            raise must_be(name, "texts", text, Message("ids go into {stop_tokens}"), among=True)
+            raise must_be(name, "texts", text, "ids go into stop_tokens", among=True)
         if not 0 < len(text) <= MAX_STOP_LENGTH:
-            raise SettingsError.of(
-                "a text in {option} must have 1 to {most} characters, got one of {length}",
-                option=name,
-                most=MAX_STOP_LENGTH,
-                length=len(text),
-            )
+            raise SettingsError(f"a text in {name} must have 1 to {MAX_STOP_LENGTH} characters, got one of {len(text)}")
 
 
 @validator
 def _bias(name: str, value: Any) -> None:
     if not isinstance(value, Mapping):
-        template = "{option} must map token ids to numbers, got {value}"
-        raise SettingsError.of(template, option=name, value=value)
+        raise SettingsError(f"{name} must map token ids to numbers, got {shown(value)}")
     for id, bias in value.items():
         if not is_integer(id) or id < 0:
-            raise SettingsError.of(
-                "{option} must have token ids of at least 0 for keys, got {value} among them", option=name, value=id
-            )
+            raise SettingsError(f"{name} must have token ids of at least 0 for keys, got {shown(id)} among them")
         # -inf forbids a token; +inf and NaN would make the choice meaningless.
         if not is_number(bias) or not (bias == -math.inf or -_LARGEST <= bias <= _LARGEST):
-            raise SettingsError.of(
-                "{option} must have numbers for values, or -inf, got {value} for {id}", option=name, value=bias, id=id
-            )
+            raise SettingsError(f"{name} must have numbers for values, or -inf, got {shown(bias)} for {id}")
 
 
 def _check_repetition_penalty(name: str, value: Any, low: float) -> None:
@@ -139,7 +128,7 @@ def _path(value: Any) -> Any:
 @validator
 def _file(name: str, value: Any) -> None:
     if value is not None and (not isinstance(value, str) or not value):
-        raise must_be(name, Message("the path of a file or {none}"), value)
+        raise must_be(name, "the path of a file or None", value)
 
 
 # The settings that a user's sampler replaces.
@@ -368,9 +357,9 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         if self.prompt_cache_file is not None and self.reuse_prefix:
-            raise SettingsError.of(
-                "a text either continues {prompt_cache_file} or reuses a prefix; leave out {prompt_cache_file} or "
-                "{reuse_prefix} (a conversation always reuses what it has read)"
+            raise SettingsError(
+                "a text either continues prompt_cache_file or reuses a prefix; leave out prompt_cache_file or "
+                "reuse_prefix (a conversation always reuses what it has read)"
             )
         if self.sampler is None:
             return
@@ -484,8 +473,7 @@ def check_vocabulary_size(settings: Settings, vocab_size: int) -> None:
     """
     for name in ("stop_tokens", "logit_bias", "xtc_special_tokens", "prediction"):
         if outside := [token for token in getattr(settings, name) if token >= vocab_size]:
-            template = "{option} {value} are outside the target's vocabulary of {size} ids"
-            raise SettingsError.of(template, option=name, value=outside, size=vocab_size)
+            raise SettingsError(f"{name} {shown(outside)} are outside the target's vocabulary of {vocab_size} ids")
     for name in ("top_k", "min_tokens_to_keep"):
         if getattr(settings, name) > vocab_size:
             bound = f"at most the target's vocabulary of {vocab_size} ids"

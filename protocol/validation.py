@@ -13,18 +13,15 @@ from typing import Any, TypeGuard
 import attrs
 
 from protocol.errors import SettingsError
-from protocol.wording import Message
+from protocol.reprs import shown
 
 _LARGEST = sys.float_info.max
 
 
 def must_be(option: str, bound: str, value: Any, remedy: str | None = None, *, among: bool = False) -> SettingsError:
     """An error for a value that is not allowed; with `among`, for one of several values."""
-    template = "{option} must be {bound}, got {value}" + (" among them" if among else "")
-    fields = {"option": option, "bound": bound, "value": value}
-    if remedy is None:
-        return SettingsError(Message(template, **fields))
-    return SettingsError(Message(template + "; {remedy}", **fields, remedy=remedy))
+    message = f"{option} must be {bound}, got {shown(value)}" + (" among them" if among else "")
+    return SettingsError(message if remedy is None else f"{message}; {remedy}")
 
 
 def is_integer(value: Any) -> TypeGuard[int]:
@@ -142,7 +139,7 @@ def _is_integer_in(value: Any, low: int, high: int | None) -> bool:
 
 
 def _or_none(bound: str, meaning: str | None) -> str:
-    return bound if meaning is None else Message("{bound}, or {none} for {meaning}", bound=bound, meaning=meaning)
+    return bound if meaning is None else f"{bound}, or None for {meaning}"
 
 
 def _is_auto(value: Any) -> bool:

@@ -22,7 +22,6 @@ from actors.remote.link import BEAT_S, SILENCE_S
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
-from protocol.wording import Message
 
 logger = logging.getLogger("outrider")
 
@@ -95,11 +94,9 @@ class RankGroup:
     def check_mlx(self, draft_rank: int | None) -> None:
         """Raises: SettingsError: MLX's group, which is made only once, has other ranks than the target now."""
         if self.mlx is not None and draft_rank != self._mlx_without:
-            raise SettingsError.of(
-                "the ranks were connected with {draft_rank=}, which holds for as long as they run, got {given}; start "
-                "them again",
-                draft_rank=self._mlx_without,
-                given=Message("{draft_rank=}", draft_rank=draft_rank),
+            raise SettingsError(
+                f"the ranks were connected with draft_rank={self._mlx_without}, which holds for as long as they run, "
+                f"got draft_rank={draft_rank}; start them again"
             )
 
     def connect_mlx(self, draft_rank: int | None = None) -> None:

@@ -238,12 +238,9 @@ class MLXModel(SharedPasses):
         try:
             maybe_quantize_kv_cache(cache, 0, self._options.kv_group_size, self._options.kv_bits)
         except ValueError as error:
-            raise ModelError.of(
-                "{kv_bits=} with {kv_group_size=} does not fit this model: {error}; use a {kv_group_size} that "
-                "divides the size of its heads",
-                kv_bits=self._options.kv_bits,
-                kv_group_size=self._options.kv_group_size,
-                error=error,
+            raise ModelError(
+                f"kv_bits={self._options.kv_bits} with kv_group_size={self._options.kv_group_size} does not fit this "
+                f"model: {error}; use a kv_group_size that divides the size of its heads"
             ) from error
 
     def _check_rewind_modes(self, cache: list[Any]) -> None:
@@ -252,29 +249,21 @@ class MLXModel(SharedPasses):
             family = type(self._model).__module__.rpartition(".")[2]
             why = f"mlx-lm's {family} gives other logits for several tokens at once than one by one"
             if wanted in ("trim", "checkpoint"):
-                raise ModelError.of('{rewind=} is not possible: {why}; use "auto" or "none"', rewind=wanted, why=why)
+                raise ModelError(f'rewind="{wanted}" is not possible: {why}; use "auto" or "none"')
             if wanted == "auto" and family not in _warned_of:
                 _warned_of.add(family)
                 logger.warning("%s: the model is fed one token at a time", why)
         if wanted == "trim" and (
             fixed := _names(layer for kind, layer in kinds_of(cache) if not kind.can_trim_after(layer, 1))
         ):
-            raise ModelError.of(
-                '{rewind=} needs caches that can be trimmed, and this model has {fixed}; use "auto"',
-                rewind=wanted,
-                fixed=fixed,
-            )
+            raise ModelError(f'rewind="trim" needs caches that can be trimmed, and this model has {fixed}; use "auto"')
         bounded = [layer for kind, layer in kinds_of(cache) if kind.window(layer) is not None]
         rotating = _names(layer for layer in bounded if hasattr(layer, "to_quantized"))
         if self._options.kv_bits is not None and rotating:
-            raise ModelError.of(
-                "{kv_bits} cannot quantise {caches}: mlx-lm does not support that; leave it out", caches=rotating
-            )
+            raise ModelError(f"kv_bits cannot quantise {rotating}: mlx-lm does not support that; leave it out")
         unknown = _names(layer for kind, layer in kinds_of(cache) if not kind.can_keep_state)
         if wanted == "checkpoint" and unknown:
-            raise ModelError.of(
-                '{rewind=} cannot keep the state of {caches}; use "auto" or "none"', rewind=wanted, caches=unknown
-            )
+            raise ModelError(f'rewind="checkpoint" cannot keep the state of {unknown}; use "auto" or "none"')
         for name in unknown:
             if wanted == "auto" and name not in _warned_of:
                 _warned_of.add(name)

@@ -60,11 +60,9 @@ class LogitCheck:
             return not_a_number(own, position, role)
         if not processed or math.isfinite(processed[0]):
             return None
-        return ProcessorError.of(
-            "logits processors, penalties and {logit_bias} leave {maximum} for the token at position {position}; "
-            "forbid tokens with -inf, and leave at least one logit finite",
-            maximum=_named(processed[0]),
-            position=position,
+        return ProcessorError(
+            f"logits processors, penalties and logit_bias leave {_named(processed[0])} for the token at position "
+            f"{position}; forbid tokens with -inf, and leave at least one logit finite"
         )
 
 

@@ -18,7 +18,6 @@ from protocol.errors import ModelError, PromptError
 from protocol.open_options import OpenOptions
 from protocol.settings import settings_from
 from protocol.validation import check_integer, check_number, must_be, validator
-from protocol.wording import Message
 from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts, Run
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
@@ -86,7 +85,7 @@ class Plan:
     @dtype.validator
     def _check_dtype(self, _: object, dtype: Any) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise must_be("dtype", Message("one of {types} or {none}", types=", ".join(DTYPES)), dtype)
+            raise must_be("dtype", f"one of {', '.join(DTYPES)} or None", dtype)
 
 
 P = TypeVar("P", bound=Plan)

@@ -81,8 +81,8 @@ class StreamsPlan(Plan):
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
         if self.kv_bits is not None:
-            raise SettingsError.of(
-                "{kv_bits} is not for many streams: mlx-lm's BatchGenerator cannot quantise caches; leave it out"
+            raise SettingsError(
+                "kv_bits is not for many streams: mlx-lm's BatchGenerator cannot quantise caches; leave it out"
             )
 
     @property

@@ -196,9 +196,7 @@ def _check_for_ranks(arguments: argparse.Namespace) -> None:
         ("dtype", "would cast rank 0's part of the target alone"),
     ):
         if getattr(arguments, name, None) is not None:
-            raise SettingsError.of(
-                "{option} {why}; leave it out, or run bench without mlx.launch", option=name, why=why
-            )
+            raise SettingsError(f"{flag(name)} {why}; leave it out, or run bench without mlx.launch")
 
 
 # --- the command ----------------------------------------------------------------------------------

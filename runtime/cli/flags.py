@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from types import MappingProxyType
 
 from protocol.argument_aliases import ALIASES, meant
 from protocol.errors import OutriderError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings
-from protocol.wording import Wording, worded
 
 # Flags of mlx-lm and of earlier versions, which Outrider replaces by something else.
 _REPLACEMENTS = {
@@ -44,20 +43,22 @@ def flag(name: str) -> str:
     return _NAMED_OTHERWISE.get(name, f"--{name.replace('_', '-')}")
 
 
-class _Flags(Wording):
-    words = MappingProxyType({"none": '"none"', "save": "/save", "reset": "/reset"})
+def _mentions() -> re.Pattern[str]:
+    with_flag = [name for name, option in _OPTIONS.items() if option.form is not None]
+    names, long_names = "|".join(with_flag), "|".join(name for name in with_flag if "_" in name)
+    # A name of one word may be a word of the sentence, unless it has a value; a quoted text is the user's.
+    return re.compile(rf"""^(\w+)(?=\ must\b)|(?<![\w'"/.-])(?:({names})=("[^"]*"|[\w.-]*\w)|({long_names})\b)""")
 
-    def argument(self, name: str) -> str:
-        option = (options_of(OpenOptions) | options_of(Settings)).get(name)
-        has_flag = name.isidentifier() if option is None else option.form is not None
-        return flag(name) if has_flag else name
 
-    def assignment(self, name: str, value: object) -> str:
-        if isinstance(value, bool):
-            return self.argument(name if value else f"no_{name}")
-        return f"{self.argument(name)} {'none' if value is None else value}"
+_OPTIONS = options_of(OpenOptions) | options_of(Settings)
+_MENTIONS = _mentions()
 
 
 def in_flags(error: OutriderError) -> str:
-    """The message of an error in the words of the command line."""
-    return worded(error, _Flags())
+    """The message of an error with flags where it names options: `--kv-bits 2` for `kv_bits=2`."""
+
+    def spelled(mention: re.Match[str]) -> str:
+        name, value = mention[1] or mention[2] or mention[4], mention[3]
+        return flag(name) if value in (None, "True") else flag(name) + " " + value.strip('"')
+
+    return _MENTIONS.sub(spelled, str(error))

@@ -67,8 +67,6 @@ class DistillOptions:
         check_integer("batch_tokens", self.batch_tokens, self.window)
         for name in ("draft_vocab_size", "intermediate_size"):
             if self.init is not None and getattr(self, name) is not None:
-                raise SettingsError.of(
-                    "{option} is that of the drafter that {init} names; leave one of them out", option=name
-                )
+                raise SettingsError(f"{name} is that of the drafter that init names; leave one of them out")
         if not self.data:
-            raise SettingsError.of("{data} is missing; give files of text to learn from")
+            raise SettingsError("data is missing; give files of text to learn from")

@@ -62,14 +62,11 @@ class RequestValidation:
         checked = settings_from(self.keywords(settings), beside)
         check_vocabulary_size(checked, self._model.vocab_size)
         if checked.ignore_eos and any(isinstance(processor, Grammar) for processor in checked.logits_processors):
-            raise SettingsError.of(
-                "{ignore_eos=} leaves a grammar's text without an end; leave it out", ignore_eos=True
-            )
+            raise SettingsError("ignore_eos=True leaves a grammar's text without an end; leave it out")
         if checked.stop and self._tokenizer is None:
-            raise SettingsError.of(
-                "{stop} {value} needs text, and the target was opened without a tokenizer; name ids in {stop_tokens} "
-                "instead",
-                value=list(checked.stop),
+            raise SettingsError(
+                f"stop {shown(list(checked.stop))} needs text, and the target was opened without a tokenizer; name ids "
+                "in stop_tokens instead"
             )
         return checked
 
@@ -148,14 +145,9 @@ class RequestValidation:
             options.get("kv_bits"),
             options.get("kv_group_size"),
         ):
-            raise SessionFileError.of(
-                "{named} has key-value caches of {bits} bits in groups of {size}; open the target with {kv_bits=} and "
-                "{kv_group_size=}",
-                named=named,
-                bits=file.kv_bits,
-                size=file.kv_group_size,
-                kv_bits=file.kv_bits,
-                kv_group_size=file.kv_group_size,
+            raise SessionFileError(
+                f"{named} has quantised key-value caches; open the target with kv_bits={file.kv_bits} and "
+                f"kv_group_size={file.kv_group_size}"
             )
         length = self._model.context_length
         if length is not None and file.num_tokens >= length - 1:
@@ -217,7 +209,7 @@ class RequestValidation:
         try:
             return ids, self.encode(continuation)
         except PromptError as error:
-            raise type(error).of("as a continuation, {error}", error=error) from error
+            raise type(error)(f"as a continuation, {error}") from error
 
     def encode_document(self, text: str | Sequence[int]) -> tuple[int, ...]:
         """The token ids of a text to copy from. Raises: PromptError: it is neither text nor ids of the vocabulary."""
@@ -226,7 +218,7 @@ class RequestValidation:
         try:
             return encode_prompt(text, self._tokenizer, self._model.vocab_size)
         except PromptError as error:
-            raise type(error).of("in the corpus, {error}", error=error) from error
+            raise type(error)(f"in the corpus, {error}") from error
 
     def grammar(self, tools: Tools | None, prompt: tuple[int, ...]) -> tuple[Grammar, ...]:
         """The grammar of an answer to a prompt that holds the model to its tools; empty if they need none.

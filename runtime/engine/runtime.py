@@ -226,9 +226,7 @@ class Runtime:
         """
         with self._sessions.while_open():
             if self._sessions.corpus is None:
-                raise SettingsError.of(
-                    "there is no corpus to add to; open the runtime with {copy_corpus=}", copy_corpus=2**28
-                )
+                raise SettingsError(f"there is no corpus to add to; open the runtime with copy_corpus={2**28}")
             if isinstance(texts, str):
                 raise PromptError("add_corpus takes several texts, got one; put it into a list")
             for text in texts:

@@ -200,8 +200,8 @@ class Conversation:
         except PromptTooLongError as error:
             if not past:
                 raise
-            raise PromptTooLongError.of(
-                "the conversation has become too long: {error}, or begin anew with {reset}", error=error
+            raise PromptTooLongError(
+                f"the conversation has become too long: {error}, or reset the conversation"
             ) from None
         self._state = _State(past, _Turn(said, stream.answer, stream.reader.parts, weakref.ref(stream)))
         return stream
@@ -311,10 +311,9 @@ class Conversation:
         if has_template:
             self._prompt([{"role": "user", "content": "?"}])
         if self._thinking is not None and not (has_template and thinking_switch(self._tokenizer)):
-            raise SettingsError.of(
-                "{thinking=} cannot be told to this model: its tokenizer has no chat template with such a switch; "
-                "leave it out",
-                thinking=self._thinking,
+            raise SettingsError(
+                f"thinking={self._thinking} cannot be told to this model: its tokenizer has no chat template with such "
+                "a switch; leave it out"
             )
 
 

@@ -176,10 +176,8 @@ def _check_spec(role: str, spec: ModelSpec) -> Source:
         return path
     if isinstance(path, Path):
         if spec.revision is not None:
-            raise SettingsError.of(
-                "{revision} is of a hub id, and {role} {path} is a directory; leave it out",
-                role=role,
-                path=shown_path(str(path)),
+            raise SettingsError(
+                f"revision is of a hub id, and {role} {shown_path(str(path))} is a directory; leave it out"
             )
         check_trained_drafter(spec, path)
     return attrs.evolve(spec, path=path, adapter_path=spec.checked_adapter(role))

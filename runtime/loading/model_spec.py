@@ -12,7 +12,6 @@ import attrs
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.validation import check_flag, must_be
-from protocol.wording import Message
 
 # mlx-lm's modes of quantisation, and the bits and group sizes that MLX has kernels for in each.
 _AFFINE_BITS = (2, 3, 4, 5, 6, 8)
@@ -57,7 +56,7 @@ class ModelSpec:
         if self.adapter_path is not None and not isinstance(self.adapter_path, (str, os.PathLike)):
             raise must_be("adapter_path", "the path of a directory or None", self.adapter_path)
         if self.revision is not None and (not isinstance(self.revision, str) or not self.revision):
-            raise must_be("revision", Message("a branch, a tag, a commit or {none}"), self.revision)
+            raise must_be("revision", "a branch, a tag, a commit or None", self.revision)
         check_flag("trust_remote_code", self.trust_remote_code)
         for name in ("tokenizer_config", "model_config"):
             value = getattr(self, name)
@@ -101,16 +100,14 @@ def _quantization(given: Any) -> dict[str, Any] | None:
     elif isinstance(given, int) and not isinstance(given, bool):
         wanted = {"bits": given}
     else:
-        raise must_be("quantize", Message("a number of bits, a mapping or {none}"), given)
+        raise must_be("quantize", "a number of bits, a mapping or None", given)
     if unknown := set(wanted) - {"bits", "group_size", "mode"}:
-        raise SettingsError.of(
-            "{quantize} has bits, group_size and mode, got {value} as well", value=sorted(map(str, unknown))[0]
-        )
+        raise SettingsError(f"quantize has bits, group_size and mode, got {shown(min(map(str, unknown)))} as well")
     mode = wanted.get("mode", "affine")
     if mode == "affine":
         bits, group_size = wanted.get("bits", 4), wanted.get("group_size", 64)
         if bits not in _AFFINE_BITS:
-            raise SettingsError.of("{quantize} takes 2, 3, 4, 5, 6 or 8 bits, got {value}", value=bits)
+            raise SettingsError(f"quantize takes 2, 3, 4, 5, 6 or 8 bits, got {shown(bits)}")
         if group_size not in _AFFINE_GROUPS:
             raise SettingsError(f"the group_size of quantize must be 32, 64 or 128, got {shown(group_size)}")
         return {"bits": bits, "group_size": group_size, "mode": mode}
@@ -119,11 +116,8 @@ def _quantization(given: Any) -> dict[str, Any] | None:
     bits, group_size = _FIXED[mode]
     got = wanted.get("bits", bits), wanted.get("group_size", group_size)
     if got != (bits, group_size):
-        raise SettingsError.of(
-            "{quantize} with mode {mode} has {bits} bits in groups of {size}, got {got}; leave them out",
-            mode=repr(mode),
-            bits=bits,
-            size=group_size,
-            got=" and ".join(map(shown, got)),
+        raise SettingsError(
+            f"quantize with mode {mode!r} has {bits} bits in groups of {group_size}, "
+            f"got {' and '.join(map(shown, got))}; leave them out"
         )
     return {"bits": bits, "group_size": group_size, "mode": mode}

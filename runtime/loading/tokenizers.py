@@ -36,9 +36,7 @@ def check_template_args(args: Any) -> None:
     if args is not None and (not isinstance(args, Mapping) or not all(isinstance(name, str) for name in args)):
         raise must_be("chat_template_args", "a mapping from names to values", args)
     if taken := set(args or ()) & {"add_generation_prompt", "continue_final_message", "tokenize", "return_dict"}:
-        raise SettingsError.of(
-            "{chat_template_args} cannot have {name}, which the prompt decides; leave it out", name=min(taken)
-        )
+        raise SettingsError(f"chat_template_args cannot have {min(taken)}, which the prompt decides; leave it out")
 
 
 def copy_of(

@@ -176,12 +176,9 @@ class LoadedModels:
         context = min((length for length in lengths if length is not None), default=None)
         longest = max(map(len, found))
         if context is not None and longest + max_tokens > context:
-            raise PromptError.of(
-                "a prompt of {longest} tokens and {max_tokens=} do not fit a context of {context} tokens; shorten one "
-                "of them",
-                longest=longest,
-                max_tokens=max_tokens,
-                context=context,
+            raise PromptError(
+                f"a prompt of {longest} tokens and max_tokens={max_tokens} do not fit a context of {context} tokens; "
+                "shorten one of them"
             )
         return found
 
@@ -209,14 +206,12 @@ async def load_models(
     target = check_source("target", target)
     sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
     if dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):
-        raise SettingsError.of("{dtype} is for models that are loaded here; cast one that is there already yourself")
+        raise SettingsError("dtype is for models that are loaded here; cast one that is there already yourself")
     if group is not None:
         for draft in (None, *sources.values()):
             check_group(group, target, draft)
         if dtype is not None:
-            raise SettingsError.of(
-                "{dtype} does not go with ranks: each has its part as it is in the files; leave it out"
-            )
+            raise SettingsError("dtype does not go with ranks: each has its part as it is in the files; leave it out")
     stack.enter_context(wired_memory())
     events = EventSwitch()
     target_thread = worker_for(events, group, None)

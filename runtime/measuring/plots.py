@@ -97,5 +97,5 @@ def check_plot(file: str | None) -> Path | None:
         raise must_be("plot", f"a file that ends in {', '.join(PLOT_FORMATS)}", file)
     check_place("plot", path)
     if importlib.util.find_spec("matplotlib") is None:
-        raise SettingsError.of('{plot} needs matplotlib, which is not installed; pip install "outrider[plot]"')
+        raise SettingsError('plot needs matplotlib, which is not installed; pip install "outrider[plot]"')
     return path

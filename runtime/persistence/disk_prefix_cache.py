@@ -35,7 +35,6 @@ from protocol.errors import RankError, RewindError, SessionFileError, SettingsEr
 from protocol.reprs import shown_path
 from protocol.tensor import Tensor
 from protocol.validation import must_be
-from protocol.wording import Message
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents
 
@@ -81,15 +80,13 @@ def check_folder(folder: Any) -> Path:
     Raises: SettingsError: it is no path, or cannot be made.
     """
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise must_be("prefix_cache_dir", Message("the path of a directory or {none}"), folder)
+        raise must_be("prefix_cache_dir", "the path of a directory or None", folder)
     path = Path(folder).expanduser()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingsError.of(
-            "{prefix_cache_dir} {path} cannot be made: {why}; give another directory",
-            path=shown_path(str(folder)),
-            why=error.strerror,
+        raise SettingsError(
+            f"prefix_cache_dir {shown_path(str(folder))} cannot be made: {error.strerror}; give another directory"
         ) from error
     return path
 

@@ -167,12 +167,9 @@ def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Ma
     """Raises: SessionFileError: the cache options differ from those that the session was saved with."""
     for name in sorted(saved.keys() | present.keys()):
         if (was := saved.get(name)) != (now := present.get(name)):
-            raise SessionFileError.of(
-                "{named} was saved with {option=}, and this runtime has {now}; open it with {option=}",
-                named=named(path),
-                option=name,
-                value=was,
-                now=shown(now),
+            option = f"{name}={shown(was)}"
+            raise SessionFileError(
+                f"{named(path)} was saved with {option}, and this runtime has {shown(now)}; open it with {option}"
             )
 
 

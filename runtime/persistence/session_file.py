@@ -184,8 +184,8 @@ def read(path: SessionFile, check_cancelled: CheckCancelled = lambda: None) -> C
             size = os.fstat(file.fileno()).st_size
             return _Reader(path, file, 0, size, check_cancelled).read()
     except (OSError, ValueError) as error:
-        raise SessionFileError.of(
-            "cannot read {named}: {why}; give a file that {save} has written", named=named(path), why=_reason(error)
+        raise SessionFileError(
+            f"cannot read {named(path)}: {_reason(error)}; give a file that a conversation was saved to"
         ) from error
 
 
@@ -320,8 +320,8 @@ class _Reader:
             self._damaged(f"{what} cannot be read as JSON")
 
     def _foreign(self, why: str) -> NoReturn:
-        raise SessionFileError.of(
-            "{named} is no saved session: {why}; give a file that {save} has written", named=named(self.path), why=why
+        raise SessionFileError(
+            f"{named(self.path)} is no saved session: {why}; give a file that a conversation was saved to"
         )
 
     def _damaged(self, why: str) -> NoReturn:

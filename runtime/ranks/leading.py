@@ -33,9 +33,9 @@ def check_group(group: Any, target: Source, draft: Source | None, draft_rank: An
     if group is None and draft_rank is None:
         return
     if group is None:
-        raise SettingsError.of(
-            "{draft_rank} is one of several ranks, and there is no group of them; give group=runtime.join_ranks() in "
-            "a process that mlx.launch has started, or leave {draft_rank} out"
+        raise SettingsError(
+            "draft_rank is one of several ranks, and there is no group of them; give group=runtime.join_ranks() in "
+            "a process that mlx.launch has started, or leave draft_rank out"
         )
     if not isinstance(group, RankGroup):
         raise SettingsError(f"group must be what runtime.join_ranks() returns, or None, got {shown(group)}")
@@ -61,17 +61,15 @@ def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> i
         group.check_mlx(None)
         return None
     if not has_model:
-        raise SettingsError.of(
-            "{draft_rank=} is where a draft model is loaded, and none is named; give one as {draft}, or leave "
-            "{draft_rank} out",
-            draft_rank=draft_rank,
+        raise SettingsError(
+            f"draft_rank={draft_rank} is where a draft model is loaded, and none is named; give one as draft, or leave "
+            "draft_rank out"
         )
     if len(group.target_ranks(draft_rank)) > 1:
         if not is_ring():
-            raise SettingsError.of(
-                "{draft_rank=} leaves several ranks to the target, and only MLX's ring can connect them without that "
-                'one; use the backend "ring", or two ranks',
-                draft_rank=draft_rank,
+            raise SettingsError(
+                f"draft_rank={draft_rank} leaves several ranks to the target, and only MLX's ring can connect them "
+                'without that one; use the backend "ring", or two ranks'
             )
         group.check_mlx(draft_rank)
     return int(draft_rank)

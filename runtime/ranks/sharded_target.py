@@ -41,8 +41,8 @@ def check_sharded(source: Source) -> None:
         isinstance(source, ModelSpec)
         and not attrs.evolve(source, tokenizer_config={}, trust_remote_code=False).is_plain
     ):
-        raise SettingsError.of(
-            "a sharded target cannot be loaded with an adapter, a revision, {quantize} or {model_config}; fuse or "
+        raise SettingsError(
+            "a sharded target cannot be loaded with an adapter, a revision, quantize or model_config; fuse or "
             "convert it with mlx_lm first, and give its directory"
         )
 

@@ -47,14 +47,14 @@ _ROOT = Path(__file__).resolve().parents[2]
 def check_draft_process(target: Source, draft: Source | None) -> None:
     """Raises: SettingsError: a model is given that another process would need, and cannot be handed over to it."""
     if isinstance(draft, tuple):
-        raise SettingsError.of(
-            "{draft_process} loads the draft model in a process of its own, and it was given as a model; give its path "
-            "or hub id, or leave {draft_process} and {draft_device} out"
+        raise SettingsError(
+            "draft_process loads the draft model in a process of its own, and it was given as a model; give its path "
+            "or hub id, or leave draft_process and draft_device out"
         )
     if draft is not None and isinstance(target, tuple) and target[1] is not None:
-        raise SettingsError.of(
-            "{draft_process} compares tokenizers in a process of its own, and the target was given as a model; give "
-            "its path or hub id, or leave {draft_process} and {draft_device} out"
+        raise SettingsError(
+            "draft_process compares tokenizers in a process of its own, and the target was given as a model; give "
+            "its path or hub id, or leave draft_process and draft_device out"
         )
 
 

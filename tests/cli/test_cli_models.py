@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import pickle
 import shlex
 from typing import Any
 
@@ -17,8 +15,6 @@ import runtime
 from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
-from protocol.settings import settings_from
-from protocol.wording import Message
 from runtime.cli import main as cli
 from runtime.cli.arguments.models import OPTIONS
 from runtime.cli.flags import in_flags
@@ -199,56 +195,19 @@ def test_what_a_model_does_not_take_is_said_in_flags(base: str, capfd: Any) -> N
 
 
 @sweep(
-    ("message", "in_python", "here"),
+    ("in_python", "here"),
     [
-        (
-            Message("{a} tokens and {max_tokens=} do not fit", a=9, max_tokens=96),
-            "9 tokens and max_tokens=96 do not fit",
-            "9 tokens and --max-tokens 96 do not fit",
-        ),
-        (
-            Message('{rewind=} needs caches; use "auto"', rewind="trim"),
-            'rewind="trim" needs caches; use "auto"',
-            '--rewind trim needs caches; use "auto"',
-        ),
-        (Message("{thinking=} is none", thinking=False), "thinking=False is none", "--no-thinking is none"),
-        (Message("{ignore_eos=} is one", ignore_eos=True), "ignore_eos=True is one", "--ignore-eos is one"),
-        (
-            Message("{kv_bits=} needs {kv_bits} and {reuse_prefix}", kv_bits=8),
-            "kv_bits=8 needs kv_bits and reuse_prefix",
-            "--kv-bits 8 needs --kv-bits and reuse_prefix",
-        ),
-        (
-            Message("{option} is {value}: {error}", option="stop", value=None, error=SettingsError(Message("{seed}"))),
-            "stop is None: seed",
-            '--stop is "none": --seed',
-        ),
-        (
-            Message("cannot read {a}; give a file that {save} has written, or {reset}", a="'/max_tokens=3/None'"),
-            "cannot read '/max_tokens=3/None'; give a file that Conversation.save has written, or reset",
-            "cannot read '/max_tokens=3/None'; give a file that /save has written, or /reset",
-        ),
-        ("max_tokens=3 of {a} is None", "max_tokens=3 of {a} is None", "max_tokens=3 of {a} is None"),
+        ("kv_bits=8 needs kv_bits and reuse_prefix", "--kv-bits 8 needs --kv-bits and reuse_prefix"),
+        ('rewind="trim" needs caches; use "auto"', '--rewind trim needs caches; use "auto"'),
+        ("ignore_eos=True is one, and temperature=0.5.", "--ignore-eos is one, and --temperature 0.5."),
+        ("stop must be a text; its temperature, got None", "--stop must be a text; its temperature, got None"),
+        ("grace_s must be a number", "--grace-seconds must be a number"),
+        ("must be 'max_tokens=3', /max_tokens=3", "must be 'max_tokens=3', /max_tokens=3"),
+        ("my_kv_bits of {kv_group_sizes}", "my_kv_bits of {kv_group_sizes}"),
     ],
 )
-def test_a_message_names_arguments_as_its_reader_does(message: str, in_python: str, here: str) -> None:
-    for error in (
-        SettingsError(message),
-        copy.copy(SettingsError(message)),
-        pickle.loads(pickle.dumps(SettingsError(message))),
-    ):
-        assert (str(error), in_flags(error)) == (in_python, here)
-
-
-def test_the_error_of_a_value_has_its_fields() -> None:
-    with pytest.raises(SettingsError) as refusal:
-        settings_from({"lookahead": 70})
-    assert refusal.value.fields == {
-        "option": "lookahead",
-        "value": 70,
-        "bound": 'a whole number between 0 and 64, or "auto"',
-        "remedy": "use 0 for plain decoding",
-    }
+def test_a_message_names_options_by_their_flags(in_python: str, here: str) -> None:
+    assert in_flags(SettingsError(in_python)) == here
 
 
 @sweep("command", ["generate", "chat", "serve", "doctor", "bench"])

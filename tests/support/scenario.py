@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 
 from protocol.errors import SettingsError
+from protocol.reprs import shown
 from protocol.settings import MAX_SEED
 from protocol.validation import check_number, integer, is_integer, must_be, number, validator
-from protocol.wording import Message
 
 MAX_STREAMS = 64
 
@@ -34,16 +34,16 @@ def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
 def _changes(name: str, value: tuple[Any, ...]) -> None:
     _check_pairs(name, value, "token", "acceptance")
     for _token, acceptance in value:
-        check_number(Message("an acceptance in {option}", option=name), acceptance, 0, 1)
+        check_number(f"an acceptance in {name}", acceptance, 0, 1)
 
 
 @validator
 def _table(name: str, value: tuple[Any, ...]) -> None:
     _check_pairs(name, value, "width", "time")
     for _width, time in value:
-        check_number(Message("a time in {option}", option=name), time, above=0)
+        check_number(f"a time in {name}", time, above=0)
     if value and value[0][0] != 1:
-        raise SettingsError.of("{option} must begin with width 1, got {value}", option=name, value=value[0][0])
+        raise SettingsError(f"{name} must begin with width 1, got {shown(value[0][0])}")
 
 
 _SHARE, _AT_LEAST_0, _ABOVE_0 = number(0, 1), number(0), number(above=0)
