@@ -1,4 +1,4 @@
-"""Argument aliases: what Outrider's arguments are called in mlx-lm, vLLM, transformers, llama.cpp and their CLIs."""
+"""Argument aliases: names that Outrider's arguments have elsewhere, for hints in errors about unknown names."""
 
 from __future__ import annotations
 
@@ -16,16 +16,37 @@ class _Missing:
 # alias (`target_model`) before the alias could get its hint.
 MISSING: Any = _Missing()
 
-# From each alias to the option that it stands for; `protocol.options.declared` fills it.
-ALIASES: dict[str, str] = {}
-
-# Hints to give beside the name.
-NOTES = {
-    "method": 'draft="ngram" looks up, any other names a draft model',
-    "prompt_lookup": 'draft="ngram"',
-    "prompt_lookup_num_tokens": 'draft="ngram"',
-    "speculative_config": 'draft="ngram" looks up, any other names a draft model',
+# From each alias to the setting or option of `open` that it stands for.
+ALIASES = {
+    # mlx-lm
+    "chat_template_config": "chat_template_args",
+    "decode_concurrency": "max_streams",
+    "draft_model": "draft",
+    "model": "target",
+    "num_draft_tokens": "lookahead",
+    "prompt_cache_bytes": "prefix_cache_bytes",
+    "temp": "temperature",
+    # transformers
+    "assistant_model": "draft",
+    "eos_token_id": "stop_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_assistant_tokens": "lookahead",
+    "prompt_lookup_num_tokens": "draft",
+    "stop_strings": "stop",
+    # requests to servers
+    "chat_template_kwargs": "chat_template_args",
+    "max_completion_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "num_speculative_tokens": "lookahead",
+    "random_seed": "seed",
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "stop_token_ids": "stop_tokens",
+    "top_logprobs": "logprobs",
 }
+
+# Hints to give besides the name.
+NOTES = {"prompt_lookup_num_tokens": 'draft="ngram"'}
 
 
 _ONE_DEVICE = (

@@ -9,7 +9,7 @@ import attrs
 
 from protocol.argument_aliases import MISSING
 from protocol.errors import SettingsError
-from protocol.options import declared, option
+from protocol.options import option
 from protocol.validation import flag, integer, one_of
 
 # When the drafter drafts; see `OpenOptions.work_ahead`.
@@ -26,7 +26,6 @@ PREFIX_CACHE_BYTES, PREFIX_CACHE_DIR_BYTES = 2 * 1024**3, 16 * 1024**3
 _CACHES = "caches and devices"
 
 
-@declared
 @attrs.frozen(kw_only=True)
 class OpenOptions:
     """The arguments of `runtime.open`, checked as far as that is possible without the models.
@@ -91,22 +90,8 @@ class OpenOptions:
     Raises: SettingsError: a value is of the wrong type or out of its range.
     """
 
-    target: Any = attrs.field(
-        default=MISSING,
-        metadata=option(
-            "MODEL",
-            aliases="model model_id model_name model_path base_model main_model target_model verifier verifier_model",
-        ),
-    )
-    draft: Any = attrs.field(
-        default=None,
-        metadata=option(
-            "MODEL",
-            aliases="assistant_model draft_model draft_model_path drafter drafter_model method model_draft "
-            "prompt_lookup prompt_lookup_num_tokens speculative_algorithm speculative_config "
-            "speculative_draft_model_path speculative_model speculator",
-        ),
-    )
+    target: Any = attrs.field(default=MISSING, metadata=option("MODEL"))
+    draft: Any = attrs.field(default=None, metadata=option("MODEL"))
     rewind: str = attrs.field(
         default="auto",
         validator=one_of("auto", "trim", "checkpoint", "none"),
@@ -118,7 +103,7 @@ class OpenOptions:
     kv_bits: int | None = attrs.field(
         default=None,
         validator=one_of(2, 3, 4, 5, 6, 8, None, spelled="2, 3, 4, 5, 6, 8 or None"),
-        metadata=option("N", _CACHES, aliases="cache_bits kv_cache_bits"),
+        metadata=option("N", _CACHES),
     )
     kv_group_size: int = attrs.field(
         default=64, validator=one_of(32, 64, 128, spelled="32, 64 or 128"), metadata=option("N", _CACHES)
@@ -127,13 +112,13 @@ class OpenOptions:
     max_streams: int | Literal["auto"] | None = attrs.field(
         default=None,
         validator=attrs.validators.optional(integer(1, or_auto=True)),
-        metadata=option("N", aliases="max_concurrent_requests max_num_seqs"),
+        metadata=option("N"),
     )
     max_batch: int = attrs.field(default=MAX_BATCH, validator=integer(1), metadata=option("N"))
     prefix_cache_bytes: int = attrs.field(
         default=PREFIX_CACHE_BYTES,
         validator=integer(0),
-        metadata=option("SIZE", _CACHES, aliases="max_cache_bytes prompt_cache_bytes"),
+        metadata=option("SIZE", _CACHES),
     )
     prefix_cache_dir: Any = attrs.field(default=None, metadata=option("DIR", _CACHES))
     prefix_cache_dir_bytes: int = attrs.field(
@@ -142,12 +127,7 @@ class OpenOptions:
     copy_corpus: int = attrs.field(default=0, validator=integer(0), metadata=option("SIZE", _CACHES))
     defaults: Any = attrs.field(default=None, metadata=option())
     generation_config: str = attrs.field(default="none", validator=one_of("auto", "none"), metadata=option("HOW"))
-    chat_template_args: Mapping[str, Any] | None = attrs.field(
-        default=None,
-        metadata=option(
-            "JSON", _CACHES, flags="--chat-template-config", aliases="chat_template_config chat_template_kwargs"
-        ),
-    )
+    chat_template_args: Mapping[str, Any] | None = attrs.field(default=None, metadata=option("JSON", _CACHES))
     trace: Any = attrs.field(default=None, metadata=option("FILE"))
     group: Any = attrs.field(default=None, metadata=option())
     draft_rank: int | None = attrs.field(default=None, metadata=option("R", _CACHES))

@@ -1,7 +1,7 @@
 """Options that are declared once, as fields of an attrs class: `protocol.settings.Settings` and `OpenOptions`.
 
-A field has the option's name, type, default and check, and in its metadata its flag and its names elsewhere; the
-class's docstring says what it is. Commands and hints are made from it, and tests compare the guides with it.
+A field has the option's name, type, default and check, and in its metadata its flag and its other names in requests;
+the class's docstring says what it is. Commands and fields of requests are made from it.
 """
 
 from __future__ import annotations
@@ -10,56 +10,36 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from inspect import cleandoc
-from typing import TypeVar
 
 import attrs
-
-from protocol.argument_aliases import ALIASES
-
-T = TypeVar("T", bound=type[attrs.AttrsInstance])
 
 
 @attrs.frozen
 class Option:
-    """What there is to know of an option beside its field.
+    """An option, apart from its field.
 
     Attributes:
         form: the form of its flag's value, such as "N"; "" for a flag without one; None if it has no flag.
         group: the heading of its flag in a command's help; "" where commands add the flag themselves.
-        flags: further spellings of the flag. Those of one letter are shown, the others only accepted.
-        aliases: its names in mlx-lm, vLLM, transformers, llama.cpp and their command lines.
+        short: a second spelling of the flag, of one letter, or "".
         in_requests: whether a request to a server can set it.
-        fields: those of its aliases that are accepted as names of the field of a request, too.
+        fields: further names of its field in a request.
         about: what it is, in one sentence: the first that the class's docstring has about it.
     """
 
     form: str | None = None
     group: str = ""
-    flags: Sequence[str] = ()
-    aliases: Sequence[str] = ()
+    short: str = ""
     in_requests: bool = True
     fields: Sequence[str] = ()
     about: str = ""
 
 
 def option(
-    form: str | None = None,
-    group: str = "",
-    *,
-    flags: str = "",
-    aliases: str = "",
-    in_requests: bool = True,
-    fields: str = "",
+    form: str | None = None, group: str = "", *, short: str = "", in_requests: bool = True, fields: Sequence[str] = ()
 ) -> dict[str, Option]:
-    """The metadata of an option's field; see `Option`. Flags, aliases and fields are separated by spaces."""
-    return {"option": Option(form, group, flags.split(), aliases.split(), in_requests, fields.split())}
-
-
-def declared(declaration: T) -> T:
-    """Decorate an attrs class of options: makes their aliases known."""
-    for field in attrs.fields(declaration):
-        ALIASES.update(dict.fromkeys(field.metadata["option"].aliases, field.name))
-    return declaration
+    """The metadata of an option's field; see `Option`."""
+    return {"option": Option(form, group, short, in_requests, fields)}
 
 
 @cache

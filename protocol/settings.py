@@ -14,7 +14,7 @@ from protocol.argument_aliases import ALIASES, INSTEAD, meant
 from protocol.errors import SettingsError
 from protocol.logits_processors import LogitsProcessor, Sampler
 from protocol.open_options import OpenOptions
-from protocol.options import declared, option
+from protocol.options import option
 from protocol.reprs import brief, shown
 from protocol.validation import check_number, flag, integer, is_integer, is_number, must_be, number, one_of, validator
 
@@ -142,7 +142,6 @@ _OF_SAMPLING = (
 _BASIC, _ENDS, _FILTERS, _PENALTIES = "settings", "where the text ends", "filters, above temperature 0", "penalties"
 
 
-@declared
 @attrs.frozen(kw_only=True)
 class Settings:
     """Settings of one generation.
@@ -221,18 +220,13 @@ class Settings:
     max_tokens: int | None = attrs.field(
         default=256,
         validator=integer(1, or_none="no limit"),
-        metadata=option(
-            "N",
-            _BASIC,
-            flags="-m --max-new-tokens",
-            aliases="max_completion_tokens max_length max_new_tokens max_output_tokens n_predict num_predict",
-        ),
+        metadata=option("N", _BASIC, short="-m"),
     )
     temperature: float = attrs.field(
         default=0.0,
         converter=_real,
         validator=number(0, remedy="use 0 for greedy decoding"),
-        metadata=option("T", _BASIC, flags="-t --temp", aliases="temp"),
+        metadata=option("T", _BASIC, short="-t"),
     )
     draft_temperature: float | None = attrs.field(
         default=None,
@@ -271,19 +265,19 @@ class Settings:
     seed: int | None = attrs.field(
         default=None,
         validator=integer(0, MAX_SEED, or_none="a fresh seed"),
-        metadata=option("N", _BASIC, aliases="random_seed", fields="random_seed"),
+        metadata=option("N", _BASIC, fields=("random_seed",)),
     )
     stop: tuple[str, ...] = attrs.field(
         default=(),
         converter=_strings_tupled,
         validator=_strings,
-        metadata=option("TEXT", _ENDS, aliases="extra_eos_token stop_sequences stop_strings stop_words"),
+        metadata=option("TEXT", _ENDS),
     )
     stop_tokens: tuple[int, ...] = attrs.field(
         default=(),
         converter=_tupled,
         validator=_ids,
-        metadata=option("IDS", _ENDS, aliases="eos_token_id stop_token_ids", fields="stop_token_ids"),
+        metadata=option("IDS", _ENDS, fields=("stop_token_ids",)),
     )
     ignore_eos: bool = attrs.field(default=False, validator=flag, metadata=option("", _ENDS))
     logit_bias: Mapping[int, float] = attrs.field(
@@ -293,12 +287,12 @@ class Settings:
         default=None,
         converter=_real,
         validator=validator(_check_repetition_penalty, 0),
-        metadata=option("X", _PENALTIES, flags="--repeat-penalty", aliases="repeat_penalty", fields="repeat_penalty"),
+        metadata=option("X", _PENALTIES, fields=("repeat_penalty",)),
     )
     repetition_context_size: int | None = attrs.field(
         default=20,
         validator=integer(1, or_none="the whole text"),
-        metadata=option("N", _PENALTIES, aliases="repeat_last_n"),
+        metadata=option("N", _PENALTIES),
     )
     presence_penalty: float | None = attrs.field(
         default=None,
@@ -322,13 +316,11 @@ class Settings:
         default=(), converter=_tupled, validator=_processors, metadata=option(in_requests=False)
     )
     sampler: Sampler | None = attrs.field(default=None, validator=_sampler, metadata=option(in_requests=False))
-    logprobs: int = attrs.field(
-        default=0, validator=integer(0, MAX_LOGPROBS), metadata=option("N", aliases="top_logprobs")
-    )
+    logprobs: int = attrs.field(default=0, validator=integer(0, MAX_LOGPROBS), metadata=option("N"))
     prefill_step_size: int | Literal["auto"] = attrs.field(
         default="auto",
         validator=integer(1, or_auto=True),
-        metadata=option("N", _BASIC, aliases="prefill_chunk_size", in_requests=False),
+        metadata=option("N", _BASIC, in_requests=False),
     )
     acceptance: Acceptance = attrs.field(
         default="auto",
@@ -338,14 +330,7 @@ class Settings:
     lookahead: int | Literal["auto"] = attrs.field(
         default="auto",
         validator=integer(0, MAX_LOOKAHEAD, or_auto=True, remedy="use 0 for plain decoding"),
-        metadata=option(
-            "N",
-            _BASIC,
-            flags="--num-draft-tokens",
-            aliases="block_size draft_tokens draft_max gamma k num_assistant_tokens num_draft_tokens "
-            "num_speculative_tokens spec_k spec_tokens speculative_num_draft_tokens",
-            fields="num_draft_tokens",
-        ),
+        metadata=option("N", _BASIC, fields=("num_draft_tokens",)),
     )
     prediction: tuple[int, ...] = attrs.field(
         default=(), converter=_tupled, validator=_ids, metadata=option(in_requests=False)

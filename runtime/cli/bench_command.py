@@ -13,7 +13,7 @@ import trio
 from protocol.errors import SettingsError
 from protocol.validation import check_number, must_be
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
-from runtime.cli.arguments.settings import HIDDEN, Value, add_flags, parse_value
+from runtime.cli.arguments.settings import Value, add_flags, parse_value
 from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
@@ -106,7 +106,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             {"type": lambda text: None if text == "none" else text},
         ),
     )
-    what.add_argument("--temp", dest="temperature", type=parse_value, **HIDDEN)
     add_flags(
         parser.add_argument_group("output"),
         ("--json", "print one JSON object instead of tables"),

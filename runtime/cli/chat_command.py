@@ -18,10 +18,8 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
 from protocol.reprs import shown
-from runtime.cli.arguments.mlx_lm import add_flags_without_effect
 from runtime.cli.arguments.models import add_models, models_of
 from runtime.cli.arguments.settings import (
-    HIDDEN,
     add_settings,
     check_template_flags,
     limit_of,
@@ -63,7 +61,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser, samples=True)
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="system message; needs a chat template")
-    group.add_argument("--system-prompt", dest="system", **HIDDEN)
     group.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
@@ -71,7 +68,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "the template's)",
     )
     group.add_argument("--stats", action="store_true", help="print statistics on stderr after each answer")
-    add_flags_without_effect(parser, "chat")
     add_settings(parser)
 
 

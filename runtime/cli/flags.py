@@ -11,12 +11,20 @@ from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings
 
-# Flags of mlx-lm and of earlier versions, which Outrider replaces by something else.
+# Flags of mlx-lm's commands for which Outrider has something else.
 _REPLACEMENTS = {
     "--extra-eos-token": "--stop ends a text at a string",
+    "--ignore-chat-template": "--raw leaves the chat template out",
     "--image": "models read text alone",
+    "--log-level": "requests are logged in one line each; --no-access-log turns that off",
+    "--pipeline": "mlx.launch shards a target over machines",
     "--prompt-cache-file": "`outrider generate` continues such a file, and `outrider chat` has /save and /load",
-    "--target-device": "this is the process's device: use --device",
+    "--prompt-cache-size": "the prefix cache is bounded in bytes, by --prefix-cache-bytes",
+    "--prompt-concurrency": "prompts are read in turns of one pass each; --prefill-step-size bounds a pass",
+    "--quantize-activations": "--model-config '{\"quantize_activations\": true}' does it",
+    "--use-default-chat-template": "--chat-template gives one",
+    "--verbose": "stdout has the text alone; --stats prints statistics on stderr",
+    "-qa": "--model-config '{\"quantize_activations\": true}' does it",
 }
 
 

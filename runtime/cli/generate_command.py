@@ -15,10 +15,8 @@ import trio
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.settings import settings_from
-from runtime.cli.arguments.mlx_lm import add_flags_without_effect
 from runtime.cli.arguments.models import PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import (
-    HIDDEN,
     add_flags,
     add_settings,
     check_template_flags,
@@ -72,14 +70,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--system TEXT", "system message; needs a chat template"),
         ("--prefill-response TEXT", "beginning of the answer, which the model continues; needs a chat template"),
     )
-    chat.add_argument("--system-prompt", dest="system", **HIDDEN)
     whether = chat.add_mutually_exclusive_group()
     add_flags(
         whether,
         ("--chat", "require the chat template (default: use it if there is one, else continue the text)"),
         ("--raw", "continue the prompt without the chat template"),
     )
-    whether.add_argument("--ignore-chat-template", dest="raw", action="store_true", help=argparse.SUPPRESS)
     add_flags(
         parser,
         (
@@ -87,8 +83,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             "file written by mlx_lm.cache_prompt, whose text the prompt continues; --target defaults to its model",
         ),
     )
-    parser.add_argument("--extra-eos-token", nargs="+", default=(), help=argparse.SUPPRESS)
-    add_flags_without_effect(parser, "generate")
     add_flags(
         parser.add_argument_group("output"),
         ("--json", "print one JSON object at the end instead of streaming text"),
@@ -272,7 +266,7 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
             display.clear()
             print_message(f"the target: {said}")
         completed = limit_of(runtime.tokenizer, is_raw=arguments.raw)
-        completed |= with_tokens_of(runtime.tokenizer, settings, arguments.extra_eos_token)
+        completed |= with_tokens_of(runtime.tokenizer, settings)
         if schema is not None:
             from runtime.generation.grammar import Grammar
 

@@ -16,7 +16,7 @@ from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.validation import check_number
 from runtime.cli.arguments.models import OPTIONS, add_models, models_of
-from runtime.cli.arguments.settings import HIDDEN, add_flags
+from runtime.cli.arguments.settings import add_flags
 from runtime.cli.command import Command
 from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
@@ -59,7 +59,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
         ("--report FILE", "write FILE.json and FILE.md, to attach to an issue"),
     )
-    parser.add_argument("--json", metavar="FILE", dest="report", **HIDDEN)
 
 
 def selftest(arguments: argparse.Namespace) -> CommandOutcome:

@@ -22,7 +22,6 @@ from protocol.errors import ModelError, RuntimeBrokenError, SettingsError
 from protocol.open_options import MAX_BATCH, OpenOptions
 from protocol.options import options_of
 from protocol.reprs import shown
-from runtime.cli.arguments.mlx_lm import add_flags_of_server
 from runtime.cli.arguments.models import Models, add_models, models_of
 from runtime.cli.arguments.settings import add_defaults, add_flags, add_option, add_options, defaults_of, parse_size
 from runtime.cli.command import Command
@@ -108,7 +107,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add_defaults(parser)
-    add_flags_of_server(parser)
     add_flags(
         parser,
         (

@@ -73,13 +73,11 @@ def test_a_prompt_is_asked_through_the_chat_template_where_there_is_one(instruct
     assert generated(capfd, PROMPT, "--target", instruct) == (tokens, 5, "")
     assert generated(capfd, PROMPT, "--target", instruct, "--chat") == (tokens, 5, "")
     system = [{"role": "system", "content": "w4"}, *messages]
-    for flag in ("--system", "--system-prompt"):
-        assert generated(capfd, PROMPT, "--target", instruct, flag, "w4") == (expected(instruct, system), 7, "")
+    assert generated(capfd, PROMPT, "--target", instruct, "--system", "w4") == (expected(instruct, system), 7, "")
 
 
 def test_a_raw_prompt_is_continued_as_it_is(instruct: str, capfd: Any) -> None:
-    for flag in ("--raw", "--ignore-chat-template"):
-        assert generated(capfd, PROMPT, "--target", instruct, flag) == (expected(instruct, PROMPT), 3, "")
+    assert generated(capfd, PROMPT, "--target", instruct, "--raw") == (expected(instruct, PROMPT), 3, "")
 
 
 def test_without_a_chat_template_a_prompt_is_continued_and_nothing_is_said_of_it(base: str, capfd: Any) -> None:

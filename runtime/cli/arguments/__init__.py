@@ -1,1 +1,1 @@
-"""Arguments that several commands have: the models, how they are loaded, settings, and flags of mlx-lm's commands."""
+"""Arguments that several commands have: the models, how they are loaded, and settings."""

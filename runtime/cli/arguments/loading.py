@@ -35,8 +35,6 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
         ("--tokenizer-config JSON", 'options of the target\'s tokenizer, such as {"eos_token": "<|im_end|>"}'),
         ("--chat-template TEXT", "chat template to use instead of the tokenizer's, or the path of its file"),
     )
-    # mlx-lm's flag for a value in the model's configuration.
-    group.add_argument("-qa", "--quantize-activations", action="store_true", help=argparse.SUPPRESS)
 
 
 def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
@@ -44,10 +42,7 @@ def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | M
     tokenizer_config = _json(arguments, "tokenizer_config")
     if arguments.chat_template is not None:
         tokenizer_config["chat_template"] = _text_or_file(arguments.chat_template)
-    model_config = _json(arguments, "model_config")
-    if arguments.quantize_activations:
-        model_config["quantize_activations"] = True
-    return _spec(arguments, "", path, tokenizer_config=tokenizer_config, model_config=model_config)
+    return _spec(arguments, "", path, tokenizer_config=tokenizer_config, model_config=_json(arguments, "model_config"))
 
 
 def draft_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:

@@ -15,7 +15,7 @@ from protocol.options import options_of
 from protocol.reprs import shown
 from protocol.settings import AUTO_DRAFT, DRAFT_WORDS, NGRAM
 from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
-from runtime.cli.arguments.settings import HIDDEN, add_option
+from runtime.cli.arguments.settings import add_option
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.device import use_device
 from runtime.loading.model_spec import ModelSpec
@@ -84,7 +84,6 @@ def add_models(
     if target_first:
         target.add_argument("target_here", metavar="MODEL", nargs="?", help="the same as --target")
     target.add_argument("--target", metavar="MODEL", help="path or hub id of the target (default: the demo target)")
-    target.add_argument("--model", dest="target", **HIDDEN)
     action = "append" if several_drafts else "store"
     group.add_argument(
         "--draft",
@@ -94,8 +93,6 @@ def add_models(
         or 'path or hub id of the drafter; "auto" for one on this disk that fits the target, if any; "ngram" for '
         'prompt lookup; "none" for plain decoding (default: the demo draft model with the demo target, else none)',
     )
-    # mlx-lm's name for it.
-    group.add_argument("--draft-model", action=action, dest="draft", **HIDDEN)
     if not as_they_are:
         add_loading(parser)
     group = parser.add_argument_group("caches and devices")

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
-from protocol.errors import PromptError, SettingsError
+from protocol.errors import PromptError
 from protocol.options import Option, options_of
-from protocol.reprs import shown
 from protocol.settings import MAX_ANSWER_TOKENS, Settings, settings_from
 from runtime.cli.flags import flag
 
 Value = int | float | str | None
-# Keywords for another spelling of a flag, which is accepted but not shown.
-HIDDEN: Any = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
 
 
 def parse_value(text: str) -> Value:
@@ -77,12 +74,9 @@ def add_option(
         shape = {"action": "store_true"}
     elif option.form == "TEXT":
         shape = {"metavar": "TEXT", "action": "append"}
-    hidden = [alias for alias in option.flags if alias.startswith("--")]
-    short = [alias for alias in option.flags if alias not in hidden]
+    names = [option.short, flag(name)] if option.short else [flag(name)]
     text = in_help(option.about) + _default(option, default)
-    group.add_argument(*short, flag(name), dest=name, default=argparse.SUPPRESS, required=required, help=text, **shape)
-    if hidden:
-        group.add_argument(*hidden, dest=name, **HIDDEN, **shape)
+    group.add_argument(*names, dest=name, default=argparse.SUPPRESS, required=required, help=text, **shape)
 
 
 def add_options(
@@ -187,20 +181,10 @@ def check_template_flags(arguments: argparse.Namespace, tokenizer: Any) -> None:
             raise PromptError(f"{flag(name)} needs a chat template, and the target's tokenizer has none; leave it out")
 
 
-def with_tokens_of(tokenizer: Any, settings: dict[str, Any], extra_eos_tokens: Sequence[str] = ()) -> dict[str, Any]:
-    """The settings, completed with the tokenizer's token ids, as in mlx-lm's commands.
-
-    XTC spares line breaks and end-of-text tokens, unless the settings say what it spares. `extra_eos_tokens` are tokens
-    or ids that end the text, beside `stop_tokens`.
+def with_tokens_of(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings, with the tokens that XTC spares as in mlx-lm's commands: line breaks and ends of text, unless the
+    settings say what it spares.
     """
-    completed = dict(settings)
-    if settings.get("xtc_probability") and "xtc_special_tokens" not in settings and tokenizer is not None:
-        completed["xtc_special_tokens"] = (*tokenizer.encode("\n"), *sorted(tokenizer.eos_token_ids))
-    for token in extra_eos_tokens:
-        id = parse_value(token)
-        if not isinstance(id, int):
-            id = None if tokenizer is None else tokenizer.get_vocab().get(token)
-        if id is None:
-            raise SettingsError(f"--extra-eos-token {shown(token)} is not a token of the target; --stop takes any text")
-        completed["stop_tokens"] = (*completed.get("stop_tokens", ()), id)
-    return completed
+    if not settings.get("xtc_probability") or "xtc_special_tokens" in settings or tokenizer is None:
+        return settings
+    return {**settings, "xtc_special_tokens": (*tokenizer.encode("\n"), *sorted(tokenizer.eos_token_ids))}
