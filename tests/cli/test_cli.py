@@ -385,51 +385,6 @@ def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(mon
 
 
 @sweep(
-    ("option", "text", "setting", "value"),
-    [
-        ("--max-tokens", "0", "max_tokens", 0),
-        ("--max-tokens", "2.5", "max_tokens", 2.5),
-        ("--max-tokens", "many", "max_tokens", "many"),
-        ("--temperature", "-1", "temperature", -1),
-        ("--temperature", "nan", "temperature", float("nan")),
-        ("--temperature", "none", "temperature", None),
-        ("--seed", "-1", "seed", -1),
-        ("--lookahead", "65", "lookahead", 65),
-        ("--lookahead", "Auto", "lookahead", "Auto"),
-        ("--acceptance", "sometimes", "acceptance", "sometimes"),
-        ("--prefill-step-size", "0", "prefill_step_size", 0),
-        ("--draft-temperature", "-1", "draft_temperature", -1),
-        ("--top-p", "1.5", "top_p", 1.5),
-        ("--min-p", "-0.1", "min_p", -0.1),
-        ("--min-tokens-to-keep", "0", "min_tokens_to_keep", 0),
-        ("--top-k", "ten", "top_k", "ten"),
-        ("--xtc-probability", "2", "xtc_probability", 2),
-        ("--xtc-threshold", "0.6", "xtc_threshold", 0.6),
-        ("--xtc-special-tokens", "1,x", "xtc_special_tokens", (1, "x")),
-        ("--stop-tokens", "1,-2", "stop_tokens", (1, -2)),
-        ("--logit-bias", "1", "logit_bias", "1"),
-        ("--logit-bias", "a=1", "logit_bias", {"a": 1}),
-        ("--logit-bias", "1=inf", "logit_bias", {1: float("inf")}),
-        ("--repetition-penalty", "-1", "repetition_penalty", -1),
-        ("--repetition-context-size", "0", "repetition_context_size", 0),
-        ("--presence-penalty", "inf", "presence_penalty", float("inf")),
-        ("--presence-context-size", "all", "presence_context_size", "all"),
-        ("--frequency-penalty", "much", "frequency_penalty", "much"),
-        ("--frequency-context-size", "1.5", "frequency_context_size", 1.5),
-        ("--logprobs", "129", "logprobs", 129),
-    ],
-)
-def test_a_bad_setting_is_refused_before_any_model_is_looked_for(option, text, setting, value, capfd):
-    with pytest.raises(runtime.SettingsError) as refused:
-        runtime.Settings(**{setting: value})
-    said = str(refused.value)
-    assert said.startswith(setting) or setting == "stop"
-    # With the option's name, and "none" for Python's None.
-    typed = said.replace(setting, option, 1).replace("None", '"none"')
-    assert refused_here(capfd, PROMPT, option, text, "--target", "/no/such/model") == f"outrider: error: {typed}\n"
-
-
-@sweep(
     ("arguments", "usage", "message"),
     [
         (["generate", "--max-tokns", "5", "hi"], "outrider generate ", "--max-tokns hi; did you mean --max-tokens?"),

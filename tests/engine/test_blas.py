@@ -164,14 +164,6 @@ def nothing(_: str) -> bool:
     return False
 
 
-@sweep("wanted", ["", "system"])
-def test_the_system_s_own_stays_and_nothing_is_looked_for(wanted):
-    def must_not(_: str) -> bool:
-        raise AssertionError("there is nothing to look for")
-
-    assert choose(wanted, "x86_64", exists=must_not, search=must_not) is None
-
-
 @sweep("machine", ["x86_64", "aarch64"])
 def test_a_distributions_places_are_searched_in_order_the_linker_last(machine):
     places, libraries = candidates(machine), {"openblas": "libopenblas.so.0"}
@@ -189,15 +181,6 @@ def test_where_there_is_none_the_packages_are_named():
         choose("openblas", "x86_64", exists=nothing, search=nowhere)
 
 
-def test_a_path_is_taken_as_it_is_wherever_one_stands(tmp_path, monkeypatch):
-    (tmp_path / "libmine.so").touch()
-    expected = str(tmp_path / "libmine.so")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for wanted in (expected, "./libmine.so", "libmine.so", "~/libmine.so"):
-        assert choose(wanted, "x86_64", search=nowhere) == expected
-
-
 @sweep(
     ("wanted", "complaint"),
     [
@@ -209,27 +192,6 @@ def test_a_path_is_taken_as_it_is_wherever_one_stands(tmp_path, monkeypatch):
 def test_what_names_no_library_is_refused(wanted, complaint):
     with pytest.raises(runtime.SettingsError, match=complaint):
         choose(wanted, "x86_64", search=nowhere)
-
-
-@sweep("wanted", ["openblas", "/usr/lib/libblas.dylib"])
-def test_elsewhere_than_on_linux_there_is_nothing_to_put_in_front(wanted, monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(runtime.SettingsError, match=r'is for Linux.*leave it "system"'):
-        blas.load_before_mlx(wanted)
-    blas.load_before_mlx("system")
-
-
-# --- how many threads -----------------------------------------------------------------------------
-
-
-def test_cores_that_the_process_may_not_use_do_not_count(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert blas.num_usable_cores() == 1
-    monkeypatch.delattr(os, "sched_getaffinity")
-    assert blas.num_usable_cores() == 64
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert blas.num_usable_cores() == 1
 
 
 # --- names of libraries ---------------------------------------------------------------------------
@@ -269,14 +231,6 @@ def test_mlx_is_not_imported_before_a_model_is_needed():
     assert (done.stdout, done.stderr) == ("False\nTrue\n", "")
 
 
-@linux
-def test_unless_asked_for_nothing_is_put_in_front_and_no_variable_is_set():
-    for variables in ({}, {VARIABLE: ""}, {VARIABLE: "system"}):
-        found = look_around(**variables)
-        assert str(found["blas"]).startswith("reference BLAS (libblas-")
-        assert (found["is_global"], found["variable"], found["threads"]) == (False, None, None)
-
-
 def look_around_where_mlx_calls(library: str, wanted: str, tmp_path: Path) -> dict[str, object]:
     """As `look_around`; asserts that MLX calls a library, by the dynamic linker's log of symbol bindings."""
     log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
@@ -286,12 +240,6 @@ def look_around_where_mlx_calls(library: str, wanted: str, tmp_path: Path) -> di
     assert calls
     assert all(f"to {library} " in line for line in calls)
     return found
-
-
-@linux
-def test_mlx_calls_the_library_that_the_environment_has_put_in_front(copy, tmp_path):
-    found = look_around_where_mlx_calls(copy, copy, tmp_path)
-    assert (found["blas"], found["is_global"], found["variable"]) == ("libmine.so", True, None)
 
 
 @linux
@@ -318,28 +266,6 @@ with CORES.computing():
     look_around(before.format(cores=blas.num_usable_cores()), **{VARIABLE: "openblas"})
 
 
-@linux
-@with_openblas
-@sweep("name", THREAD_VARIABLES)
-def test_a_number_of_threads_that_the_user_set_stays(name):
-    before = """
-import runtime
-from runtime.loading import blas, model_sources
-from actors.workers.core_sharing import CORES
-with CORES.computing(), CORES.computing():
-    assert blas.num_loaded_threads() == 2
-"""
-    found = look_around(before, **{VARIABLE: "openblas", name: "2"})
-    assert found["threads"] == 2
-
-
-@linux
-def test_asking_twice_for_the_same_is_no_error(copy):
-    put = "blas.load_before_mlx({!r})"
-    before = f"import runtime; from runtime.loading import blas; {put}; import mlx.core; {put}"
-    assert look_around(before.format(copy, copy))["blas"] == "libmine.so"
-
-
 # --- too late, or not possible --------------------------------------------------------------------
 
 
@@ -358,12 +284,6 @@ def test_a_variable_that_comes_after_mlx_is_a_warning_that_names_the_remedy(copy
     assert "has no effect, since mlx was imported first; import runtime before mlx and mlx_lm" in line
 
 
-def test_a_variable_without_sense_is_said_when_a_model_is_needed_and_not_before():
-    done = run("import runtime; print('imported'); runtime.open", **{VARIABLE: "mkl"})
-    assert (done.returncode, done.stdout) == (1, "imported\n")
-    assert 'SettingsError: OUTRIDER_BLAS: blas must be "openblas", "system" or' in done.stderr
-
-
 @sweep("command", [["doctor"], ["generate", "x"]])
 def test_a_variable_or_a_flag_without_sense_is_one_line_on_a_command_line(command, capfd):
     done = outrider(*command, **{VARIABLE: "/no/such/libblas.so"})
@@ -374,19 +294,6 @@ def test_a_variable_or_a_flag_without_sense_is_one_line_on_a_command_line(comman
     for said, begin in ((done.stderr, "outrider: error: OUTRIDER_BLAS: "), (err, "outrider: error: ")):
         assert said.startswith(begin)
         assert said.count("\n") == 1
-
-
-@linux
-def test_what_cannot_take_its_place_is_one_line(tmp_path):
-    (no_library := tmp_path / "libtext.so").write_text("not a library")
-    # Any system library will do, by its path; Python itself needs this one.
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    (no_blas,) = [line.split()[-1] for line in lines if "libm.so" in line and "r-xp" in line]
-    for library, complaint in ((no_library, "cannot load "), (no_blas, "is no BLAS that MLX could call")):
-        done = outrider("doctor", "--blas", str(library))
-        assert (done.returncode, done.stdout) == (2, "")
-        assert complaint in done.stderr
-        assert done.stderr.count("\n") == 1
 
 
 @linux

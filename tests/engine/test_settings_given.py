@@ -154,16 +154,6 @@ async def test_a_settings_object_sets_every_field_and_a_mapping_those_that_it_na
         assert settings == runtime.Settings(seed=1)
 
 
-async def test_conversations_take_settings_and_reuse_what_was_read_all_the_same() -> None:
-    async with runtime.open(runtime.DEMO_DRAFT, defaults=DEFAULTS) as rt:
-        conversation = rt.conversation(None, FIVE)
-        assert len((await conversation.generate("def f(")).tokens) == 5
-        answer = await conversation.generate("def g(", runtime.Settings(max_tokens=4, ignore_eos=True))
-        assert (len(answer.tokens), answer.statistics.cached_tokens > 0) == (4, True)
-        async with conversation.stream("x", FIVE, max_tokens=3) as stream:
-            assert len([token async for token in stream]) == 3
-
-
 @on_every_face
 async def test_asyncio_and_plain_threads_take_settings_too(open: Any) -> None:
     async with within(open(runtime.DEMO_DRAFT, defaults=DEFAULTS)) as rt:
@@ -177,12 +167,6 @@ async def test_asyncio_and_plain_threads_take_settings_too(open: Any) -> None:
         conversation = rt.conversation(settings=FIVE)
         assert len((await got(conversation.generate("def f("))).tokens) == 5
         assert len(await all_of(conversation.stream("def g(", FIVE, max_tokens=3))) == 3
-
-
-def test_scripts_take_settings_and_defaults_too() -> None:
-    generate = functools.partial(runtime.generate_sync, "def f(", target=runtime.DEMO_DRAFT)
-    assert len(generate(FIVE, max_tokens=3).tokens) == 3
-    assert len(generate(defaults={"max_tokens": 4}).tokens) == 4
 
 
 @sweep("settings", [20, "greedy", [("max_tokens", 2)]])

@@ -85,15 +85,6 @@ async def test_a_text_is_continued_after_a_restart_from_what_was_cached_before(
     assert len(files.scan()) == 1
 
 
-async def test_what_has_no_room_in_memory_comes_back_from_disk(tmp_path: Path, model: Any) -> None:
-    one, other = prompt_of(80), prompt_of(80, seed=5)
-    async with runtime.open((model, None), prefix_cache_dir=tmp_path, prefix_cache_bytes=100_000) as rt:
-        texts = [(await answer(rt, prompt))[0] for prompt in (one, other)]
-        await until_in_trio(lambda: len(cache_of(rt)._stored) == 1)
-        assert await answer(rt, one) == (texts[0], len(one) - 1)
-        assert await answer(rt, other) == (texts[1], len(other) - 1)
-
-
 @pytest.fixture
 async def text(tmp_path: Path, model: Any) -> list[int]:
     """The text after `PROMPT`, by a runtime that has stored what it had cached."""
@@ -198,15 +189,6 @@ async def test_what_the_bound_has_deleted_is_forgotten_and_written_again(
             assert {path.stem.rpartition("-")[2] for path in stored_in(tmp_path)} == set(cache._stored)
         assert tuple(PROMPT) in {stored.tokens[: len(PROMPT)] for stored in cache._stored.values()}
     assert "left out" not in caplog.text
-
-
-async def test_what_another_process_has_deleted_is_written_again(tmp_path: Path, model: Any, text: list[int]) -> None:
-    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
-        await until_in_trio(lambda: cache_of(rt)._stored != {})
-        assert await answer(rt, PROMPT) == (text, len(PROMPT) - 1)
-        for path in tmp_path.iterdir():
-            path.unlink()
-    assert len(stored_in(tmp_path)) == 1
 
 
 async def test_a_runtime_that_is_closed_before_it_has_looked_at_the_folder_writes_there(
@@ -367,19 +349,6 @@ def test_a_killed_writer_leaves_the_old_files(tmp_path: Path) -> None:
     assert step > 15
 
 
-def test_a_process_killed_while_deleting_leaves_nothing_partial(tmp_path: Path) -> None:
-    step, was_killed = 0, True
-    while was_killed:
-        folder = tmp_path / str(step)
-        folder.mkdir()
-        files = files_in(folder)
-        for seed in (1, 2):
-            files.write(*sequence(seed))
-        was_killed = killed_at(step, partial(files_in(folder).delete, sequence(1)[0]))
-        assert contents(files_in(folder)) in (expected(1, 2), expected(2))
-        step += 1
-
-
 @pytest.mark.parametrize("suffix", [".outrider-prefix", ".outrider-prefix-index"])
 def test_a_file_that_is_cut_or_altered_anywhere_is_never_read_wrongly(tmp_path: Path, suffix: str) -> None:
     files = files_in(tmp_path)
@@ -439,12 +408,3 @@ def test_what_killed_writers_have_left_is_deleted_once_it_is_old(tmp_path: Path)
         os.utime(path, (1, 1))
     assert files.scan() == []
     assert [path.name for path in tmp_path.iterdir()] == [".outrider-new.tmp"]
-
-
-def test_what_cannot_be_deleted_stays_and_the_rest_is_found(tmp_path: Path) -> None:
-    files = files_in(tmp_path)
-    files.write(*sequence(1))
-    stuck = tmp_path / ".outrider-of-another-user.tmp"
-    stuck.mkdir()  # a directory is no more deleted than another user's file
-    os.utime(stuck, (1, 1))
-    assert len(files.scan()) == 1

@@ -17,7 +17,7 @@ import pytest
 import trio
 import trio.testing
 from architectures import ARCHITECTURES, build
-from chat_models import QUIET, ROLES, TEMPLATE, THINKING_TEMPLATE, VOCAB_SIZE, says, tokenizer
+from chat_models import QUIET, ROLES, TEMPLATE, VOCAB_SIZE, tokenizer
 from command_line import piped, save_model
 from completions import ids
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -141,27 +141,6 @@ async def test_what_the_drafter_has_cached_is_there_again(tmp_path: Path, name: 
     assert sum(read) == expected < anew
 
 
-@sweep(
-    ("template", "system", "said"),
-    [(None, None, ()), (None, "Once upon a time", (" there was a cat.",)), (TEMPLATE, None, ())],
-)
-async def test_a_base_model_goes_on_too_and_a_conversation_in_which_nothing_was_said(
-    tmp_path: Path, template: str | None, system: str | None, said: tuple[str, ...]
-) -> None:
-    path = tmp_path / "session"
-    async with LLAMA.open(template) as rt:
-        conversation = rt.conversation(system, **GREEDY)
-        for text in said:
-            await conversation.generate(text)
-        await conversation.save(path)
-        expected = await conversation.generate(SAID[1])
-    async with LLAMA.open(template) as rt:
-        found = await (await rt.load(path)).generate(SAID[1])
-    assert ids(found) == ids(expected)
-    assert found.statistics.cached_tokens == expected.statistics.cached_tokens
-    assert (found.statistics.cached_tokens > 0) == bool(said)
-
-
 async def test_a_conversation_can_be_saved_after_every_turn_and_loaded_twice(tmp_path: Path) -> None:
     path = tmp_path / "session"
     async with LLAMA.open() as rt:
@@ -195,37 +174,6 @@ async def test_an_answer_that_was_broken_off_is_saved_as_far_as_it_was_given(tmp
         await conversation.save(path)
         expected = await conversation.generate(SAID[1])
     assert ids(await next_turn(path)) == ids(expected)
-
-
-async def test_thoughts_and_the_choice_to_think_are_saved(tmp_path: Path) -> None:
-    path, of = tmp_path / "session", tokenizer(THINKING_TEMPLATE, thinks=True)
-    model = llama(vocab_size=4103)
-    async with runtime.open((model, of)) as rt:
-        speaks = says(of, "<think>A cat, then.</think>Meow.")
-        conversation = rt.conversation(thinking=True, logits_processors=[speaks], max_tokens=40)
-        await conversation.generate("What says a cat?")
-        assert conversation.messages[-1]["reasoning_content"]
-        await conversation.save(path)
-        loaded = await rt.load(path, logits_processors=[speaks])
-        assert loaded.messages == conversation.messages
-        plain = await saved_session.read(path)
-        assert plain.thinking is True
-
-
-@pytest.mark.slow
-async def test_a_model_on_disk_is_known_again(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    for _ in range(2):
-        async with runtime.open(str(runtime.DEMO_TARGET), str(runtime.DEMO_DRAFT)) as rt:
-            if not path.exists():
-                conversation = rt.conversation(max_tokens=8)
-                await conversation.generate("A cat")
-                await conversation.save(path)
-                expected = await conversation.generate(" and a dog")
-            else:
-                found = await (await rt.load(path)).generate(" and a dog")
-    assert found.text == expected.text
-    assert found.statistics.cached_tokens == expected.statistics.cached_tokens > 0
 
 
 async def test_a_conversation_goes_to_and_from_bytes_whatever_is_in_its_messages() -> None:
@@ -358,11 +306,6 @@ async def test_caches_that_are_made_otherwise_are_refused(tmp_path: Path) -> Non
         await rt.load(path)
 
 
-async def test_how_caches_are_rewound_is_nobodys_business(path: Path) -> None:
-    for rewind in ("checkpoint", "none"):  # "auto", of the file, trims
-        assert len((await next_turn(path, rewind=rewind)).tokens) == 20
-
-
 # --- hostile files --------------------------------------------------------------------------------
 
 
@@ -405,15 +348,6 @@ HOSTILE: dict[str, Callable[[Any], None]] = {
     "a setting that is none": lambda content: content["settings"].update(evil=1),
     "no target": lambda content: content.update(target=None),
 }
-
-
-async def test_a_hostile_file_changes_nothing(original: Path, path: Path) -> None:
-    async with LLAMA.open() as rt:
-        for name, change in HOSTILE.items():
-            shutil.copy(original, path)
-            rewritten(path, change)
-            assert await refusal(rt, path), name
-            assert len((await rt.generate("Hello", max_tokens=3, logit_bias=QUIET)).tokens) == 3, name
 
 
 async def test_tokens_beyond_the_vocabulary_are_refused(path: Path) -> None:
@@ -473,24 +407,6 @@ async def test_where_nothing_is_cached_the_text_is_read_again(tmp_path: Path) ->
 
 
 # --- moments --------------------------------------------------------------------------------------
-
-
-async def test_other_streams_go_on_meanwhile(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    async with LLAMA.open() as rt, trio.open_nursery() as nursery:
-        expected = ids(await rt.generate("Once", **GREEDY | {"max_tokens": 50}))
-        found: list[int] = []
-
-        async def generate() -> None:
-            found.extend(ids(await rt.generate("Once", **GREEDY | {"max_tokens": 50})))
-
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
-        nursery.start_soon(generate)
-        for _ in range(3):
-            await conversation.save(path)
-            await rt.load(path)
-    assert found == expected
 
 
 async def test_files_are_written_and_read_beside_the_event_loop(
@@ -619,24 +535,6 @@ def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path, capfd: 
     assert expected.strip().startswith(out.strip())
 
 
-@pytest.mark.slow
-def test_a_chat_says_what_is_wrong_with_a_file(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
-    model, path = str(save_model(tmp_path / "model", context=10_000)), tmp_path / "session"
-    path.write_text("hello")
-    for line, complaint in (
-        (f"/load {path}", "is no saved session"),
-        (f"/load {tmp_path}/nowhere", "No such file"),
-        (f"/save {tmp_path}", "cannot write"),
-        ("/save", 'type "/save FILE"'),
-    ):
-        status, out, err = piped(capfd, monkeypatch, *a_chat_with(model), lines=f"{line}\nw1\n")
-        assert status != 0
-        assert out == ""
-        assert complaint in err
-        assert err.count("\n") == 1
-    assert path.read_text() == "hello"
-
-
 # --- the system says no ---------------------------------------------------------------------------
 
 
@@ -661,19 +559,3 @@ async def test_a_load_that_finds_the_models_gone_says_that_the_runtime_is_closed
         monkeypatch.setattr(saved_sequence, "keep", close_first)
         with pytest.raises(runtime.RuntimeClosedError, match="this runtime was closed"):
             await rt.load(path)
-
-
-async def test_a_failing_save_keeps_the_old_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = path.read_bytes()
-    async with LLAMA.open() as rt:
-        conversation = await rt.load(path)
-
-        def fail(*_: Any) -> None:
-            raise MemoryError("no room")
-
-        monkeypatch.setattr(saved_sequence, "fingerprint", fail)
-        with pytest.raises(runtime.OutriderError, match="no room"):
-            await conversation.save(path)
-        monkeypatch.undo()
-        assert path.read_bytes() == before
-        await conversation.save(path)

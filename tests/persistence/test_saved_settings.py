@@ -75,12 +75,6 @@ def test_every_setting_but_functions_and_files_is_in_the_file() -> None:
     assert set(settings_for_json(Settings())) == names - {"logits_processors", "prompt_cache_file"}
 
 
-def test_what_is_given_anew_takes_the_place_of_what_was_saved() -> None:
-    session = a_session(settings=settings_for_json(Settings(temperature=0.7, seed=3, max_tokens=9)))
-    found = settings_from(settings_of(session, "x", {"seed": 4, "max_tokens": None}))
-    assert found == Settings(temperature=0.7, seed=4, max_tokens=None)
-
-
 def test_functions_must_be_given_again() -> None:
     def function(*arrays: Any) -> Any:
         return arrays[-1]
@@ -94,12 +88,6 @@ def test_functions_must_be_given_again() -> None:
             settings_of(session, "x", {})
         for given_ in (value, none):
             assert getattr(settings_from(settings_of(session, "x", {name: given_})), name) == given_
-
-
-def test_settings_that_are_given_wrong_are_the_callers_mistake() -> None:
-    for given_, message in (({"temperature": -1}, "temperature"), ({"temprature": 1}, "did you mean 'temperature'")):
-        with pytest.raises(SettingsError, match=message):
-            settings_of(a_session(), "x", given_)
 
 
 @sweep(
@@ -140,14 +128,6 @@ async def test_a_file_of_a_running_stream_is_told_from_a_conversation(tmp_path: 
     write(path, Contents({**content, "stream": {"seed": 3}}, tensors))
     with pytest.raises(SessionFileError, match="has a running stream, not a conversation"):
         await saved_session.read(path)
-
-
-def test_another_vocabulary_is_told() -> None:
-    saved_session.check_vocabulary("x", None, None)
-    saved_session.check_vocabulary("x", "a", "a")
-    for saved, present, message in (("a", "b", "another vocab"), ("a", None, "has none"), (None, "a", "no tokenizer")):
-        with pytest.raises(SessionFileError, match=message):
-            saved_session.check_vocabulary("x", saved, present)
 
 
 json_values = st.recursive(

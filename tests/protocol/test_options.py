@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -14,20 +13,18 @@ import pytest
 import protocol.settings
 import runtime.cli.arguments.settings
 import runtime.cli.flags
-from protocol.argument_aliases import ALIASES
 from protocol.errors import SettingsError
 from protocol.open_options import OpenOptions
-from protocol.options import declared, option, options_of
+from protocol.options import option, options_of
 from protocol.settings import Settings, settings_from
 from protocol.validation import check_integer, validator
 from runtime.cli import main as cli
 
 
 @pytest.fixture
-def _one_more(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """One more setting."""
 
-    @declared
     @attrs.frozen(kw_only=True)
     class More(Settings):
         """Settings.
@@ -40,13 +37,11 @@ def _one_more(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         top_h: int | None = attrs.field(
             default=None,
             validator=validator(check_integer, 0, or_none="all"),
-            metadata=option("BITS", "filters, above temperature 0", flags="--entropy", aliases="entropy_bits"),
+            metadata=option("BITS", "filters, above temperature 0", short="-e"),
         )
 
     for module in (protocol.settings, runtime.cli.arguments.settings, runtime.cli.flags):
         monkeypatch.setattr(module, "Settings", More)
-    yield
-    del ALIASES["entropy_bits"]
 
 
 @pytest.mark.usefixtures("_one_more")
@@ -54,16 +49,15 @@ def test_a_declared_setting_is_a_keyword_and_a_flag_with_help_and_hints(capfd: A
     assert settings_from({"top_h": 3}).top_h == 3  # type: ignore[attr-defined]
     with pytest.raises(SettingsError, match=r"^top_h must be a whole number of at least 0, or None for all, got -1$"):
         settings_from({"top_h": -1})
-    for near in ("top_hh", "entropy_bits"):
-        with pytest.raises(SettingsError, match="did you mean 'top_h'"):
-            settings_from({near: 3})
-    for flag in ("--top-h", "--entropy"):
+    with pytest.raises(SettingsError, match="did you mean 'top_h'"):
+        settings_from({"top_hh": 3})
+    for flag in ("--top-h", "-e"):
         assert cli.main(["generate", "hi", flag, "-1"]) == 2
         assert capfd.readouterr().err == (
-            'outrider: error: --top-h must be a whole number of at least 0, or "none" for all, got -1\n'
+            "outrider: error: --top-h must be a whole number of at least 0, or None for all, got -1\n"
         )
     for command, hint in (
-        (["generate", "hi", "--entropy-bits", "3"], "did you mean --top-h?"),
+        (["generate", "hi", "--top-hh", "3"], "did you mean --top-h?"),
         (["serve", "--top-h", "3"], 'each request sets this, by its field "top_h"'),
     ):
         with pytest.raises(SystemExit):
@@ -72,17 +66,18 @@ def test_a_declared_setting_is_a_keyword_and_a_flag_with_help_and_hints(capfd: A
     with pytest.raises(SystemExit):
         cli.main(["generate", "--help-all"])
     said = " ".join(capfd.readouterr().out.split())
-    assert '--top-h BITS keep the likeliest tokens up to this entropy in bits, >= 0; "none" keeps all (' in said
+    assert (
+        '-e BITS, --top-h BITS keep the likeliest tokens up to this entropy in bits, >= 0; "none" keeps all (' in said
+    )
 
 
 _SERVED = """
 import json
 import attrs
 import protocol.settings
-from protocol.options import declared, option
+from protocol.options import option
 from protocol.validation import check_integer, validator
 
-@declared
 @attrs.frozen(kw_only=True)
 class More(protocol.settings.Settings):
     '''Settings.
@@ -92,7 +87,7 @@ class More(protocol.settings.Settings):
     '''
 
     top_h: int | None = attrs.field(
-        default=None, validator=validator(check_integer, 0, 9), metadata=option("BITS", fields="entropy_bits")
+        default=None, validator=validator(check_integer, 0, 9), metadata=option("BITS", fields=("entropy_bits",))
     )
 
 protocol.settings.Settings = More

@@ -1,10 +1,11 @@
-"""Settings are checked completely before they are used."""
+"""Settings are checked completely before they are used, in the library, on the command line and in requests."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from fractions import Fraction
+from typing import Any
 
 import attrs
 import pytest
@@ -12,10 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
 
-from protocol.errors import OutriderError, SettingsError
+from protocol.errors import SettingsError
+from protocol.options import options_of
 from protocol.settings import Settings, settings_from
-
-NOT_A_NUMBER_OF_TOKENS = [True, 1.0, "3", [], math.nan, math.inf, Fraction(2)]
+from runtime.cli import main as cli
+from runtime.cli.flags import flag
+from runtime.server.answers.body import parse_request
+from runtime.server.errors import ErrorResponse
+from runtime.server.openai.requests import CompletionRequest
 
 
 def test_settings_are_frozen():
@@ -23,37 +28,95 @@ def test_settings_are_frozen():
         Settings().seed = 3  # type: ignore[misc]
 
 
-def test_a_settings_error_is_the_projects_own_and_a_value_error():
-    assert issubclass(SettingsError, OutriderError)
-    assert issubclass(SettingsError, ValueError)
+# --- one table of bad values ----------------------------------------------------------------------
+
+LIMIT = "be a whole number of at least 1, or None for no limit"
+PENALTY = "be a finite number, or None for no penalty"
+CONTEXT = "be a whole number of at least 1, or None for the whole text"
+RULES = 'be "auto", "match" or "rejection"'
+PROPOSAL = 'be a whole number between 0 and 64, or "auto"'
+SEED = f"be a whole number between 0 and {2**64 - 1}, or None for a fresh seed"
+IDS, ID = "be a sequence of token ids", "be token ids of at least 0"
+
+BAD: list[tuple[str, Any, str]] = [
+    *(("max_tokens", value, LIMIT) for value in (0, -(10**30), 2.5, True, "many", math.inf)),
+    *(("temperature", value, "be a finite number of at least 0") for value in (-1, -5e-324, math.nan, None, "hot", 1j)),
+    ("temperature", 10**400, "be a finite number of at least 0"),
+    ("draft_temperature", -1, "be a finite number of at least 0, or None for the temperature"),
+    ("top_p", 1.5, "be a number between 0 and 1"),
+    ("min_p", -0.1, "be a number between 0 and 1"),
+    ("min_tokens_to_keep", 0, "be a whole number of at least 1"),
+    *(("top_k", value, "be a whole number of at least 0") for value in (-2, "ten")),
+    ("xtc_probability", 2, "be a number between 0 and 1"),
+    ("xtc_threshold", 0.6, "be a number between 0 and 0.5"),
+    ("xtc_special_tokens", (1, "x"), ID),
+    *(("seed", value, SEED) for value in (-2, 2**64, 1.5, "auto")),
+    ("stop", 3, "be a text or a sequence of texts"),
+    ("stop", [1], "be texts, got 1 among them; ids go into stop_tokens"),
+    *(("stop_tokens", value, IDS) for value in (3, "12", 1.5, True)),
+    *(("stop_tokens", (4, value), ID) for value in (-2, 1.5, "x", True)),
+    *(("ignore_eos", value, "be True or False") for value in (0, "maybe", None, [])),
+    ("logit_bias", "1", "map token ids to numbers"),
+    ("logit_bias", {"a": 1}, "have token ids of at least 0 for keys"),
+    *(("logit_bias", {1: value}, "have numbers for values, or -inf") for value in (math.inf, math.nan, 10**400, True)),
+    ("repetition_penalty", -1, "be a finite number of at least 0, or None for no penalty"),
+    *(("repetition_penalty", value, "be 0 for no penalty, or at least 0.01") for value in (1e-300, 0.0099)),
+    ("presence_penalty", math.inf, PENALTY),
+    ("frequency_penalty", "much", PENALTY),
+    ("repetition_context_size", 0, CONTEXT),
+    ("presence_context_size", "all", CONTEXT),
+    ("frequency_context_size", 1.5, CONTEXT),
+    ("logits_processors", 5, "be a sequence of functions"),
+    ("logits_processors", (3,), "be functions"),
+    *(("sampler", value, "be a function") for value in (3, "greedy", ())),
+    ("logprobs", 129, "be a whole number between 0 and 128"),
+    *(("prefill_step_size", value, 'be a whole number of at least 1, or "auto"') for value in (0, None, "Auto")),
+    *(("acceptance", value, RULES) for value in ("", "Match", "block", None, True, ["match"])),
+    *(("lookahead", value, PROPOSAL) for value in (65, -1, None, "Auto", 3.5)),
+    ("prediction", (-1,), ID),
+    ("reuse_prefix", 1, "be True or False"),
+    ("prompt_cache_file", "", "be the path of a file or None"),
+]
+# Settings that requests have in another form.
+IN_ANOTHER_FORM = {"stop", "logit_bias", "logprobs"}
 
 
-# --- whole numbers --------------------------------------------------------------------------------
-
-WHOLE_NUMBERS = {
-    "max_tokens": (1, None),
-    "seed": (0, 2**64 - 1),
-    "prefill_step_size": (1, None),
-    "lookahead": (0, 64),
-}
-
-
-@sweep(("name", "bounds"), WHOLE_NUMBERS.items())
-def test_whole_numbers_are_taken_up_to_their_bounds_and_refused_beyond_them(name, bounds):
-    low, high = bounds
-    for value in (low, low + 1, high if high is not None else 10**30):
-        assert getattr(settings_from({name: value}), name) == value
-    allowed = f"of at least {low}" if high is None else f"between {low} and {high}"
-    for value in (low - 1, -(10**30), *([high + 1, 10**30] if high is not None else [])):
-        with pytest.raises(SettingsError, match=rf"^{name} must be a whole number {allowed}.*, got {value}(;|$)"):
-            settings_from({name: value})
+def typed(form: str | None, value: Any) -> str | None:
+    """The text of a value as that of a flag of some form; None if it cannot be typed so that it is wrong."""
+    if form in (None, "", "TEXT", "FILE") or isinstance(value, list):
+        return None
+    if isinstance(value, dict):
+        return ",".join(f"{key}={each}" for key, each in value.items())
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return None if form == "IDS" else str(value)
 
 
-@sweep("name", WHOLE_NUMBERS)
-@sweep("value", NOT_A_NUMBER_OF_TOKENS)
-def test_nothing_but_an_int_is_a_whole_number(name, value):
-    with pytest.raises(SettingsError, match=f"^{name} must be a whole number"):
+def is_json(value: Any) -> bool:
+    """Whether a request can have a value; null is as if a field was not sent."""
+    return isinstance(value, (str, list, tuple)) or (isinstance(value, (int, float)) and abs(value) < 1e100)
+
+
+def test_the_table_has_every_setting() -> None:
+    assert {name for name, *_ in BAD} == {field.name for field in attrs.fields(Settings)}
+
+
+@sweep(("name", "value", "says"), BAD)
+def test_a_bad_value_is_refused_by_name_with_its_bound_everywhere(name: str, value: Any, says: str, capfd: Any) -> None:
+    with pytest.raises(SettingsError, match=f"^{name} must {re.escape(says)}"):
         settings_from({name: value})
+    option = options_of(Settings)[name]
+    if (text := typed(option.form, value)) is not None:
+        assert cli.main(["generate", "hi", f"{flag(name)}={text}", "--target", "/no/such/model"]) == 2
+        assert capfd.readouterr().err.startswith(f"outrider: error: {flag(name)} must {says.partition(' ')[0]} ")
+    if option.in_requests and name not in IN_ANOTHER_FORM and is_json(value):
+        body = json.dumps({"prompt": "hi", name: value}).encode()
+        with pytest.raises((ErrorResponse, SettingsError)) as refused:
+            settings_from(parse_request(CompletionRequest, body).settings())
+        assert name in str(refused.value)
+
+
+# --- numbers --------------------------------------------------------------------------------------
 
 
 @sweep(
@@ -73,38 +136,7 @@ def test_none_is_taken_where_it_means_something_and_the_error_says_what(name, me
         settings_from({name: -1})
 
 
-@sweep("name", ["prefill_step_size", "lookahead", "temperature", "ignore_eos", "acceptance"])
-def test_none_is_refused_elsewhere(name):
-    with pytest.raises(SettingsError, match=rf"^{name} must be .* got None"):
-        settings_from({name: None})
-
-
-def test_only_lookahead_and_the_prefill_step_may_be_auto_among_the_numbers():
-    assert Settings(lookahead="auto").lookahead == "auto"
-    assert Settings(prefill_step_size="auto").prefill_step_size == "auto"
-    for name in ("max_tokens", "seed", "temperature"):
-        with pytest.raises(SettingsError, match=rf"^{name} must be .*got 'auto'"):
-            settings_from({name: "auto"})
-    with pytest.raises(SettingsError, match="or \"auto\", got 'Auto'"):
-        settings_from({"lookahead": "Auto"})
-
-
-def test_a_bias_is_a_finite_number_or_minus_infinity():
-    assert Settings(logit_bias={1: -math.inf, 2: 10**300}).logit_bias == {1: -math.inf, 2: 1e300}
-    for bias in (math.inf, math.nan, 10**400, -(10**400), True, "1", None):
-        with pytest.raises(SettingsError, match=r"^logit_bias must have numbers for values, or -inf, got "):
-            Settings(logit_bias={1: bias})
-
-
 # --- temperature ----------------------------------------------------------------------------------
-
-
-@sweep("value", [-1, -5e-324, math.nan, math.inf, True, "0.5", None, 1j, [0.5], 10**400])
-def test_a_temperature_is_any_finite_number_from_zero(value):
-    for finite in (0, -0.0, 1, 0.7, 1e-3, 100.0):
-        assert Settings(temperature=finite).temperature == finite
-    with pytest.raises(SettingsError, match=r"^temperature must be a finite number of at least 0, got .*; use 0 for"):
-        Settings(temperature=value)
 
 
 def test_the_drafter_takes_the_temperature_unless_given_its_own():
@@ -124,14 +156,6 @@ def greedy(logprobs):
 def test_a_sampler_goes_by_the_match_rule():
     assert Settings(sampler=greedy).rule == "match"
     assert Settings(sampler=greedy, acceptance="match").rule == "match"
-
-
-@sweep("value", [3, "greedy", (), 0.5])
-def test_a_sampler_that_cannot_be_called_is_refused(value):
-    with pytest.raises(
-        SettingsError, match=r"^sampler must be a function f\(logprobs\), or None for the temperature, got"
-    ):
-        Settings(sampler=value)
 
 
 @sweep(
@@ -158,30 +182,6 @@ def test_stop_tokens_are_any_ids_in_a_row(value):
     assert Settings(stop_tokens=value).stop_tokens == expected
 
 
-@sweep("value", [3, "12", b"12", 1.5, True])
-def test_stop_tokens_that_are_no_sequence_are_refused(value):
-    with pytest.raises(SettingsError, match=r"^stop_tokens must be a sequence of token ids, got"):
-        Settings(stop_tokens=value)
-
-
-@sweep("value", [-1, True, 1.0, "7", None, math.nan])
-def test_stop_tokens_that_are_no_ids_are_refused_one_by_one(value):
-    with pytest.raises(SettingsError, match=r"^stop_tokens must be token ids of at least 0, got .* among them"):
-        Settings(stop_tokens=[4, value, 5])
-
-
-@sweep("value", [0, 1, "yes", None, [], 1.0])
-def test_a_flag_is_true_or_false(value):
-    with pytest.raises(SettingsError, match=r"^ignore_eos must be True or False, got"):
-        Settings(ignore_eos=value)
-
-
-@sweep("value", ["", "Match", "block", "greedy", None, True, 0, ["match"]])
-def test_an_unknown_acceptance_rule_is_refused_with_those_there_are(value):
-    with pytest.raises(SettingsError, match=r'^acceptance must be "auto", "match" or "rejection", got'):
-        Settings(acceptance=value)
-
-
 @sweep(
     ("acceptance", "temperature", "seed", "rule"),
     [
@@ -199,38 +199,9 @@ def test_the_rule_in_force(acceptance, temperature, seed, rule):
 # --- by keyword -----------------------------------------------------------------------------------
 
 
-def test_settings_from_keywords_are_settings():
-    assert settings_from({}) == Settings()
-    assert settings_from({"seed": 4, "lookahead": 2}) == Settings(seed=4, lookahead=2)
-
-
-@sweep(
-    ("name", "meant"),
-    [
-        ("max_token", "max_tokens"),
-        ("temprature", "temperature"),
-        ("sed", "seed"),
-        ("temp", "temperature"),
-        ("num_draft_tokens", "lookahead"),
-    ],
-)
-def test_a_misspelled_setting_is_refused_with_what_was_meant(name, meant):
-    with pytest.raises(SettingsError, match=f"^there is no setting '{name}'; did you mean '{meant}'\\?$"):
-        settings_from({name: 1})
-    with pytest.raises(SettingsError, match=f"^there is no setting '{name}'; did you mean '{meant}'\\?$"):
-        Settings(**{name: 1})
-
-
 def test_an_unknown_setting_is_refused_with_those_there_are_also_beside_a_bad_value():
     with pytest.raises(SettingsError, match="there is no setting 'zzz'; the settings are max_tokens, temperature, "):
         settings_from({"seed": -1, "zzz": 1})
-
-
-@sweep("penalty", [1e-300, 0.0099])
-def test_a_repetition_penalty_that_logits_cannot_be_divided_by_is_refused(penalty: float) -> None:
-    with pytest.raises(SettingsError, match=r"^repetition_penalty must be 0 for no penalty, or at least 0.01, got "):
-        Settings(repetition_penalty=penalty)
-    assert [Settings(repetition_penalty=each).repetition_penalty for each in (None, 0, 0.01)] == [None, 0, 0.01]
 
 
 anything = st.one_of(

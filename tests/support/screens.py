@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
-import itertools
 import os
 import pty
 import struct
@@ -65,9 +64,6 @@ class Person:
             os.close(self.given)
             self.given = -1
 
-    async def hangs_up(self) -> None:
-        await self._seen.aclose()
-
     def resizes(self, columns: int, rows: int) -> None:
         """Change the size of the window, which clears it. The program has to be told by a signal."""
         self.screen.resize(rows, columns)
@@ -104,12 +100,6 @@ class Person:
     @property
     def attributes(self) -> list[Any]:
         return termios.tcgetattr(self.given)
-
-    def coloured(self, colour: str) -> str:
-        """All characters of a colour, in order."""
-        places = itertools.product(range(self.screen.lines), range(self.screen.columns))
-        cells = (self.screen.buffer[row][column] for row, column in places)
-        return "".join(cell.data for cell in cells if cell.fg == colour)
 
     def _set_size(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self.given, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

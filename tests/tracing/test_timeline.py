@@ -162,18 +162,6 @@ def test_every_token_is_there_once_with_whom_it_is_from():
     assert {"accepted", "recovered", "bonus"} <= set(whose) <= {"accepted", "recovered", "bonus", "plain"}
 
 
-def test_a_recovered_token_is_the_last_of_a_round_in_which_something_was_rejected():
-    events, _ = simulate(generated([5, 6, 7], max_tokens=60, lookahead=3))
-    (session,) = data_for(events)["sessions"]
-    for round in session["rounds"]:
-        *first, (_, last, _) = round["tokens"]
-        assert {whose for _, whose, _ in first} <= {"accepted"}
-        if last != "accepted":
-            full = round["accepted"] == len(round["proposed"])
-            assert last == ("plain" if not round["proposed"] else "bonus" if full else "recovered")
-            assert (round["rejected"] > 0) == (last == "recovered")
-
-
 def test_a_round_lists_its_events_in_order():
     events, _ = simulate(generated([5, 6, 7], max_tokens=60, lookahead=4))
     (session,) = data_for(events)["sessions"]
@@ -337,14 +325,6 @@ def test_a_cancelled_stream_says_so_and_keeps_its_tokens(several):
     assert len([token for round in cancelled["rounds"] for token in round.get("tokens", ())]) >= 13
 
 
-def test_without_a_tokenizer_ids_are_shown():
-    events, (completion,) = simulate(generated([5, 6], max_tokens=5))
-    (session,) = data_for(events)["sessions"]
-    assert session["prompt"] == "⟨5⟩⟨6⟩"
-    pieces = [piece for round in session["rounds"] for piece, _, _ in round["tokens"]]
-    assert pieces == [f"⟨{token.id}⟩" for token in completion.tokens]
-
-
 def test_a_tokenizer_that_fails_costs_the_texts_only(caplog):
     class Broken:
         def decode(self, ids: Sequence[int]) -> str:
@@ -441,45 +421,6 @@ def test_the_page_asks_nothing_of_any_network():
     assert policy[1].startswith("default-src 'none';")
 
 
-# --- readability ----------------------------------------------------------------------------------
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance, as defined by WCAG 2."""
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_colours_contrast_as_much_as_reading_takes(scheme):
-    light, dark = re.findall(r":root \{(.*?)\}", page_for([]), re.DOTALL)
-    colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", light))
-    if scheme == "dark":
-        colours |= dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", dark))
-    texts = [
-        ("ink", under) for under in ("page", "panel", "draft-tint", "target-tint", "decode-tint", "chosen", "faint")
-    ]
-    texts += [("muted", under) for under in ("page", "panel", "faint")]
-    texts += [(name, "panel") for name in ("target", "draft", "decode", "hit", "miss", "rewind", "other")]
-    too_little = {pair: contrast(*(colours[name] for name in pair)) for pair in texts}
-    assert {pair: ratio for pair, ratio in too_little.items() if ratio < 4.5} == {}
-    graphics = [
-        ("target", "target-tint"),
-        ("decode", "decode-tint"),
-        ("draft", "draft-tint"),
-        ("focus", "panel"),
-        ("on-strong", "hit"),
-    ]
-    too_little = {pair: contrast(*(colours[name] for name in pair)) for pair in graphics}
-    assert {pair: ratio for pair, ratio in too_little.items() if ratio < 3} == {}
-
-
 # --- in a browser ---------------------------------------------------------------------------------
 
 
@@ -536,48 +477,6 @@ def test_a_browser_takes_no_text_for_markup(visit):
 
 
 @in_a_browser
-def test_a_browser_zooms_and_pans_by_wheel_keys_drag_and_pinch(several, visit):
-    said = visit(
-        page_for(several),
-        """const views = { all: view() };
-        const then = (name, ...acts) => { for (const act of acts) act(); views[name] = view(); };
-        then("wheel", () => wheel(400, { deltaY: -200 }));
-        then("key", () => key(lanes, "+"));
-        then("right", () => key(lanes, "ArrowRight"));
-        then("sideways", () => wheel(400, { deltaX: -120, deltaY: 0 }));
-        const one = (kind, x) => () => pointer("pointer" + kind, x, 70);
-        const other = (kind, x) => () => pointer("pointer" + kind, x, 70, { pointerId: 2 });
-        then("drag", one("down", 600), one("move", 500), one("up", 500));
-        then("pinch", one("down", 500), other("down", 600), other("move", 700), other("up", 700), one("up", 500));
-        then("out", () => key(lanes, "-"));
-        then("button", () => $("in").click(), frame);
-        then("rounds", () => $("rounds").click(), frame);
-        for (let i = 0; i < 80; i++) key(lanes, "+");
-        views.closest = view();
-        for (let i = 0; i < 120; i++) key(lanes, "-");
-        views.farthest = view();
-        then("reset", () => key(lanes, "0"));
-        return views;""",
-    )
-    wide = {name: view["to"] - view["from"] for name, view in said.items()}
-    assert wide["wheel"] < wide["all"]
-    assert wide["key"] < wide["wheel"]
-    assert said["right"]["from"] > said["key"]["from"]
-    assert said["sideways"]["from"] < said["right"]["from"]
-    assert said["drag"]["from"] > said["sideways"]["from"]
-    assert wide["right"] == pytest.approx(wide["sideways"]) == pytest.approx(wide["drag"])
-    assert wide["pinch"] == pytest.approx(wide["drag"] / 2)
-    assert wide["out"] > wide["pinch"]
-    assert wide["button"] < wide["out"]
-    assert wide["closest"] == pytest.approx(100)
-    data = data_for(several)
-    assert wide["farthest"] == pytest.approx(data["ended"] * 1.04)
-    session = data["sessions"][0]
-    assert said["reset"] == said["all"]
-    assert said["all"]["from"] < session["began"] < session["ended"] < said["all"]["to"]
-
-
-@in_a_browser
 def test_a_browser_shows_the_round_of_a_token_and_the_tokens_of_a_round(several, visit):
     said = visit(
         page_for(several, Words()),
@@ -614,174 +513,6 @@ def test_a_browser_shows_the_round_of_a_token_and_the_tokens_of_a_round(several,
 
 
 @in_a_browser
-def test_a_browser_needs_no_pointer(several, visit):
-    said = visit(
-        page_for(several, Words()),
-        """const out = {}, all = (selector) => [...document.querySelectorAll(selector)];
-        out.focusable = all("select, button, [tabindex='0'], summary").map((e) => e.id || e.tagName);
-        out.named = all("button, canvas[tabindex], [role=listbox], section").every(
-          (e) => e.getAttribute("aria-label") || e.getAttribute("aria-labelledby") || e.textContent.trim());
-        lanes.focus();
-        key(lanes, "]"); out.first = $("said").textContent;
-        key(lanes, "]"); out.second = $("said").textContent;
-        key(lanes, "ArrowDown"); out.below = $("said").textContent;
-        key(lanes, "ArrowDown"); out.marks = $("said").textContent;
-        for (let i = 0; i < 6; i++) key(lanes, "]");
-        out.later = $("said").textContent;
-        $("text").focus();
-        key($("text"), "ArrowRight"); key($("text"), "ArrowRight");
-        const active = $($("text").getAttribute("aria-activedescendant"));
-        const [label, selected] = [active.getAttribute("aria-label"), active.getAttribute("aria-selected")];
-        out.active = { i: active.dataset.i, label, selected, round: view().round };
-        key($("text"), "ArrowDown"); out.next_round = view().round;
-        key($("text"), "End"); out.last = $("text").getAttribute("aria-activedescendant");
-        return out;""",
-    )
-    assert said["focusable"] == ["session", "out", "in", "rounds", "reset", "lanes", "text", "SUMMARY"]
-    assert said["named"]
-    assert said["first"].startswith("Target: ")
-    assert said["second"].startswith("Target: ")
-    assert said["first"] != said["second"]
-    assert said["below"].startswith("Draft: ")
-    assert said["marks"] != said["below"]
-    assert said["later"] != said["marks"]
-    assert said["active"]["i"] == "1"
-    assert said["active"]["selected"] == "true"
-    assert "round" in said["active"]["label"]
-    assert int(said["next_round"]) == int(said["active"]["round"]) + 1
-    assert said["last"] == "t59"
-
-
-@in_a_browser
-def test_a_browser_shows_why_nothing_is_drafted_and_how_much_was_read(visit):
-    said = visit(
-        page_for(eventful(), Words()),
-        """const out = { legend: $("legend").textContent };
-        const tip = (s, y) => {
-            pointer("pointermove", place(s * 1e6), y);
-            return $("tip").hidden ? null : $("tip").textContent;
-        };
-        out.prefill = [tip(.5, 70), tip(1.5, 70)];
-        out.away = [tip(3.5, 180), tip(6, 180), tip(4.5, 180)];
-        out.marks = [tip(3, 224), tip(5.5, 36), tip(6.5, 36), tip(6.75, 36)];
-        const details = (s) => { pointer("pointermove", place(s * 1e6), 70); return $("details").textContent; };
-        out.rounds = [details(3.5), details(6)];
-        $("table").open = true;
-        send($("table"), new Event("toggle"));
-        out.table = [...document.querySelectorAll("tbody tr")].map((row) => row.children[5].textContent);
-        return out;""",
-    )
-    # Two of ten tokens were cached, and the first round reads the last one.
-    assert "then 6 of the prompt's 10 tokens were read" in said["prefill"][0]
-    assert "then 9 of the prompt's 10 tokens were read" in said["prefill"][1]
-    assert said["away"][0].startswith("Draft: resting, 1.00 splain decoding is faster here")
-    assert said["away"][1].startswith("Draft: late, 1.00 sthe target goes on without it")
-    assert said["away"][2] is None
-    assert [mark.split("at ")[0] for mark in said["marks"]] == [
-        "Draft: restthe drafter rests, since plain decoding is faster herefor 1.00 s",
-        "Target: overduethe drafter took too long, and the target goes on without itfor 1.00 s",
-        "Target: rejointhe drafter is back",
-        "Target: constructor",
-    ]
-    assert "The drafter rested" in said["rounds"][0]
-    assert "nobody drafted" in said["rounds"][1]
-    assert said["table"] == ["", "resting", "", "alone", ""]
-    for words in ("verify: judges", "decode: the target alone", "drafter is late", "drafter is back", "constructor"):
-        assert words in said["legend"]
-
-
-@in_a_browser
-def test_a_browser_tells_verify_and_decode_apart_by_more_than_their_colour(visit):
-    said = visit(
-        page_for(eventful(), Words()),
-        """// How many colours there are in a part of a pass without words, and which is the most frequent.
-        const inside = (from, to) => {
-            const ratio = devicePixelRatio, left = place(from * 1e6) + 8, right = place(to * 1e6) - 8;
-            const box = [left * ratio, 76 * ratio, (right - left) * ratio, 8 * ratio].map(Math.round);
-            const pixels = lanes.getContext("2d").getImageData(...box).data, counts = new Map();
-            for (let i = 0; i < pixels.length; i += 4) {
-                const colour = pixels.slice(i, i + 3).join();
-                counts.set(colour, (counts.get(colour) ?? 0) + 1);
-            }
-            const sorted = [...counts].sort((a, b) => b[1] - a[1]);
-            return [sorted.length, sorted[0][0]];
-        };
-        return { verify: inside(7.4, 8), decode: inside(5.9, 6.5) };""",
-    )
-    assert said["verify"][0] == 1
-    assert said["decode"][0] > 1
-    assert said["verify"][1] != said["decode"][1]
-
-
-@in_a_browser
-def test_a_browser_shows_the_rows_of_a_shared_pass_for_choosing(shared, visit):
-    script = """
-      const pass = data.spans.find((s) => s[0] === 0 && s[7]?.length > 1 && s[7].every(([id, round]) => round > 0));
-      const [own, other] = pass[7], middle = (pass[3] + pass[4]) / 2, told = [];
-      const choose = (id) => { $("session").value = id; $("session").dispatchEvent(new Event("change")); frame(); };
-      const look = () => { pointer("pointermove", place(middle), 70); return $("tip").innerText; };
-      choose(own[0]);
-      told.push(look());
-      pointer("pointerdown", place(middle), 70);
-      pointer("pointerup", place(middle), 70);
-      const details = $("details").innerText;
-      choose(other[0]);
-      told.push(look());
-      const step = data.spans.find((s) => s[0] === 1 && s[8]?.length > 1 && s[3] > pass[4]);
-      choose(step[8][1][0]);
-      pointer("pointermove", place((step[3] + step[4]) / 2), 180);
-      const drafted = { parts: step[8], told: $("tip").innerText };
-      $("table").open = true; $("table").dispatchEvent(new Event("toggle"));
-      return { parts: pass[7], told, drafted, details, legend: $("legend").innerText, summary: $("summary").innerText,
-        columns: [...$("table").querySelectorAll("th")].map((th) => th.textContent),
-        rows: [...$("table").querySelectorAll("tbody tr")].map((tr) => tr.children[5].textContent) };
-    """
-    found = visit(page_for(shared[0]), script)
-    for shown, told in zip(found["parts"], found["told"], strict=False):
-        title, *lines = [line for line in told.splitlines() if line.strip()]
-        assert title.startswith(f"Target: verify of {len(found['parts'])} streams")
-        rows = [line for line in lines if line.startswith("stream ")]
-        # The stream shown comes first.
-        assert rows[0].startswith(f"stream {shown[0]}: round {shown[1]}, {shown[2]} token")
-        assert len(rows) == len(found["parts"])
-    # A draft step, too.
-    title, *lines = [line for line in found["drafted"]["told"].splitlines() if line.strip()]
-    parts = found["drafted"]["parts"]
-    assert title.startswith(f"Draft: draft of {len(parts)} streams")
-    rows = [line for line in lines if line.startswith("stream ")]
-    assert sorted(rows) == sorted(
-        f"stream {id}: round {round}, {num_tokens} token{'s' * (num_tokens != 1)}" for id, round, num_tokens in parts
-    )
-    assert rows[0].startswith(f"stream {parts[1][0]}:")
-    assert re.search(r"in a pass with streams? \d", found["details"])
-    assert all(f"stream {id}" in found["legend"] for id in range(3))
-    assert "a pass of several streams" in found["legend"]
-    assert "Streams a pass" in found["summary"]
-    assert found["columns"][5] == "Streams in it"
-    assert set(found["rows"]) <= {"1", "2", "3"}
-    assert {"2", "3"} & set(found["rows"])
-
-
-@in_a_browser
-def test_a_browser_lets_streams_be_chosen(several, visit):
-    said = visit(
-        page_for(several, Words()),
-        """const out = [], choose = $("session");
-        for (const option of [...choose.options]) {
-            choose.value = option.value;
-            send(choose, new Event("change"));
-            const tokens = document.querySelectorAll("#text .t").length;
-            out.push({ of: $("of").textContent, tokens, prompt: document.querySelector(".prompt").textContent });
-        }
-        return out;""",
-    )
-    sessions = data_for(several, Words())["sessions"]
-    assert [one["prompt"] for one in said] == [session["prompt"] for session in sessions]
-    assert [one["tokens"] for one in said] == [session["summary"]["tokens"] for session in sessions]
-    assert "cancelled" in said[1]["of"]
-
-
-@in_a_browser
 def test_a_browser_draws_of_a_long_text_only_what_is_in_view(long, visit):
     said = visit(
         page_for(long),
@@ -792,19 +523,3 @@ def test_a_browser_draws_of_a_long_text_only_what_is_in_view(long, visit):
     assert said["tokens"] == LONG
     assert said["all"] > 1.5 * LONG
     assert 12 < said["some"] < 200
-
-
-@in_a_browser
-def test_a_browser_shows_a_trace_of_nothing(visit):
-    said = visit(page_for([]), "key(lanes, ']'); key(lanes, '+'); return $('of').textContent;")
-    assert said == "no stream was opened"
-
-
-@in_a_browser
-def test_a_browser_window_that_is_narrow_needs_no_scrolling_sideways(several, visit):
-    said = visit(
-        page_for(several, Words()),
-        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth];",
-        width=500,  # the narrowest window that Chromium makes
-    )
-    assert said[0] <= said[1] <= 500

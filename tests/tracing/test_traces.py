@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import re
-import shutil
 import signal
 import threading
 from collections import Counter, defaultdict
@@ -199,17 +198,6 @@ def test_a_pass_that_streams_share_is_one_entry_with_the_part_of_each(events, en
         }
 
 
-async def test_an_arrow_leads_to_a_shared_pass_from_each_proposal_in_it(autojump_clock):
-    price = priced(prefill=0.25, draft=0.03125, verify=0.5, decode=0.5)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.75)), price=price) as simulation:
-        await simulation.runtime.generate_many([[5, 6, 7], [9, 8], [1, 2]], max_tokens=30, lookahead=3)
-    entries = json.loads(written(simulation.events))
-    assert_flows_pair_up(entries)
-    begins = [nanoseconds(flow["ts"]) for flow in of(entries, "f")]
-    shared = [span for span in simulation.spans("target") if span.shares]
-    assert max(begins.count(round(span.began * 1e9)) for span in shared) > 1
-
-
 async def test_a_proposal_that_was_never_judged_is_shown_and_has_no_flow(autojump_clock):
     async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=priced(verify=64.0)) as simulation:
         with trio.move_on_after(40):  # during the first verify
@@ -218,17 +206,6 @@ async def test_a_proposal_that_was_never_judged_is_shown_and_has_no_flow(autojum
     entries = json.loads(written(until_then))
     assert len(of(entries, "i", "proposal")) == 1
     assert of(entries, "s") == of(entries, "f") == of(entries, "X", "proposal") == []
-
-
-def test_counters_show_what_came_of_each_round(events, entries):
-    counters = of(entries, "C")
-    commits = [event.commit for event in events if isinstance(event, Instant) and event.commit is not None]
-    assert (
-        sum(counter["args"]["accepted"] + counter["args"]["copied"] for counter in counters)
-        == sum(c.num_from_draft for c in commits)
-        > 0
-    )
-    assert sum(counter["args"]["rejected"] for counter in counters) == sum(c.num_rejected for c in commits) > 0
 
 
 def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_over(entries):
@@ -246,23 +223,10 @@ def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_over(e
     assert set(names.values()) == {1}
 
 
-async def test_lanes_do_not_grow_with_the_number_of_streams(autojump_clock):
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful)) as simulation:
-        for _ in range(5):
-            await text_of(simulation, [5, 6, 7], max_tokens=6, lookahead=2)
-    entries = json.loads(written(simulation.events))
-    assert {proposal["tid"] for proposal in of(entries, "X", "proposal")} == {FIRST_STREAM}
-    assert_flows_pair_up(entries)
-
-
 def test_a_kind_that_nobody_has_heard_of_is_written_like_any_other():
     entries = json.loads(written([Instant("draft", "daydream", 3, 1.5, round=7, num_tokens=2)]))  # type: ignore[arg-type]
     (shown,) = of(entries, "i")
     assert (shown["name"], shown["tid"], shown["args"]) == ("daydream", DRAFT, {"session": 3, "round": 7, "tokens": 2})
-
-
-def test_a_trace_of_nothing_is_whole():
-    assert_in_order(json.loads(written([])))
 
 
 def test_cut_off_after_any_event_it_lacks_nothing_but_its_end(events):
@@ -339,13 +303,6 @@ async def test_a_path_of_a_page_gets_the_page(name, tmp_path):
     async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT, trace=tmp_path / name) as rt:
         completion = await rt.generate("def f(x):", max_tokens=8)
     assert text_on(tmp_path / name) == completion.text
-
-
-async def test_a_tilde_is_the_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    async with runtime.open((target(), None), trace="~/trace.json"):
-        pass
-    whole(tmp_path / "trace.json")
 
 
 class Striking(Exception):
@@ -452,21 +409,6 @@ async def idle(recorder: Recorder) -> None:
         await trio.lowlevel.checkpoint()
 
 
-async def test_it_is_written_chunk_by_chunk_while_the_runtime_works(tmp_path):
-    path = tmp_path / "trace.json"
-    async with ChromeFile(path) as recorder:
-        for event in moments(runtime.tracing.trace_files.EVENTS_PER_WRITE - 1):
-            recorder(event)
-        await idle(recorder)
-        assert path.read_text() == ""
-        recorder(moments(1)[0])
-        await idle(recorder)
-        # The chunk is no longer in memory; it is on disk or in the file's buffer.
-        assert recorder._events == []
-        assert len(path.read_text()) > runtime.tracing.trace_files.EVENTS_PER_WRITE * 50
-    assert len(of(json.loads(path.read_text()), "i")) == runtime.tracing.trace_files.EVENTS_PER_WRITE
-
-
 async def test_chunks_make_the_same_text_as_one_go(events, tmp_path, monkeypatch):
     monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 7)
     async with ChromeFile(tmp_path / "trace.json") as recorder:
@@ -515,16 +457,6 @@ async def test_a_hanging_disk_bounds_what_waits_and_says_what_is_lost(tmp_path, 
     assert len(of(json.loads((tmp_path / "trace.json").read_text()), "i")) == 28
     assert [record.getMessage() for record in caplog.records] == [
         f"the trace in {tmp_path / 'trace.json'} lacks 30 events, which were too many for it"
-    ]
-
-
-@needs_dev_full
-async def test_a_full_disk_costs_the_trace_and_one_warning(caplog, monkeypatch):
-    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
-    async with runtime.open((target(), None), (drafter(), None), trace="/dev/full") as rt:
-        assert len((await rt.generate(prompt_of(8), max_tokens=60)).tokens) == 60
-    assert [record.getMessage() for record in caplog.records] == [
-        "the trace in /dev/full is not whole: No space left on device"
     ]
 
 
@@ -605,22 +537,6 @@ async def test_a_disk_that_fails_at_any_moment_costs_the_trace_alone(
     assert [record.getMessage() for record in caplog.records] == expected
     assert disks[0].is_closed
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("outrider")]
-
-
-async def test_a_directory_that_is_removed_costs_the_trace_alone(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(runtime.tracing.trace_files, "EVENTS_PER_WRITE", 8)
-    where = tmp_path / "traces"
-    where.mkdir()
-    model = target()
-    for name in ("trace.json", "page.html"):
-        where.mkdir(exist_ok=True)
-        async with runtime.open((model, None), trace=where / name) as rt:
-            stream = rt.stream(prompt_of(8), max_tokens=30)
-            got = [(await anext(stream)).id]
-            shutil.rmtree(where)
-            got += [token.id async for token in stream]
-        assert got == greedy(model, prompt_of(8), 30)
-        assert not where.exists()
 
 
 async def test_a_recorder_ends_though_all_of_trios_threads_are_taken(tmp_path):
