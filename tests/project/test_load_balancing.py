@@ -6,14 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import trio
-from asgi import CHAT, COMPLETIONS, DEF, MESSAGES, RESPONSES, Served, ask, looping, on_server
+from asgi import CHAT, COMPLETIONS, DEF, MESSAGES, RESPONSES, Served, looping, on_server
 
 from runtime.cli.serve_command import _LOCAL_HOSTS
-from runtime.server.answers.api import _KEEP_ALIVE_S
-from runtime.server.connections.address import network
-from runtime.server.middleware import ForwardedClients
 
 ROOT = Path(__file__).parents[2]
 HAPROXY = (ROOT / "examples" / "haproxy.cfg").read_text(encoding="utf-8")
@@ -90,35 +86,3 @@ async def test_each_field_that_chooses_a_server_is_one_that_requests_have(server
         assert isinstance(looked_up(path, body), str)
         limit = "max_output_tokens" if endpoint == RESPONSES else "max_tokens"
         assert (await server.ask(endpoint, {**body, limit: 1})).status == 200, path
-
-
-@pytest.mark.parametrize("text", [HAPROXY, NGINX], ids=["haproxy", "nginx"])
-def test_the_address_that_the_proxy_sends_is_believed_of_it_alone(text: str) -> None:
-    # HAProxy's header is added to those of the client, which have to go; nginx's takes their place.
-    if text is HAPROXY:
-        assert text.index("del-header x-forwarded-for") < text.index("option forwardfor")
-    else:
-        assert setting(r"X-Forwarded-For (.*);", NGINX) == "$remote_addr"
-    trusted = re.findall(r"--trusted-proxy (\S+)", HAPROXY)
-    seen = []
-
-    async def note(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope["client"][0])
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body"})
-
-    async def test() -> None:
-        app = ForwardedClients(note, [network(one) for one in trusted])
-        for peer in ("127.0.0.1", "192.0.2.1"):
-            await ask(app, "/", headers={"x-forwarded-for": "192.0.2.7"}, address=peer)
-
-    trio.run(test)
-    assert seen == ["192.0.2.7", "192.0.2.1"]
-
-
-def test_a_proxy_waits_longer_than_a_stream_is_silent() -> None:
-    minutes = [int(number) for number in re.findall(r"timeout (?:client|server) (\d+)m", HAPROXY)]
-    assert len(minutes) == 2
-    assert min(minutes) * 60 > 2 * _KEEP_ALIVE_S
-    assert int(setting(r"proxy_read_timeout (\d+)s;", NGINX)) > 2 * _KEEP_ALIVE_S
-    assert setting(r"proxy_buffering (\w+);", NGINX) == "off"

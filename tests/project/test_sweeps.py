@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,21 +52,6 @@ def test_cases_with_marks_are_a_test_of_their_own_and_sweeps_multiply() -> None:
     assert seen[2:] == [(1, "a"), (3, "a"), (1, "b"), (3, "b")]
 
 
-def test_each_case_has_a_folder_and_patches_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Patched:
-        value = 0
-
-    @sweep("n", range(3))
-    def test(n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert list(tmp_path.iterdir()) == []
-        (tmp_path / "file").touch()
-        assert Patched.value == 0
-        monkeypatch.setattr(Patched, "value", 1)
-
-    test(**groups_of(test)["all"], tmp_path=tmp_path, monkeypatch=monkeypatch)
-    assert Patched.value == 0
-
-
 def test_a_case_that_is_skipped_is_an_error_since_the_others_would_be_too() -> None:
     @sweep("n", range(3))
     def test(n: int) -> None:
@@ -75,13 +59,3 @@ def test_a_case_that_is_skipped_is_an_error_since_the_others_would_be_too() -> N
 
     with pytest.raises(AssertionError, match="not here"):
         test(**groups_of(test)["all"])
-
-
-async def test_each_case_begins_at_simulated_time_0(autojump_clock: Any) -> None:
-    @sweep("n", range(3))
-    async def test(n: int, autojump_clock: Any) -> None:
-        assert trio.current_time() == 0.0
-        await trio.sleep(1 + n)
-        assert trio.current_time() == 1 + n
-
-    await test(**groups_of(test)["all"], autojump_clock=autojump_clock)

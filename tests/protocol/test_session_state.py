@@ -234,23 +234,6 @@ def test_a_drafted_session_begins_with_the_drafters_turn():
     assert (of.round, of.committed, of.next_position, of.num_generated) == (0, [1, 2, 3], 3, 0)
 
 
-def test_an_undrafted_session_is_the_targets_alone():
-    of = new_state(drafted=False, max_tokens=3)
-    commits = [of.apply(verdict(of, 0, token)) for token in (4, 5, 6)]
-    assert [commit.tokens for commit in commits] == [(4,), (5,), (6,)]
-    assert [commit.start for commit in commits] == [3, 4, 5]
-    assert all((c.num_from_draft, c.num_rejected, c.bonus) == (0, 0, False) for c in commits)
-    assert of.phase is SessionPhase.CLOSED
-
-
-def test_rounds_follow_one_another():
-    of = new_state()
-    commits = [a_round(of, (4, 5), 2, 6), a_round(of, (7, 8), 0, 9), a_round(of, (), 0, 4)]
-    assert [(c.round, c.start) for c in commits] == [(0, 3), (1, 6), (2, 7)]
-    assert of.committed == [1, 2, 3, 4, 5, 6, 9, 4]
-    assert (of.num_generated, of.outstanding) == (5, None)
-
-
 @sweep(
     ("num_accepted", "token", "expected"),
     [
@@ -263,34 +246,6 @@ def test_a_single_step_judges_the_one_token_that_it_compared(num_accepted, token
 
 
 # --- the drafter rests ----------------------------------------------------------------------------
-
-
-def resting(*, num_rounds: int, **changes) -> SessionState:
-    of = new_state(**changes)
-    assert of.rest(Rest(SESSION, num_rounds))
-    return of
-
-
-@pytest.mark.parametrize("num_rounds", [1, 2, 5])
-def test_a_rest_lasts_as_many_rounds_as_it_says(num_rounds):
-    of = resting(num_rounds=num_rounds)
-    for i in range(num_rounds):
-        assert of.phase is SessionPhase.RESTING
-        commit = of.apply(verdict(of, 0, 4 + i))
-        assert commit == Commit(SESSION, round=i, start=3 + i, tokens=(4 + i,), num_from_draft=0, resting=True)
-    assert of.phase is SessionPhase.PROPOSING
-    assert a_round(of, (4, 5), 2, 6).round == num_rounds
-
-
-def test_a_rest_may_be_prolonged_while_it_lasts():
-    of = resting(num_rounds=2)
-    of.apply(verdict(of, 0, 4))
-    assert of.rest(Rest(SESSION, 4))
-    states = []
-    for token in (5, 6, 7):
-        of.apply(verdict(of, 0, token))
-        states.append(of.phase)
-    assert states == [SessionPhase.RESTING, SessionPhase.RESTING, SessionPhase.PROPOSING]
 
 
 @sweep("state", [SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING])
@@ -313,31 +268,10 @@ def test_an_overdue_proposal_is_judged_by_no_later_verdict():
 # --- the end of the text --------------------------------------------------------------------------
 
 
-def test_a_stop_token_in_the_prompt_ends_nothing():
-    of = new_state(stop_tokens={1, 2, 3})
-    assert a_round(of, (4,), 1, 5).finish_reason is None
-
-
-@sweep("bound", ["max_tokens", "context_length"])
-@sweep("room", range(1, 9))
-def test_exactly_as_many_tokens_are_committed_as_a_bound_allows(bound, room):
-    of = new_state(**{bound: room + (bound == "context_length") * len(PROMPT)})
-    commits = []
-    while of.phase is not SessionPhase.CLOSED:
-        assert of.remaining == room - of.num_generated
-        commits.append(a_round(of, (4, 5), 2, 6))
-    assert (of.num_generated, of.remaining, of.finish_reason) == (room, 0, "length")
-    assert [c.finish_reason for c in commits] == [None] * (len(commits) - 1) + ["length"]
-
-
 def test_the_nearer_of_two_bounds_counts_and_there_may_be_none():
     for max_tokens, room, expected in ((2, 5, 2), (5, 2, 2), (3, 3, 3), (None, 4, 4)):
         assert new_state(max_tokens=max_tokens, context_length=len(PROMPT) + room).remaining == expected
     assert new_state().remaining is None
-
-
-def test_a_session_closed_from_outside_has_no_finish_reason():
-    assert in_state(SessionPhase.CLOSED).finish_reason is None
 
 
 @given(

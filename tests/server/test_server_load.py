@@ -36,8 +36,8 @@ async def test_clients_that_come_and_go_at_will_are_answered_rightly_and_leave_n
             assert seen.texts
             assert set(seen.statuses) <= {200, 429}
             assert await load.wrong_texts(server, seen) == []
-            assert max(sample.resident_bytes for sample in seen.samples) <= resident_bytes + KEPT_BYTES
-            assert max(sample.num_threads for sample in seen.samples) <= num_threads + PASSING_THREADS
+            assert seen.max_resident_bytes <= resident_bytes + KEPT_BYTES
+            assert seen.max_threads <= num_threads + PASSING_THREADS
             # The connection over which the server was asked just now may not have been heard to end.
             await until_in_trio(lambda: server.num_files <= num_files + 1)
             assert server.complaints == []

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import attrs
 import pytest
-import switching
 import trio
-from load import nobody_left
-from raw_http import ask, request
+from load import Server, nobody_left, serving
+from models import llama, qwen3, save
+from raw_http import ask, connect, request
+
+import runtime
 
 NUM_REQUESTS = 80
 NUM_CLIENTS = 6
@@ -16,38 +26,154 @@ WARM_UP = 30
 GROWTH_BYTES = 24 * 2**20
 
 
+NAMES = ("llama", "qwen3", "drafted")
+PROMPTS = ("w3 w1 w4", "w1 w5 w9 w2", "w6 w5 w3 w5 w8")
+NUM_TOKENS = 12
+SIZES = {"hidden_size": 256, "intermediate_size": 512}
+
+# What the caches of each model may keep of texts that are over.
+PREFIX_CACHE_BYTES = 2**20
+
+_LOAD_LINE = re.compile(r"outrider: (loading model \w+|model \w+ is unloaded|\S+ decodes without a drafter; .*)")
+
+
+@attrs.frozen
+class Models:
+    """Three models on disk, for `--config`, the memory for two of them, and what each says to each prompt."""
+
+    config: Path
+    memory_limit: int
+    texts: Mapping[tuple[str, str], str]
+
+
+def save_models(folder: Path) -> Models:
+    paths = {
+        "llama": save(folder / "llama", llama(1, **SIZES)),
+        "qwen3": save(folder / "qwen3", qwen3(2, **SIZES)),
+        "drafted": save(folder / "drafted", llama(3, **SIZES)),
+    }
+    draft = save(folder / "small", llama(4))
+    tables = [
+        f'[models.{name}]\ntarget = "{Path(path).name}"\nprefix_cache_bytes = {PREFIX_CACHE_BYTES}\n'
+        + ('draft = "small"\n' if name == "drafted" else "")
+        for name, path in paths.items()
+    ]
+    config = folder / "models.toml"
+    config.write_text("\n".join(tables))
+    sizes = [(Path(path) / "model.safetensors").stat().st_size for path in (*paths.values(), draft)]
+    texts = {
+        (name, prompt): runtime.generate_sync(prompt, target=path, max_tokens=NUM_TOKENS, ignore_eos=True).text
+        for name, path in paths.items()
+        for prompt in PROMPTS
+    }
+    return Models(config, int(2.7 * max(sizes)), texts)
+
+
+@attrs.define
+class Observations:
+    """What the clients have seen, and the memory of the server and of MLX in it after each request."""
+
+    problems: list[str] = attrs.Factory(list)
+    resident_bytes: list[int] = attrs.Factory(list)
+    memory_bytes: list[float] = attrs.Factory(list)
+
+
+@asynccontextmanager
+async def served(models: Models) -> AsyncIterator[Server]:
+    async with serving("--config", str(models.config), "--memory-limit", str(models.memory_limit)) as server:
+        yield server
+
+
+async def switch(
+    server: Server, models: Models, *, num_clients: int, goes_on: Callable[[int], bool], seed: int
+) -> Observations:
+    """Have clients ask for the models in turns; `goes_on` says by its number whether a request is sent."""
+    observed, number = Observations(), 0
+
+    async def come_and_go(client: int) -> None:
+        nonlocal number
+        dice = random.Random(f"{seed} {client}")
+        while goes_on(number):
+            number += 1
+            await _visit(server, models, observed, dice)
+            observed.resident_bytes.append(server.resident_bytes)
+            observed.memory_bytes.append(await memory_bytes(server))
+
+    async with trio.open_nursery() as nursery:
+        for client in range(num_clients):
+            nursery.start_soon(come_and_go, client)
+    return observed
+
+
+async def _visit(server: Server, models: Models, observed: Observations, dice: random.Random) -> None:
+    name, prompt = dice.choice(NAMES), dice.choice(PROMPTS)
+    [plan] = dice.choices(["whole", "stream", "leave", "unknown"], [4, 4, 6, 1])
+    body: dict[str, Any] = {"model": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    if plan == "unknown":
+        answer = await ask(server.port, request("POST", "/v1/completions", {**body, "model": "none"}))
+        if answer.status != 404:
+            observed.problems.append(f"an unknown model got {answer}")
+    elif plan == "leave":
+        with await connect(server.port) as client:
+            await client.send(request("POST", "/v1/completions", {**body, "max_tokens": 400, "stream": True}))
+            # While the model waits for room, while it loads, or in the middle of the text.
+            await trio.sleep(dice.choice([0, 0.05, 0.3, 1]) * dice.random())
+            dice.choice([client.leave, client.reset])()
+    else:
+        answer = await ask(server.port, request("POST", "/v1/completions", {**body, "stream": plan == "stream"}))
+        if answer.status != 200 or answer.text != models.texts[name, prompt]:
+            observed.problems.append(f"{name} got {answer}, not {models.texts[name, prompt]!r}")
+
+
+async def memory_bytes(server: Server) -> float:
+    """Bytes of MLX's arrays in the server."""
+    metrics = (await ask(server.port, request("GET", "/metrics"))).body.decode()
+    found = re.search(r"^outrider_memory_bytes (\S+)$", metrics, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def num_loads(server: Server) -> int:
+    return sum("loading model" in line for line in server.said)
+
+
+def complaints(server: Server) -> list[str]:
+    """Beside the log of requests and loads."""
+    return [line for line in server.complaints if not _LOAD_LINE.fullmatch(line)]
+
+
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> switching.Models:
-    return switching.save_models(tmp_path_factory.mktemp("switching"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return save_models(tmp_path_factory.mktemp("switching"))
 
 
 @pytest.mark.slow
-async def test_three_models_answer_over_http_each_in_its_turn(models: switching.Models) -> None:
-    async with switching.served(models) as server:
-        for name in (*switching.NAMES, switching.NAMES[0]):
-            prompt = switching.PROMPTS[0]
-            body = {"model": name, "prompt": prompt, "max_tokens": switching.NUM_TOKENS, "ignore_eos": True}
+async def test_three_models_answer_over_http_each_in_its_turn(models: Models) -> None:
+    async with served(models) as server:
+        for name in (*NAMES, NAMES[0]):
+            prompt = PROMPTS[0]
+            body = {"model": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
             answer = await ask(server.port, request("POST", "/v1/completions", body))
             assert (answer.status, answer.text) == (200, models.texts[name, prompt])
-        assert switching.num_loads(server) == 4
+        assert num_loads(server) == 4
         listed = (await ask(server.port, request("GET", "/v1/models"))).json()["data"]
-        assert [each["id"] for each in listed] == list(switching.NAMES)
+        assert [each["id"] for each in listed] == list(NAMES)
         assert sum(each["state"] == "loaded" for each in listed) == 2
-        assert await switching.memory_bytes(server) <= models.memory_limit
-        assert switching.complaints(server) == []
+        assert await memory_bytes(server) <= models.memory_limit
+        assert complaints(server) == []
 
 
 @pytest.mark.slow
-async def test_clients_that_switch_and_leave_get_the_right_texts_and_leave_nothing(models: switching.Models) -> None:
+async def test_clients_that_switch_and_leave_get_the_right_texts_and_leave_nothing(models: Models) -> None:
     with trio.fail_after(600):
-        async with switching.served(models) as server:
-            seen = await switching.switch(
+        async with served(models) as server:
+            seen = await switch(
                 server, models, num_clients=NUM_CLIENTS, goes_on=lambda number: number < NUM_REQUESTS, seed=1
             )
             await nobody_left(server)
             assert seen.problems == []
-            assert switching.num_loads(server) > 6
+            assert num_loads(server) > 6
             assert max(seen.resident_bytes[WARM_UP:]) <= max(seen.resident_bytes[:WARM_UP]) + GROWTH_BYTES
             # A model is loaded beside at most two others, and caches of running texts come on top.
             assert max(seen.memory_bytes) <= 2 * models.memory_limit
-            assert switching.complaints(server) == []
+            assert complaints(server) == []

@@ -12,7 +12,6 @@ from simulated_worker import Contention, SimulatedWorker
 from sweeps import sweep
 
 from actors.workers.worker import Job, JobError, Step, Steps
-from protocol.errors import SettingsError
 from protocol.trace import Actor, Event, Span, SpanKind
 
 
@@ -123,13 +122,6 @@ async def test_a_job_that_has_begun_on_a_shared_device_is_not_abandoned(autojump
     assert d.times("target") == [(0.0, 2.0)]
 
 
-async def test_workers_count_the_time_that_a_job_took_and_not_its_price(autojump_clock):
-    d = device(1.0)
-    await run_together(d, ("target", 0.0, "verify", 2), ("draft", 0.0, "draft", 4))
-    assert d.target.busy_seconds == 3.0
-    assert d.draft.busy_seconds == 2.0
-
-
 # --- runs of steps --------------------------------------------------------------------------------
 
 
@@ -155,23 +147,6 @@ async def test_each_step_takes_its_price_and_is_heard_of_when_it_is_done(autojum
     assert heard == [(2.0, 0, True), (3.0, 1, True), (3.5, 2, False)]
     assert [span.num_tokens for span in d.spans] == [8, 4, 2]
     assert d.draft.busy_seconds == 3.5
-
-
-async def test_each_step_costs_the_target_kappa_of_its_time(autojump_clock):
-    d = device(0.5)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(d.target.run, job("verify", 8))
-        nursery.start_soon(d.draft.run_steps, steps([4, 4, 4], []))
-    assert d.times("draft") == [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
-    assert d.times("target") == [(0.0, 9.5)]
-
-
-async def test_steps_that_are_interrupted_when_one_is_heard_of_end_with_it(autojump_clock):
-    d, heard = device(None), list[Any]()
-    interrupted = steps([4, 4, 4, 4], heard, lambda number: interrupted.interrupt() if number == 1 else None)
-    await d.draft.run_steps(interrupted)
-    assert [number for _, number, _ in heard] == [0, 1]
-    assert trio.current_time() == 2.0
 
 
 @sweep("how", ["interrupted", "cancelled"])
@@ -212,21 +187,3 @@ async def test_an_error_in_a_step_comes_out_after_what_came_before_it(autojump_c
         await d.draft.run_steps(Steps("draft", lambda: Step("first", fail), hear))
     assert heard == ["first"]
     await d.draft.run(job("draft", 4))
-
-
-async def test_an_error_of_the_one_who_hears_of_a_step_comes_out(autojump_clock):
-    d, heard = device(None), list[Any]()
-
-    def fail(number: int) -> None:
-        raise KeyError(number)
-
-    with pytest.raises(KeyError):
-        await d.draft.run_steps(steps([4, 4], heard, fail))
-    assert heard == [(1.0, 0, True)]
-    await d.draft.run(job("draft", 4))
-
-
-@pytest.mark.parametrize("kappa", [-0.1, 1.5, float("nan"), float("inf")])
-def test_contention_outside_its_range_is_refused(kappa):
-    with pytest.raises(SettingsError, match="contention must be a number between 0 and 1"):
-        Contention(kappa)

@@ -6,48 +6,12 @@ The unit of time is T_v(1), the time that the target takes to decode one token.
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any
 
 import attrs
-
-from protocol.errors import SettingsError
-from protocol.reprs import shown
-from protocol.settings import MAX_SEED
-from protocol.validation import check_number, integer, is_integer, must_be, number, validator
-
-MAX_STREAMS = 64
 
 # The acceptance of a trained drafter falls from `acceptance` towards `stale_acceptance` with the number of its own
 # hidden states that it drafts on: each of them leaves this share of the difference.
 STALENESS_KEEPS = 0.75
-
-
-def _check_pairs(name: str, value: Any, key: str, meaning: str) -> None:
-    previous = 0
-    for pair in value:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not is_integer(pair[0]) or pair[0] <= previous:
-            raise must_be(name, f"pairs ({key}, {meaning}) with {key}s that start at 1 and rise", pair)
-        previous = pair[0]
-
-
-@validator
-def _changes(name: str, value: tuple[Any, ...]) -> None:
-    _check_pairs(name, value, "token", "acceptance")
-    for _token, acceptance in value:
-        check_number(f"an acceptance in {name}", acceptance, 0, 1)
-
-
-@validator
-def _table(name: str, value: tuple[Any, ...]) -> None:
-    _check_pairs(name, value, "width", "time")
-    for _width, time in value:
-        check_number(f"a time in {name}", time, above=0)
-    if value and value[0][0] != 1:
-        raise SettingsError(f"{name} must begin with width 1, got {shown(value[0][0])}")
-
-
-_SHARE, _AT_LEAST_0, _ABOVE_0 = number(0, 1), number(0), number(above=0)
-_OPTIONAL = attrs.validators.optional
 
 
 @attrs.frozen
@@ -84,29 +48,22 @@ class Scenario:
     `stale_acceptance`, each hidden state of the drafter's own removes a quarter of the remaining difference, and its
     confidence does not show that. In a table (`verify_table`, `draft_table`) times between two widths are
     interpolated, and beyond the last one they rise as between the last two, if they rise there.
-
-    Raises: SettingsError: a value is out of its range.
     """
 
-    acceptance: float = attrs.field(validator=_SHARE)
-    cost_ratio: float = attrs.field(validator=_ABOVE_0)
-    contention: float = attrs.field(default=0.0, validator=_SHARE)
-    verify_slope: float = attrs.field(default=0.06, validator=_AT_LEAST_0)
-    draft_slope: float | None = attrs.field(default=None, validator=_OPTIONAL(_AT_LEAST_0))
-    verify_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_table)
-    draft_table: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_table)
-    overhead: float = attrs.field(default=0.0, validator=_AT_LEAST_0)
-    second_choice: float = attrs.field(default=0.45, validator=_SHARE)
-    stale_acceptance: float | None = attrs.field(default=None, validator=_OPTIONAL(_SHARE))
-    spread: float = attrs.field(default=1.3, validator=_ABOVE_0)
-    overconfidence: float = attrs.field(default=0.0, validator=_AT_LEAST_0)
-    seed: int = attrs.field(default=0, validator=integer(0, MAX_SEED))
-    acceptance_changes: tuple[tuple[int, float], ...] = attrs.field(default=(), validator=_changes)
-
-    def __attrs_post_init__(self) -> None:
-        if self.stale_acceptance is not None and self.stale_acceptance > self.acceptance:
-            bound = f"at most the acceptance of {self.acceptance:g}"
-            raise must_be("stale_acceptance", bound, self.stale_acceptance)
+    acceptance: float
+    cost_ratio: float
+    contention: float = 0.0
+    verify_slope: float = 0.06
+    draft_slope: float | None = None
+    verify_table: tuple[tuple[int, float], ...] = ()
+    draft_table: tuple[tuple[int, float], ...] = ()
+    overhead: float = 0.0
+    second_choice: float = 0.45
+    stale_acceptance: float | None = None
+    spread: float = 1.3
+    overconfidence: float = 0.0
+    seed: int = 0
+    acceptance_changes: tuple[tuple[int, float], ...] = ()
 
     def relative_acceptance(self, staleness: int) -> float:
         """The acceptance of a token that was drafted on `staleness` hidden states of the drafter's own, relative to one

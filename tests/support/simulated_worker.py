@@ -15,7 +15,6 @@ import trio
 
 from actors.workers.worker import Job, Steps, as_job_error
 from protocol.trace import Actor, Event, Span, SpanKind
-from protocol.validation import check_number
 
 T = TypeVar("T")
 
@@ -37,8 +36,6 @@ class Contention:
     """
 
     def __init__(self, kappa: float) -> None:
-        """Raises: SettingsError: `kappa` is outside [0, 1]."""
-        check_number("contention", kappa, 0, 1, remedy="use 0 for separate hardware")
         self.kappa = kappa
         self._running: list[_Running] = []
         self._changed_at = 0.0

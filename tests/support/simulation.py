@@ -19,7 +19,7 @@ from typing import Any, Literal
 import attrs
 import trio
 import trio.testing
-from scenario import MAX_STREAMS, Scenario
+from scenario import Scenario
 from scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
 from simulated_worker import Contention, SimulatedWorker
 
@@ -31,7 +31,6 @@ from protocol.prices import Prices
 from protocol.settings import Settings
 from protocol.statistics import Statistics
 from protocol.trace import Event, Span
-from protocol.validation import check_integer
 from runtime.engine.events import Events
 from runtime.engine.opening import running
 from runtime.engine.runtime import Runtime
@@ -107,8 +106,6 @@ def run_simulation(
     """Generate one text of `num_tokens` in simulated time, in a trio event loop of its own.
 
     The result depends on the arguments alone. A lookahead of 0 is plain decoding.
-
-    Raises: SettingsError: a setting is out of its range.
     """
 
     async def main() -> SimulatedRun:
@@ -174,11 +171,7 @@ def simulate_streams(
         num_streams: number of texts, in [1, 64].
         max_batch: most streams that share one pass of the target, in [1, 32]; 1 has them take turns.
         at_once: True starts all streams together; False starts each when the one before has ended.
-
-    Raises: SettingsError: a setting is out of its range.
     """
-    check_integer("num_streams", num_streams, 1, MAX_STREAMS)
-    check_integer("max_batch", max_batch, 1, MAX_BATCH)
     events, heard, settings = Events(), list[Event](), Settings(max_tokens=num_tokens, lookahead=lookahead)
     token_times: list[list[float]] = [[] for _ in range(num_streams)]
     statistics: list[Statistics] = []
