@@ -464,7 +464,7 @@ async def test_a_conversation_that_has_outgrown_the_context_says_that_it_is_the_
         await conversation.generate("word " * 700, max_tokens=4)
         before = conversation.messages
         with pytest.raises(
-            runtime.PromptError, match=r"^the conversation has become too long: .*or begin anew with reset"
+            runtime.PromptError, match=r"^the conversation has become too long: .*or reset the conversation"
         ):
             conversation.stream("word " * 700)
         assert conversation.messages == before

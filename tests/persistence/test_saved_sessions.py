@@ -29,7 +29,6 @@ import runtime
 from actors.persistence import saved_sequence
 from actors.workers.worker import JobError
 from runtime.persistence import saved_session, session_file
-from runtime.persistence.session_file import Contents
 
 LLAMA4: dict[str, Any] = ARCHITECTURES["llama4"].args["text_config"]
 SAID = ("The cat sat on the mat.", " And then?", " What else did it do all day?")
@@ -323,31 +322,6 @@ async def test_a_damaged_file_changes_nothing(path: Path) -> None:
             await refusal(rt, other)
         path.write_bytes(whole)
         await rt.load(path)
-
-
-def rewritten(path: Path, change: Callable[[Any], None]) -> None:
-    """Replace the content of a file by a valid file with a hostile content."""
-    contents = session_file.read(path)
-    change(contents.content)
-    session_file.write(path, Contents(contents.content, contents.tensors))
-
-
-HOSTILE: dict[str, Callable[[Any], None]] = {
-    "a length beyond its arrays": lambda content: content["target"]["line"]["layers"][0]["state"].__setitem__(2, 10**6),
-    "a negative length": lambda content: content["draft"]["line"]["layers"][0]["state"].__setitem__(2, -1),
-    "a layer less": lambda content: content["draft"]["line"]["layers"].pop(),
-    "another class": lambda content: content["target"]["line"]["layers"][0].update(kind="RotatingKVCache"),
-    "a class of no cache": lambda content: content["target"]["line"]["layers"][0].update(kind="os"),
-    "a tensor that is not there": lambda content: content["target"]["line"].update(tokens={"tensor": "x"}),
-    "a tensor of something else": lambda content: content["target"]["line"].update(tokens={"tensor": "target.1"}),
-    "a prefix checkpoint that is none": lambda content: content["target"]["line"].update(
-        pins=[{"length": 3, "layers": []}]
-    ),
-    "a message of a stranger": lambda content: content["messages"].append({"role": "x", "content": ""}),
-    "a message without words": lambda content: content["messages"].append({"role": "user", "content": None}),
-    "a setting that is none": lambda content: content["settings"].update(evil=1),
-    "no target": lambda content: content.update(target=None),
-}
 
 
 async def test_tokens_beyond_the_vocabulary_are_refused(path: Path) -> None:

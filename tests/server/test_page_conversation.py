@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
 from scripted_server import Exchange, ScriptedServer
-from visitors import Open, Tab
+from visitors import Tab
 
 pytestmark = pytest.mark.browser
 
@@ -79,41 +78,6 @@ def test_a_question_goes_on_with_what_was_said(tab: Tab, server: ScriptedServer)
     tab["anew"].click()
     expect(tab["welcome"]).to_be_visible()
     assert len(answered(tab, server, "Again?", "Yes").body["messages"]) == 1
-
-
-@pytest.mark.slow
-def test_an_edited_question_and_a_failed_answer_are_no_part_of_it(tab: Tab, server: ScriptedServer) -> None:
-    answered(tab, server, "How mny?", "What?")
-    tab["edit"].click()
-    tab.press("Enter")
-    edited = server.next()
-    assert [message["content"] for message in edited.body["messages"]] == ["How mny?"]
-    edited.write("Fo")
-    tab.expect_state("writing")
-    edited.cut()
-    tab.expect_state("failed")
-    assert len(answered(tab, server, "How many?", "Four").body["messages"]) == 1
-
-
-@pytest.mark.slow
-def test_a_refused_question_is_in_the_box_alone(tab: Tab, server: ScriptedServer) -> None:
-    answered(tab, server, "How many?", "Four")
-    tab.ask("Of what?")
-    server.next().refuse(429, "full")
-    tab.expect_failed("full.")
-    expect(tab["prompt"]).to_have_value("Of what?")
-    expect(tab["question"]).to_be_hidden()
-    expect(tab["edit"]).to_be_hidden()
-    expect(tab.page.locator("#past .turn")).to_have_count(1)
-    tab["retry"].click()
-    expect(tab["question"]).to_have_text("Of what?")
-    answer(tab, server.next(), "Of a dog")
-    expect(tab["edit"]).to_be_visible()
-    tab.ask("Sure?")
-    server.next().refuse(429, "full")
-    tab.expect_failed("full.")
-    tab["anew"].click()
-    expect(tab["welcome"]).to_be_visible()
 
 
 @pytest.mark.slow
@@ -298,51 +262,6 @@ def test_a_model_that_is_being_loaded_is_waited_for_and_can_be_left(tab: Tab, se
     tab.expect_state("connecting")  # it is loaded, and the prompt is being prepared
     answer(tab, exchange, "Me")
     assert [message["content"] for message in exchange.body["messages"]] == ["Who?", "I", "And you?"]
-
-
-def test_a_question_goes_to_the_model_that_was_just_chosen(tab: Tab, server: ScriptedServer) -> None:
-    server.others = [{"id": "tiny/second", "has_chat_template": True, "draft": None}]
-    tab.load()
-    tab.page.route("**/v1/models", lambda route: None)  # held
-    with tab.page.expect_request("**/v1/models"):
-        tab["model"].select_option("tiny/second")
-    tab.ask("Who?")  # before the server has told of its models again
-    tab.expect_state("connecting")
-    tab.page.unroute("**/v1/models")  # which lets the held ones go on
-    exchange = server.next()
-    assert exchange.body["model"] == "tiny/second"
-    answer(tab, exchange, "Me")
-
-
-@pytest.mark.slow
-def test_a_model_that_turns_out_not_to_chat_is_given_a_text(tab: Tab, server: ScriptedServer) -> None:
-    server.model |= {"has_chat_template": None, "state": "unloaded"}
-    tab.load()
-    tab.ask("Once")
-    asked = server.next()
-    assert asked.path == "/v1/chat/completions"
-    server.model |= {"has_chat_template": False, "state": "loaded"}
-    asked.refuse(400, "there is no chat template")
-    exchange = server.next()
-    assert (exchange.path, exchange.body["prompt"]) == ("/v1/completions", "Once")
-    answer(tab, exchange, " upon")
-    tab.expect_text("Once upon")
-    expect(tab["prompt"]).to_have_value("")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 1100])
-def test_a_conversation_fits_on_any_screen(opened: Open, server: ScriptedServer, width: int, scheme: str) -> None:
-    server.others = [
-        {"id": "some-publisher/a-second-model-with-a-long-name-4bit", "has_chat_template": True, "draft": None}
-    ]
-    tab = opened(viewport={"width": width, "height": 700}, color_scheme=scheme)
-    answered(tab, server, "How many?", ("Let me count.", "thought"), "Four ", ("legs", "drafted"))
-    answered(tab, server, "Format?", ("Hm.", "thought"), MARKDOWN + "\n\n" + "x" * 300)
-    assert tab.sideways == 0
-    for control in tab.page.locator("button:visible, select:visible, summary:visible").all():
-        assert re.search(r"\S", control.evaluate("e => e.ariaLabel || e.textContent"))
 
 
 def test_reasoning_is_folded_once_the_answer_begins(tab: Tab, server: ScriptedServer) -> None:
