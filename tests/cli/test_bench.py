@@ -602,7 +602,7 @@ def test_matplotlib_is_not_needed_for_anything_else(saved, monkeypatch, capsys):
         (["--max-tokens", "20.5"], "--max-tokens must be a whole number"),
         (["--num-draft-tokens", "auto"], "--num-draft-tokens must be whole numbers between 1 and 64"),
         (["--lookahead", "65"], '--lookahead must be whole numbers between 0 and 64 or "auto", got 65'),
-        (["--kv-bits", "7"], '--kv-bits must be 2, 3, 4, 5, 6, 8 or None, got 7'),
+        (["--kv-bits", "7"], "--kv-bits must be 2, 3, 4, 5, 6, 8 or None, got 7"),
         (["--rewind", "never"], "--rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'"),
         (["--repeats", "many"], "repeats must be a whole number of at least 1, got 'many'"),
         (["--lookahead", "2,always"], "got 'always' among them"),

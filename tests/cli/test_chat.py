@@ -8,14 +8,13 @@ import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import attrs
 import pytest
 import trio
 from chat_models import THINKING_TEMPLATE, pair, says, tokenizer
-from command_line import broken_weights, outrider, piped, read_all, save_model, terminal
+from command_line import outrider, piped, read_all, terminal
 from sweeps import sweep
 
 import runtime
@@ -173,20 +172,6 @@ def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, co
     assert err.count("\n") == 1
 
 
-@pytest.mark.slow
-async def test_a_signal_ends_a_pipe_after_what_was_answered_so_far(endless: str) -> None:
-    arguments = ["chat", "--target", endless, "--max-tokens", "none"]
-    async with outrider(*arguments, stdin=-1, stdout=-1, stderr=-1) as process:
-        await process.stdin.send_all(b"w1 w2\nw3\n")
-        first = (await process.stdout.receive_some()).decode()
-        process.send_signal(signal.SIGINT)
-        out = first + await read_all(process.stdout)
-        assert await read_all(process.stderr) == ""
-    assert process.returncode == 130
-    assert out.startswith(" w")
-    assert "\n" not in out[:-1]
-
-
 # --- at a terminal --------------------------------------------------------------------------------
 
 
@@ -296,13 +281,6 @@ async def test_ctrl_c_drops_the_typed_text_and_then_leaves(endless: str) -> None
 
 
 @pytest.mark.slow
-async def test_a_prompt_that_is_ended_from_outside_ends_with_that_status(endless: str) -> None:
-    async with at_a_terminal("--target", endless, *MAX, status=143) as person:
-        person.process.send_signal(signal.SIGTERM)
-        await person.types("\r")
-
-
-@pytest.mark.slow
 async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
     async with at_a_terminal("--target", short, *MAX) as person:
         for typed, complaint in (
@@ -313,21 +291,6 @@ async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
         await person.types("w1\r")
         assert (await answers(short, "w1"))[0] in await person.sees("> ")
         await person.types("/exit\r")
-
-
-@pytest.mark.slow
-async def test_a_signal_during_a_load_ends_it(tmp_path: Path) -> None:
-    # A load that blocks until the test closes the other side, and then fails.
-    model = save_model(tmp_path / "model", context=32)
-    broken_weights(model)
-    os.mkfifo(model / "generation_config.json")
-    async with at_a_terminal("--target", str(model), shows="loading model", status=130) as person:
-        other_side = await trio.to_thread.run_sync(
-            os.open, model / "generation_config.json", os.O_WRONLY, abandon_on_cancel=True
-        )
-        person.interrupts()
-        await person.sees("stopping once the models are loaded")
-        os.close(other_side)
 
 
 # --- thinking -------------------------------------------------------------------------------------

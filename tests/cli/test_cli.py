@@ -29,7 +29,7 @@ from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
 from runtime.terminal.signals import ECHO_S, SignalScope
-from runtime.terminal.statistics_table import print_statistics, rows_of
+from runtime.terminal.statistics_table import rows_of
 
 PROMPT = "w1 w2 w3"
 
@@ -125,14 +125,6 @@ def test_without_a_drafter_nothing_is_proposed(arguments, capfd):
     assert (statistics["proposed"], statistics["generated_tokens"]) == (0, 4)
 
 
-def test_lookahead_reaches_the_drafter(endless, capfd):
-    # A drafter equal to the target is always right, so a round commits its proposal and one more token.
-    arguments = [PROMPT, "--target", endless, "--draft", endless, "--max-tokens", "12", "--json"]
-    statistics = json_here(capfd, *arguments, "--lookahead", "3")["statistics"]
-    assert (statistics["rounds"], statistics["tokens_per_round"]) == (3, 4)
-    assert json_here(capfd, *arguments, "--lookahead", "0")["statistics"]["proposed"] == 0
-
-
 def test_a_text_may_be_drafted_without_a_model_by_looking_up(endless, capfd):
     prompt = " ".join(["w1 w2 w3"] * 4)
     arguments = [prompt, "--target", endless, "--max-tokens", "24", "--json"]
@@ -163,29 +155,6 @@ def test_a_text_ends_before_the_first_of_several_stop_strings(endless, capfd):
 
 def test_an_empty_stop_string_is_refused_before_a_model_is_loaded(capfd):
     assert "stop must have 1 to" in run_here(capfd, PROMPT, "--target", "no/such/model", "--stop", "", status=2).err
-
-
-def test_a_seed_repeats_a_text_and_another_seed_does_not(endless, capfd):
-    def text(seed: int) -> str:
-        settings = ["--seed", str(seed), "--temperature", "1.5", "--max-tokens", "30"]
-        return run_here(capfd, PROMPT, "--target", endless, *settings).out
-
-    assert text(1) == text(1) != text(2)
-
-
-def test_acceptance_reaches_the_runtime(endless, capfd):
-    # Under the match rule, a seed alone determines the text. Under rejection, the drafter matters too.
-    def text(*arguments: str) -> str:
-        settings = ["--seed", "5", "--temperature", "1.5", "--max-tokens", "30", "--lookahead", "3"]
-        return run_here(capfd, PROMPT, "--target", endless, "--draft", endless, *settings, *arguments).out
-
-    assert text() == text("--acceptance", "match") != text("--acceptance", "rejection")
-
-
-def test_no_limit_goes_on_to_the_end_of_the_context(short, capfd):
-    said = json_here(capfd, PROMPT, "--target", short, "--max-tokens", "none", "--json")
-    assert said["finish_reason"] == "length"
-    assert len(said["tokens"]) in (29, 30)  # the last token may never be fed
 
 
 def test_json_is_one_object_with_everything_in_it(endless, capfd):
@@ -278,16 +247,6 @@ def test_an_empty_prompt_is_refused_before_a_model_is_loaded(prompt, stdin, monk
     )
 
 
-@pytest.mark.slow
-async def test_only_the_runtime_speaks_of_a_prompt_that_is_too_long():
-    async with outrider("generate", "x = 1\n" * 1000, stdout=-1, stderr=-1) as process:
-        out, err = await read_all(process.stdout), await read_all(process.stderr)
-    assert process.returncode == 2
-    assert out == ""
-    assert err.startswith("outrider: error: prompt is too long: ")
-    assert err.count("\n") == 1
-
-
 # --- statistics -----------------------------------------------------------------------------------
 
 
@@ -366,19 +325,6 @@ def statistics(**changes: Any) -> runtime.Statistics:
 )
 def test_each_figure_has_its_unit(numbers, name, value):
     assert dict(rows_of(statistics(**numbers)))[name] == value
-
-
-def test_what_never_happened_has_no_row():
-    rows = dict(rows_of(statistics(rows_per_pass=1.0)))
-    assert not {"shared passes", "undrafted", "late drafter", "failed drafter"} & set(rows)
-
-
-def test_there_is_no_colour_off_a_terminal_whatever_the_environment_asks_for(monkeypatch, capfd):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    print_statistics(statistics())
-    err = capfd.readouterr().err
-    assert "peak memory" in err
-    assert "\x1b" not in err
 
 
 # --- errors ---------------------------------------------------------------------------------------
@@ -475,13 +421,6 @@ def test_a_stdout_that_takes_no_help_is_an_error(arguments, monkeypatch, capfd):
         assert ran(capfd, *arguments, status=1).err == "outrider: error: cannot write to stdout: Bad file descriptor\n"
     monkeypatch.setattr(sys, "stdout", None)
     assert ran(capfd, *arguments, status=1).err == "outrider: error: cannot write to stdout: it is closed\n"
-
-
-@sweep("arguments", [[], ["generate"], ["generate", "a", "b"], ["generate", "a", "--max", "1"], ["degenerate", "a"]])
-def test_a_command_line_that_makes_no_sense_gets_the_usage(arguments, capfd):
-    out, err = ran(capfd, *arguments, status=2)
-    assert out == ""
-    assert err.startswith("usage: outrider")
 
 
 def test_without_a_command_all_are_listed(capfd):

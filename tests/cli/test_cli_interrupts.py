@@ -15,7 +15,6 @@ from command_line import ROOT, environment
 from sweeps import sweep
 
 import runtime
-from protocol.errors import OutriderError
 from runtime.terminal.display import CommandOutcome, Display
 from runtime.terminal.signals import ACKNOWLEDGE_S, SignalScope, exit_on_signal
 
@@ -175,16 +174,3 @@ def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits() -> None
         signal.raise_signal(signal.SIGTERM)
     assert (statuses, cleared) == ([130, 143], ["cleared"] * 2)
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-async def test_a_failure_after_the_first_ctrl_c_is_of_no_interest(autojump_clock: Any) -> None:
-    outcome = CommandOutcome()
-
-    async def work() -> None:
-        signal.raise_signal(signal.SIGINT)
-        with trio.CancelScope(shield=True):
-            await trio.sleep(1)
-        raise OutriderError("too late")
-
-    await SignalScope(outcome, Still()).run(work)
-    assert (outcome.failure, outcome.signal) == (None, signal.SIGINT)

@@ -80,10 +80,6 @@ def test_a_raw_prompt_is_continued_as_it_is(instruct: str, capfd: Any) -> None:
     assert generated(capfd, PROMPT, "--target", instruct, "--raw") == (expected(instruct, PROMPT), 3, "")
 
 
-def test_without_a_chat_template_a_prompt_is_continued_and_nothing_is_said_of_it(base: str, capfd: Any) -> None:
-    assert generated(capfd, PROMPT, "--target", base) == (expected(base, PROMPT), 3, "")
-
-
 @pytest.mark.parametrize(
     "command", [["generate", PROMPT, "--chat"], ["generate", PROMPT, "--system", "w4"], ["chat", "--system", "w4"]]
 )

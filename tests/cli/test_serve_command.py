@@ -125,17 +125,6 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
     assert json.loads(answer.choices[0].message.content or "") in ({"sorted": True}, {"sorted": False})
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"structured_outputs": {"regex": "[ab]{3}"}}, {"structured_outputs": {"grammar": "root ::= [ab]{3}"}}],
-)
-def test_an_answer_keeps_to_what_clients_of_other_servers_ask_for(client: openai.OpenAI, fields: Any) -> None:
-    # Outlines, for one, asks vLLM so, with OpenAI's client.
-    said: Any = [{"role": "user", "content": PROMPT}]
-    answer = client.chat.completions.create(model=MODEL, messages=said, max_tokens=20, extra_body=fields)
-    assert re.fullmatch("[ab]{3}", answer.choices[0].message.content or "")
-
-
 def test_a_stream_that_is_broken_off_is_over(client: openai.OpenAI, server: Server) -> None:
     stream = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=100_000, stream=True, extra_body=ENDLESS)
     next(iter(stream))
@@ -217,14 +206,6 @@ def test_curl_gets_an_answer_whole_and_by_and_by(curl: Callable[..., str], expec
     assert (done, rest) == ("data: [DONE]", "")
     texts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events if event[0] != ":"]
     assert "".join(texts) == expected
-
-
-def test_curl_is_told_what_is_wrong(curl: Callable[..., str]) -> None:
-    # By default, curl declares a form.
-    assert "Content-Type: application/json" in json.loads(curl("/v1/completions", "-d", "{}"))["error"]["message"]
-    assert json.loads(curl("/health"))["ok"] is True
-    assert "outrider_requests_total" in curl("/metrics")
-    assert curl("/nothing", "-o", "/dev/null", "-w", "%{http_code}") == "404"
 
 
 # --- how it ends ----------------------------------------------------------------------------------
@@ -442,12 +423,6 @@ def test_what_makes_no_sense_is_refused_before_a_model_is_loaded(
 def test_origins_are_taken_as_browsers_send_them(origin: str, capfd: Any) -> None:
     said = refused(capfd, "--port", "0", "--target", "/no/such/model", "--allow-origin", origin, status=1)
     assert "/no/such/model" in said
-
-
-def test_a_model_that_is_not_there_is_named(capfd: Any) -> None:
-    said = refused(capfd, "--port", "0", "--target", "/no/such/model", status=1)
-    assert "/no/such/model" in said
-    assert "is served" not in said
 
 
 def test_what_the_server_needs_and_is_not_installed_is_named(monkeypatch: Any, capfd: Any) -> None:

@@ -158,7 +158,7 @@ def test_what_cannot_be_examined_is_one_line(capsys: pytest.CaptureFixture[str],
         (1, [nowhere], f"outrider: error: target '{nowhere}' does not exist; give "),
         (1, [target, "--draft", nowhere], f"outrider: error: draft '{nowhere}' does not exist; give "),
         (1, [str(tmp_path)], "has no config.json; give a directory"),
-        (2, [target, "--kv-bits", "7"], '--kv-bits must be 2, 3, 4, 5, 6, 8 or None, got 7'),
+        (2, [target, "--kv-bits", "7"], "--kv-bits must be 2, 3, 4, 5, 6, 8 or None, got 7"),
         # Models are checked before ranks are examined.
         (2, ["--distributed", target, "--draft", "ngram"], "draft must be a model here"),
     ):

@@ -174,16 +174,6 @@ async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template
 # --- options of open ------------------------------------------------------------------------------
 
 
-@sweep("name", ["target_device", "device"])
-async def test_a_device_for_one_runtime_is_refused_with_what_to_do_instead(name: str) -> None:
-    with pytest.raises(runtime.SettingsError, match=rf"no option '{name}'; .* call mx\.set_default_device\(mx\.cpu\)"):
-        async with runtime.open((target(), None), **{name: "cpu"}):
-            raise AssertionError("should not be reached")
-    async with runtime.open((target(), None)) as rt:
-        with pytest.raises(runtime.SettingsError, match=rf"no setting '{name}'; .* call mx\.set_default_device"):
-            rt.stream([1], **{name: "cpu"})
-
-
 async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it_is_opened() -> None:
     # Heads of 16 cannot be quantised in groups of 32.
     with pytest.raises(runtime.ModelError, match=r"^kv_bits=4 with kv_group_size=32 does not fit this model"):
@@ -323,12 +313,6 @@ async def test_a_model_that_is_no_language_model() -> None:
     await opening_is_refused(runtime.ModelError, "cannot load target 'Linear'", (nn.Linear(4, 4), None))
 
 
-async def test_after_a_refusal_the_same_model_opens() -> None:
-    await opening_is_refused(runtime.ModelError, "does not exist", (target(), None), "/no/such/model")
-    async with runtime.open((target(), None), (drafter(), None)) as rt:
-        assert len((await rt.generate([1], max_tokens=4)).tokens) == 4
-
-
 # --- vocabularies ---------------------------------------------------------------------------------
 
 
@@ -359,11 +343,6 @@ async def test_vocabularies_that_differ(theirs: list[str], says: str) -> None:
 async def test_vocabularies_that_may_be_used_together(ours: Any, theirs: Any) -> None:
     async with runtime.open((target(), ours), (drafter(), theirs)) as rt:
         assert len((await rt.generate("hello", max_tokens=4)).tokens) == 4
-
-
-async def test_the_demo_draft_does_not_fit_another_tokenizers_target() -> None:
-    pair = (target(), word_tokenizer(WORDS)), runtime.DEMO_DRAFT
-    await opening_is_refused(runtime.VocabularyMismatchError, "use different vocabularies", *pair)
 
 
 # --- at the wrong time ----------------------------------------------------------------------------
@@ -405,31 +384,3 @@ async def test_two_consumers_of_one_stream() -> None:
                 await anext(stream)
         # The first stream was not affected.
         assert len(tokens) == 4
-
-
-async def test_a_stream_that_is_over_stays_over() -> None:
-    async with runtime.open((target(), None)) as rt:
-        stream = rt.stream([1], max_tokens=3)
-        assert len([token async for token in stream]) == 3
-        assert stream.finish_reason == "length"
-        assert [token async for token in stream] == []
-        await stream.aclose()
-        assert [token async for token in stream] == []
-
-
-# --- unknown options ------------------------------------------------------------------------------
-
-
-@sweep(
-    ("option", "hint"),
-    [
-        ("max_stream", "did you mean 'max_streams'"),
-        ("kv_bit", "did you mean 'kv_bits'"),
-        ("xyzzy", "the options are rewind, "),
-        ("max_tokens", "it is a setting of stream"),
-    ],
-)
-async def test_an_option_that_open_does_not_have_is_refused_with_a_hint(option: str, hint: str) -> None:
-    with pytest.raises(runtime.SettingsError, match=f"open\\(\\) has no option '{option}'; {hint}"):
-        async with runtime.open("/no/such/model", **{option: 1}):
-            pass

@@ -53,7 +53,6 @@ UNDRAFTED_EVENTS = [
     (Span, "target", "decode"),
 ]
 Kind = tuple[type[Event], str, str]
-LAST_EVENTS = [(Instant, "target", "finish"), (Span, "target", "close"), (Span, "draft", "close")]
 
 
 class Trigger:
@@ -176,38 +175,6 @@ async def test_cancelling_at_any_event_of_plain_decoding() -> None:
                 await cancel(rt, trigger, event, way)
             await the_next_text_is_right(rt)
     nothing_is_left(trigger)
-
-
-@pytest.mark.slow
-@sweep("event", [(Span, "target", "verify"), (Span, "draft", "draft")])
-async def test_cancelling_after_each_of_the_first_rounds(event: Kind) -> None:
-    async with opened() as (rt, trigger):
-        for nth in range(1, 9):
-            await cancel(rt, trigger, event, nth=nth)
-            await the_next_text_is_right(rt)
-
-
-async def test_cancelling_when_the_text_is_over_already() -> None:
-    async with opened() as (rt, trigger):
-        for event in LAST_EVENTS:
-            with trio.CancelScope() as scope:
-                trigger.at(event, scope.cancel)
-                tokens = [token.id async for token in rt.stream(PROMPT, max_tokens=6, **SETTINGS)]
-                # The tokens before the cancellation are right; a complete text cannot be cut off.
-                assert tokens == text(6)
-                await trio.sleep_forever()
-            assert trigger.has_struck
-
-
-async def test_cancelling_a_stream_that_is_being_cancelled() -> None:
-    async with opened() as (rt, trigger):
-        with trio.CancelScope() as scope:
-            trigger.at((Instant, "target", "cancel"), scope.cancel)
-            async with rt.stream(PROMPT, max_tokens=400) as stream:
-                await anext(stream)
-                await stream.aclose()
-            await trio.sleep_forever()
-        assert scope.cancelled_caught
 
 
 @sweep("actor", ["target", "draft"])
@@ -368,15 +335,6 @@ async def test_cancelling_while_the_models_are_being_opened(nth: int) -> None:
     assert layer_classes(drafter()) == draft_classes
 
 
-async def test_opening_that_was_cancelled_before_it_began() -> None:
-    with trio.CancelScope() as scope:
-        scope.cancel()
-        async with runtime.open(*pair()):
-            raise AssertionError("should not be reached")
-    assert scope.cancelled_caught
-    assert outrider_threads() == []
-
-
 async def test_the_users_models_are_as_they_were_after_leaving() -> None:
     ours, theirs = llama(seed=1), llama(seed=2)
     before = layer_classes(ours), layer_classes(theirs)
@@ -388,31 +346,6 @@ async def test_the_users_models_are_as_they_were_after_leaving() -> None:
     assert (layer_classes(ours), layer_classes(theirs)) == before
     assert [dict(model.parameters()) for model in (ours, theirs)] == weights
     assert ours(mx.array([[1, 2, 3]])).shape == (1, 3, 80)
-
-
-async def test_a_model_used_as_both_is_unchanged_afterwards() -> None:
-    model = llama(seed=1)
-    before = layer_classes(model)
-    for _ in range(5):
-        async with runtime.open((model, None), (model, None)) as rt:
-            completion = await rt.generate(PROMPT, max_tokens=8, lookahead=3)
-            assert completion.statistics.acceptance_rate == 1
-        assert layer_classes(model) == before
-
-
-async def test_two_runtimes_over_one_model_nested() -> None:
-    model = llama(seed=1)
-    before = layer_classes(model)
-    right = greedy(model, PROMPT, 8)
-    async with runtime.open((model, None), (drafter(), None)) as outer:
-        async with runtime.open((drafter(), None), (model, None)) as inner:
-            async with runtime.stream([1]):  # the inner runtime
-                assert (outer.num_streams, inner.num_streams) == (0, 1)
-            assert ids(await outer.generate(PROMPT, max_tokens=8)) == right
-            await inner.generate(PROMPT, max_tokens=8)
-        assert ids(await outer.generate(PROMPT, max_tokens=8)) == right
-    assert layer_classes(model) == before
-    assert outrider_threads() == []
 
 
 async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() -> None:

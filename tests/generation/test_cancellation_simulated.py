@@ -11,7 +11,6 @@ import gc
 from functools import partial
 from typing import Any
 
-import attrs
 import pytest
 import trio
 from scripted import (
@@ -283,44 +282,6 @@ def test_closing_a_stream_while_another_task_waits_for_its_next_token_tells_that
 
     for i in range(0, 40, 3):
         run(close_after, i + 0.125)
-
-
-async def test_a_cancelled_stream_has_counted_the_tokens_it_gave(autojump_clock: Any) -> None:
-    async with simulated(*models(2)) as simulation:
-        stream = simulation.runtime.stream(PROMPT, **settings_of(2))
-        given = [await anext(stream) for _ in range(4)]
-        await stream.aclose()
-        statistics = stream.statistics()
-        await trio.sleep(100)
-        assert statistics.generated_tokens == 4
-        assert statistics.accepted == sum(token.from_draft for token in given)
-        # Except the prices: they belong to the runtime, and the last jobs still change them.
-        assert attrs.evolve(stream.statistics(), estimates=statistics.estimates) == statistics
-        assert simulation.runtime.statistics().generated_tokens == 4
-
-
-@sweep("delay", [0.0, 1.0, 9.0, 14.0, 21.0, *(i + 0.125 for i in range(30)), 1000.0])
-async def test_a_cancellation_is_announced_once_by_each_actor_and_never_as_the_end(
-    delay: float, autojump_clock: Any
-) -> None:
-    async with simulated(*models(2)) as simulation:
-        stream = simulation.runtime.stream(PROMPT, max_tokens=200, prefill_step_size=2, lookahead=2)
-        await trio.sleep(delay)
-        await stream.aclose()
-        await trio.sleep(1000)
-        assert sorted(instant.actor for instant in simulation.instants("cancel")) == ["draft", "target"]
-        assert {instant.at for instant in simulation.instants("cancel")} == {delay}
-        assert simulation.instants("finish") == []
-
-
-async def test_a_text_that_was_read_to_its_end_was_not_cancelled(autojump_clock: Any) -> None:
-    for lookahead in (None, 1, 2, 5):
-        for schedule in range(5):
-            async with simulated(*models(lookahead), schedule=schedule) as simulation:
-                assert await text_of(simulation, PROMPT, **settings_of(lookahead)) == TEXT
-                await trio.sleep(100)
-                assert simulation.instants("cancel") == []
-                assert len(simulation.instants("finish", "target")) == 1
 
 
 # --- at the edges ---------------------------------------------------------------------------------

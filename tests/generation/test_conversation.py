@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 import trio
 from architectures import build
-from chat_models import BEGUN_TEMPLATE, TEMPLATE, THINKING_TEMPLATE, pair, says, target, tokenizer
+from chat_models import TEMPLATE, THINKING_TEMPLATE, pair, says, target, tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import llama
 from scripted import read_into
@@ -99,21 +99,6 @@ async def test_messages_are_a_copy_and_grow_with_what_is_given() -> None:
         assert conversation.messages == [user("import"), assistant(text)]
 
 
-async def test_two_conversations_know_nothing_of_each_other() -> None:
-    async with runtime.open(*pair()) as rt:
-        one, other = rt.conversation("One.", **SETTINGS), rt.conversation("Other.", **SETTINGS)
-        alone = rt.conversation("One.", **SETTINGS)
-        for turn, text in enumerate(("import", "os", "sys")):
-            said = await one.generate(text)
-            heard = await other.generate(text + " and more")
-            assert (await alone.generate(text)).text == said.text
-            # Each has cached tokens from its last turn, and does not lose them to the other.
-            if turn == 2:
-                for completion in (said, heard):
-                    statistics = completion.statistics
-                    assert statistics.cached_tokens > statistics.prompt_tokens / 2
-
-
 # --- ends of turns --------------------------------------------------------------------------------
 
 
@@ -150,26 +135,6 @@ async def test_what_was_withheld_of_a_turn_that_is_broken_off_is_remembered() ->
                 assert conversation.messages[-1].items() >= before.items()
             assert stream.tail == tail
             assert conversation.messages[-1] == after
-
-
-async def test_half_a_character_of_a_turn_that_is_broken_off_is_remembered() -> None:
-    processor = says(tokenizer(), "A 🙂")
-    async with runtime.open(*pair()) as rt:
-        conversation = rt.conversation(logits_processors=(processor,), lookahead=3)
-        stream = conversation.stream("What now?")
-        given = ""
-        async for token in stream:
-            given += token.text
-            if stream.tail:
-                break
-        assert conversation.messages[-1] == assistant(given)
-        await stream.aclose()
-        assert conversation.messages[-1] == assistant(given + stream.tail) == assistant(given + "\ufffd")
-        # The same for a dropped stream.
-        async for again in conversation.stream("And now?", logits_processors=(says(tokenizer(), "", "A 🙂"),)):
-            if again.index == token.index:
-                break
-        assert conversation.messages[-1] == assistant(given + "\ufffd")
 
 
 async def test_no_moment_shows_an_exchange_twice() -> None:
@@ -361,12 +326,6 @@ def test_what_stands_between_tags_is_thinking(text: str, prompt: str, thinking: 
     assert answer.num_tokens == len(flags)
 
 
-def test_a_vocabulary_without_tags_knows_no_thinking() -> None:
-    answer, flags = parts("<think>Hm.</think>import os", tokenizer(THINKING_TEMPLATE))
-    assert (answer.thinking, answer.said) == ("", "<think>Hm.</think>import os")
-    assert not any(flags)
-
-
 def test_tags_of_several_tokens() -> None:
     base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
     base.add_tokens(["<|channel>", "<channel|>"], special_tokens=True)
@@ -379,15 +338,6 @@ def test_tags_of_several_tokens() -> None:
     assert flags[:2] == [False, False]
     assert flags[-1] is False
     assert all(flags[1 + len(wrapped.think_start_tokens) : ids.index(wrapped.think_end_tokens[0]) + 1])
-
-
-def test_a_tag_may_come_with_what_was_withheld_before_it() -> None:
-    wrapped = tokenizer(THINKING_TEMPLATE, thinks=True)
-    answer = ReasoningTracker(wrapped, [])
-    (end,) = wrapped.think_end_tokens
-    for id, text in ((wrapped.think_start_tokens[0], "<think>"), (9, ""), (end, "Hm.</think>"), (9, "os")):
-        answer.add(id, text, text)
-    assert (answer.thinking, answer.said) == ("Hm.", "os")
 
 
 @sweep(
@@ -432,18 +382,6 @@ async def test_thinking_is_told_apart_and_not_repeated_in_the_next_turn() -> Non
         assert second.statistics.prompt_tokens == len(prompt)
         # All of the first prompt. The reasoning after it is left out.
         assert second.statistics.cached_tokens == completion.statistics.prompt_tokens
-
-
-async def test_an_answer_may_begin_within_thinking_and_be_broken_off_there() -> None:
-    wrapped = tokenizer(BEGUN_TEMPLATE, thinks=True)
-    processor = says(wrapped, "Hm, os, or sys.\n</think>import os", lead="<think>\n")
-    async with runtime.open(*pair(thinks=True, template=BEGUN_TEMPLATE)) as rt:
-        conversation = rt.conversation(logits_processors=(processor,), lookahead=0)
-        async for token in conversation.stream("What now?"):
-            assert token.is_thinking
-            if "," in token.text:
-                break
-        assert conversation.messages == [user("What now?"), assistant("", reasoning_content="Hm,")]
 
 
 async def test_thinking_can_be_switched_where_the_template_has_a_switch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 import random
@@ -10,15 +9,12 @@ import re
 import sys
 import threading
 from collections.abc import Callable
-from ipaddress import IPv4Network
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jsonschema
 import llguidance.hf
 import mlx.core as mx
-import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -188,23 +184,7 @@ def test_a_context_free_grammar_is_followed(make, grammar):
     assert END in after(make(grammar, TOKENIZER), "12 + 3.")
 
 
-def test_forced_text_comes_in_the_tokenizers_tokens():
-    assert texts(after(Grammar.from_regex("(def|class)", TOKENIZER), "")) == {"d", "de", "def", "c", "cl", "class"}
-    assert texts(after(Grammar.from_regex("def", TOKENIZER), "")) == {"def"}
-
-
 # --- texts ----------------------------------------------------------------------------------------
-
-
-@sweep("seed", range(8))
-def test_a_model_that_knows_nothing_writes_what_the_schema_describes(seed):
-    texts_of = [
-        written(Grammar.from_json_schema(schema, TOKENIZER, compact=True), seed)
-        for schema in (PERSON, json.dumps(PERSON))
-    ]
-    assert texts_of[0] == texts_of[1]
-    jsonschema.validate(json.loads(texts_of[0]), PERSON)
-    assert list(json.loads(texts_of[0]))[:4] == PERSON["required"]
 
 
 @sweep(
@@ -246,11 +226,6 @@ def test_true_and_the_empty_schema_are_any_json(schema, compact):
     begins = texts(after(Grammar.from_json_schema(schema, TOKENIZER, compact=compact), ""))
     assert set('{["-0123456789tfn') <= begins
     assert "a" not in begins
-
-
-@sweep("text", ["漢字 – ünï", "🙂🙃", '\\ "\n'])
-def test_text_of_any_script_is_written_whole(text):
-    assert json.loads(written(Grammar.from_json_schema({"const": text}, TOKENIZER, compact=True), 0)) == text
 
 
 def test_mlx_lm_itself_can_use_one():
@@ -649,16 +624,6 @@ async def test_what_is_sampled_by_rejection_is_valid_every_time():
 
 
 @pytest.mark.slow
-async def test_one_object_will_do_for_stream_after_stream_also_after_one_that_was_dropped():
-    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
-        grammar = Grammar.from_regex("[a-z]{30}", rt.tokenizer)
-        for _ in range(3):
-            async with rt.stream(REQUEST, logits_processors=[grammar]) as stream:
-                assert [(await anext(stream)).index for _ in range(3)] == [0, 1, 2]
-            assert re.fullmatch("[a-z]{30}", (await rt.generate(REQUEST, logits_processors=[grammar])).text)
-
-
-@pytest.mark.slow
 async def test_streams_that_share_a_grammar_have_their_texts_alone(float32_pair):
     prompts = [REQUEST, "names = [", "import os\n"]
     target, draft = float32_pair
@@ -671,16 +636,6 @@ async def test_streams_that_share_a_grammar_have_their_texts_alone(float32_pair)
             fresh = Grammar.from_json_schema(MODULE, rt.tokenizer, compact=True)
             assert completion.text == (await rt.generate(prompt, logits_processors=[fresh], **settings)).text
     assert len({completion.text for completion in at_once}) > 1
-
-
-@pytest.mark.slow
-async def test_streams_at_once_keep_to_a_grammar_each():
-    patterns = ["[0-9]{12}", "[a-f]{5,20}", "(yes|no)"]
-    async with runtime.open(runtime.DEMO_TARGET, runtime.DEMO_DRAFT) as rt:
-        own = [{"logits_processors": [Grammar.from_regex(pattern, rt.tokenizer)]} for pattern in patterns]
-        found = await rt.generate_many([(REQUEST, settings) for settings in own])
-    for pattern, completion in zip(patterns, found, strict=True):
-        assert re.fullmatch(pattern, completion.text)
 
 
 @pytest.mark.slow
@@ -697,29 +652,6 @@ async def test_a_grammar_needs_the_end_of_the_text():
     async with runtime.open(runtime.DEMO_TARGET) as rt:
         with pytest.raises(runtime.SettingsError, match="ignore_eos=True leaves a grammar's text without an end"):
             rt.stream("x", logits_processors=[Grammar.from_regex("a+", rt.tokenizer)], ignore_eos=True)
-
-
-class Everything(pydantic.BaseModel):
-    names: set[str]
-    numbers: frozenset[int]
-    path: Path
-    data: bytes
-    secret: pydantic.SecretStr
-    encoded: pydantic.Base64Str
-    network: IPv4Network
-    pattern: re.Pattern[str]
-    format: dict[str, set[int]]
-    birthday: datetime.date
-
-
-def test_a_schema_of_pydantics_may_have_formats_that_no_grammar_enforces_and_sets() -> None:
-    schema = Everything.model_json_schema()
-    check_json_schema(schema)
-    written = json.loads(grammar_of_schema(schema))["grammars"][0]["json_schema"]
-    assert written["properties"]["format"]["additionalProperties"]["type"] == "array"
-    # What can be enforced is.
-    assert re.findall(r'"format": ?"(.*?)"', json.dumps(written)) == ["date"]
-    assert "uniqueItems" not in json.dumps(written)
 
 
 def test_data_in_a_schema_keeps_what_keywords_lose() -> None:

@@ -33,7 +33,7 @@ from sweeps import sweep
 
 import runtime
 from actors.target.target_actor import TargetActor
-from protocol.errors import RuntimeBrokenError, RuntimeClosedError, SettingsError
+from protocol.errors import RuntimeBrokenError, RuntimeClosedError
 from protocol.session_state import SessionPhase
 from protocol.trace import Instant, Span
 from runtime.engine.sessions import BUFFERED_ROUNDS
@@ -221,17 +221,6 @@ async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_ther
         assert simulation.spans("target", session=1)[0].began <= ended + 1
 
 
-async def test_settings_and_prompt_are_checked_at_once_and_take_no_place(autojump_clock: Any) -> None:
-    async with simulated(*pair(), max_streams=1) as simulation:
-        first = simulation.runtime.stream([1], max_tokens=4)
-        with pytest.raises(SettingsError):
-            simulation.runtime.stream([1], max_tokens=0)
-        with pytest.raises(runtime.PromptError):
-            simulation.runtime.stream([])
-        assert simulation.runtime.num_waiting == 0
-        assert len(await collect(first)) == 4
-
-
 @sweep("num_rounds", [10, BUFFERED_ROUNDS, BUFFERED_ROUNDS + 1])
 async def test_a_text_that_the_models_are_done_with_makes_room_though_nobody_reads_it(
     num_rounds: int, autojump_clock: Any
@@ -338,13 +327,6 @@ async def test_a_target_that_fails_ends_the_streams_that_wait_too(autojump_clock
                 await collect(stream)
 
 
-@sweep("wrong", [0, -1, True, 1.0, "2"])
-async def test_a_bound_that_is_none_is_refused_before_any_model_is_looked_at(wrong: Any) -> None:
-    with pytest.raises(SettingsError, match='max_streams must be a whole number of at least 1, or "auto"'):
-        async with runtime.open((llama(), None), max_streams=wrong):
-            raise AssertionError("should not be reached")
-
-
 @sweep(
     ("options", "most"),
     [({}, 16), ({"max_batch": 9}, 9), ({"max_batch": 2}, 4), ({"max_batch": 1}, 4), ({"rewind": "trim"}, 4)],
@@ -352,20 +334,6 @@ async def test_a_bound_that_is_none_is_refused_before_any_model_is_looked_at(wro
 async def test_as_many_streams_as_a_pass_takes_are_at_work_by_themselves(options: Any, most: int) -> None:
     async with runtime.open((llama(), None), max_streams="auto", **options) as rt:
         assert rt.max_streams == most
-
-
-async def test_what_is_printed_of_a_runtime_says_how_it_stands(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), max_streams=1) as simulation:
-        rt = simulation.runtime
-        first, second = (rt.stream([token], max_tokens=2) for token in (1, 2))
-        assert repr(rt) == "<outrider Runtime, open: 1 streams, 1 waiting>"
-        await anext(first)
-        assert repr(first) == "<outrider TokenStream, under way: 1 tokens given>"
-        await anext(first)
-        assert repr(first) == "<outrider TokenStream, length: 2 tokens given>"
-        await second.aclose()
-        assert repr(second) == "<outrider TokenStream, closed: 0 tokens given>"
-    assert repr(rt) == "<outrider Runtime, closed: 0 streams, 0 waiting>"
 
 
 async def test_a_consumer_that_is_overtaken_while_it_takes_a_commit_gets_the_rest(autojump_clock: Any) -> None:

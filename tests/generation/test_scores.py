@@ -21,7 +21,7 @@ from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Failing, Wrapped, gemma3_text, llama, mamba, prompt_of
 from our_threads import outrider_threads
 from sample_tokenizers import demo
-from scripted import ScriptedModel, priced, run, simulated
+from scripted import ScriptedModel, run, simulated
 from sweeps import sweep
 
 import runtime
@@ -118,19 +118,6 @@ def test_other_tasks_have_their_turn_while_the_texts_of_likely_tokens_are_decode
     assert 40 < tokenizer.most_calls < 160
 
 
-async def test_greedy_texts_and_no_others_are_greedy() -> None:
-    async with runtime.open((target(), None), (drafter(), None)) as rt:
-        busy_s = rt.busy_seconds[1]  # with its calibration
-        best = await rt.score(PROMPT, text(10))
-        other = await rt.score(PROMPT, [*text(9), (text(10)[9] + 1) % VOCAB_SIZE])
-        assert rt.busy_seconds[1] == busy_s
-        assert rt.statistics().generated_tokens == 0
-    assert best.is_greedy
-    assert [token.is_greedy for token in other.tokens] == [True] * 9 + [False]
-    assert not other.is_greedy
-    assert best.logprob > other.logprob
-
-
 @sweep("bound", ["prefill_step_size", "logits of a pass"])
 async def test_long_texts_are_read_in_passes_of_bounded_size(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, passes = prompt_of(60), Passes()
@@ -143,26 +130,6 @@ async def test_long_texts_are_read_in_passes_of_bounded_size(bound: str, monkeyp
         assert logprobs(await rt.score(whole[:1], whole[1:])) == pytest.approx(logprobs(expected), abs=ATOL)
     assert sum(passes.num_tokens) == 59  # the last token need not be read
     assert max(passes.num_tokens) == (8 if defaults else 5)
-
-
-async def test_a_text_to_score_is_read_in_ever_longer_passes_while_they_are_cheap(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(looping), price=priced(prefill=2**-10)) as simulation:
-        await simulation.runtime.score([1], [2] * 2000)
-    assert [span.num_tokens for span in simulation.spans("target", "prefill")] == [16, 1024, 960]
-
-
-async def test_the_likeliest_tokens_are_decoded_once(autojump_clock: Any) -> None:
-    decoded: list[tuple[int, ...]] = []
-
-    class Counting(Letters):
-        def decode(self, tokens: Sequence[int]) -> str:
-            decoded.append(tuple(tokens))
-            return super().decode(tokens)
-
-    async with simulated(ScriptedModel(looping), tokenizer=Counting()) as simulation:
-        decoded.clear()
-        await simulation.runtime.score([1], list(range(2, 64)) * 10, logprobs=20)
-    assert 2 * 620 < len(decoded) < 3 * 620  # for each piece of the text, two calls
 
 
 @sweep("num_top", [1, 3, 5, 9])

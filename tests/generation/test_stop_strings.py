@@ -17,7 +17,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, llama, near
-from sample_tokenizers import SCRIPTS, DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
+from sample_tokenizers import DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -38,7 +38,7 @@ from protocol.errors import SettingsError
 from protocol.messages import Open
 from protocol.session_state import Commit
 from protocol.settings import Settings
-from protocol.stop_strings import Stop, StopMatcher
+from protocol.stop_strings import StopMatcher
 from runtime import Completion
 from runtime.generation.text import GrowingText, StopFinder
 from runtime.generation.tool_calls.answer_reader import AnswerReader
@@ -133,14 +133,6 @@ def test_what_lies_ahead_is_searched_and_given_only_where_the_text_ends() -> Non
     assert matcher.found == "stop"
 
 
-def test_a_long_stop_string_that_never_comes_withholds_only_what_it_begins_with() -> None:
-    stop = "ab" * 500
-    matcher = StopMatcher([stop, "x"])
-    assert matcher.add("ab" * 499) == ""
-    assert matcher.add("b") == "ab" * 499 + "b"
-    assert matcher.finish() == ""
-
-
 # --- tokens of any bytes --------------------------------------------------------------------------
 
 
@@ -192,19 +184,6 @@ def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
 
 
 # --- real tokenizers ------------------------------------------------------------------------------
-
-
-@sweep("text", [text for text in [*SCRIPTS, "aab ab aaab", "e\u0301\u0302 x 🇳🇿🇳🇿"] if not text.startswith("\ufffd")])
-def test_any_piece_of_any_script_may_be_a_stop_string(text: str) -> None:
-    tokens = demo().encode(text, add_special_tokens=False)
-    draw = random.Random(text)
-    spans = [(i, j) for i in range(len(text)) for j in range(i + 1, min(i + 9, len(text)) + 1)]
-    for begin, end in draw.sample(spans, min(25, len(spans))):
-        other = text[draw.randrange(len(text)) :][:2]
-        for stops in ([text[begin:end]], [other, text[begin:end]], [text[begin:end] + "☂", text[begin:end]]):
-            got = read(demo(), tokens, stops)
-            assert got == cut(demo().decode, tokens, stops)
-            assert got[1] is not None
 
 
 @sweep("kind", ["fast", "slow"])
@@ -348,25 +327,6 @@ async def test_a_broken_off_stream_has_the_rest_in_its_tail(way: str) -> None:
         assert stream.tail == ""
 
 
-@sweep("lookahead", [0, 3, "auto"])
-async def test_stop_strings_that_never_come_change_nothing(lookahead: Any) -> None:
-    async with runtime.open(*tiny_pair()) as rt:
-        whole = await rt.generate(PROMPT, max_tokens=24, lookahead=lookahead)
-        beginnings = [whole.text[i : i + 3] + "☂" for i in range(len(whole.text))]
-        other = await rt.generate(PROMPT, max_tokens=24, lookahead=lookahead, stop=beginnings)
-    assert (other.text, ids(other.tokens), other.finish_reason) == (whole.text, ids(whole.tokens), "length")
-
-
-async def test_of_two_stop_strings_the_one_that_is_complete_first_counts() -> None:
-    async with runtime.open(*tiny_pair()) as rt:
-        tokens = ids((await rt.generate(PROMPT, max_tokens=24, lookahead=3)).tokens)
-        text = byte_level().decode(tokens)
-        for begin in range(0, len(text) - 6, 5):
-            stops = [text[begin : begin + 6], text[begin + 2 : begin + 4], text[begin + 1 : begin + 4]]
-            completion = await rt.generate(PROMPT, max_tokens=24, lookahead=3, stop=stops)
-            check(completion, byte_level().decode, tokens, stops)
-
-
 @sweep("lookahead", [0, 3])
 async def test_the_last_token_may_complete_a_stop_string_and_half_a_character_is_no_text(lookahead: Any) -> None:
     decode = byte_level().decode
@@ -404,30 +364,7 @@ async def test_a_stop_string_leaves_the_log_probabilities_of_the_tokens_before(l
             assert stopped.stop_reason == stop
 
 
-async def test_a_stop_string_in_the_prompt_ends_nothing() -> None:
-    prompt = "def quicksort(items):"
-    async with runtime.open(runtime.DEMO_TARGET) as rt:
-        whole = await rt.generate(prompt, max_tokens=6)
-        stopped = await rt.generate(prompt, max_tokens=6, stop=[prompt, "quicksort", "):" + whole.text[:2]])
-    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (whole.text, "length", None)
-
-
 # --- stop reasons ---------------------------------------------------------------------------------
-
-
-async def test_the_stop_token_that_the_user_named_is_the_reason() -> None:
-    async with runtime.open(*tiny_pair()) as rt:
-        whole = await rt.generate(PROMPT, max_tokens=24, lookahead=3)
-        tokens = ids(whole.tokens)
-        named = tokens[10]
-        async with rt.stream(PROMPT, max_tokens=24, lookahead=3, stop_tokens=[named], stop="☂") as stream:
-            assert stream.stop_reason is None
-            got = [token async for token in stream]
-    num_tokens = tokens.index(named) + 1
-    assert (stream.finish_reason, stream.stop_reason) == ("stop", named)
-    assert ids(got) == tokens[:num_tokens]
-    assert "".join(token.text for token in got) == byte_level().decode(tokens[: num_tokens - 1])
-    assert [token.stop_reason for token in got] == [None] * (num_tokens - 1) + [named]
 
 
 DISTINCT = prompt_with_distinct_continuation(14)
@@ -549,13 +486,6 @@ async def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to(autoj
     assert pieces == [TEXT[0], TEXT[1], "", "", "", TEXT[2:6], TEXT[6]]
 
 
-async def test_other_streams_go_on_after_one_was_stopped(autojump_clock: Any) -> None:
-    async with scripted_letters("wrong") as simulation:
-        prompts = [(DISTINCT, {"stop": TEXT[n]}) for n in (3, 7, 13)]
-        completions = await simulation.runtime.generate_many(prompts, max_tokens=14, lookahead=3)
-        assert [completion.text for completion in completions] == [TEXT[:n] for n in (3, 7, 13)]
-
-
 @sweep("lookahead", [0, 3])
 def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
     lookahead: int, caplog: pytest.LogCaptureFixture
@@ -584,8 +514,3 @@ async def test_without_a_tokenizer_there_is_no_text_to_stop_at(autojump_clock: A
             simulation.runtime.stream(DISTINCT, stop="x")
         assert simulation.runtime.num_streams == 0
         assert simulation.target.sequences == []
-
-
-def test_a_stop_is_of_one_token_at_least() -> None:
-    with pytest.raises(ValueError, match="num_tokens"):
-        Stop("x", 0)

@@ -144,19 +144,6 @@ def test_a_character_that_was_never_completed_comes_at_the_end(kind: str) -> Non
     assert set(last) == {"\ufffd"}
 
 
-def test_finishing_twice_adds_nothing() -> None:
-    detokenizer = Detokenizer(demo())
-    for token in demo().encode("a🙂", add_special_tokens=False)[:-1]:
-        detokenizer.add(token)
-    assert detokenizer.finish() != ""
-    assert detokenizer.finish() == ""
-
-
-def test_without_a_token_or_a_tokenizer_there_is_no_text() -> None:
-    assert Detokenizer(demo()).finish() == ""
-    assert pieces(None, [1, 2, 3]) == [""] * 4
-
-
 # --- tokens that never make up a character --------------------------------------------------------
 
 
@@ -234,11 +221,6 @@ def test_tokens_that_each_end_within_a_character_lose_none(text: str, step: int)
 # --- prompts --------------------------------------------------------------------------------------
 
 
-@sweep("text", SCRIPTS)
-def test_a_prompt_that_is_text_is_encoded_as_the_tokenizer_does(text: str) -> None:
-    assert list(encode_prompt(text, demo(), 4096)) == demo().encode(text)
-
-
 def with_begin_of_text() -> TokenizerWrapper:
     """A tokenizer that puts a token in front of every text."""
     tokenizer = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "hello": 2, "<unk>": 3}, unk_token="<unk>"))
@@ -267,11 +249,6 @@ def test_a_text_that_cannot_fit_in_the_context_is_refused_before_it_is_tokenised
     tokenizer: Any = SimpleNamespace(bos_token=None, _tokenizer=demo()._tokenizer)  # it cannot encode
     with pytest.raises(PromptTooLongError, match=rf"prompt is too long: {len(text) // LONGEST} tokens > 99 maximum"):
         encode_prompt(text, tokenizer, 4096, 100)
-
-
-def test_a_text_that_may_fit_in_the_context_is_tokenised() -> None:
-    text = " " * (LONGEST * 100 - 1)
-    assert list(encode_prompt(text, demo(), 4096, 100)) == demo().encode(text)
 
 
 def test_a_text_is_not_refused_by_length_where_characters_may_be_merged() -> None:
