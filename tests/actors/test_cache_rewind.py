@@ -19,7 +19,7 @@ from cache_subjects import ATOL, SUBJECTS, TEXT, VOCAB_SIZE, WINDOW, Concatenati
 from completions import ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache
 from models import Wrapped, gemma3_text, greedy, llama, mamba, near, prompt_of
 from sweeps import sweep
 
@@ -29,7 +29,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.model import RewindMode
-from protocol.errors import ModelError, RewindError, SettingsError
+from protocol.errors import RewindError
 
 CAN_TRIM = [name for name in SUBJECTS if "ArraysCache" not in name]
 CACHES_AND_MODES = [
@@ -241,15 +241,6 @@ def test_tokens_beyond_a_window_that_keeps_its_first_are_read_one_by_one() -> No
     assert sequence.prepare(2, 2 * WINDOW) is RewindMode.SINGLE
 
 
-@pytest.mark.parametrize(("keep", "offset", "num_tokens", "expected"), [
-    (0, 20, 4, True), (4, 4, 4, True), (4, 5, 4, False), (4, 8, 1, True), (4, 8, 2, False),
-])  # fmt: skip
-def test_what_a_rotating_cache_can_read_at_once(keep: int, offset: int, num_tokens: int, expected: bool) -> None:
-    cache = RotatingKVCache(WINDOW, keep=keep)
-    cache.offset = offset
-    assert (len(CacheOptions().passes([cache], offset, (1,) * num_tokens)) == 1) is expected
-
-
 # --- bounds ---------------------------------------------------------------------------------------
 
 
@@ -368,24 +359,6 @@ async def test_quantised_and_bounded_caches_give_the_text_of_plain_decoding_with
     assert statistics.n1_rounds > 0 or "kv_bits" in options
 
 
-BAD_OPTIONS = {
-    "max_kv_size": [4, 0, -1, True, 8.0, "8", float("nan")],
-    "kv_bits": [0, 1, 7, 16, -8, 2.5, "8", [8], mx.array([8, 8])],
-    "kv_group_size": [0, 16, 31, 65, None, "64", -32],
-    "quantized_kv_start": [-1, None, True, 0.0, "0"],
-}
-
-
-@sweep("options, says", [
-    *(({name: value}, f"^{name} must be .*got") for name in BAD_OPTIONS for value in BAD_OPTIONS[name]),
-    ({"max_kv_size": 16, "kv_bits": 8}, "kv_bits and max_kv_size exclude each other"),
-])  # fmt: skip
-async def test_a_bad_option_of_caches_is_refused_by_name(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(SettingsError, match=says):
-        async with runtime.open((wide_headed(), None), **options):
-            pass
-
-
 # --- unknown cache classes ------------------------------------------------------------------------
 
 
@@ -423,16 +396,6 @@ async def test_unknown_cache_classes_are_fed_one_token_at_a_time(
     assert completion.statistics.n1_rounds >= completion.statistics.rounds - 1 > 0
     assert drafted.statistics.draft_failures == 0
     assert warnings_of(caplog) == ["the cache class CleverKVCache is not known: its model is fed one token at a time"]
-
-
-@pytest.mark.parametrize("rewind", ["trim", "checkpoint"])
-async def test_a_rewind_mode_that_an_unknown_class_may_not_have_is_refused(
-    rewind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(ModelError, match=f'rewind="{rewind}".*ShyKVCache'):
-        async with runtime.open((Unknown(ShyKVCache), None), rewind=rewind):
-            pass
-    assert warnings_of(caplog) == []
 
 
 def test_no_rewind_mode_is_assumed_for_an_unknown_class() -> None:

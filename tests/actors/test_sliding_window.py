@@ -15,7 +15,7 @@ from cache_subjects import ATOL, TEXT, VOCAB_SIZE, WINDOW, subject
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
-from models import Wrapped, gemma3_text, llama
+from models import Wrapped, llama
 from sweeps import sweep
 
 from actors.mlx.cache_kinds import kind_of
@@ -138,15 +138,6 @@ def test_a_trim_stops_where_a_token_would_lack_a_part_of_its_window() -> None:
     assert reader.feed(3) == reader.expected(3, 8)
 
 
-def test_a_short_text_can_be_trimmed_to_nothing() -> None:
-    reader = Reader(SlidingWindowCache(8))
-    assert reader.cache.empty()
-    assert not reader.cache.is_trimmable()
-    reader.feed(50)
-    reader.trim(50)
-    assert reader.feed(3) == reader.expected(3, 8)
-
-
 # --- memory ---------------------------------------------------------------------------------------
 
 
@@ -200,15 +191,6 @@ def test_the_states_of_mlx_lms_cache_and_of_this_one_are_of_a_form(history: list
     for width in (1, 1, 3, 1, 9, 1):
         assert from_theirs.feed(width) == from_theirs.expected(width, 8)
         assert [sorted(row) for row in from_ours.feed(width)] == from_ours.expected(width, 8)
-
-
-def test_a_state_is_not_changed_by_what_is_written_later() -> None:
-    reader = Reader(SlidingWindowCache(8))
-    reader.feed(30)
-    keys, *_ = reader.cache.state
-    reader.trim(10)
-    reader.feed(10)
-    assert keys.flatten().tolist() == list(range(1, 31))
 
 
 def test_a_snapshot_keeps_its_tokens_across_a_move() -> None:
@@ -363,8 +345,3 @@ def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(
     rows.leave(0, 5, readers[1].cache)
     readers[1].text = list(range(1, 6))
     assert readers[1].feed(2) == readers[1].expected(2, 8)
-
-
-def test_the_report_of_a_model_names_its_windows() -> None:
-    (layer, *_) = CacheOptions().make_cache(gemma3_text(window=24))
-    assert (kind_of(layer).name(layer), kind_of(layer).window(layer)) == ("SlidingWindowCache(24)", 24)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faces import got, on_every_face, within
 from huggingface_hub import scan_cache_dir
 from models import greedy, llama, prompt_of, save
 from sweeps import sweep
@@ -20,7 +19,6 @@ from trained_drafters import make, write_eagle3
 import runtime
 from runtime.cli import main as cli
 from runtime.cli.serve_command import _name_drafter
-from runtime.doctor.report import ExaminedModel, examine
 from runtime.loading import drafters
 from runtime.loading.model_sources import check_draft_source
 from runtime.server.models.served_model import ServedModel
@@ -168,20 +166,6 @@ async def test_one_that_is_known_on_the_hub_is_named_and_not_downloaded(tmp_path
     assert line.startswith(f"{NONE}; there is RedHatAI/Qwen3-8B-speculator.dflash (DFlash, trained for this model, ")
 
 
-async def test_beside_a_target_that_is_given_as_a_model_nothing_is_looked_for(lines: list[str]) -> None:
-    async with runtime.open((large(), None), draft="auto") as rt:
-        assert not await is_drafted(rt, large())
-    (line,) = lines
-    assert "takes none: the target was given as a model" in line
-
-
-@on_every_face
-async def test_asyncio_and_plain_threads_take_one_too(open: Any, lines: list[str]) -> None:
-    async with within(open(runtime.DEMO_TARGET, draft="auto")) as rt:
-        assert (await got(rt.generate("def f(", max_tokens=12, lookahead=2))).statistics.proposed > 0
-    assert lines[-1].startswith(f'draft "auto" takes {runtime.DEMO_TRAINED_DRAFT} (')
-
-
 # --- attaching, and what does not go with it ------------------------------------------------------
 
 
@@ -233,14 +217,6 @@ def test_generate_says_which_it_takes(target: str, capfd: Any) -> None:
     assert logging.getLogger("outrider.auto_draft").handlers == []
 
 
-async def test_the_doctor_examines_what_is_taken(target: str) -> None:
-    assert (await examine(target, "auto")).draft is None
-    save(Path(target).parent / "small", llama())
-    diagnosis = await examine(target, "auto")
-    assert isinstance(diagnosis.draft, ExaminedModel)
-    assert diagnosis.findings.same_vocabulary is True
-
-
 def test_bench_measures_what_is_taken_and_needs_one(target: str, capfd: Any) -> None:
     bench = ["bench", "--target", target, "--draft", "auto", "-p", "w1 w2", "-m", "16", "--repeats", "1", "--json"]
     bench += ["--num-draft-tokens", "none", "--lookahead", "2"]
@@ -250,11 +226,6 @@ def test_bench_measures_what_is_taken_and_needs_one(target: str, capfd: Any) -> 
     assert cli.main(bench) == 0
     said = json.loads(capfd.readouterr().out)
     assert (said["draft"], [row["draft"] for row in said["rows"]]) == (small, [None, small])
-
-
-def test_selftest_needs_a_draft_model_by_name(capfd: Any) -> None:
-    assert cli.main(["selftest", "--draft", "auto"]) == 2
-    assert "needs a draft model; name one with --draft" in capfd.readouterr().err
 
 
 def test_serve_names_a_drafter_for_a_target_without_one(target: str, capfd: Any) -> None:

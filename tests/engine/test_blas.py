@@ -251,21 +251,6 @@ def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
     assert found["blas"] == describe([Path(str(openblas())).name], threads)
 
 
-@linux
-@with_openblas
-def test_models_that_compute_at_the_same_time_share_the_cores():
-    before = """
-import runtime
-from runtime.loading import blas, model_sources
-from actors.workers.core_sharing import CORES
-with CORES.computing():
-    alone = blas.num_loaded_threads()
-    with CORES.computing():
-        assert (alone, blas.num_loaded_threads()) == (max(1, {cores}), max(1, {cores} // 2))
-"""
-    look_around(before.format(cores=blas.num_usable_cores()), **{VARIABLE: "openblas"})
-
-
 # --- too late, or not possible --------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -96,13 +95,6 @@ def test_a_quantised_copy_of_the_target_under_any_name_is_no_drafter(sizes: Any,
     assert named(target, cache) == ["org/small"]
 
 
-def test_a_copy_of_the_target_from_the_table_is_not_proposed(cache: Path) -> None:
-    def proposed(layers: int, width: int) -> set[str]:
-        return {each.model for each in small_models("qwen3", 151_936, (layers, width))}
-
-    assert proposed(36, 2560) - proposed(28, 1024) == {"mlx-community/Qwen3-0.6B-4bit"}
-
-
 def test_drafters_trained_for_models_of_the_target_s_shape_come_first(cache: Path) -> None:
     cached(cache, "org/large", 3000, hidden_size=64)
     cached(cache, "org/small", 300, hidden_size=32)
@@ -160,24 +152,6 @@ def test_every_known_drafter_is_of_a_kind_that_can_be_used() -> None:
     assert len({name for name, _ in known}) == len(known) > 40
 
 
-def test_what_is_said_of_a_known_drafter_has_its_source() -> None:
-    table = drafters._table("known_drafters")
-    told = [facts for source in table for each in source["drafters"].values() for facts in each.values()]
-    for facts in [*table, *(each for each in told if each.keys() != {"kind"})]:
-        assert facts["source"].startswith("https://")
-    assert all(each.keys() <= {"kind", "parameters", "licence", "source"} for each in told)
-    for name, form in (("parameters", r"\d+(\.\d)?B"), ("licence", r"[a-z0-9.-]+")):
-        assert [each for each in told if name in each]
-        assert all(re.fullmatch(form, each[name]) for each in told if name in each)
-
-
-def test_models_beside_a_directory_are_looked_at(tmp_path: Path, cache: Path) -> None:
-    target = model(tmp_path / "models" / "large", 3000)
-    beside = model(tmp_path / "models" / "small", 300)
-    (tmp_path / "models" / "notes").mkdir()
-    assert named(target, cache) == [str(beside)]
-
-
 def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A table of models that are small enough for a test.
     (family,) = [family for family in FAMILIES if "qwen3" in family["model_types"]]
@@ -226,11 +200,6 @@ def test_each_family_is_found_by_its_types_and_sizes(family: dict[str, Any]) -> 
 def test_a_target_that_is_not_there_is_refused(target: Any, error: type, complaint: str, cache: Path) -> None:
     with pytest.raises(error, match=complaint):
         runtime.suggest_draft(target, cache_dir=cache)
-
-
-def test_without_a_cache_there_is_nothing_to_look_through(tmp_path: Path) -> None:
-    target = model(tmp_path / "models" / "large", 3000)
-    assert named(target, tmp_path / "no-cache") == []
 
 
 def test_the_demo_drafters_are_found_beside_the_demo_target(cache: Path) -> None:

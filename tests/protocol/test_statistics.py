@@ -84,10 +84,6 @@ def test_stale_drafts_are_counted_apart(num_stale, accepted, rejected):
     assert taken.fresh_acceptance == ((2 - accepted) / (5 - num_stale) if num_stale < 5 else None)
 
 
-def test_plain_decoding_counts_no_proposals():
-    assert given_all(commit(4), commit(5)) == Counts(generated_tokens=2, rounds=2)
-
-
 def test_single_steps_and_rested_rounds_count_as_rounds():
     counts = given_all(commit(4, num_from_draft=1, single_step=True), commit(9, num_rejected=1, single_step=True))
     assert (counts.rounds, counts.n1_rounds) == (2, 2)
@@ -146,14 +142,6 @@ def test_the_counts_of_a_whole_text_are_the_sums_over_its_commits(each):
     assert counts.proposed_at == Counter(i for c in each for i in range(c.num_from_draft + c.num_rejected))
 
 
-@given(one=st.lists(commits, max_size=4), other=st.lists(commits, max_size=4))
-@settings(deadline=None, derandomize=True)
-def test_counts_add_up_over_streams(one, other):
-    counts = given_all(*one)
-    counts.add(given_all(*other))
-    assert counts == given_all(*one, *other)
-
-
 def test_every_count_is_added():
     fields = [field.name for field in attrs.fields(Counts)]
     counts = Counts(**{name: i + 1 for i, name in enumerate(fields)})
@@ -181,15 +169,6 @@ def test_a_snapshot_carries_every_count_and_its_times():
     assert {name: getattr(taken, name) for name in numbers} == numbers
     assert (taken.elapsed, taken.time_to_first_token, taken.peak_memory) == (4.0, 0.5, 1000)
     assert taken.estimates is ESTIMATES
-
-
-def test_a_snapshot_is_frozen_and_stays_as_it_was():
-    counts = given_all(commit(4))
-    taken = snapshot(counts)
-    counts.give(commit(5), 0)
-    assert taken.generated_tokens == 1
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        taken.generated_tokens = 2  # type: ignore[misc]
 
 
 def test_rates_are_the_quotients_that_their_names_say():
@@ -303,15 +282,6 @@ async def test_the_first_rounds_tokens_are_no_part_of_the_speed(autojump_clock: 
                 seconds = trio.current_time() - began
                 assert taken.generation_tps == pytest.approx((token.index + 1 - size) / seconds)
         assert taken.rounds > 3
-
-
-@pytest.mark.parametrize(("draft", "rate"), [(None, None), (agreeing(0.0), 0.0), (truthful, 1.0)])
-async def test_what_was_never_proposed_is_told_from_what_never_stood(
-    draft: Any, rate: float | None, autojump_clock: Any
-) -> None:
-    async with simulated(ScriptedModel(truthful), None if draft is None else ScriptedModel(draft)) as simulation:
-        completion = await simulation.runtime.generate([1, 2], max_tokens=20, lookahead=2)
-        assert completion.statistics.acceptance_rate == simulation.runtime.statistics().acceptance_rate == rate
 
 
 async def test_a_stream_alone_has_each_pass_for_itself(autojump_clock: Any) -> None:
