@@ -9,7 +9,7 @@ time. The modules, each of which says what it is:
 * acceptance of drafted tokens: `acceptance`, `randomness`
 * drafting: `lookahead_tree`, `lookahead_policy`, `auto_policy`, `draft_budget`, `draft_plan`, `copying`, `copy_corpus`,
   `calibration`, `vocabulary_map`
-* prices and time: `prices`, `pass_price`, `pass_plan`, `target_queue`, `deadlines`, `backoff`, `prefill_chunks`
+* prices and time: `prices`, `pass_price`, `pass_plan`, `target_queue`, `deadlines`, `prefill_chunks`
 * texts and settings: `settings`, `settings_keywords`, `open_options`, `options`, `validation`, `argument_aliases`,
   `logits_processors`, `stop_strings`
 * reporting: `statistics`, `scores`, `trace`, `errors`, `reprs`

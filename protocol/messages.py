@@ -135,15 +135,9 @@ class Proposal:
 
     def cut(self, num_tokens: int) -> Proposal:
         """The first tokens of the proposal."""
-        return self._part(slice(num_tokens), num_stale=min(self.num_stale, num_tokens))
-
-    def without_first(self) -> Proposal:
-        """The proposal without its first token."""
-        return self._part(slice(1, None), start=self.start + 1, num_stale=max(0, self.num_stale - 1))
-
-    def _part(self, part: slice, **changes: Any) -> Proposal:
-        values: dict[str, Any] = {name: getattr(self, name)[part] for name in ("tokens", "probs", "reach", "copied")}
-        return attrs.evolve(self, **values, **changes)
+        names = "tokens", "probs", "reach", "copied"
+        values: dict[str, Any] = {name: getattr(self, name)[:num_tokens] for name in names}
+        return attrs.evolve(self, num_stale=min(self.num_stale, num_tokens), **values)
 
 
 @attrs.frozen
@@ -279,10 +273,12 @@ class Due:
 
 @attrs.frozen
 class Overdue:
-    """The target decodes alone for some rounds, because the drafter was late or has not read the prompt yet.
+    """The target decodes alone for some rounds, because the drafter was late or has not read the prompt yet, or because
+    the pass over its proposal has failed.
 
     It is sent before the drafter has drawn anything, or directly after a round for which a late drafter had no drawn
-    tokens left to propose. As long as it has some, it may be late because of which tokens it drew.
+    tokens left to propose. As long as it has some, it may be late because of which tokens it drew. It is also sent
+    instead of a verdict, when a pass with drafted tokens has failed.
 
     Attributes:
         until: the first round for which a proposal is expected again. Before that round begins, the target repeats the

@@ -16,7 +16,7 @@ Messages move it from phase to phase:
     PROPOSING    Overdue    RESTING      the target stops waiting, and decodes some rounds alone
     PROPOSING    Withdraw   UNDRAFTED    the drafter leaves for good
     VERIFYING    Verdict    PROPOSING    tokens are committed, and the next round begins
-    VERIFYING    Overdue    RESTING      the outstanding proposal came too late (in the drafter's copy only)
+    VERIFYING    Overdue    RESTING      the proposal came too late (the drafter's copy only), or its pass failed
     VERIFYING    Withdraw   UNDRAFTED    the next verdict still answers the outstanding proposal
     RESTING      Verdict    RESTING      or PROPOSING, if the next round is the one that ends the rest
     RESTING      Rested     RESTING      likewise, for several rounds (in the drafter's copy only)

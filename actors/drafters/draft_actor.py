@@ -23,10 +23,8 @@ from actors.model import CacheLostError, Model
 from actors.prefill import prefill_chunk
 from actors.session import Session
 from actors.trained.drafter_model import TrainedDrafter
-from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
-from protocol.backoff import SharingLimit
 from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import Need
 from protocol.errors import ProtocolError
@@ -101,7 +99,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self.chains = chains
         self._max_drawn_from = max_drawn_from
         self._steps = SharedSteps(model, max_batch)
-        self._limit = SharingLimit()
+        self._most_together = max_batch  # fewer after a shared step has failed, as if it had been too large
         prices.drafts_together = self._steps.num_shared > 1
         self._under_way: Steps[PartResults] | None = None
 
@@ -208,7 +206,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     @property
     def _limits(self) -> tuple[int, int]:
-        return min(self._steps.num_shared, self._limit.value), self.chunk_size()
+        return min(self._steps.num_shared, self._most_together), self.chunk_size()
 
     # --- the jobs ---------------------------------------------------------------------------------
 
@@ -248,7 +246,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     async def _draft(self, sessions: Sequence[DraftSession]) -> None:
         """Draft after each session's node, and then after the drafter's own choices, as far as the budgets allow."""
         self.prices.drafts_together = self._steps.num_shared > 1
-        self._limit.count_job()
+        if len(self._sessions) <= self._most_together:
+            self._most_together = self._steps.num_shared
         for session in sessions:
             try:
                 session.part = self._part(session)
@@ -374,9 +373,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             case Drafted():
                 session.can_look_ahead = step.can_look_ahead
                 session.cached_tokens.follow(step.fed)
-                if session.suspects is not None:
-                    session.suspects.acquit()
-                    session.suspects = None
+                session.goes_alone = False
                 # A verdict may have dropped the node from the tree meanwhile.
                 if node is not None and node.alive:
                     choice = session.tree.expand(node, *session.calibrated(step.guesses))
@@ -405,10 +402,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _step_failed(self, sessions: Sequence[DraftSession], error: JobError, *, is_alone: bool) -> None:
         """After a shared step failed, have each session draft once alone; leave a session whose own step failed."""
         if not is_alone:
-            suspects = Suspects(len(sessions), partial(self._limit.halve, len(sessions)))
+            self._most_together = max(1, len(sessions) // 2)
             for session in sessions:
-                session.suspects = suspects
+                session.goes_alone = True
         elif sessions and not isinstance(error.__cause__, CacheLostError):
+            self._most_together = self._steps.num_shared  # the size was not the cause
             self._give_up(sessions[0], error)
 
     def _interrupt(self, session: DraftSession) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
-from actors.workers.suspects import Suspects
 from protocol.auto_policy import AutoPolicy
 from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import Guess, Node
@@ -32,7 +31,6 @@ class DraftSession(DrafterSession):
         rests_unread: whether it began with a rest, in which its prompt was not read; None until that is decided.
         num_uncounted: rounds of a rest since the policy was last asked whether to catch up.
         node: the node to draft after next, as of the last look.
-        suspects: the sessions of a shared step that has failed, until this one has drafted alone; else None.
     """
 
     def __init__(self, shared: Session, context_length: int | None, policy: Policy) -> None:
@@ -47,7 +45,6 @@ class DraftSession(DrafterSession):
         self.rests_unread: bool | None = None
         self.num_uncounted = 0
         self.node: Node | None = None
-        self.suspects: Suspects | None = None
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
         self._dropped: tuple[Guess, ...] = ()  # guesses at the next token that `drop_stale` dropped
@@ -71,11 +68,6 @@ class DraftSession(DrafterSession):
         was_lost = super().notice_loss()
         self.reads_again = self.reads_again or was_lost
         return was_lost
-
-    @property
-    def goes_alone(self) -> bool:
-        """See `DrafterSession.goes_alone`."""
-        return self.suspects is not None
 
     @property
     def awaits_features(self) -> bool:

@@ -64,6 +64,7 @@ class DrafterSession(ActorSession):
         num_idle_rounds: rounds in a row in which the target judged no copied token.
         verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
         part: its part in the draft steps under way; None between them.
+        goes_alone: whether its next draft step is its own, because one that it shared has failed.
         since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `need` arose.
     """
 
@@ -75,18 +76,13 @@ class DrafterSession(ActorSession):
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.has_model = has_model
         self.is_ready = False
-        self.is_leaving = False
+        self.is_leaving = self.goes_alone = False
         self.need: Need | None = None
         self.since = self.num_read_before = self.num_rested = self.num_idle_rounds = 0
         self.verdict_due_s = 0.0
         self.part: DraftPart | None = None
         self._copied: list[Guess] = []  # after the root
         self._is_copying = False
-
-    @property
-    def goes_alone(self) -> bool:
-        """Whether no other session may share its next draft step."""
-        return False
 
     def waits(self, num_read: int) -> Waiting:
         """What it waits for, given the tokens that the drafter has read so far. `need` must not be None."""

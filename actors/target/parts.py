@@ -9,8 +9,8 @@ import attrs
 
 from actors.model import CachedSequence, CacheLostError, Feed, RewindMode
 from actors.sampling.logits_pipeline import TokenHistory
-from actors.target.target_session import OneByOne, RoundFailure, TargetSession
-from protocol.acceptance import Judgement, ProposedRows
+from actors.target.target_session import TargetSession
+from protocol.acceptance import ProposedRows
 from protocol.cached_tokens import FeedPlan
 from protocol.messages import Features, Likelihood, Proposal, Verdict
 from protocol.pass_plan import ReadyRound
@@ -32,7 +32,6 @@ class Part:
         history: of the text, for the rows of the proposal.
         settle: whether only the committed tokens are fed, because replay has become so expensive that it is cheaper to
             feed them for good.
-        one_by_one: whether the proposal is judged one token a pass; see `OneByOne`.
         alone: whether it must have a pass to itself.
 
     Set by the pass, on the model's thread:
@@ -42,7 +41,6 @@ class Part:
         error: an error that concerns this text alone; then the rest is not set.
         num_accepted, token: the judgement; see `Judgement`.
         length: number of cached tokens afterwards.
-        goes_on: whether the next token is judged in another pass.
         likelihoods: of the accepted tokens and the one after them, if the session asks for them.
         features: of the tokens that were fed and accepted, if they are recorded.
     """
@@ -55,7 +53,6 @@ class Part:
     since_s: float
     history: TokenHistory
     settle: bool = False
-    one_by_one: bool = False
     alone: bool = False
     feed: Feed | None = None
     drafted: tuple[int, ...] = ()
@@ -64,7 +61,6 @@ class Part:
     num_accepted: int = 0
     token: int | None = None
     length: int = 0
-    goes_on: bool = False
     likelihoods: tuple[Likelihood, ...] = ()
     features: Features | None = None
 
@@ -76,7 +72,7 @@ class Part:
     @property
     def feeds_drafted(self) -> bool:
         """Whether drafted tokens are fed, provided that the cache can drop them again."""
-        return bool(self.proposal.tokens) and not self.settle and not self.one_by_one
+        return bool(self.proposal.tokens) and not self.settle
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +85,7 @@ class Part:
         """Decide what is fed; on the model's thread.
 
         If the feed could not be undone (`RewindMode.SINGLE`), the drafted tokens are not fed: the pass predicts one
-        token, and the first drafted token is compared with it. The same holds with `settle` and `one_by_one`.
+        token, and the first drafted token is compared with it. The same holds with `settle`.
 
         Raises: CacheLostError: a pass that the text shared has failed since the part was planned.
         """
@@ -118,44 +114,28 @@ class Part:
 
 def next_part(session: TargetSession, prices: Prices, since_s: float) -> Part:
     """The next part of a text, with the proposal of its drafter if there is one."""
-    sequence, state, failure = session.sequence, session.state, session.round_failure
+    sequence, state = session.sequence, session.state
     assert sequence is not None
     proposal = state.outstanding or Proposal(session.id, state.round, state.next_position, ())
-    if failure is None and proposal.tokens and session.drafts.leaves_out():
-        failure = session.round_failure = RoundFailure(OneByOne(proposal))
     history = session.shared.logits_pipeline.history(
         state.committed, proposal.tokens, num_rows=1 + len(proposal.tokens)
     )
-    alone = failure is not None and failure.goes_alone
-    if failure is not None and (one_by_one := failure.one_by_one) is not None:
-        plan = session.cached_tokens.plan(state.committed, one_by_one.fed)
-        ready = ReadyRound(len(plan.feed), is_row=session.is_row)
-        part = Part(session, sequence, plan, one_by_one.left, ready, since_s, history, alone=alone)
-        part.one_by_one = bool(proposal.tokens)
-        return part
     plan = session.cached_tokens.plan(state.committed)
     settle = session.replay.should_settle(len(plan.feed) - 1, prices.verify, session.seconds_per_token)
     # A cache that could not have undone the last pass most likely cannot undo this one.
     feeds_drafts = not settle and not session.was_single_step
     num_needed = len(plan.feed) + (len(proposal.tokens) if feeds_drafts and not proposal.reach else 0)
     ready = ReadyRound(num_needed, proposal.reach if feeds_drafts else (), is_row=session.is_row)
-    part = Part(session, sequence, plan, proposal, ready, since_s, history, settle, alone=alone)
-    part.alone = alone or (part.feeds_drafted and session.suspects is not None)
-    return part
+    return Part(session, sequence, plan, proposal, ready, since_s, history, settle, alone=session.goes_alone)
 
 
-def verdict_of(part: Part, note: Callable[..., None]) -> Verdict | None:
-    """The verdict of a part whose pass is over, or None if another pass follows. Records what the cache holds.
+def verdict_of(part: Part, note: Callable[..., None]) -> Verdict:
+    """The verdict of a part whose pass is over. Records what the cache holds.
 
     Args:
         note: see `Actor._note`; called if the cache was rewound.
     """
-    session, plan, failure = part.session, part.plan, part.session.round_failure
-    if part.one_by_one and failure is not None and failure.one_by_one is not None:
-        session.cached_tokens.follow(plan)
-        if len(session.cached_tokens) > part.length:
-            session.cached_tokens.rewind(part.length)
-        return _verdict_one_by_one(failure.one_by_one, part)
+    session, plan = part.session, part.plan
     proposal = part.proposal
     session.was_single_step = part.single_step and not part.settle
     num_drafted_fed = part.num_tokens - len(plan.feed)
@@ -179,30 +159,6 @@ def verdict_of(part: Part, note: Callable[..., None]) -> Verdict | None:
     )
 
 
-def _verdict_one_by_one(one_by_one: OneByOne, part: Part) -> Verdict | None:
-    """The verdict, or None if another pass is to judge the next token."""
-    one_by_one.judgement = Judgement(one_by_one.num_fed + part.num_accepted, part.token)
-    one_by_one.likelihoods += part.likelihoods
-    one_by_one.features = part.features
-    one_by_one.advance()
-    return None if part.goes_on else verdict_so_far(one_by_one)
-
-
-def verdict_so_far(one_by_one: OneByOne) -> Verdict:
-    """The verdict on the tokens of a proposal that were judged so far."""
-    proposal, judgement = one_by_one.proposal, one_by_one.judgement
-    return Verdict(
-        proposal.session,
-        proposal.round,
-        proposal.start,
-        judgement.num_accepted,
-        judgement.token,
-        likelihoods=one_by_one.likelihoods,
-        num_judged=one_by_one.num_fed,
-        features=one_by_one.features,
-    )
-
-
 # --- texts without drafts -------------------------------------------------------------------------
 
 
@@ -212,7 +168,7 @@ def is_plain(session: TargetSession) -> bool:
     return (
         state.phase in (SessionPhase.UNDRAFTED, SessionPhase.RESTING)
         and state.outstanding is None
-        and session.round_failure is None
+        and not session.goes_alone
         and not has_lost_tokens(session)
     )
 
@@ -229,6 +185,5 @@ def num_plain_rounds(session: TargetSession) -> float:
 def has_lost_tokens(session: TargetSession) -> bool:
     """Whether tokens of a text must be read again, since a pass that it shared has failed. Updates its session."""
     session.notice_loss()
-    num_wanted = len(session.state.committed) + len(session.fed_drafted) - 1
-    session.reads_again = session.reads_again and len(session.cached_tokens) < num_wanted
+    session.reads_again = session.reads_again and len(session.cached_tokens) < len(session.state.committed) - 1
     return session.reads_again

@@ -15,14 +15,12 @@ import attrs
 from actors.model import CacheLostError, Model
 from actors.prefill import prefill_chunk
 from actors.target.drafter_link import DrafterLink
-from actors.target.parts import Part, next_part, num_plain_rounds, verdict_of, verdict_so_far
+from actors.target.parts import Part, num_plain_rounds, verdict_of
 from actors.target.plain_rows import PlainResult, PlainRow, PlainRows
-from actors.target.target_session import OneByOne, RoundFailure, TargetSession
+from actors.target.target_session import TargetSession
 from actors.target.verify import verify
-from actors.workers.suspects import Suspects
 from actors.workers.worker import Job, JobError, Steps, Worker, job_error
-from protocol.backoff import Backoff, SharingLimit
-from protocol.errors import OutriderError, ProtocolError
+from protocol.errors import ProtocolError
 from protocol.messages import Verdict
 from protocol.pass_plan import ReadyRound
 from protocol.prefill_chunks import PrefillChunkSize
@@ -65,6 +63,8 @@ class RoundJobs:
         texts: the sessions whose rounds are run, by id.
         pass_began_s: when the last pass was handed to the worker, in seconds on its clock.
         max_batch: most rounds in one pass.
+        most_rounds: most rounds in the next pass; fewer after a shared pass has failed, as if it had been too large for
+            the memory.
     """
 
     def __init__(
@@ -103,8 +103,7 @@ class RoundJobs:
         self._note = note
         self.texts: dict[int, TargetSession] = {}
         self.pass_began_s = 0.0
-        self.max_batch = max_batch
-        self._limit = SharingLimit()
+        self.max_batch = self.most_rounds = max_batch
         self._plain_rows = PlainRows(model)
         self._plain_run: _PlainRun | None = None
         self._num_ahead = 0  # passes in succession that were started ahead; -1 if the next one is to be measured
@@ -113,11 +112,6 @@ class RoundJobs:
         # in the second if it was over proposals.
         self._last_plain: tuple[float, float] | None = None
         self._last_drafted: tuple[float, float] | None = None
-
-    @property
-    def most_rounds(self) -> int:
-        """Most rounds in the next pass."""
-        return min(self.max_batch, self._limit.value)
 
     def begin_round(self, session: TargetSession) -> None:
         """Note that a session's next round begins."""
@@ -153,9 +147,8 @@ class RoundJobs:
     async def read_again(self, session: TargetSession) -> None:
         """Feed some of the tokens that a text's cache has lost, in one pass of bounded size."""
         self._begin_job([session])
-        to_feed = (*session.state.committed, *session.fed_drafted)[:-1]
         try:
-            await prefill_chunk(self._worker, session, to_feed, self._chunk_size)
+            await prefill_chunk(self._worker, session, session.state.committed[:-1], self._chunk_size)
         except JobError as error:
             self.fail(session, error)
         finally:
@@ -168,7 +161,6 @@ class RoundJobs:
         sessions = [part.session for part in parts]
         is_alone = len(parts) == 1 and (parts[0].alone or not sessions[0].is_row)
         self._begin_job(sessions)
-        self._limit.count_job()
         proposals = [part.proposal for part in parts if part.proposal.tokens]
         only_copies = bool(proposals) and all(each.copied and all(each.copied) for each in proposals)
         job = Job("verify", partial(self._verify, parts), count=lambda _: _num_tokens(parts))
@@ -181,7 +173,8 @@ class RoundJobs:
             await self._worker.run(job, meanwhile=self.deliver)
         except JobError as error:
             self._last_drafted = None
-            self._failed(parts, error, is_alone=is_alone)
+            drafted = [part.session for part in parts if part.feeds_drafted]
+            self._failed(sessions, drafted, error, is_alone=is_alone)
         else:
             if only_copies and self._last_drafted is not None:
                 self._prices.observe_gap(min(job.seconds, self._idle_s(self._last_drafted, job)))
@@ -226,7 +219,6 @@ class RoundJobs:
             steps.shares = shares
         is_alone = num_texts == 1 and not sessions[0].is_row
         self._begin_job(sessions)
-        self._limit.count_job()
         self._last_drafted = None
         self.deliver()
         self._plain_run = run
@@ -234,9 +226,7 @@ class RoundJobs:
             await self._worker.run_steps(steps)
         except JobError as error:
             self._last_plain, self._num_ahead, run.going_on = None, 0, []
-            left = [session for session in sessions if not session.has_ended]
-            parts = [next_part(session, self._prices, self._worker.clock()) for session in left]
-            self._failed(parts, error, is_alone=is_alone)
+            self._failed([session for session in sessions if not session.has_ended], [], error, is_alone=is_alone)
         finally:
             self._plain_run = None
             self._end_job(sessions)
@@ -400,14 +390,13 @@ class RoundJobs:
             session.has_shared = session.has_shared or num_parts > 1
             if part.error is None:
                 session.verify_seconds += job.seconds / num_parts
-                self._acquit(part)
+                session.goes_alone = False
                 try:
-                    if (verdict := verdict_of(part, self._note)) is not None:
-                        self._apply(session, verdict)
+                    self._apply(session, verdict_of(part, self._note))
                 except Exception as error:  # of any kind: it ends this text, and the others go on
                     self.fail(session, error)
             elif not isinstance(part.error, CacheLostError):
-                self._apply_or_fail(session, job_error(job, part.error))
+                self.fail(session, job_error(job, part.error))
 
     def _apply(self, session: TargetSession, verdict: Verdict) -> None:
         """Commit the tokens of a verdict, and begin the next round."""
@@ -417,7 +406,7 @@ class RoundJobs:
         verdict = session.with_stop(verdict)
         round_s = self._round_seconds(session)
         commit = self._commit(session, verdict)
-        session.shared.unsent, session.round_failure = commit, None
+        session.shared.unsent = commit
         if is_drafted:
             self._tell_drafter(session, verdict, commit, has_proposed=proposal is not None and bool(proposal.tokens))
         if commit.round > 0:  # the first round waits for the drafter's prefill
@@ -437,55 +426,27 @@ class RoundJobs:
 
     # --- failures ---------------------------------------------------------------------------------
 
-    def _failed(self, parts: Sequence[Part], error: JobError, *, is_alone: bool) -> None:
-        """Have the rounds of a failed pass computed again, or end the text if it was alone: no other took part, and it
-        was no row of the batch, whose other rows are computed in any case.
+    def _failed(
+        self, sessions: Sequence[TargetSession], drafted: Sequence[TargetSession], error: JobError, *, is_alone: bool
+    ) -> None:
+        """Have a failed pass repeated: without drafted tokens, if it had some (`drafted`: the texts that they are of);
+        else each text by itself. A text that was by itself has failed: it ends.
+
+        Args:
+            is_alone: whether the pass was of one text, and computed no other row of the batch.
         """
-        if is_alone:
-            for part in parts:
-                self._failed_alone(part, error)
-            return
-        with_drafts = [part for part in parts if part.feeds_drafted]
-        suspected = with_drafts or parts
-        suspects = Suspects(len(suspected), partial(self._limit.halve, len(parts)))
-        for part in parts:
-            session = part.session
-            failure = session.round_failure = session.round_failure or RoundFailure()
-            if part.feeds_drafted:
-                session.suspects, failure.one_by_one = suspects, OneByOne(part.proposal)
-            else:
-                # If others had drafted tokens, those may be the cause, and are left out next time.
-                failure.goes_alone = failure.has_failed or not with_drafts
-                failure.suspects, failure.has_failed = None if with_drafts else suspects, True
-
-    def _failed_alone(self, part: Part, error: JobError) -> None:
-        session = part.session
-        # Outrider's own errors would be the same without drafted tokens.
-        if part.feeds_drafted and not isinstance(error.__cause__, OutriderError):
-            session.suspects = Suspects(0, _ignore)
-            session.drafts.fail()
-            session.round_failure = RoundFailure(OneByOne(part.proposal))
+        if drafted:
+            for session in drafted:
+                if (overdue := session.drop_proposal()) is not None:
+                    self._drafter.send(overdue)
+        elif is_alone:
+            for session in sessions:
+                self.fail(session, error)
+            self.most_rounds = self.max_batch  # the size was not the cause
         else:
-            self._apply_or_fail(session, error)
-        self._look_at(session)
-
-    def _apply_or_fail(self, session: TargetSession, error: Exception) -> None:
-        """End a text whose part in a pass has failed; but if some of its drafted tokens are accepted, commit those."""
-        failure = session.round_failure
-        if failure is not None and failure.one_by_one is not None and session.fed_drafted:
-            self._apply(session, verdict_so_far(failure.one_by_one))
-        else:
-            self.fail(session, error)
-
-    def _acquit(self, part: Part) -> None:
-        """Note that a text's pass has succeeded after an earlier one had failed."""
-        session, failure = part.session, part.session.round_failure
-        if failure is not None and failure.suspects is not None:
-            failure.suspects.acquit()
-            failure.suspects = None
-        if part.feeds_drafted and session.suspects is not None:
-            session.suspects.acquit()
-            session.suspects, session.drafts = None, Backoff()
+            for session in sessions:
+                session.goes_alone = True
+            self.most_rounds = max(1, len(sessions) // 2)
 
 
 def plain_row(session: TargetSession) -> PlainRow:
@@ -502,7 +463,3 @@ def plain_row(session: TargetSession) -> PlainRow:
 
 def _num_tokens(parts: Sequence[Part]) -> int:
     return sum([part.num_tokens for part in parts])
-
-
-def _ignore() -> None:
-    pass

@@ -209,7 +209,10 @@ class TargetActor(ModelActor[TargetSession]):
         self._ready[session] = turn
 
     def _set_num_texts(self) -> None:
-        self.prices.num_texts = max(1, min(len(self._jobs.texts), self._jobs.most_rounds))
+        num_texts = len(self._jobs.texts)
+        if num_texts <= self._jobs.most_rounds:
+            self._jobs.most_rounds = self._jobs.max_batch
+        self.prices.num_texts = max(1, min(num_texts, self._jobs.most_rounds))
 
     def _view(self) -> tuple[TargetView, float]:
         """What the target could do, and when to look again, in seconds on the worker's clock."""

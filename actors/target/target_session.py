@@ -2,75 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import attrs
 
 from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.plain_rows import PlainRow
-from actors.workers.suspects import Suspects
-from protocol.acceptance import Judgement
-from protocol.backoff import Backoff
+from protocol.deadlines import ROUNDS_ALONE
 from protocol.errors import ProtocolError
-from protocol.messages import Features, Likelihood, Message, Proposal, Ready, Rest, Verdict, Withdraw
+from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.pass_plan import ReadyRound
 from protocol.prices import Mean
 from protocol.replay import ReplayDebt
 from protocol.session_state import SessionPhase
-
-
-@attrs.define(eq=False)
-class RoundFailure:
-    """How a round goes on after one of its passes has failed.
-
-    Attributes:
-        one_by_one: the proposal, if its tokens are judged in the passes of plain decoding; see `OneByOne`.
-        has_failed: whether a pass has failed in which this round had no drafted tokens.
-        goes_alone: whether the round has its passes to itself.
-        suspects: the sessions of a failed pass without drafted tokens; None if this round was not part of one.
-    """
-
-    one_by_one: OneByOne | None = None
-    has_failed: bool = False
-    goes_alone: bool = False
-    suspects: Suspects | None = None
-
-
-@attrs.define(eq=False)
-class OneByOne:
-    """A proposal that is judged by passes as in plain decoding, which feed each token only once it is accepted.
-
-    So a pass that fails here fails in plain decoding, too. To keep the rejection rule exact, no token may be left out
-    because of which token it is: all are judged, as in a single pass, until one is rejected, or a pass fails because of
-    the tokens before it.
-
-    Attributes:
-        proposal: all of it.
-        left: the part that was not judged yet.
-        judgement: of the tokens that were judged; it accepts those that were fed.
-        likelihoods, features: of the tokens that were judged, as in `Verdict`.
-    """
-
-    proposal: Proposal
-    left: Proposal = attrs.field(init=False, default=attrs.Factory(lambda self: self.proposal, takes_self=True))
-    judgement: Judgement = attrs.field(factory=partial(Judgement, 0, None))
-    likelihoods: tuple[Likelihood, ...] = ()
-    features: Features | None = None
-
-    @property
-    def num_fed(self) -> int:
-        """The tokens that were judged so far, all of which are fed before the next one is judged."""
-        return len(self.proposal.tokens) - len(self.left.tokens)
-
-    @property
-    def fed(self) -> tuple[int, ...]:
-        """The tokens that `num_fed` counts."""
-        return self.proposal.tokens[: self.num_fed]
-
-    def advance(self) -> None:
-        """Note that the first token of `left` was judged."""
-        self.left = self.left.without_first()
 
 
 class TargetSession(ActorSession):
@@ -102,10 +45,8 @@ class TargetSession(ActorSession):
         has_shared: whether the text has shared a pass.
         was_plain: whether the round before had no proposal.
         was_single_step: whether the last verify pass could not have been undone.
-        suspects: the sessions of a failed pass with drafted tokens. Until drafted tokens of this text succeed, they
-            have a pass to themselves; None if there was no such pass.
-        drafts: leaves out drafted tokens for longer, the more often passes with them have failed.
-        round_failure: how the present round goes on after a failed pass; None if none has failed.
+        goes_alone: whether the next pass of the text is its own, because one that it shared has failed.
+        rounds_undrafted: rounds without drafted tokens after the next pass with some that fails.
         reads_again: whether the cache has lost committed tokens because a pass has failed.
     """
 
@@ -135,9 +76,8 @@ class TargetSession(ActorSession):
         self.has_shared = False
         self.was_plain = False
         self.was_single_step = False
-        self.suspects: Suspects | None = None
-        self.drafts = Backoff()
-        self.round_failure: RoundFailure | None = None
+        self.goes_alone = False
+        self.rounds_undrafted = ROUNDS_ALONE
         self.reads_again = False
 
     def notice_loss(self) -> bool:
@@ -164,12 +104,6 @@ class TargetSession(ActorSession):
         return self.reads_until - len(self.cached_tokens)
 
     @property
-    def fed_drafted(self) -> tuple[int, ...]:
-        """Drafted tokens of the present round that were judged in a pass each, and stay cached until the verdict."""
-        failure = self.round_failure
-        return () if failure is None or failure.one_by_one is None else failure.one_by_one.fed
-
-    @property
     def seconds_per_token(self) -> float:
         """The target's verify time for each generated token so far; 0 before the first token."""
         return self.verify_seconds / self.state.num_generated if self.state.num_generated else 0.0
@@ -188,6 +122,20 @@ class TargetSession(ActorSession):
                 self.state.withdraw(message)
             case _:
                 raise ProtocolError(f"the target cannot handle {message!r}")
+
+    def drop_proposal(self) -> Overdue | None:
+        """Drop the outstanding proposal, because a pass with its tokens has failed.
+
+        The target decodes alone for some rounds: twice as many each time, since a failure may cost a text its cache.
+
+        Returns: the message for the drafter; None if the drafter has left.
+        """
+        overdue = Overdue(self.id, self.state.round + self.rounds_undrafted)
+        self.rounds_undrafted *= 2
+        if self.state.rest(overdue):
+            return overdue
+        self.state.outstanding = None
+        return None
 
     def with_stop(self, verdict: Verdict) -> Verdict:
         """The verdict, with the place where a stop string ends the text.

@@ -144,18 +144,17 @@ def _finish(part: Part, judgement: Judgement, num_sound: int, processed: mx.arra
     if judgement.num_accepted + (judgement.token is not None) > num_sound:
         judgement = Judgement(num_sound, None)
     start, num_accepted, token = part.proposal.start, judgement.num_accepted, judgement.token
-    num_rows, num_tokens = rows.stop - rows.start, len(part.proposal.tokens)
     # Without a row that gives the next token, the next round feeds the last accepted token again.
     num_fed = num_accepted - (token is None)
     if part.single_step:
-        part.goes_on, num_fed = part.one_by_one and token is None and num_tokens > 1, 0
+        num_fed = 0
     tokens = part.drafted[:num_accepted] + (() if token is None else (token,))
-    part.drafted = part.drafted[:num_rows]
+    part.drafted = part.drafted[: rows.stop - rows.start]
     part.num_accepted, part.token = num_accepted, token
     if num_top := part.session.shared.opened.settings.logprobs:
         part.likelihoods = likelihoods(processed[rows], tokens, num_top)
     # Before the rewind: a rewind to a checkpoint also drops accepted tokens, which the next pass replays.
     features = part.sequence.features
-    part.features = None if part.goes_on or features is None else features.take(start + num_fed)
+    part.features = None if features is None else features.take(start + num_fed)
     part.length = part.sequence.rewind(start + num_fed)
     part.sequence.check(part.length)

@@ -21,7 +21,6 @@ import trio
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, pooled_p_value, random_price
 from scripted import (
     CACHES,
-    FailingAtDrafts,
     ScriptedModel,
     agreeing,
     always,
@@ -233,17 +232,6 @@ def test_a_policy_may_go_by_all_that_is_known_before_a_token_is_drawn(what: str)
     assert policy.num_from_branch > 15
     if what != "nothing":
         assert policy.num_held_back > 100
-
-
-@pytest.mark.slow
-def test_what_is_drafted_may_make_the_targets_pass_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protocol.backoff.Backoff.leaves_out", lambda _: False)
-    coin = markov(((0.5, 0.5), (0.5, 0.5)))
-    target = FailingAtDrafts(coin, 1, vocab_size=2)
-    text = sampled(Hostile(), 800, target=target, draft=ScriptedModel(coin, vocab_size=2))
-    after = {token: Counter(b for a, b in itertools.pairwise(text) if a == token) for token in (0, 1)}
-    assert pooled_p_value([(counts, {0: 0.5, 1: 0.5}) for counts in after.values()]) > SIGNIFICANCE
-    assert target.num_failures > 100
 
 
 @pytest.mark.slow

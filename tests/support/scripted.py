@@ -425,16 +425,18 @@ class FailingTogether(ScriptedModel):
 
 
 class FailingAtDrafts(ScriptedModel):
-    """A model whose passes fail if they read a certain token that is drafted."""
+    """A model of which every `every`-th pass over drafted tokens fails, whichever tokens these are."""
 
-    def __init__(self, script: Script, bad_token: int, **options: Any) -> None:
+    def __init__(self, script: Script, every: int, **options: Any) -> None:
         super().__init__(script, **options)
-        self.bad_token, self.num_failures = bad_token, 0
+        self.every, self.num_passes, self.num_failures = every, 0, 0
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        if any(self.bad_token in feed.tokens[len(feed.tokens) - feed.num_logits + 1 :] for feed in feeds):
-            self.num_failures += 1
-            raise MemoryError("no room for this one")
+        if any(feed.num_logits > 1 for feed in feeds):
+            self.num_passes += 1
+            if self.num_passes % self.every == 0:
+                self.num_failures += 1
+                raise MemoryError("no room for this one")
         return feed_each(feeds)
 
 
