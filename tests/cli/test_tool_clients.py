@@ -65,14 +65,6 @@ def test_a_call_that_must_be_is_made(client: openai.OpenAI, choice: Any, lookahe
     assert final.finish_reason == "tool_calls"
 
 
-def test_the_older_form_is_held_to_its_function(client: openai.OpenAI) -> None:
-    functions: Any = [tool["function"] for tool in TOOLS]
-    older: Any = {"functions": functions, "function_call": {"name": "get_weather"}}
-    [answer] = client.chat.completions.create(model="caller", messages=SAID, max_tokens=200, **older).choices
-    assert answer.finish_reason == "function_call"
-    assert json.loads(answer.message.function_call.arguments)["city"] in CITY["enum"]
-
-
 def test_a_chat_goes_on_with_the_result_of_a_call(client: openai.OpenAI) -> None:
     [answer] = client.chat.completions.create(**asked(tool_choice=NAMED)).choices
     [call] = answer.message.tool_calls

@@ -237,9 +237,7 @@ class Chat(Request):
         return sum(len(message.plain()["content"]) for message in self.messages)
 
 
-def checked_tools(
-    listed: Any, choice: Any, is_parallel: bool | None, choice_field: str = "tool_choice"
-) -> Tools | None:
+def checked_tools(listed: Any, choice: Any, is_parallel: bool | None) -> Tools | None:
     """The tools of a request; None where the model may call nothing.
 
     Args:
@@ -265,11 +263,11 @@ def checked_tools(
         case _:
             raise ErrorResponse(
                 400,
-                f'{choice_field} must be "none", "auto", "required", '
+                'tool_choice must be "none", "auto", "required", '
                 '{"type": "function", "function": {"name": "…"}} or '
                 '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}, '
                 f"got {short_json(choice)}",
-                param=choice_field,
+                param="tool_choice",
             )
     offered = [tool for tool in listed or () if callable_in_chat(tool)]
     check_choice(choice, offered, [tool for tool in listed or () if not callable_in_chat(tool)])

@@ -8,15 +8,14 @@ asks for something unsupported is an error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from runtime.generation.text import Prompt
-from runtime.generation.tool_calls.tools import Tools
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, ChatMessage, checked_tools
-from runtime.server.answers.request import MaxTokens, Objects, Request
+from runtime.server.answers.chat import Chat, ChatMessage
+from runtime.server.answers.request import MaxTokens, Request
 from runtime.server.answers.setting_fields import Ids
 from runtime.server.errors import ErrorResponse
 
@@ -71,11 +70,6 @@ class OpenAIRequest(Request):
     prompt_cache_key: NoEffect = None
     safety_identifier: NoEffect = None
     prompt_cache_retention: NoEffect = None
-    keep_alive: NoEffect = None
-    priority: NoEffect = None
-    request_id: NoEffect = None
-
-    has_functions: ClassVar[bool] = False
 
     def check(self) -> None:
         super().check()
@@ -147,25 +141,6 @@ class ChatRequest(OpenAIRequest, Chat):
 
     messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)  # type: ignore[assignment]
     max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name for `max_tokens`")
-    functions: Objects | None = Field(None, description="OpenAI's older form of `tools`")
-    function_call: str | dict[str, Any] | None = Field(None, description="OpenAI's older form of `tool_choice`")
-
-    @property
-    def has_tools(self) -> bool:
-        return bool(self.tools or self.functions)
-
-    def checked_tools(self) -> Tools | None:
-        if not self.functions:
-            return super().checked_tools()
-        if self.tools:
-            raise _error("functions are the older form of tools; give one of them", "tools")
-        listed = [{"type": "function", "function": function} for function in self.functions]
-        return checked_tools(listed, self.function_call, None, "function_call")
-
-    @property
-    def has_functions(self) -> bool:  # type: ignore[override]
-        """Whether the request has tools in the older form; then the answer has its calls in that form, too."""
-        return bool(self.functions)
 
     @property
     def max_answer_tokens(self) -> int | None:

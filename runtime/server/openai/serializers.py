@@ -268,9 +268,7 @@ class ChatSerializer(ChunkSerializer):
         message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        if called and self._request.has_functions:
-            message["function_call"] = {"name": called[0].name, "arguments": called[0].arguments}
-        elif called:
+        if called:
             calls: Any = [call.message_part for call in called]
             message["tool_calls"] = calls
         finish_reason = self._finish_reason(tokens)
@@ -296,11 +294,7 @@ class ChatSerializer(ChunkSerializer):
         if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
             delta["reasoning_content"] = reasoning
         if calls := _call_deltas(parts):
-            if not self._request.has_functions:
-                delta["tool_calls"] = calls
-            elif calls[0]["index"] == 0:
-                # The old form has one call.
-                delta["function_call"] = calls[0]["function"]
+            delta["tool_calls"] = calls
         choice: ChunkChoice = {
             "index": self._answer.index,
             "delta": delta,
@@ -319,9 +313,7 @@ class ChatSerializer(ChunkSerializer):
 
     def _finish_reason(self, tokens: Sequence[Token]) -> ChatFinishReason | None:
         reason = tokens[-1].finish_reason if tokens else None
-        if reason != "stop" or not self._answer.splitter.has_calls:
-            return reason
-        return "function_call" if self._request.has_functions else "tool_calls"
+        return "tool_calls" if reason == "stop" and self._answer.splitter.has_calls else reason
 
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
         content = token_logprobs(tokens, self._answer.tokenizer, self._request.num_logprobs)
