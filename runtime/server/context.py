@@ -7,16 +7,23 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import attrs
+import trio
 
 from runtime.server.admission import RequestAdmission
 from runtime.server.connections.client import BodyMemory
 from runtime.server.errors import ErrorResponse, short_json
-from runtime.server.fair_threads import Background, FairThreads
+from runtime.server.fair_threads import Background
 from runtime.server.limits import Limits
 from runtime.server.metrics import Metrics
 from runtime.server.models.pool import ModelPool
 
 T = TypeVar("T")
+
+# Bytes or characters of a body or prompt that is short: to read or tokenise it takes a few milliseconds.
+SHORT = 2**14
+
+# Long jobs that are done at once, and as many short ones, so that these do not wait for those.
+_NUM_THREADS = 2
 
 
 @attrs.frozen(eq=False)
@@ -24,10 +31,9 @@ class ServerContext:
     """State that all requests of a server share.
 
     Attributes:
-        background: runs long work that is neither preparation nor encoding.
+        background: runs functions in threads.
         is_strict: whether unknown fields, a `max_tokens` beyond the limit and, where only one model is served, the name
             of another one are refused instead of ignored.
-        preparation, encoding: threads that parse bodies and tokenise prompts, and threads that make response bodies.
         body_memory: bounds the memory of bodies that are being read.
         started_at: when the server began, in seconds of Unix time.
     """
@@ -40,11 +46,19 @@ class ServerContext:
     metrics: Metrics = attrs.Factory(
         lambda self: Metrics(self.models, is_draining=lambda: self.admission.is_draining), takes_self=True
     )
-    preparation: FairThreads = attrs.Factory(lambda self: FairThreads(self.background), takes_self=True)
-    encoding: FairThreads = attrs.Factory(lambda self: FairThreads(self.background), takes_self=True)
     body_memory: BodyMemory = attrs.Factory(lambda self: BodyMemory(self.limits.max_bodies_bytes), takes_self=True)
     started_at: int = attrs.Factory(lambda: int(time.time()))
+    _short_jobs: trio.CapacityLimiter = attrs.Factory(lambda: trio.CapacityLimiter(_NUM_THREADS))
+    _long_jobs: trio.CapacityLimiter = attrs.Factory(lambda: trio.CapacityLimiter(_NUM_THREADS))
     _kept: dict[type, Any] = attrs.field(init=False, factory=dict)
+
+    async def in_thread(self, do: Callable[[], T], length: int) -> T:
+        """The result of a function that works on `length` bytes, characters or tokens, in another thread.
+
+        Cancellation: the function still runs to its end, so it must use no model; meanwhile it counts as a job.
+        """
+        limiter = self._short_jobs if length <= SHORT else self._long_jobs
+        return await self.background(do, abandon_on_cancel=True, limiter=limiter)
 
     def kept(self, kind: type[T], make: Callable[[Limits], T]) -> T:
         """State that an API keeps between its requests: one object of a class, made at the first call."""

@@ -1,4 +1,4 @@
-"""Threads for work on requests and responses that would block trio's thread; clients take turns at long work."""
+"""Threads for work that would block trio's thread, and slots at which clients take turns."""
 
 from __future__ import annotations
 
@@ -77,33 +77,3 @@ class ClientSlots:
         queue.remove(granted)
         if not queue:
             del self._waiting[client]
-
-
-# A body or prompt of this many bytes or characters takes a few milliseconds.
-SHORT = 2**14
-
-
-class FairThreads:
-    """A thread for short work on requests or responses, and one for long work, at which clients take turns.
-
-    So short work waits for short work only, and a client's long work for at most one job of each other client.
-    """
-
-    def __init__(self, background: Background) -> None:
-        self._background = background
-        self._short = trio.CapacityLimiter(1)
-        self._long = trio.CapacityLimiter(1)
-        self._turns = ClientSlots(1, 1)
-
-    async def run(self, do: Callable[[], T], length: int, client: str) -> T:
-        """The result of a function. It must use no model, as it is abandoned when the client leaves.
-
-        Args:
-            length: bytes, characters or tokens that it works on.
-
-        Cancellation: the function still runs to its end in its thread; other work for that thread waits.
-        """
-        if length <= SHORT:
-            return await self._background(do, abandon_on_cancel=True, limiter=self._short)
-        async with self._turns.slot(client):
-            return await self._background(do, abandon_on_cancel=True, limiter=self._long)

@@ -91,7 +91,7 @@ class More(protocol.settings.Settings):
     )
 
 protocol.settings.Settings = More
-from runtime.server.anthropic.requests import MessagesRequest, parse_chat
+from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.answers.body import parse_request
 from runtime.server.openai.requests import ChatRequest, CompletionRequest
 from runtime.server.responses.requests import ResponsesRequest, parse_response_request
@@ -100,13 +100,13 @@ from runtime.server.responses.store import ResponseStore
 hello = [{"role": "user", "content": "hello"}]
 asked = lambda **body: json.dumps({**body, "entropy_bits": 3}).encode()
 read = [
-    parse_request(ChatRequest, asked(messages=hello)),
-    parse_request(CompletionRequest, asked(prompt="hello")),
-    parse_chat(MessagesRequest, asked(messages=hello)),
-    parse_response_request(asked(input="hello"), ResponseStore(1, 1)).chat,
+    parse_request(ChatRequest, asked(messages=hello)).generation(),
+    parse_request(CompletionRequest, asked(prompt="hello")).generation(),
+    parse_request(MessagesRequest, asked(messages=hello)).generation(),
+    parse_response_request(asked(input="hello"), ResponseStore(1, 1)).generation,
 ]
 types = [ChatRequest, CompletionRequest, MessagesRequest, ResponsesRequest]
-print(json.dumps([[request.settings().get("top_h") for request in read],
+print(json.dumps([[request.settings.get("top_h") for request in read],
                   [each.model_json_schema()["properties"]["top_h"] for each in types]]))
 """
 

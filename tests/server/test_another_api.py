@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from asgi import HELLO, JSON, Served, direct, simulated_server
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from runtime.server import app
 from runtime.server.answers.api import Event, Serializer
-from runtime.server.answers.body import RequestBody
-from runtime.server.answers.chat import Chat, parse_translated
-from runtime.server.answers.endpoint import Endpoint
+from runtime.server.answers.body import parse_request
+from runtime.server.answers.chat import ChatBody
+from runtime.server.answers.endpoint import Endpoint, Parsed
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import ErrorResponse
 from runtime.server.operations import ErrorForm, Operation
 
@@ -29,15 +31,15 @@ class OllamaChat(TypedDict):
     done: bool
 
 
-class OllamaRequest(RequestBody):
-    messages: list[dict[str, Any]]
+class OllamaRequest(ChatBody):
+    messages: list[dict[str, Any]] = Field(min_length=1)
     stream: bool = True
     options: dict[str, Any] = {}  # noqa: RUF012
 
-    def fields(self) -> dict[str, Any]:
-        settings = {name: value for name, value in self.options.items() if name != "num_predict"}
-        fields = {"messages": self.messages, "stream": self.stream, "max_tokens": self.options.get("num_predict")}
-        return {**settings, **fields}
+    def generation(self) -> GenerationRequest:
+        chat = self.chat_of(self.messages, (), None, None)
+        limit = self.options.get("num_predict")
+        return self.request_of(prompt_field="messages", chat=chat, format=None, num_logprobs=None, max_tokens=limit)
 
 
 class Line(Event):
@@ -69,13 +71,13 @@ class OllamaSerializer(Serializer):
         return [Line({"error": error.detail["message"]})]
 
 
-def parse(body: bytes) -> Chat:
-    return parse_translated(body, OllamaRequest, Chat, OllamaRequest.fields)[1]
+def parse(body: bytes) -> Parsed:
+    return parse_request(OllamaRequest, body).generation(), OllamaSerializer
 
 
 CHAT = Operation(
     "/api/chat",
-    lambda context: Endpoint(context, parse, OllamaSerializer),
+    lambda context: Endpoint(context, parse),
     "ollama_chat",
     "Answer a chat in Ollama's form",
     OllamaChat,

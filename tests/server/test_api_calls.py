@@ -17,10 +17,13 @@ from tool_letters import TOOLS as TOLD
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
+from runtime.server.answers.body import parse_request
 from runtime.server.answers.chat import function_of
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter
-from runtime.server.anthropic.requests import MessagesRequest, parse_chat
+from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.serializer import MessageSerializer
+from runtime.server.openai.requests import ChatRequest
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer
 from runtime.server.responses.store import ResponseStore
@@ -47,11 +50,11 @@ CASES = {
 }
 
 
-def answer(tokenizer: Any = None) -> BegunAnswer:
+def answer(request: GenerationRequest, tokenizer: Any = None) -> BegunAnswer:
     ids = (f"call_{i}" for i in itertools.count())
     reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS, new_id=lambda: next(ids))
     splitter = AnswerSplitter(reader)
-    return BegunAnswer("tiny", tokenizer, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
+    return BegunAnswer(request, "tiny", tokenizer, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
 
 
 def tokens_of(text: str, size: int, *, is_complete: bool) -> list[Token]:
@@ -78,9 +81,9 @@ sizes = sweep("size", [1, 2, 7, 1000])
 def test_calls_are_blocks_of_a_message(case: str, size: int) -> None:
     text, is_complete, said, calls = CASES[case]
     tokens = tokens_of(text, size, is_complete=is_complete)
-    chat = parse_chat(MessagesRequest, b'{"messages": [{"role": "user", "content": "a"}]}')
-    whole: Any = MessageSerializer(chat, answer()).whole(tokens, STATISTICS)
-    message = assembled_message(streamed(MessageSerializer(chat, answer()), tokens))
+    request = parse_request(MessagesRequest, b'{"messages": [{"role": "user", "content": "a"}]}').generation()
+    whole: Any = MessageSerializer(answer(request)).whole(tokens, STATISTICS)
+    message = assembled_message(streamed(MessageSerializer(answer(request)), tokens))
     assert text_of_message(message) == text_of_message(whole) == said
     uses = [block for block in whole["content"] if block["type"] == "tool_use"]
     if not is_complete:
@@ -102,7 +105,8 @@ def test_calls_are_items_of_a_response(case: str, size: int) -> None:
     store = ResponseStore(2, 10**6)
 
     def serializer() -> ResponseSerializer:
-        return ResponseSerializer(parse_response_request(b'{"input": "a"}', store), answer(), store)
+        parsed = parse_response_request(b'{"input": "a"}', store)
+        return ResponseSerializer(parsed, store, answer(parsed.generation))
 
     whole: Any = serializer().whole(tokens, STATISTICS)
     response = assembled_response(streamed(serializer(), tokens))
@@ -139,7 +143,7 @@ def test_a_responses_log_probabilities_are_those_of_its_text(case: str) -> None:
     asked = {"input": "a", "store": False, "include": ["message.output_text.logprobs"]}
     parsed = parse_response_request(json.dumps(asked).encode(), ResponseStore(1, 1))
     tokenizer = SimpleNamespace(decode=lambda ids: tokens[ids[0]].text)
-    serializer = ResponseSerializer(parsed, answer(tokenizer), ResponseStore(1, 1))
+    serializer = ResponseSerializer(parsed, ResponseStore(1, 1), answer(parsed.generation, tokenizer))
     response = assembled_response(streamed(serializer, tokens))
     found = [item["content"][0] for item in response["output"] if item["type"] == "message"]
     # Tokens at the edges may be of both.
@@ -195,6 +199,18 @@ async def test_a_response_calls_a_function_and_takes_its_output(server: Served) 
         assert (returned["role"], returned["tool_call_id"], returned["content"]) == ("tool", id, "mild")
 
 
+def tools_of(request: GenerationRequest) -> Any:
+    assert request.chat is not None
+    return request.chat.tools
+
+
+def chat_tools(*names: str, **fields: Any) -> Any:
+    """The tools of a chat with some functions."""
+    tools = [function_of(name=name, parameters={"type": "object"} if len(names) == 1 else None) for name in names]
+    body = {"messages": [USER], "tools": tools, **fields}
+    return tools_of(parse_request(ChatRequest, json.dumps(body).encode()).generation())
+
+
 @sweep(
     ("choice", "wanted", "is_parallel"),
     [
@@ -207,8 +223,8 @@ async def test_a_response_calls_a_function_and_takes_its_output(server: Served) 
 def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, is_parallel: bool | None) -> None:
     tools = [{"name": "f", "input_schema": {"type": "object"}}]
     body = {"messages": [USER], "max_tokens": 8, "tools": tools, "tool_choice": choice}
-    chat = parse_chat(MessagesRequest, json.dumps(body).encode())
-    assert (chat.tool_choice, chat.parallel_tool_calls) == (wanted, is_parallel)
+    request = parse_request(MessagesRequest, json.dumps(body).encode()).generation()
+    assert tools_of(request) == chat_tools("f", tool_choice=wanted, parallel_tool_calls=is_parallel)
 
 
 @sweep(
@@ -224,6 +240,5 @@ def test_a_tool_choice_of_a_message_is_that_of_a_chat(choice: Any, wanted: Any, 
 )
 def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any) -> None:
     body = {"input": "a", "tools": [{"type": "function", "name": name} for name in "fg"], "tool_choice": choice}
-    chat = parse_response_request(json.dumps(body).encode(), ResponseStore(0, 0)).chat
-    assert chat.tool_choice == wanted
-    assert [tool["function"]["name"] for tool in chat.tools or ()] == ["f", "g"]
+    request = parse_response_request(json.dumps(body).encode(), ResponseStore(0, 0)).generation
+    assert tools_of(request) == chat_tools("f", "g", tool_choice=wanted)

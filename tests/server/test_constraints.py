@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import ProcessorError
 from runtime.server.answers.body import parse_request
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 from runtime.server.grammars.schemas import Schemas
@@ -54,8 +55,8 @@ NONE: list[dict[str, Any]] = [
 ]
 
 
-def parsed(fields: dict[str, Any]) -> ChatRequest:
-    return parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode())
+def parsed(fields: dict[str, Any]) -> GenerationRequest:
+    return parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode()).generation()
 
 
 @sweep(("fields", "kind", "value"), FIELDS)

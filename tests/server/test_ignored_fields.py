@@ -38,6 +38,8 @@ IGNORED: list[tuple[dict[str, Any], str]] = [
     ({"temprature": 1}, "temprature"),
     ({"web_search_options": {}, "verbosity": "low"}, "web_search_options, verbosity"),
     ({"keep_alive": "5m", "priority": 0, "request_id": "a"}, "keep_alive, priority, request_id"),
+    ({"functions": [{"name": "f"}], "function_call": {"name": "f"}}, "functions, function_call"),
+    ({"best_of": 2, "guided_json": {}, "n_predict": 5}, "best_of, guided_json, n_predict"),
     ({"modalities": ["text", "audio"], "audio": {"voice": "a"}}, "modalities, audio"),
     ({"user": "me", "metadata": {"a": [1]}, "store": False}, "user, metadata, store"),
     ({"safety_identifier": 3, "prompt_cache_key": "a"}, "prompt_cache_key, safety_identifier"),

@@ -35,12 +35,13 @@ from protocol.settings import settings_from
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import BegunAnswer
-from runtime.server.answers.chat import Chat
-from runtime.server.answers.request import SchemaJson
+from runtime.server.answers.body import parse_request
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.anthropic.bodies import AnthropicMessage
-from runtime.server.anthropic.requests import MessagesRequest, parse_chat
+from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.errors import ErrorResponse
+from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
 from runtime.server.limits import Limits
 from runtime.server.responses.bodies import ResponseBody
 from runtime.server.responses.requests import parse_response_request
@@ -48,12 +49,12 @@ from runtime.server.responses.serializer import ResponseSerializer
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
 
-def message_of(**fields: Any) -> Chat:
-    return parse_chat(MessagesRequest, json.dumps({**HELLO, **fields}).encode())
+def message_of(**fields: Any) -> GenerationRequest:
+    return parse_request(MessagesRequest, json.dumps({**HELLO, **fields}).encode()).generation()
 
 
-def response_of(**fields: Any) -> Chat:
-    return parse_response_request(json.dumps({"input": "hello", **fields}).encode(), ResponseStore(0, 0)).chat
+def response_of(**fields: Any) -> GenerationRequest:
+    return parse_response_request(json.dumps({"input": "hello", **fields}).encode(), ResponseStore(0, 0)).generation
 
 
 @attrs.frozen
@@ -75,7 +76,7 @@ class Api:
     kind: Any
     prefix: str
     usage: Callable[[Any], Any]
-    chat: Callable[..., Chat]
+    chat: Callable[..., GenerationRequest]
     ends: tuple[str, str, str]
     delta: bytes
 
@@ -248,8 +249,8 @@ def test_log_probabilities_come_beside_reasoning_opened_by_the_template() -> Non
     letters: Any = Letters(thinks=True)
     parsed = parse_response_request(json.dumps({**RESPONSE, **LOGPROBS}).encode(), ResponseStore(1, 1))
     splitter = AnswerSplitter(AnswerReader())
-    begun = BegunAnswer("x", letters, splitter, watch=lambda id: None)  # type: ignore[arg-type, return-value]
-    serializer = ResponseSerializer(parsed, begun, ResponseStore(1, 1))
+    begun = BegunAnswer(parsed.generation, "x", letters, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
+    serializer = ResponseSerializer(parsed, ResponseStore(1, 1), begun)
     texts, statistics = list("yes"), cast(Any, None)
     tokens = [
         Token(letters.encode(text)[0], text, i, drafted_by=None, logprob=-1.0, is_thinking=True)
@@ -419,7 +420,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 
 
 @sweep(
-    ("chat", "variables"),
+    ("request_", "variables"),
     [
         (message_of(thinking=None), {}),
         (message_of(thinking={"type": "enabled"}), {"enable_thinking": True}),
@@ -431,18 +432,17 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
         (response_of(reasoning={"effort": None}), {}),
     ],
 )
-def test_reasoning_is_what_the_template_is_told(chat: Chat, variables: Any) -> None:
-    assert chat.template_variables == variables
+def test_reasoning_is_what_the_template_is_told(request_: GenerationRequest, variables: Any) -> None:
+    assert request_.chat is not None
+    assert request_.chat.variables == variables
 
 
 def test_a_format_is_that_of_a_chat() -> None:
     given = {**FORMAT, "name": "thing", "strict": True}
-    for chat in (message_of(output_config={"format": FORMAT}), response_of(text={"format": given})):
-        assert isinstance(chat.response_format, SchemaJson)
-        assert chat.response_format.json_schema.schema_ == SCHEMA
-    for kind, expected in (("json_object", "json_object"), ("text", None)):
-        found = response_of(text={"format": {"type": kind}, "verbosity": "low"}).response_format
-        assert (None if found is None else found.type) == expected
+    for request in (message_of(output_config={"format": FORMAT}), response_of(text={"format": given})):
+        assert request.constraint == Constraint("json", SCHEMA, "response_format")
+    for kind, expected in (("json_object", Constraint("json", ANY_OBJECT, "response_format")), ("text", None)):
+        assert response_of(text={"format": {"type": kind}, "verbosity": "low"}).constraint == expected
 
 
 @on_server(limits=Limits(max_prompt_tokens=100))

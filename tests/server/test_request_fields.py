@@ -148,7 +148,7 @@ def test_special_tokens_but_reasoning_marks_are_left_out_on_request() -> None:
     tokens = [Token(id, tokenizer.decode([id]), i, drafted_by=None) for i, id in enumerate(ids)]
 
     def shown(**fields: Any) -> str:
-        request = ChatRequest.model_validate({**HELLO, **fields})
+        request = parse_request(ChatRequest, json.dumps({**HELLO, **fields}).encode()).generation()
         return "".join(token.text for token in ShownTokens(request, tokenizer)(tokens))
 
     assert shown(skip_special_tokens=True) == "<think>a</think>b"
@@ -201,7 +201,7 @@ def test_null_is_as_if_a_field_was_not_sent(name: str, other: str, value: Any) -
 def test_another_name_is_read_in_the_other_apis_too() -> None:
     body = {"input": "hello", "seed": None, "random_seed": 4}
     parsed = parse_response_request(json.dumps(body).encode(), ResponseStore(1, 1))
-    assert (parsed.chat.seed, parsed.chat.ignored.header) == (4, None)
+    assert (parsed.request.seed, parsed.request.ignored.header) == (4, None)
 
 
 @on_server(hashed("never the same", 4.0), hashed("draft", 20.0))

@@ -123,7 +123,7 @@ async def test_the_text_is_what_the_runtime_says_with_the_same_settings(
 @sweep(("draft_temperature", "wanted"), [(0.5, {"draft_temperature": 0.5}), (0, {"draft_temperature": 0}), (None, {})])
 def test_the_drafter_s_temperature_is_a_setting_where_it_is_given(draft_temperature: Any, wanted: Any) -> None:
     body = json.dumps({**DEF, "draft_temperature": draft_temperature}).encode()
-    assert parse_request(CompletionRequest, body).settings() == wanted
+    assert parse_request(CompletionRequest, body).generation().settings == wanted
 
 
 @on_server(limits=Limits(max_tokens=24))
@@ -447,7 +447,7 @@ async def test_whatever_comes_gets_an_answer_or_is_told_what_is_wrong(
 def test_any_bytes_are_told_what_is_wrong_with_them(body: bytes) -> None:
     for kind in (CompletionRequest, ChatRequest):
         with pytest.raises(ErrorResponse) as refused:
-            parse_request(kind, body)
+            parse_request(kind, body).generation()
         assert refused.value.status == 400
         assert refused.value.detail["message"]
 

@@ -98,34 +98,12 @@ async def test_a_call_that_is_cut_off_by_its_length_is_given_so_far(server: Serv
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-@sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}, {"tools": None, "functions": []}])
+@sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}])
 @on_calling_server(OSLO)
 async def test_without_tools_nothing_is_told_apart(server: Served, body: dict[str, Any]) -> None:
     choice = (await server.ask(CHAT, {**ASKED, **body})).json["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
     assert server.tokenizer.told == [None]
-
-
-@on_calling_server(OSLO)
-async def test_an_empty_list_in_the_older_form_takes_no_tools_away(server: Served) -> None:
-    choice = (await server.ask(CHAT, {**ASKED, "functions": []})).json["choices"][0]
-    assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
-
-
-@on_calling_server(OSLO)
-async def test_the_older_form_of_tools_is_answered_in_it(server: Served) -> None:
-    asked: dict[str, Any] = {"messages": [USER], "functions": [each["function"] for each in TOOLS], "max_tokens": 300}
-    choice = (await server.ask(CHAT, asked)).json["choices"][0]
-    assert choice["message"]["function_call"] == {"name": "weather", "arguments": '{"city": "oslo"}'}
-    assert "tool_calls" not in choice["message"]
-    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "function_call")
-    streamed = await server.ask(CHAT, {**asked, "stream": True})
-    choices = [choice for event in streamed.events for choice in event["choices"]]
-    parts = [choice["delta"]["function_call"] for choice in choices if "function_call" in choice["delta"]]
-    assert [part["name"] for part in parts if "name" in part] == ["weather"]
-    assert "".join(part["arguments"] for part in parts) == '{"city": "oslo"}'
-    assert choices[-1]["finish_reason"] == "function_call"
-    assert server.tokenizer.told == [TOOLS, TOOLS]
 
 
 def test_calls_and_results_of_the_past_reach_the_template() -> None:
@@ -181,7 +159,6 @@ async def test_the_model_is_told_of_all_tools_where_some_are_allowed(server: Ser
         ({"tools": [{"function": {"name": "a b"}}]}, "got 'a b'"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the name 'weather'"),
         ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "parameters must be a JSON schema"),
-        ({"functions": [{"name": "f"}]}, "functions are the older form of tools; give one of them"),
         ({"tool_choice": "some"}, 'tool_choice must be "none", "auto", "required" or the name of a tool'),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "got 'x'"),
         ({"tool_choice": {"type": "function"}}, "tool_choice must be"),

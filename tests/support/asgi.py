@@ -20,7 +20,7 @@ from scripted import Script, ScriptedModel, Simulation, hashed, run, simulated, 
 from sweeps import sweep
 
 import runtime
-from protocol.settings import Settings, settings_from
+from protocol.settings import Settings
 from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
 from runtime.server.fair_threads import Background
@@ -535,9 +535,9 @@ def watched_streams(server: Served) -> list[tuple[Settings, Any]]:
     seen: list[tuple[Settings, Any]] = []
     begin = server.simulation.runtime.stream
 
-    def watch(prompt: Any, **keywords: Any) -> Any:
-        stream = begin(prompt, **keywords)
-        seen.append((settings_from(keywords), stream))
+    def watch(prompt: Any, settings: Settings) -> Any:
+        stream = begin(prompt, settings)
+        seen.append((settings, stream))
         return stream
 
     server.simulation.runtime.stream = watch  # type: ignore[method-assign]

@@ -110,12 +110,10 @@ async def reasoning(server: Served, seen: Seen) -> None:
 
 async def calling(server: Served, seen: Seen) -> None:
     """Answers with calls."""
-    older = {"messages": [USER], "functions": [each["function"] for each in TOOLS], "max_tokens": 300}
     functions = [{"type": "function", **each["function"]} for each in TOOLS]
     schemas = [{"name": each["name"], "input_schema": each["parameters"]} for each in functions]
     for path, body in (
         (CHAT, ASKED),
-        (CHAT, older),
         (RESPONSES, {"input": [USER], "tools": functions, "max_output_tokens": 300}),
         (MESSAGES, {"messages": [USER], "tools": schemas, "max_tokens": 300}),
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,9 +12,8 @@ import attrs
 import trio
 
 from protocol.statistics import Statistics
-from runtime.server.answers.request import Request
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter, ShownTokens
-from runtime.server.json_pieces import encode_ascii, json_pieces
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 _KEEP_ALIVE_S = 15.0
 
 
+# In ASCII, since clients may split events at Unicode's line separators.
+event_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
 @attrs.frozen
 class Event:
     """A server-sent event.
@@ -45,7 +49,7 @@ class Event:
 
     def encoded(self) -> str:
         """The event as it is sent."""
-        data = self.data if isinstance(self.data, str) else "".join(json_pieces(self.data, encode_ascii))
+        data = self.data if isinstance(self.data, str) else event_json(self.data)
         return f"data: {data}\n\n" if self.name is None else f"event: {self.name}\ndata: {data}\n\n"
 
 
@@ -66,9 +70,9 @@ class Serializer(ABC):
     id: str
     interval_s: float = _KEEP_ALIVE_S
 
-    def __init__(self, request: Request, answer: BegunAnswer) -> None:
+    def __init__(self, answer: BegunAnswer) -> None:
         self._answer = answer
-        self._shown = ShownTokens(request, answer.tokenizer)
+        self._shown = ShownTokens(answer.request, answer.tokenizer)
         self._last_token: Token | None = None
 
     def _parts(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
@@ -195,6 +199,7 @@ class BegunAnswer:
         defaults: the model's settings, for requests that do not set them.
     """
 
+    request: GenerationRequest
     model: str
     tokenizer: TokenizerWrapper
     splitter: AnswerSplitter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, TypeVar
 
 import attrs
@@ -73,7 +73,7 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _MAX_HEADER_NAMES = 32
 
 
-@attrs.frozen
+@attrs.define
 class IgnoredFields:
     """The names of a request's fields that are ignored.
 
@@ -83,9 +83,21 @@ class IgnoredFields:
         known: names of all fields of the body's type.
     """
 
-    unknown: tuple[str, ...] = ()
-    without_effect: tuple[str, ...] = ()
-    known: tuple[str, ...] = ()
+    unknown: Sequence[str] = ()
+    without_effect: Sequence[str] = ()
+    known: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, body: Body) -> IgnoredFields:
+        """The ignored fields of a body."""
+        names = dict.fromkeys(body.ignored_names())
+        unknown = [name for name, is_known in names if not is_known]
+        return cls(unknown, [name for name, is_known in names if is_known], tuple(type(body).model_fields))
+
+    def add(self, name: str) -> None:
+        """Add a field, as one without effect."""
+        if name not in self.without_effect:
+            self.without_effect = [*self.without_effect, name]
 
     @property
     def header(self) -> str | None:
@@ -100,51 +112,28 @@ class IgnoredFields:
         if self.unknown:
             raise unknown_field(self.unknown[0], self.known)
 
+    def named_by(self, send: Send) -> Send:
+        """`send` of ASGI that adds the header to the response, if any field is ignored by then."""
+
+        async def send_naming_ignored(message: Message) -> None:
+            value = self.header if message["type"] == "http.response.start" else None
+            headers = [] if value is None else [(IGNORED_HEADER.lower().encode(), value.encode())]
+            await with_headers(send, headers)(message)
+
+        return send_naming_ignored
+
 
 class RequestBody(Body):
     """The whole body of a request."""
 
     model: str | None = Field(None, description="a name in `/v1/models`; any name if only one model is served")
 
-    _ignored: IgnoredFields = PrivateAttr(IgnoredFields())
+    _ignored: IgnoredFields = PrivateAttr(default_factory=IgnoredFields)
 
     @property
     def ignored(self) -> IgnoredFields:
         """The fields that are ignored."""
         return self._ignored
-
-    def keep_ignored(self, ignored: IgnoredFields) -> None:
-        """Set `ignored`, which is computed where the body is parsed: for a long body, in another thread."""
-        self._ignored = ignored
-
-    def ignore(self, name: str) -> None:
-        """Add a field to `ignored`, as one without effect."""
-        if name not in self._ignored.without_effect:
-            self._ignored = attrs.evolve(self._ignored, without_effect=(*self._ignored.without_effect, name))
-
-    def naming_ignored(self, send: Send) -> Send:
-        """`send` of ASGI that adds the header to the response, if any field is ignored by then."""
-
-        async def send_naming_ignored(message: Message) -> None:
-            value = self._ignored.header if message["type"] == "http.response.start" else None
-            headers = [] if value is None else [(IGNORED_HEADER.lower().encode(), value.encode())]
-            await with_headers(send, headers)(message)
-
-        return send_naming_ignored
-
-    def check(self) -> None:
-        """Raises: ErrorResponse: fields do not go together."""
-        return
-
-
-def ignored_fields(body: Body, taken: Set[str] = frozenset()) -> IgnoredFields:
-    """The fields of a body that are ignored; `taken` are names that its type does not have, but that have an effect."""
-    names = dict.fromkeys(body.ignored_names())
-    return IgnoredFields(
-        tuple(name for name, is_known in names if not is_known and name not in taken),
-        tuple(name for name, is_known in names if is_known),
-        tuple(type(body).model_fields),
-    )
 
 
 R = TypeVar("R", bound=RequestBody)
@@ -155,7 +144,7 @@ _ESCAPE = re.compile(
 )
 
 
-def validated(request_type: type[R], body: bytes) -> R:
+def _validated(request_type: type[R], body: bytes) -> R:
     """The body of a request, with U+FFFD for each half of a surrogate pair, which clients leave where they cut a text.
 
     Raises: pydantic.ValidationError: it is invalid.
@@ -183,9 +172,8 @@ def _is_half(escape: bytes) -> bool:
 def parse_request(request_type: type[R], body: bytes) -> R:
     """Parse and validate the body of a request. Raises: ErrorResponse: it is invalid."""
     try:
-        request = validated(request_type, body)
+        request = _validated(request_type, body)
     except ValidationError as error:
         raise error_response_of_body(error) from error
-    request.keep_ignored(ignored_fields(request))
-    request.check()
+    request._ignored = IgnoredFields.of(request)
     return request

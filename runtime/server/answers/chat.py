@@ -1,21 +1,19 @@
-"""A chat to continue, in the form of chat templates and not of any API; the APIs translate their requests to it."""
+"""Chats to continue: the fields that the bodies of all APIs share, and calls and tools as chat templates take them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-import attrs
-from pydantic import AliasChoices, Field, ValidationError
+from pydantic import AliasChoices, Field
 
 from protocol.errors import SettingsError
-from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import Tools, tools_of
-from runtime.server.answers.body import Body, NoEffect, RequestBody, ignored_fields, validated, without_halves
-from runtime.server.answers.client_tools import callable_in_chat, check_choice, custom_arguments, label_of
-from runtime.server.answers.content import Content, check_asked, joined, line_of, reasoning_in
-from runtime.server.answers.request import Objects, Request
-from runtime.server.errors import ErrorResponse, error_response_of_body, short_json
+from runtime.server.answers.body import Body, NoEffect, without_halves
+from runtime.server.answers.client_tools import callable_in_chat, check_choice
+from runtime.server.answers.content import Content, joined
+from runtime.server.answers.request import Chat, GenerationBody
+from runtime.server.errors import ErrorResponse, short_json
 
 Effort = Annotated[str, Field(max_length=100)]
 
@@ -27,77 +25,17 @@ def function_of(**function: Any) -> dict[str, Any]:
 
 def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
     """A call of a function, in an earlier answer."""
-    return {"id": id, **function_of(name=name, arguments=arguments)}
-
-
-class ChatMessage(Body):
-    """A message of a chat."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = Field(None, description="another name of `reasoning_content`")
-    tool_calls: Objects | None = None
-    tool_call_id: str | None = None
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the message calls functions."""
-        return bool(self.tool_calls)
-
-    @property
-    def _other_calls(self) -> list[str]:
-        return [str(call["type"]) for call in self.tool_calls or () if not _can_be_read(call)]
-
-    def ignored_names(self) -> Iterator[tuple[str, bool]]:
-        """See `Body`; also the types of calls that are none of functions."""
-        yield from super().ignored_names()
-        yield from ((f"tool_calls.{type}", False) for type in self._other_calls)
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether an answer continues the message if it is the last one, unless the request says otherwise."""
-        return self.role == "assistant" and not self.has_calls
-
-    def plain(self) -> dict[str, Any]:
-        """The message for a chat template."""
-        # "developer" is OpenAI's newer name for "system"; chat templates do not know it.
-        role = "system" if self.role == "developer" else self.role
-        plain: dict[str, Any] = {"role": role, "content": joined(self.content or "", is_system=role == "system")}
-        if reasoning := self.reasoning_content or self.reasoning or reasoning_in(self.content):
-            plain["reasoning_content"] = reasoning
-        if calls := [_plain_call(call) for call in self.tool_calls or () if _can_be_read(call)]:
-            plain["tool_calls"] = calls
-        for type in self._other_calls:
-            plain["content"] = f"{plain['content']}\n{line_of(type)}".lstrip("\n")
-        if self.role == "tool":
-            result = {"tool_call_id": self.tool_call_id or None, "name": self.name}
-            plain |= {key: value for key, value in result.items() if value is not None}
-        return plain
-
-
-def _can_be_read(call: dict[str, Any]) -> bool:
-    """Whether a call in an earlier answer is one of a function or of a custom tool."""
-    return "function" in call or "custom" in call or "type" not in call
-
-
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call in an earlier answer as one of a function; a call of a custom tool has a text for its arguments."""
-    match call:
-        case {"type": "custom", "custom": {"name": str(name), "input": str(text)}}:
-            return call_of(call.get("id") or "", name, custom_arguments(text))
-        case {"function": {"arguments": str(text), **function}} if "\\u" in text:
-            # JSON in a text, whose escapes those of the body do not include.
-            return {**call, "function": {**function, "arguments": without_halves(text.encode()).decode()}}
-    return call
+    # JSON in a text, whose escapes those of the body do not include.
+    whole = without_halves(arguments.encode()).decode() if "\\u" in arguments else arguments
+    return {"id": id, **function_of(name=name, arguments=whole)}
 
 
 class Thinking(Body):
     """Whether the model reasons before it answers, in Anthropic's form."""
 
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: NoEffect = None
+    display: NoEffect = None
 
 
 class Prediction(Body):
@@ -117,24 +55,9 @@ _NO_VARIABLES = frozenset(
 )
 
 
-class Chat(Request):
-    """A chat to continue."""
+class ChatBody(GenerationBody):
+    """The fields that a request to continue a chat has in every API."""
 
-    prompt_field = "messages"
-    is_chat = True
-    # Lists of objects are bounded for the time that it takes to read them.
-    messages: list[ChatMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Objects | None = Field(None, description="functions that the model may call")
-    tool_choice: str | dict[str, Any] | None = Field(
-        None,
-        description='"none", "auto", "required", the function that must be called, or the tools that may be',
-    )
-    parallel_tool_calls: bool | None = Field(
-        None,
-        description='whether an answer may have several tool calls; by default, only if `tool_choice` is "auto"',
-    )
     reasoning_effort: Effort | None = Field(
         None, description='passed to the chat template; "none" switches reasoning off, if the template can'
     )
@@ -159,87 +82,67 @@ class Chat(Request):
     )
     prediction: Prediction | None = Field(None, description="a text that the answer may resemble; it helps the drafter")
 
-    def ignored_names(self) -> Iterator[tuple[str, bool]]:
-        """See `Body`; also the tools that are left out."""
-        yield from super().ignored_names()
-        yield from ((f"tools.{label_of(tool)}", False) for tool in self.tools or () if not callable_in_chat(tool))
+    @property
+    def predicted_text(self) -> str:
+        """The text that the answer may resemble; "" for none."""
+        return "" if self.prediction is None else joined(self.prediction.content)
 
-    def check(self) -> None:
-        super().check()
-        check_asked(self.messages, "messages", lambda message: message.role in ("tool", "function"))
-        if self.top_logprobs and self.logprobs is None:
-            raise ErrorResponse(400, "top_logprobs needs logprobs: true; add it or leave it out", param="top_logprobs")
-        if self.continue_final_message and (problem := self._problem_of_continuing()) is not None:
+    def chat_of(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[Any],
+        choice: Any,
+        is_parallel: bool | None,
+        *,
+        effort: str | None = None,
+        may_continue: bool = True,
+    ) -> Chat:
+        """The chat of some messages and tools.
+
+        Args:
+            tools, choice, is_parallel: see `checked_tools`.
+            effort: instead of `reasoning_effort`, for APIs that have it in a form of their own.
+            may_continue: whether the answer may continue a last message of the assistant's if no field says so.
+
+        Raises: ErrorResponse: fields do not go together, or a tool is invalid.
+        """
+        last, effort = messages[-1], effort or self.reasoning_effort
+        if self.continue_final_message and (problem := self._problem_of_continuing(last)) is not None:
             message = f"continue_final_message {problem}; leave it out"
             raise ErrorResponse(400, message, param="continue_final_message")
+        continues = self.continue_final_message
+        if continues is None:
+            # The default is llama.cpp's.
+            is_open = may_continue and last["role"] == "assistant" and not last.get("tool_calls")
+            continues = is_open and not self.add_generation_prompt
+        reasoning_field = "thinking" if self.thinking is not None else "reasoning_effort" if effort == "none" else None
+        checked = checked_tools(tools, choice, is_parallel)
+        return Chat(messages, continues, self._variables(effort), reasoning_field, bool(tools), checked)
+
+    def _problem_of_continuing(self, last: Mapping[str, Any]) -> str | None:
+        if self.add_generation_prompt:
+            return "cannot go together with add_generation_prompt: true, which begins a new message"
+        if last["role"] != "assistant":
+            return f"needs a last message of the assistant's, got one of {last['role']!r}"
+        return "cannot continue a message with calls, which is complete" if last.get("tool_calls") else None
+
+    def _variables(self, effort: str | None) -> dict[str, Any]:
+        """The variables of the chat template."""
         if taken := sorted(_NO_VARIABLES & (self.chat_template_kwargs or {}).keys()):
             message = f"chat_template_kwargs cannot have {taken[0]}, which is no variable of the template; leave it out"
             raise ErrorResponse(400, message, param="chat_template_kwargs")
-
-    def _problem_of_continuing(self) -> str | None:
-        last = self.messages[-1]
-        if self.add_generation_prompt:
-            return "cannot go together with add_generation_prompt: true, which begins a new message"
-        if last.role != "assistant":
-            return f"needs a last message of the assistant's, got one of {last.role!r}"
-        return "cannot continue a message with calls, which is complete" if last.has_calls else None
-
-    @property
-    def continues(self) -> bool:
-        """Whether the answer continues the last message; the default is llama.cpp's."""
-        if self.continue_final_message is not None:
-            return self.continue_final_message
-        return self.messages[-1].may_go_on and not self.add_generation_prompt
-
-    def prompts(self, *, has_template: bool) -> Sequence[Prompt]:
-        messages = [message.plain() for message in self.messages]
-        if not has_template:
-            # One running text, as in a conversation with a base model.
-            return ["".join(message["content"] for message in messages)]
-        messages[-1] |= {"prefix": self.continues}
-        return [messages]
-
-    @property
-    def template_variables(self) -> dict[str, Any]:
         variables: dict[str, Any] = {} if self.add_generation_prompt is not False else {"add_generation_prompt": False}
-        if self.reasoning_effort == "none":
+        if effort == "none":
             variables["enable_thinking"] = False
-        elif self.reasoning_effort is not None:
-            variables["reasoning_effort"] = self.reasoning_effort
+        elif effort is not None:
+            variables["reasoning_effort"] = effort
         if self.thinking is not None:
             is_on = self.thinking if isinstance(self.thinking, bool) else self.thinking.type != "disabled"
             variables["enable_thinking"] = is_on
         return {**variables, **(self.chat_template_kwargs or {})}
 
-    @property
-    def reasoning_field(self) -> str | None:
-        if self.thinking is not None:
-            return "thinking"
-        return "reasoning_effort" if self.reasoning_effort == "none" else None
 
-    @property
-    def has_tools(self) -> bool:
-        return bool(self.tools)
-
-    def checked_tools(self) -> Tools | None:
-        return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
-
-    @property
-    def predicted_text(self) -> str:
-        return "" if self.prediction is None else joined(self.prediction.content)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    @property
-    def prompt_length(self) -> int:
-        return sum(len(message.plain()["content"]) for message in self.messages)
-
-
-def checked_tools(
-    listed: Any, choice: Any, is_parallel: bool | None, choice_field: str = "tool_choice"
-) -> Tools | None:
+def checked_tools(listed: Any, choice: Any, is_parallel: bool | None) -> Tools | None:
     """The tools of a request; None where the model may call nothing.
 
     Args:
@@ -265,11 +168,11 @@ def checked_tools(
         case _:
             raise ErrorResponse(
                 400,
-                f'{choice_field} must be "none", "auto", "required", '
+                'tool_choice must be "none", "auto", "required", '
                 '{"type": "function", "function": {"name": "…"}} or '
                 '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}, '
                 f"got {short_json(choice)}",
-                param=choice_field,
+                param="tool_choice",
             )
     offered = [tool for tool in listed or () if callable_in_chat(tool)]
     check_choice(choice, offered, [tool for tool in listed or () if not callable_in_chat(tool)])
@@ -277,52 +180,3 @@ def checked_tools(
         return tools_of(offered, choice, is_parallel=is_parallel, allowed=allowed)
     except SettingsError as error:
         raise ErrorResponse(400, str(error), param="tools") from error
-
-
-# --- translation ----------------------------------------------------------------------------------
-
-# Fields that each API has in a form of its own.
-_OF_ITS_OWN = frozenset(
-    (
-        *("model", "stream", "max_tokens", "messages", "response_format", "thinking"),
-        *("tools", "tool_choice", "parallel_tool_calls", "logprobs", "top_logprobs"),
-    )
-)
-
-
-def _names(body: type[Body]) -> Iterator[str]:
-    for name, field in body.model_fields.items():
-        yield name
-        if isinstance(field.validation_alias, AliasChoices):
-            yield from map(str, field.validation_alias.choices)
-
-
-# Fields that mean the same in every API.
-PASSED_ON = frozenset(_names(Chat)) - _OF_ITS_OWN
-
-
-R = TypeVar("R", bound=RequestBody)
-C = TypeVar("C", bound=Chat)
-
-
-def parse_translated(
-    body: bytes, request_type: type[R], chat_type: type[C], fields: Callable[[R], Mapping[str, Any]]
-) -> tuple[R, C]:
-    """Parse and validate the body of a request, and translate it. Unknown fields in `PASSED_ON` are taken as in a chat.
-
-    Args:
-        fields: returns the fields of the chat that a body stands for; may raise ErrorResponse.
-
-    Raises: ErrorResponse: the body is invalid.
-    """
-    try:
-        request = validated(request_type, body)
-        passed_on = {name: value for name, value in (request.model_extra or {}).items() if name in PASSED_ON}
-        chat = chat_type.model_validate({**passed_on, **fields(request)})
-        chat.take_other_names()
-    except ValidationError as error:
-        raise error_response_of_body(error) from error
-    ignored = ignored_fields(request, PASSED_ON)
-    chat.keep_ignored(attrs.evolve(ignored, unknown=(*ignored.unknown, *ignored_fields(chat).unknown)))
-    chat.check()
-    return request, chat

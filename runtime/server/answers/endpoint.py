@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import attrs
 from starlette.responses import JSONResponse
@@ -16,26 +16,39 @@ from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import CORPUS_OWNER, NEW_READER
 from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
-from runtime.server.answers.body import RequestBody
+from runtime.server.answers.body import IgnoredFields
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
-from runtime.server.answers.request import Request
-from runtime.server.answers.sending import run_aside, send_events, send_whole
+from runtime.server.answers.request import GenerationRequest
+from runtime.server.answers.sending import send_events, send_whole
 from runtime.server.connections.client import ClientGone, client_address, corpus_owner, read_body, while_there
-from runtime.server.context import ServerContext
+from runtime.server.context import SHORT, ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
-from runtime.server.fair_threads import SHORT
 from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.timelines import Timeline
 
+Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
+"""A request, and what makes the serializer of its response, or of one of its choices."""
+
+
+class NamesModel(Protocol):
+    """A parsed body, which may name a model, and its fields that are ignored."""
+
+    @property
+    def model(self) -> str | None:
+        """See `RequestBody`."""
+
+    @property
+    def ignored(self) -> IgnoredFields:
+        """See `RequestBody`."""
+
+
 B = TypeVar("B")
-R = TypeVar("R", bound=RequestBody)
+R = TypeVar("R", bound=NamesModel)
 
 
-async def read_request(
-    context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive, client: str
-) -> B:
+async def read_request(context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive) -> B:
     """The body of a request, parsed; in another thread if it is long.
 
     Raises:
@@ -50,10 +63,10 @@ async def read_request(
         # A long one is not parsed on trio's thread, which serves everybody.
         if len(body) <= SHORT:
             return parse(body)
-        return await context.preparation.run(partial(parse, body), len(body), client)
+        return await context.in_thread(partial(parse, body), len(body))
 
 
-def model_of(context: ServerContext, request: Any) -> str:
+def model_of(context: ServerContext, request: NamesModel) -> str:
     """The name of a request's model.
 
     A server of one model takes any name, as clients have their own, unless it is strict.
@@ -82,21 +95,24 @@ class TokenizerEndpoint(Generic[R]):
     _field_and_length: Callable[[R], tuple[str, int]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected; nothing was sent. Cancellation: as for `FairThreads.run`."""
-        context, client = self._context, client_address(scope)
-        with suppress(ClientGone):
-            body = await read_request(context, self._parse, scope, receive, client)
-            respond = partial(self._respond, body, model_of(context, body), client)
-            await while_there(receive, body.naming_ignored(send), context.limits.stalled_s, respond)
+        """Raises: ErrorResponse: the request is rejected; nothing was sent.
 
-    async def _respond(self, body: R, model_name: str, client: str, send: Send) -> None:
+        Cancellation: as for `ServerContext.in_thread`.
+        """
+        context = self._context
+        with suppress(ClientGone):
+            body = await read_request(context, self._parse, scope, receive)
+            respond = partial(self._respond, body, model_of(context, body))
+            await while_there(receive, body.ignored.named_by(send), context.limits.stalled_s, respond)
+
+    async def _respond(self, body: R, model_name: str, send: Send) -> None:
         field, length = self._field_and_length(body)
         try:
             async with self._context.models.use(model_name) as model:
                 runtime = model.runtime
                 # The JSON of a long result takes a while, too.
                 make = lambda: JSONResponse(self._result(body, runtime))  # noqa: E731
-                response = await self._context.preparation.run(make, length, client)
+                response = await self._context.in_thread(make, length)
         except OutriderError as error:
             raise error_response_of(error, field) from error
         await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
@@ -104,19 +120,15 @@ class TokenizerEndpoint(Generic[R]):
 
 
 @attrs.frozen
-class Endpoint(Generic[B]):
-    """An ASGI application that generates for one type of request; `B` is the type of its parsed body.
+class Endpoint:
+    """An ASGI application that generates for one type of request.
 
     Attributes:
         parse: parses and validates a body, in another thread if it is long; may raise ErrorResponse.
-        serializer: returns the serializer of the response, or of one of its choices.
-        request: returns the `Request` that a body stands for; by default, it is one.
     """
 
     _context: ServerContext
-    _parse: Callable[[bytes], B]
-    _serializer: Callable[[B, BegunAnswer], Serializer]
-    _request: Callable[[B], Any] = lambda body: body
+    _parse: Callable[[bytes], Parsed]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
@@ -126,12 +138,12 @@ class Endpoint(Generic[B]):
         context, outcome, client = self._context, RequestOutcome(), client_address(scope)
         CORPUS_OWNER.set(corpus_owner(scope))
         try:
-            body = await read_request(context, self._parse, scope, receive, client)
-            request: Request = self._request(body)
+            request, make_serializer = await read_request(context, self._parse, scope, receive)
             outcome.model = model_of(context, request)
             with context.admission.admit():
-                respond = partial(self._respond, body, request, client, outcome)
-                await while_there(receive, request.naming_ignored(send), context.limits.stalled_s, respond)
+                preparation = partial(Preparation, context, request=request, client=client)
+                respond = partial(self._respond, request, make_serializer, preparation, outcome)
+                await while_there(receive, request.ignored.named_by(send), context.limits.stalled_s, respond)
         except ErrorResponse as error:
             outcome.status = error.status
             raise
@@ -146,64 +158,71 @@ class Endpoint(Generic[B]):
                 num_generated = sum(stream.statistics().generated_tokens for stream in outcome.streams)
                 scope[TOKENS] = outcome.num_prompt_tokens, num_generated
 
-    async def _respond(self, body: B, request: Request, client: str, outcome: RequestOutcome, send: Send) -> None:
+    async def _respond(
+        self,
+        request: GenerationRequest,
+        make_serializer: Callable[[BegunAnswer], Serializer],
+        preparation_for: Callable[[LoadedModel], Preparation],
+        outcome: RequestOutcome,
+        send: Send,
+    ) -> None:
         """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent."""
         assert outcome.model is not None
-        aside = partial(run_aside, threads=self._context.encoding, client=client)
         send_answer = send_events if request.stream else send_whole
         try:
             async with self._context.models.use(outcome.model) as model:
-                preparation = Preparation(self._context, model, request, client)
+                preparation = preparation_for(model)
                 prompts = await preparation.prompts()
                 outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
                 outcome.num_texts = request.num_choices * sum(prompt.is_generated_for for prompt in prompts)
-                begin = partial(self._begun, preparation, body, outcome)
+                begin = partial(_begun, preparation, make_serializer, outcome)
                 begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
                 with closing(Choices(begins, model.runtime.max_streams)) as choices:
                     await choices.begin_first()
-                    outcome.failure = await send_answer(choices, request, send, aside)
+                    outcome.failure = await send_answer(choices, request, send, self._context.in_thread)
         except OutriderError as error:
             raise error_response_of(error, request.prompt_field) from error
         outcome.is_sent = outcome.failure is None
         if outcome.failure is not None and not request.stream:
             raise error_response_of(outcome.failure) from outcome.failure
 
-    def _begun(
-        self,
-        preparation: Preparation,
-        body: B,
-        outcome: RequestOutcome,
-        prompt: PreparedPrompt,
-        number: int,
-        before: Sequence[Choice],
-    ) -> Choice:
-        """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
-        model, stream = preparation.model, None
-        if prompt.is_generated_for:
-            NEW_READER.set(preparation.reader)
-            stream = model.runtime.stream(prompt.ids, **prompt.settings_of_text(number))
-            outcome.streams.append(stream)
 
-        def watch(id: str) -> Timeline:
-            assert stream is not None, "a request that watches its answer has one"
-            return model.timelines.watch(id, stream.session, stream.began)
+def _begun(
+    preparation: Preparation,
+    make_serializer: Callable[[BegunAnswer], Serializer],
+    outcome: RequestOutcome,
+    prompt: PreparedPrompt,
+    number: int,
+    before: Sequence[Choice],
+) -> Choice:
+    """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
+    model, stream = preparation.model, None
+    if prompt.is_generated_for:
+        NEW_READER.set(preparation.reader)
+        stream = model.runtime.stream(prompt.ids, prompt.settings_of_text(number))
+        outcome.streams.append(stream)
 
-        answer = BegunAnswer(
-            model.name,
-            preparation.tokenizer,
-            preparation.splitter(stream),
-            watch,
-            prompt.ids,
-            index=len(before),
-            counts_prompt=number == 0,
-            echo=prompt.echo,
-            score=prompt.score,
-            is_empty=stream is None,
-            first=before[0].serializer if before else None,
-            defaults=model.runtime.defaults,
-        )
-        statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
-        return Choice(self._serializer(body, answer), stream, statistics)
+    def watch(id: str) -> Timeline:
+        assert stream is not None, "a request that watches its answer has one"
+        return model.timelines.watch(id, stream.session, stream.began)
+
+    answer = BegunAnswer(
+        preparation.request,
+        model.name,
+        preparation.tokenizer,
+        preparation.splitter(stream),
+        watch,
+        prompt.ids,
+        index=len(before),
+        counts_prompt=number == 0,
+        echo=prompt.echo,
+        score=prompt.score,
+        is_empty=stream is None,
+        first=before[0].serializer if before else None,
+        defaults=model.runtime.defaults,
+    )
+    statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
+    return Choice(make_serializer(answer), stream, statistics)
 
 
 def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:

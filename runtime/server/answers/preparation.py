@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
+from protocol.settings import Settings
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
@@ -24,7 +25,7 @@ from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
 from runtime.generation.tool_calls.events import ToolCall
 from runtime.generation.tool_calls.tools import Tools, check_callable
-from runtime.server.answers.request import Request
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, short_json
@@ -53,24 +54,21 @@ class PreparedPrompt:
     """One prompt of a request.
 
     Attributes:
-        settings: of its generations; with a `max_tokens` of 0, nothing is generated.
+        settings: of its generations, completed by the defaults.
+        is_generated_for: whether anything is generated.
         echo, score: see `BegunAnswer`.
     """
 
     ids: tuple[int, ...]
-    settings: dict[str, Any]
+    settings: Settings
+    is_generated_for: bool
     echo: Echo | None = None
     score: Score | None = None
 
-    @property
-    def is_generated_for(self) -> bool:
-        """Whether anything is generated."""
-        return bool(self.settings["max_tokens"] != 0)
-
-    def settings_of_text(self, number: int) -> dict[str, Any]:
+    def settings_of_text(self, number: int) -> Settings:
         """The settings of the answer with this number; answer 0 is the one that a request for a single answer gets."""
-        seed = self.settings.get("seed")
-        return self.settings if seed is None else {**self.settings, "seed": seed_of_text(seed, number)}
+        seed = self.settings.seed
+        return self.settings if seed is None else attrs.evolve(self.settings, seed=seed_of_text(seed, number))
 
 
 @attrs.frozen
@@ -95,11 +93,10 @@ class Preparation:
         tools: those that the model may call; None for none.
     """
 
-    def __init__(self, context: ServerContext, model: LoadedModel, request: Request, client: str) -> None:
-        """Raises: ErrorResponse: a tool is invalid."""
+    def __init__(self, context: ServerContext, model: LoadedModel, request: GenerationRequest, client: str) -> None:
         self.model = model
         self.request = request
-        self.tools = request.checked_tools()
+        self.tools = None if request.chat is None else request.chat.tools
         self.tokenizer = tokenizer_of(model.runtime)
         self._context = context
         self._client = client
@@ -113,7 +110,7 @@ class Preparation:
         """
         max_tokens = self._max_tokens()
         encoded, grammar = await self._encoded_and_grammar()
-        if self.request.max_answer_tokens is None:
+        if self.request.max_tokens is None:
             # Nobody has asked for so many.
             bounds = (max_tokens, self._max_named_tokens(encoded.prompts))
             max_tokens = min((bound for bound in bounds if bound is not None), default=None)
@@ -125,9 +122,9 @@ class Preparation:
             own = settings
             if self.request.min_tokens:
                 processor = min_tokens(len(ids) + self.request.min_tokens, ends)
-                own = {**settings, "logits_processors": [*settings.get("logits_processors", ()), processor]}
+                own = attrs.evolve(settings, logits_processors=(*settings.logits_processors, processor))
             echo, score = await self._echo(index, ids), await self._score(ids, settings)
-            prepared.append(PreparedPrompt(ids, own, echo, score))
+            prepared.append(PreparedPrompt(ids, own, max_tokens != 0, echo, score))
         return prepared
 
     def reader(self, answer: ReasoningTracker) -> Reader:
@@ -138,11 +135,12 @@ class Preparation:
 
     def _reasons(self, answer: ReasoningTracker) -> bool:
         """Whether an answer may reason; with a constraint, only if it was asked to, or if its prompt makes it."""
-        if not self.request.is_chat:
+        chat = self.request.chat
+        if chat is None:
             return False
         if self.request.constraint is None or answer.messages is not None or answer.began_thinking:
             return True
-        return bool(asks_for_reasoning(self.tokenizer, self.request.template_variables))
+        return bool(asks_for_reasoning(self.tokenizer, chat.variables))
 
     def splitter(self, stream: TokenStream | None) -> AnswerSplitter:
         """The splitter of an answer's tokens."""
@@ -188,9 +186,9 @@ class Preparation:
         return call_grammar(tools, format, self.tokenizer, **marks, content=content, loose=loose)
 
     async def _encoded(self) -> _Encoded:
-        num_texts = sum(not _is_id(key) for key in self.request.logit_bias or ())
+        num_texts = sum(not _is_id(key) for key in self.request.logit_bias)
         length = self.request.prompt_length + _CHARACTERS_OF_KEY * num_texts
-        encoded = await self._context.preparation.run(self._encode, length, self._client)
+        encoded = await self._context.in_thread(self._encode, length)
         lengths, limit = list(map(len, encoded.prompts)), self._context.limits.max_prompt_tokens
         # Behind the message: clients look at its beginning.
         named = [f" (prompt[{index}])" if len(lengths) > 1 else "" for index in range(len(lengths))]
@@ -207,9 +205,9 @@ class Preparation:
 
     def _encode(self) -> _Encoded:
         request, runtime = self.request, self.model.runtime
-        biases = _biases(request.logit_bias or {}, self.tokenizer)
-        if (suffix := request.suffix_text) is None:
-            return _Encoded(encode_prompts(request, runtime, self.tools), biases)
+        biases = _biases(request.logit_bias, self.tokenizer)
+        if (suffix := request.suffix) is None:
+            return _Encoded(encode_prompts(request, runtime), biases)
         if (fill := self.model.fill_in_middle) is None:
             raise ErrorResponse(
                 400,
@@ -217,7 +215,7 @@ class Preparation:
                 "front of a suffix; leave it out, or ask a model that was trained for it",
                 param="suffix",
             )
-        texts = [prompt for prompt in request.prompts(has_template=False) if isinstance(prompt, str)]
+        texts = [prompt for prompt in request.texts if isinstance(prompt, str)]
         prompts = [fill.prompt(text, suffix, self.tokenizer) for text in texts]
         return _Encoded(prompts, biases, fill.stop_tokens)
 
@@ -225,38 +223,37 @@ class Preparation:
 
     async def _settings_and_ends(
         self, encoded: _Encoded, grammar: Grammar | None, max_tokens: int | None
-    ) -> tuple[dict[str, Any], set[int]]:
+    ) -> tuple[Settings, set[int]]:
         """The settings of all prompts, without `min_tokens`, and the ids of the tokens that end their answers."""
         runtime, defaults = self.model.runtime, self.model.spec.settings
         step_size = defaults.get("prefill_step_size", self._context.limits.prefill_step_size)
-        settings = {"reuse_prefix": True, "prefill_step_size": step_size, **self.request.settings()}
-        settings["max_tokens"] = max_tokens
+        settings: dict[str, Any] = {"reuse_prefix": True, "prefill_step_size": step_size, **self.request.settings}
+        settings["max_tokens"] = max_tokens or None
         if encoded.logit_bias:
             settings["logit_bias"] = encoded.logit_bias
         if predicted := self.request.predicted_text:
             encode_ahead = partial(encode_prediction, predicted, self.tokenizer)
-            settings["prediction"] = await self._context.preparation.run(encode_ahead, len(predicted), self._client)
+            settings["prediction"] = await self._context.in_thread(encode_ahead, len(predicted))
         if grammar is not None:
             settings["logits_processors"] = [grammar]
         # Before any model work. This adds the server's defaults for what the request leaves out.
-        whole = runtime.check_settings({**settings, "max_tokens": max_tokens or None})
-        settings["seed"] = whole.seed
+        whole = runtime.check_settings(settings)
         if whole.ignore_eos:
-            return settings, set(whole.stop_tokens)
+            return whole, set(whole.stop_tokens)
         if encoded.ends:
-            settings["stop_tokens"] = [*whole.stop_tokens, *encoded.ends]
-        return settings, {*whole.stop_tokens, *encoded.ends, *self.tokenizer.eos_token_ids}
+            whole = attrs.evolve(whole, stop_tokens=(*whole.stop_tokens, *encoded.ends))
+        return whole, {*whole.stop_tokens, *self.tokenizer.eos_token_ids}
 
     def _max_tokens(self) -> int | None:
         """The most tokens of an answer; None for as many as the model's context has room for."""
-        requested, limits = self.request.max_answer_tokens, self._context.limits
+        requested, limits = self.request.max_tokens, self._context.limits
         limit = limits.max_tokens_limit
         if requested is None:
             requested = self.model.spec.settings.get("max_tokens", limits.max_tokens)
         elif requested == -1:
             requested = None
         elif self._context.is_strict and limit is not None and requested > limit:
-            field = self.request.max_answer_tokens_field
+            field = self.request.max_tokens_field
             raise ErrorResponse(400, f"{field} must be at most {limit} here, got {requested}", param=field)
         if limit is None:
             return requested
@@ -290,8 +287,8 @@ class Preparation:
                 400,
                 f"the response may have {num_named} tokens ({num_answers} answers of up to {most} tokens, each with "
                 f"{each - 1} likely others, and {of_prompts} of prompts), and the most is {MAX_NAMED_TOKENS}; ask "
-                f"for fewer answers or log-probabilities, or lower {request.max_answer_tokens_field}",
-                param=request.max_answer_tokens_field,
+                f"for fewer answers or log-probabilities, or lower {request.max_tokens_field}",
+                param=request.max_tokens_field,
             )
 
     # --- echo and score ---------------------------------------------------------------------------
@@ -299,38 +296,34 @@ class Preparation:
     async def _echo(self, index: int, ids: tuple[int, ...]) -> Echo | None:
         if not self.request.echoes:
             return None
-        prompt = self.request.prompts(has_template=False)[index]
+        prompt = self.request.texts[index]
         make = partial(make_echo, prompt if isinstance(prompt, str) else None, ids, self.tokenizer)
-        return await self._context.preparation.run(make, len(ids), self._client)
+        return await self._context.in_thread(make, len(ids))
 
-    async def _score(self, ids: tuple[int, ...], settings: dict[str, Any]) -> Score | None:
+    async def _score(self, ids: tuple[int, ...], settings: Settings) -> Score | None:
         if (num_top := self.request.num_scored) is None or len(ids) == 1:
             return None
-        reading = {name: settings[name] for name in ("reuse_prefix", "prefill_step_size")}
-        return await self.model.runtime.score(ids[:1], ids[1:], logprobs=num_top, **reading)
+        return await self.model.runtime.score(
+            ids[:1],
+            ids[1:],
+            logprobs=num_top,
+            reuse_prefix=settings.reuse_prefix,
+            prefill_step_size=settings.prefill_step_size,
+        )
 
 
 # --- with the tokenizer ---------------------------------------------------------------------------
 
 
-def encode_prompts(request: Request, runtime: Runtime, tools: Tools | None = None) -> list[tuple[int, ...]]:
-    """The prompts of a request as token ids; a chat is one.
-
-    Args:
-        tools: those of the request, if they have been checked.
-
-    Raises:
-        PromptError: one cannot be encoded.
-        ErrorResponse: a tool or the choice among them is invalid.
-    """
+def encode_prompts(request: GenerationRequest, runtime: Runtime) -> list[tuple[int, ...]]:
+    """The prompts of a request as token ids; a chat is one. Raises: PromptError: one cannot be encoded."""
     tokenizer = tokenizer_of(runtime)
     has_template = bool(tokenizer.has_chat_template)
     prompts, variables = request.prompts(has_template=has_template), {}
-    if request.is_chat and has_template:
-        tools = request.checked_tools() if tools is None else tools
-        variables = {**request.template_variables, **({} if tools is None else tools.template_variables)}
-        if request.reasoning_field is not None and lacks_switch(tokenizer):
-            request.ignore(request.reasoning_field)
+    if (chat := request.chat) is not None and has_template:
+        variables = {**chat.variables, **({} if chat.tools is None else chat.tools.template_variables)}
+        if chat.reasoning_field is not None and lacks_switch(tokenizer):
+            request.ignored.add(chat.reasoning_field)
         if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
             variables["enable_thinking"] = False
     encoded = []
@@ -354,7 +347,7 @@ def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     return tokens[:_MAX_PREDICTED_TOKENS]
 
 
-def _biases(by_key: dict[str, float], tokenizer: TokenizerWrapper) -> dict[int, float]:
+def _biases(by_key: Mapping[str, float], tokenizer: TokenizerWrapper) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in by_key.items():
         tokens = [int(key)] if _is_id(key) else tokenizer.encode(key, add_special_tokens=False)

@@ -1,17 +1,18 @@
-"""Requests for generations, independent of any API: settings, limits, and constraints on the answer."""
+"""Requests for generations: the fields that the bodies of all APIs share, and a request in the form of no API."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
+import attrs
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticKnownError
 
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
-from runtime.server.answers.body import Body, NoEffect
-from runtime.server.answers.setting_fields import MAX_NUMBER, MINUS_ONE, NULL_IS_A_VALUE, GenerationBody, Id
+from runtime.server.answers.body import Body, IgnoredFields, NoEffect
+from runtime.server.answers.setting_fields import MAX_NUMBER, MINUS_ONE, NULL_IS_A_VALUE, SETTINGS, Id, SettingFields
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Kind
 
@@ -39,6 +40,8 @@ def _biases(biases: Any) -> Any:
 
 Biases = Annotated[dict[BiasKey, Bias], Field(max_length=_MAX_BIASES), BeforeValidator(_biases)]
 
+
+# --- constraints on an answer -----------------------------------------------------------------------
 
 # A JSON schema, or one as JSON.
 _Schema = dict[str, Any] | bool | str
@@ -73,6 +76,9 @@ class SchemaJson(Body):
     json_schema: NamedSchema
 
 
+ResponseFormat = Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")]
+
+
 class StructuredOutputs(Body):
     """A constraint on the answer, in vLLM's form; at most one field is set."""
 
@@ -82,110 +88,123 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
 
-
-class ConstrainedRequest(GenerationBody):
-    """The fields that constrain the answer; a request has at most one of them."""
-
-    response_format: Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="type")] | None = None
-    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field: a constraint on the answer")
-
-    @property
-    def constraint(self) -> Constraint | None:
-        """The constraint on the answer; None for any text."""
-        return next(self._constraints(), None)
-
-    def check(self) -> None:
-        super().check()
-        if len(given := [constraint.field for constraint in self._constraints()]) > 1:
-            raise ErrorResponse(
-                400, f"the answer cannot follow both {given[0]} and {given[1]}; leave one out", param=given[1]
-            )
-
-    def _constraints(self) -> Iterator[Constraint]:
-        match self.response_format:
-            case SchemaJson(json_schema=named):
-                yield Constraint("json", named.schema_, "response_format")
-            case AnyJson():
-                yield Constraint("json", ANY_OBJECT, "response_format")
-        if (given := self.structured_outputs) is not None:
-            json = ANY_OBJECT if given.json_ is None and given.json_object else given.json_
-            values: dict[Kind, Any] = {
-                "json": json,
-                "regex": given.regex,
-                "choice": given.choice,
-                "grammar": given.grammar,
-            }
-            for kind, value in values.items():
-                if value is not None:
-                    yield Constraint(kind, value, "structured_outputs")
+    def constraints(self) -> Iterator[Constraint]:
+        """The constraints that it gives."""
+        json = ANY_OBJECT if self.json_ is None and self.json_object else self.json_
+        values: dict[Kind, Any] = {
+            "json": json,
+            "regex": self.regex,
+            "choice": self.choice,
+            "grammar": self.grammar,
+        }
+        for kind, value in values.items():
+            if value is not None:
+                yield Constraint(kind, value, "structured_outputs")
 
 
-class Request(ConstrainedRequest):
-    """A request for one or more generations. Its own fields are those that are not simply copies of a setting.
+def format_constraint(format: ResponseFormat | None) -> Constraint | None:
+    """The constraint that a `response_format` stands for; None for any text."""
+    match format:
+        case SchemaJson(json_schema=named):
+            return Constraint("json", named.schema_, "response_format")
+        case AnyJson():
+            return Constraint("json", ANY_OBJECT, "response_format")
+    return None
 
-    A missing or null field takes the runtime's default. Only a context size has null as a value: the whole text.
+
+# --- a request --------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Chat:
+    """A chat to continue, as chat templates take it.
 
     Attributes:
-        prompt_field: the name of the field that has the prompt.
-        is_chat: whether reasoning and calls are told apart from the text of an answer.
+        messages: for the template, at least one; the text of each is its `content`.
+        continues: whether the answer continues the last message.
+        variables: further variables of the template.
+        reasoning_field: the field of the body that asks for reasoning, or for none, by the template's switch; None if
+            none does.
+        has_tools: whether the request lists tools, which its answer may call or not.
+        tools: those that the model may call; None for none.
     """
 
-    max_tokens: MaxTokens | None = Field(
-        None, description="maximum number of tokens in the answer, -1 for as many as fit into the context"
-    )
-    min_tokens: Id | None = Field(
-        None, description="minimum number of tokens: before that, no end-of-text or stop token can end the answer"
-    )
-    stop: Stop | Stops | None = None
-    include_stop_str_in_output: bool | None = Field(None, description="keep the stop string or token at the end")
-    skip_special_tokens: bool | None = Field(
-        None, description="true: leave special tokens out of the text, except those around reasoning and calls"
-    )
-    logit_bias: Biases | None = Field(
-        None,
-        description="numbers to add to the logits of tokens, by token id, or by a text, which stands for each of its "
-        "tokens; -100 practically forbids a token",
-    )
-    cache_prompt: bool | None = Field(
-        None, description="false: neither reuse cached tokens of the prompt, nor cache it for later requests"
-    )
+    messages: Sequence[dict[str, Any]]
+    continues: bool
+    variables: Mapping[str, Any]
+    reasoning_field: str | None
+    has_tools: bool
+    tools: Tools | None
 
-    prompt_field: ClassVar[str]
-    is_chat: ClassVar[bool] = False
+    def prompt(self, *, has_template: bool) -> Prompt:
+        """The prompt for a model with a chat template, or without: one text, as a base model continues it."""
+        if not has_template:
+            return "".join(message["content"] for message in self.messages)
+        *before, last = self.messages
+        return [*before, {**last, "prefix": self.continues}]
+
+
+@attrs.frozen(kw_only=True)
+class GenerationRequest:
+    """A request for one or more generations, in the form of no API.
+
+    Attributes:
+        model, stream, ignored: see `GenerationBody`.
+        settings: for `Runtime.stream`, without those that need the tokenizer: see `Preparation`.
+        prompt_field: the name of the body's field that has the prompt.
+        chat: a chat to continue; None for texts.
+        texts: texts or token ids to continue, if there is no chat; at least one.
+        suffix: the text that follows the answers, for fill-in-the-middle; None if they only continue the prompt.
+        echoes: whether the answers begin with their prompt.
+        num_choices: number of answers to each prompt.
+        num_logprobs: how many of the most probable tokens to return with each token; None for no log-probabilities.
+        num_prompt_logprobs: likewise, for the tokens of the prompt.
+        max_tokens: maximum number of tokens of an answer, -1 for as many as there may be; None if the body says none.
+        max_tokens_field: the name of the body's field that has `max_tokens`.
+        min_tokens: minimum number of tokens of an answer.
+        logit_bias: numbers to add to logits, by token ids or texts.
+        constraint: on the answers; None for any text.
+        predicted_text: a text that the answers may resemble; "" for none.
+        includes_stop: whether a stop string or token remains at the end.
+        skips_special_tokens: whether special tokens are left out of the text.
+    """
+
+    model: str | None
+    stream: bool
+    ignored: IgnoredFields
+    settings: Mapping[str, Any]
+    prompt_field: str
+    chat: Chat | None = None
+    texts: Sequence[Prompt] = ()
+    suffix: str | None = None
+    echoes: bool = False
+    num_choices: int = 1
+    num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    max_tokens: int | None
+    max_tokens_field: str = "max_tokens"
+    min_tokens: int
+    logit_bias: Mapping[str, float]
+    constraint: Constraint | None
+    predicted_text: str = ""
+    includes_stop: bool
+    skips_special_tokens: bool
 
     def prompts(self, *, has_template: bool) -> Sequence[Prompt]:
-        """The prompts, at least one; for a model with a chat template, or without."""
-        raise NotImplementedError
+        """The prompts, at least one, for a model with a chat template or without; a chat is one."""
+        return self.texts if self.chat is None else [self.chat.prompt(has_template=has_template)]
 
     @property
-    def suffix_text(self) -> str | None:
-        """The text that follows the answers, for fill-in-the-middle; None if the answers only continue the prompt."""
-        return None
+    def prompt_length(self) -> int:
+        """Number of characters or token ids of the prompts."""
+        if self.chat is not None:
+            return sum(len(message["content"]) for message in self.chat.messages)
+        return sum(map(len, self.texts)) + len(self.suffix or "")
 
     @property
-    def echoes(self) -> bool:
-        """Whether the answers begin with their prompt."""
-        return False
-
-    @property
-    def num_prompts(self) -> int:
-        """Number of prompts; each gets `num_choices` answers."""
-        return 1
-
-    @property
-    def num_choices(self) -> int:
-        """Number of answers to each prompt."""
-        return 1
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the most probable tokens to return beside each token; None to return no log-probabilities."""
-        raise NotImplementedError
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        """As `num_logprobs`, for the tokens of the prompt."""
-        return None
+    def num_answers(self) -> int:
+        """Number of answers to all prompts."""
+        return max(1, len(self.texts)) * self.num_choices
 
     @property
     def num_scored(self) -> int | None:
@@ -204,47 +223,74 @@ class Request(ConstrainedRequest):
         echoed = self.num_named if self.echoes else 0
         return echoed + (0 if self.num_prompt_logprobs is None else 1 + self.num_prompt_logprobs)
 
-    @property
-    def max_answer_tokens(self) -> int | None:
-        """Maximum number of tokens of the answer; -1 for as many as there may be, None if the request does not say."""
-        return self.max_tokens
 
-    @property
-    def max_answer_tokens_field(self) -> str:
-        """The name of the field that has `max_answer_tokens`."""
-        return "max_tokens"
+class GenerationBody(SettingFields):
+    """The fields that a request for a generation has in every API, besides those that are settings of the runtime.
 
-    @property
-    def prompt_length(self) -> int:
-        """Number of characters or token ids of the prompts."""
-        raise NotImplementedError
+    A missing or null field takes the runtime's default. Only a context size has null as a value: the whole text.
+    """
 
-    @property
-    def predicted_text(self) -> str:
-        """A text that the answer may resemble; "" for none."""
-        return ""
+    stream: bool | None = Field(None, description="send the answer while it is generated, as server-sent events")
+    min_tokens: Id | None = Field(
+        None, description="minimum number of tokens: before that, no end-of-text or stop token can end the answer"
+    )
+    stop: Stop | Stops | None = None
+    include_stop_str_in_output: bool | None = Field(None, description="keep the stop string or token at the end")
+    skip_special_tokens: bool | None = Field(
+        None, description="true: leave special tokens out of the text, except those around reasoning and calls"
+    )
+    logit_bias: Biases | None = Field(
+        None,
+        description="numbers to add to the logits of tokens, by token id, or by a text, which stands for each of its "
+        "tokens; -100 practically forbids a token",
+    )
+    cache_prompt: bool | None = Field(
+        None, description="false: neither reuse cached tokens of the prompt, nor cache it for later requests"
+    )
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's field: a constraint on the answer")
 
-    @property
-    def template_variables(self) -> dict[str, Any]:
-        """Further variables of the chat template."""
-        return {}
+    def given_settings(self) -> dict[str, Any]:
+        """The settings that the request gives, as it gives them."""
+        return self.model_dump(include=SETTINGS, exclude_unset=True)
 
-    @property
-    def reasoning_field(self) -> str | None:
-        """The field that asks for reasoning, or for none, by the template's switch; None if none does."""
-        return None
+    def request_of(
+        self, *, format: Constraint | None, num_logprobs: int | None, stop: Sequence[str] | None = None, **more: Any
+    ) -> GenerationRequest:
+        """The request that the fields stand for.
 
-    @property
-    def has_tools(self) -> bool:
-        """Whether the request lists tools, which its answer may call or not."""
-        return False
+        Args:
+            format: the constraint of the field that each API has in a form of its own.
+            stop: stop strings, in place of `stop`.
+            **more: fields of `GenerationRequest`.
 
-    def checked_tools(self) -> Tools | None:
-        """The tools of the request; None where the model may call nothing. Raises: ErrorResponse: one is invalid."""
-        return None
+        Raises: ErrorResponse: there are two constraints.
+        """
+        return GenerationRequest(
+            model=self.model,
+            stream=bool(self.stream),
+            ignored=self.ignored,
+            settings=self._settings(num_logprobs, self.stop if stop is None else stop),
+            num_logprobs=num_logprobs,
+            min_tokens=self.min_tokens or 0,
+            logit_bias=self.logit_bias or {},
+            constraint=self._constraint(format),
+            includes_stop=bool(self.include_stop_str_in_output),
+            skips_special_tokens=bool(self.skip_special_tokens),
+            **more,
+        )
 
-    def settings(self) -> dict[str, Any]:
-        """Settings for `Runtime.stream`, without those that need the tokenizer: see `Preparation`."""
+    def _constraint(self, format: Constraint | None) -> Constraint | None:
+        given = [] if format is None else [format]
+        if self.structured_outputs is not None:
+            given += self.structured_outputs.constraints()
+        if len(given) > 1:
+            fields = [constraint.field for constraint in given]
+            raise ErrorResponse(
+                400, f"the answer cannot follow both {fields[0]} and {fields[1]}; leave one out", param=fields[1]
+            )
+        return given[0] if given else None
+
+    def _settings(self, num_logprobs: int | None, stop: str | Sequence[str] | None) -> dict[str, Any]:
         settings = {
             name: MINUS_ONE[name] if name in MINUS_ONE and value == -1 else value
             for name, value in self.given_settings().items()
@@ -254,15 +300,15 @@ class Request(ConstrainedRequest):
         for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):
             if settings.get(name) == neutral:
                 del settings[name]
-        if self.stop is not None:
-            settings["stop"] = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
+        if stop is not None:
+            settings["stop"] = [text for text in ([stop] if isinstance(stop, str) else stop) if text]
         if self.cache_prompt is not None:
             settings["reuse_prefix"] = self.cache_prompt
         # For OpenAI, 0 keeps only the most probable token; for the runtime, it turns the filter off.
         if settings.get("top_p") == 0:
             del settings["top_p"]
             settings["top_k"] = 1
-        if self.num_logprobs is not None:
+        if num_logprobs is not None:
             # For the runtime, 0 would turn off the log-probability of the token itself, too.
-            settings["logprobs"] = max(1, self.num_logprobs)
+            settings["logprobs"] = max(1, num_logprobs)
         return settings

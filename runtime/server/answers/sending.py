@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -14,21 +15,16 @@ from starlette.types import Send
 from protocol.errors import OutriderError
 from runtime.generation.token_reader import Token
 from runtime.server.answers.api import Choices, Event
-from runtime.server.answers.request import Request
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import error_response_of
-from runtime.server.fair_threads import FairThreads
-from runtime.server.json_pieces import json_pieces
 
 # Most tokens of a response that is made on trio's thread: with log-probabilities, it takes a few milliseconds.
 SHORT_RESPONSE = 512
 
-Aside = Callable[[Callable[[], bytes], int], Awaitable[bytes]]
-"""Runs a function that names so many tokens: in another thread if these are more than `SHORT_RESPONSE`."""
+InThread = Callable[[Callable[[], bytes], int], Awaitable[bytes]]
+"""Runs a function that works on so many tokens in another thread; see `ServerContext.in_thread`."""
 
-
-async def run_aside(do: Callable[[], bytes], num_tokens: int, *, threads: FairThreads, client: str) -> bytes:
-    """See `Aside`. Cancellation: as of `FairThreads.run`."""
-    return do() if num_tokens <= SHORT_RESPONSE else await threads.run(do, num_tokens, client)
+_body_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 # Most tokens of a response, with the likely others that they name, that wait for a client slower than the models; some
@@ -41,8 +37,10 @@ _EVENT_HEADERS = [
 ]
 
 
-async def send_whole(choices: Choices, request: Request, send: Send, aside: Aside) -> OutriderError | None:
-    """Send the response as one body, once all of its generations have ended; `aside` makes its JSON.
+async def send_whole(
+    choices: Choices, request: GenerationRequest, send: Send, in_thread: InThread
+) -> OutriderError | None:
+    """Send the response as one body, once all of its generations have ended.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
 
@@ -61,19 +59,25 @@ async def send_whole(choices: Choices, request: Request, send: Send, aside: Asid
         for choice in choices.begun
     )
     whole = partial(choices.begun[0].serializer.whole_of, choices.begun)
-    body = await aside(lambda: "".join(json_pieces(whole())).encode(), num_named)
+    body = await _made(lambda: _body_json(whole()).encode(), num_named, in_thread)
     response = Response(body, media_type="application/json")
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
     return None
 
 
-async def send_events(choices: Choices, request: Request, send: Send, aside: Aside) -> OutriderError | None:
+async def _made(make: Callable[[], bytes], num_named: int, in_thread: InThread) -> bytes:
+    """What a function makes that names so many tokens."""
+    return make() if num_named <= SHORT_RESPONSE else await in_thread(make, num_named)
+
+
+async def send_events(
+    choices: Choices, request: GenerationRequest, send: Send, in_thread: InThread
+) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
     Args:
         choices: its generations, the first of which have begun; their serializers make the events.
-        aside: makes the bytes of events.
 
     Returns: the error of a generation, or None; the error was sent as the last event.
 
@@ -85,7 +89,7 @@ async def send_events(choices: Choices, request: Request, send: Send, aside: Asi
         events: Callable[[], Iterable[Event]], *, num_named: int = 0, otherwise: str = "", is_last: bool = False
     ) -> None:
         nonlocal written_at
-        made = await aside(lambda: "".join(event.encoded() for event in events()).encode(), num_named)
+        made = await _made(lambda: "".join(event.encoded() for event in events()).encode(), num_named, in_thread)
         body = made or otherwise.encode()
         if body or is_last:
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})

@@ -22,7 +22,7 @@ Ids = Annotated[list[Id], Field(fail_fast=True)]
 MAX_NUMBER = 1e6
 # Settings for which clients send -1, and what it stands for.
 MINUS_ONE = {"top_k": 0, "seed": None}
-# Settings that requests have in a form of their own; see `Request`.
+# Settings that requests have in a form of their own; see `GenerationBody`.
 _IN_OTHER_FORMS = ("max_tokens", "stop", "logit_bias", "logprobs")
 
 
@@ -58,18 +58,11 @@ NULL_IS_A_VALUE = {
     name for name, hint in _HINTS.items() if NoneType in get_args(hint) and attrs.fields_dict(Settings)[name].default
 }
 
+# Names of the fields that are settings.
+SETTINGS = set(_HINTS)
+
 if TYPE_CHECKING:
     SettingFields = RequestBody
 else:
     declared = {name: _declared(name, hint) for name, hint in _HINTS.items()}
     SettingFields = create_model("SettingFields", __base__=RequestBody, **declared)
-
-
-class GenerationBody(SettingFields):
-    """The fields that a request for a generation has in every API."""
-
-    stream: bool | None = Field(None, description="send the answer while it is generated, as server-sent events")
-
-    def given_settings(self) -> dict[str, Any]:
-        """The settings that the request gives, as it gives them."""
-        return self.model_dump(include=set(_HINTS), exclude_unset=True)

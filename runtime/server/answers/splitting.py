@@ -19,7 +19,7 @@ from runtime.generation.tool_calls.events import (
     TextPart,
     ToolCall,
 )
-from runtime.server.answers.request import Request
+from runtime.server.answers.request import GenerationRequest
 
 if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
@@ -88,12 +88,12 @@ _MARKS = ("tool_call_start", "tool_call_end")
 class ShownTokens:
     """Changes the texts of an answer's tokens to what a request wants to see."""
 
-    def __init__(self, request: Request, tokenizer: Any) -> None:
+    def __init__(self, request: GenerationRequest, tokenizer: Any) -> None:
         # Where there may be calls, special tokens stay: calls are recognised by them.
-        has_tools = request.has_tools
+        has_tools = request.chat is not None and request.chat.has_tools
         self._tokenizer = tokenizer
-        self._shows_stop = bool(request.include_stop_str_in_output)
-        self._hidden = _special_texts(tokenizer) if request.skip_special_tokens and not has_tools else {}
+        self._shows_stop = request.includes_stop
+        self._hidden = _special_texts(tokenizer) if request.skips_special_tokens and not has_tools else {}
 
     def __call__(self, tokens: Sequence[Token]) -> Sequence[Token]:
         if self._hidden:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import typing
-from functools import partial
 
 from runtime.engine.runtime import Runtime
-from runtime.server.answers.chat import Chat
-from runtime.server.answers.endpoint import Endpoint, TokenizerEndpoint
+from runtime.server.answers.body import parse_request
+from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint
 from runtime.server.answers.preparation import encode_prompts
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
     MessagesErrorBody,
@@ -16,7 +16,7 @@ from runtime.server.anthropic.bodies import (
     TokenCount,
     messages_error_body,
 )
-from runtime.server.anthropic.requests import MessagesRequest, TokenCountRequest, parse_chat
+from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.serializer import MessageSerializer
 from runtime.server.operations import ErrorForm, Events, Operation
 
@@ -24,15 +24,25 @@ _ERRORS = ErrorForm(MessagesErrorBody, messages_error_body)
 _CONVERSATION = {"messages": [{"role": "user", "content": "def quicksort(items):"}]}
 
 
-def _token_count(chat: Chat, runtime: Runtime) -> TokenCount:
-    (prompt,) = encode_prompts(chat, runtime)
+def _message(body: bytes) -> Parsed:
+    request = parse_request(MessagesRequest, body)
+    request.check_last()
+    return request.generation(), MessageSerializer
+
+
+def _conversation(body: bytes) -> GenerationRequest:
+    return parse_request(MessagesRequest, body).generation()
+
+
+def _token_count(request: GenerationRequest, runtime: Runtime) -> TokenCount:
+    (prompt,) = encode_prompts(request, runtime)
     return {"input_tokens": len(prompt)}
 
 
 OPERATIONS = (
     Operation(
         "/v1/messages",
-        lambda context: Endpoint(context, partial(parse_chat, MessagesRequest), MessageSerializer),
+        lambda context: Endpoint(context, _message),
         "message",
         "Answer a conversation in the form of Anthropic's messages",
         AnthropicMessage,
@@ -46,15 +56,15 @@ OPERATIONS = (
         "/v1/messages/count_tokens",
         lambda context: TokenizerEndpoint(
             context,
-            partial(parse_chat, TokenCountRequest),
+            _conversation,
             _token_count,
-            lambda chat: (chat.prompt_field, chat.prompt_length),
+            lambda request: (request.prompt_field, request.prompt_length),
         ),
         "count_tokens",
         "Number of tokens of a conversation",
         TokenCount,
         "POST",
-        TokenCountRequest,
+        MessagesRequest,
         _CONVERSATION,
         errors=_ERRORS,
     ),

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from runtime.server.answers.body import Body, BoundedList, NoEffect, RequestBody
-from runtime.server.answers.chat import Chat, Effort, call_of, function_of, parse_translated
+from runtime.server.answers.body import Body, BoundedList, NoEffect
+from runtime.server.answers.chat import ChatBody, Effort, call_of, function_of
 from runtime.server.answers.client_tools import anthropic_function, check_choice, label_of
 from runtime.server.answers.content import (
     CachedBody,
@@ -22,9 +22,9 @@ from runtime.server.answers.content import (
     reasoning_in,
     type_of,
 )
-from runtime.server.answers.request import MaxTokens, Stops
-from runtime.server.answers.setting_fields import GenerationBody
+from runtime.server.answers.request import GenerationRequest, MaxTokens, Stops
 from runtime.server.errors import ErrorResponse
+from runtime.server.grammars.constraint import Constraint
 
 # --- blocks of content ----------------------------------------------------------------------------
 
@@ -86,14 +86,6 @@ class InputMessage(Body):
 # --- other fields ---------------------------------------------------------------------------------
 
 
-class ThinkingConfig(Body):
-    """Whether the model reasons before it answers."""
-
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: NoEffect = None
-    display: NoEffect = None
-
-
 class JsonFormat(Body):
     """JSON that matches a schema."""
 
@@ -143,37 +135,52 @@ class MessagesToolChoice(Body):
     disable_parallel_tool_use: bool | None = None
 
 
-class TokenCountRequest(RequestBody, CachedBody):
-    """The body of a request to `/v1/messages/count_tokens`: a conversation."""
+class MessagesRequest(ChatBody, CachedBody):
+    """The body of a request to `/v1/messages` or `/v1/messages/count_tokens`: a conversation to continue."""
 
     messages: list[InputMessage] = Field(min_length=1, max_length=10_000, fail_fast=True)
     system: Content | None = None
-    thinking: ThinkingConfig | None = Field(None, description="by default, the model's chat template decides")
+    max_tokens: MaxTokens | None = Field(None, description="maximum number of tokens in the answer")
+    stop_sequences: Stops | None = None
     tools: BoundedList[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: OutputConfig | None = None
     metadata: NoEffect = None
     service_tier: NoEffect = None
 
-    def fields(self) -> dict[str, Any]:
-        """The fields of the chat that this stands for. Raises: ErrorResponse: it asks for something unsupported."""
-        fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages())}
-        if self.thinking is not None:
-            fields["thinking"] = self.thinking.type != "disabled"
-        if self.output_config is not None:
-            fields["reasoning_effort"] = self.output_config.effort
-        if self.output_config is not None and self.output_config.format is not None:
-            schema = {"name": "answer", "schema": self.output_config.format.schema_}
-            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-        functions = [(tool, tool.function) for tool in self.tools or ()]
-        fields["tools"] = [function for _, function in functions if function is not None]
-        if self.tool_choice is not None:
-            fields["tool_choice"] = choice = _tool_choice(self.tool_choice)
-            left_out = [tool for tool, function in functions if function is None]
-            check_choice(self.tool_choice.name if isinstance(choice, dict) else choice, fields["tools"], left_out)
-            if self.tool_choice.disable_parallel_tool_use is not None:
-                fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
-        return fields
+    def check_last(self) -> None:
+        """Raises: ErrorResponse: the message to continue ends with white space, which Anthropic's API refuses."""
+        last = self.messages[-1]
+        if last.role == "assistant" and last.ends_in_space:
+            message = "messages: final assistant content cannot end with trailing whitespace; take it away"
+            raise ErrorResponse(400, message, param="messages")
+
+    def generation(self) -> GenerationRequest:
+        """The request in the form of no API. Raises: ErrorResponse: it asks for something unsupported."""
+        config = self.output_config or OutputConfig()
+        functions, choice, is_parallel = self._tools()
+        chat = self.chat_of(list(self._messages()), functions, choice, is_parallel, effort=config.effort)
+        return self.request_of(
+            prompt_field="messages",
+            chat=chat,
+            format=None if config.format is None else Constraint("json", config.format.schema_, "response_format"),
+            num_logprobs=None,
+            stop=self.stop_sequences or None,
+            max_tokens=self.max_tokens,
+            predicted_text=self.predicted_text,
+        )
+
+    def _tools(self) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None, bool | None]:
+        """The functions that are offered, which of them the model may call, and whether it may call several."""
+        known = [(tool, tool.function) for tool in self.tools or ()]
+        functions = [function for _, function in known if function is not None]
+        if self.tool_choice is None:
+            return functions, None, None
+        choice = _tool_choice(self.tool_choice)
+        left_out = [tool for tool, function in known if function is None]
+        check_choice(self.tool_choice.name if isinstance(choice, dict) else choice, functions, left_out)
+        alone = self.tool_choice.disable_parallel_tool_use
+        return functions, choice, None if alone is None else not alone
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:
@@ -183,39 +190,7 @@ class TokenCountRequest(RequestBody, CachedBody):
             yield from _messages_of(message)
 
 
-class MessagesRequest(TokenCountRequest, GenerationBody):
-    """The body of a request to `/v1/messages`: a conversation to continue."""
-
-    max_tokens: MaxTokens | None = Field(None, description="maximum number of tokens in the answer")
-    stop_sequences: Stops | None = None
-
-    def fields(self) -> dict[str, Any]:
-        """See `TokenCountRequest`.
-
-        Raises: ErrorResponse: the message to continue ends with white space, which Anthropic's API refuses.
-        """
-        last = self.messages[-1]
-        if last.role == "assistant" and last.ends_in_space:
-            message = "messages: final assistant content cannot end with trailing whitespace; take it away"
-            raise ErrorResponse(400, message, param="messages")
-        fields = super().fields() | self.given_settings() | {"max_tokens": self.max_tokens, "stream": self.stream}
-        if self.stop_sequences:
-            fields["stop"] = self.stop_sequences
-        return fields
-
-
 # --- translation ----------------------------------------------------------------------------------
-
-
-def parse_chat(request_type: type[TokenCountRequest], body: bytes) -> Chat:
-    """Parse and validate the body of a request.
-
-    Returns: the chat that it stands for.
-
-    Raises: ErrorResponse: the body is invalid.
-    """
-    _, chat = parse_translated(body, request_type, Chat, request_type.fields)
-    return chat
 
 
 def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,6 @@ from runtime.generation.tool_calls.events import (
     ToolCall,
 )
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
-from runtime.server.answers.chat import Chat
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
     BlockDelta,
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`. Each method that yields events changes the content, and the events say how."""
 
-    def __init__(self, request: Chat, answer: BegunAnswer) -> None:
-        super().__init__(request, answer)
+    def __init__(self, answer: BegunAnswer) -> None:
+        super().__init__(answer)
         self.id = f"msg_{secrets.token_hex(16)}"
         self._content: list[Content] = []
         self._index = -1  # of the last block that events have begun

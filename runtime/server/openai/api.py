@@ -5,18 +5,34 @@ from __future__ import annotations
 from functools import partial
 
 from runtime.server.answers.body import parse_request
-from runtime.server.answers.endpoint import Endpoint
+from runtime.server.answers.endpoint import Endpoint, Parsed
 from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest
 from runtime.server.openai.serializers import ChatSerializer, CompletionSerializer
 from runtime.server.operations import COMMON_ERRORS, Events, Operation
+
+
+def _chat(body: bytes) -> Parsed:
+    request = parse_request(ChatRequest, body)
+    return request.generation(), partial(ChatSerializer, request)
+
+
+def _completion(body: bytes) -> Parsed:
+    request = parse_request(CompletionRequest, body)
+    return request.generation(), partial(CompletionSerializer, request)
+
+
+def _fill_in(body: bytes) -> Parsed:
+    request = parse_request(FimRequest, body)
+    return request.generation(fills_in=True), partial(ChatSerializer, request)
+
 
 _CHAT_EVENTS = Events((ChatChunk, COMMON_ERRORS.type), are_named=False)
 
 OPERATIONS = (
     Operation(
         "/v1/completions",
-        lambda context: Endpoint(context, partial(parse_request, CompletionRequest), CompletionSerializer),
+        lambda context: Endpoint(context, _completion),
         "complete",
         "Continue a text",
         Completion,
@@ -27,7 +43,7 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/fim/completions",
-        lambda context: Endpoint(context, partial(parse_request, FimRequest), ChatSerializer),
+        lambda context: Endpoint(context, _fill_in),
         "fill_in",
         "Fill in the text between two texts",
         ChatCompletion,
@@ -38,7 +54,7 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/chat/completions",
-        lambda context: Endpoint(context, partial(parse_request, ChatRequest), ChatSerializer),
+        lambda context: Endpoint(context, _chat),
         "chat",
         "Answer a chat",
         ChatCompletion,

@@ -10,7 +10,7 @@ from runtime.server.answers.token_logprobs import TokenLogprob
 from runtime.server.timelines import ModelActivity
 
 FinishReason = Literal["stop", "length"]
-ChatFinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptLogprob(TypedDict):
@@ -175,16 +175,12 @@ class ToolCallEntry(TypedDict):
 
 
 class ChatMessage(TypedDict):
-    """The answer, and the reasoning before it if there is any; `content` is null if there are only tool calls.
-
-    A request with `functions` gets `function_call` instead of `tool_calls`.
-    """
+    """The answer, and the reasoning before it if there is any; `content` is null if there are only tool calls."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     reasoning_content: NotRequired[str]
-    function_call: NotRequired[CalledFunction]
     tool_calls: NotRequired[list[ToolCallEntry]]
 
 
@@ -229,7 +225,6 @@ class Delta(TypedDict):
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
     reasoning_content: NotRequired[str]
-    function_call: NotRequired[FunctionDelta]
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 

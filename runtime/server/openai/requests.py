@@ -7,16 +7,24 @@ asks for something unsupported is an error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from runtime.generation.text import Prompt
-from runtime.generation.tool_calls.tools import Tools
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, ChatMessage, checked_tools
-from runtime.server.answers.request import MaxTokens, Objects, Request
+from runtime.server.answers.chat import ChatBody, call_of
+from runtime.server.answers.client_tools import callable_in_chat, custom_arguments, label_of
+from runtime.server.answers.content import Content, check_asked, joined, line_of, reasoning_in
+from runtime.server.answers.request import (
+    GenerationBody,
+    GenerationRequest,
+    MaxTokens,
+    Objects,
+    ResponseFormat,
+    format_constraint,
+)
 from runtime.server.answers.setting_fields import Ids
 from runtime.server.errors import ErrorResponse
 
@@ -24,9 +32,24 @@ from runtime.server.errors import ErrorResponse
 MAX_ANSWERS = 128
 
 # Number of answers to one prompt.
-Number = Annotated[int, Field(ge=1, le=16)]
+Number = Annotated[
+    Annotated[int, Field(ge=1, le=16)] | None,
+    Field(description="number of answers, which are generated side by side"),
+]
 _ListOfTexts = Annotated[list[str], Field(max_length=128, fail_fast=True)]
 _ListOfIds = Annotated[list[Ids], Field(max_length=128, fail_fast=True)]
+_NumTop = Annotated[int, Field(ge=0, le=20)]
+PromptLogprobs = Annotated[
+    _NumTop | None,
+    Field(
+        description="vLLM's field: return the log-probability of each token of the prompt, and those of this many of "
+        "the most probable tokens at its position"
+    ),
+]
+TimingsPerToken = Annotated[
+    bool | None,
+    Field(description="llama.cpp's field: include the `timings` so far in every chunk, not only in the last"),
+]
 
 
 class StreamOptions(Body):
@@ -51,70 +74,22 @@ class StreamOptions(Body):
         return bool(self.continuous_usage_stats) and self.include_usage is not False
 
 
-class OpenAIRequest(Request):
-    """The fields that requests for chats and for completions share, besides those of every request."""
-
-    stream_options: StreamOptions | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        None,
-        description="vLLM's field: return the log-probability of each token of the prompt, and those of this many of "
-        "the most probable tokens at its position",
-    )
-    timings_per_token: bool | None = Field(
-        None, description="llama.cpp's field: include the `timings` so far in every chunk, not only in the last"
-    )
-    n: Number | None = Field(None, description="number of answers, which are generated side by side")
-    user: NoEffect = None
-    metadata: NoEffect = None
-    store: NoEffect = None
-    service_tier: NoEffect = None
-    prompt_cache_key: NoEffect = None
-    safety_identifier: NoEffect = None
-    prompt_cache_retention: NoEffect = None
-    keep_alive: NoEffect = None
-    priority: NoEffect = None
-    request_id: NoEffect = None
-
-    has_functions: ClassVar[bool] = False
-
-    def check(self) -> None:
-        super().check()
-        if self.stream_options is not None and not self.stream:
-            raise _error("stream_options need stream: true; add it or leave them out", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            raise _error("prompt_logprobs are not for streams; leave one of them out", "prompt_logprobs")
-        if self.options.include_speculation and not self.is_for_one_text:
-            raise _error("include_speculation is for one answer; leave it out, or ask for one", "stream_options")
-
-    @property
-    def num_choices(self) -> int:
-        return self.n or 1
-
-    @property
-    def is_for_one_text(self) -> bool:
-        """Whether only one text is generated."""
-        return self.num_prompts * self.num_choices == 1
-
-    @property
-    def num_prompt_logprobs(self) -> int | None:
-        return self.prompt_logprobs
-
-    @property
-    def options(self) -> StreamOptions:
-        """The options of the stream."""
-        return self.stream_options or StreamOptions()
-
-
 # --- chats ----------------------------------------------------------------------------------------
 
 # The id of the one call of a message in the older form, which has no ids; the newer form needs one.
 _OLD_CALL_ID = "call_0"
 
 
-class Message(ChatMessage):
+class Message(Body):
     """A message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]  # type: ignore[assignment]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = Field(None, description="another name of `reasoning_content`")
+    tool_calls: Objects | None = None
+    tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None
     prefix: bool | None = Field(
         None, description="Mistral's field: whether the answer continues this message, if it is the last one"
@@ -124,124 +99,198 @@ class Message(ChatMessage):
     annotations: SentBack = None
 
     @property
-    def has_calls(self) -> bool:
-        return bool(self.tool_calls or self.function_call)
+    def may_go_on(self) -> bool:
+        """Whether an answer may continue the message, if it is the last one and the assistant's."""
+        return self.prefix is not False and not self.tool_calls and not self.function_call
 
     @property
-    def may_go_on(self) -> bool:
-        return super().may_go_on and self.prefix is not False
+    def _other_calls(self) -> list[str]:
+        return [str(call["type"]) for call in self.tool_calls or () if not _can_be_read(call)]
+
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """See `Body`; also the types of calls that are none of functions."""
+        yield from super().ignored_names()
+        yield from ((f"tool_calls.{type}", False) for type in self._other_calls)
 
     def plain(self) -> dict[str, Any]:
         """The message for a chat template, with calls and results in the newer form, which templates know."""
-        plain = super().plain()
+        # "developer" is OpenAI's newer name for "system"; chat templates do not know it.
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        plain: dict[str, Any] = {"role": role, "content": joined(self.content or "", is_system=role == "system")}
+        if reasoning := self.reasoning_content or self.reasoning or reasoning_in(self.content):
+            plain["reasoning_content"] = reasoning
+        calls = [_plain_call(call) for call in self.tool_calls or () if _can_be_read(call)]
         if self.function_call is not None and not self.tool_calls:
-            plain["tool_calls"] = [{"id": _OLD_CALL_ID, "type": "function", "function": self.function_call}]
-        if self.role == "function":
-            plain |= {"role": "tool", "tool_call_id": self.tool_call_id or _OLD_CALL_ID}
-            plain |= {} if self.name is None else {"name": self.name}
+            calls = [{"id": _OLD_CALL_ID, "type": "function", "function": self.function_call}]
+        if calls:
+            plain["tool_calls"] = calls
+        for type in self._other_calls:
+            plain["content"] = f"{plain['content']}\n{line_of(type)}".lstrip("\n")
+        if role == "tool":
+            id = self.tool_call_id or (_OLD_CALL_ID if self.role == "function" else None)
+            result = {"tool_call_id": id, "name": self.name}
+            plain |= {key: value for key, value in result.items() if value is not None}
         return plain
 
 
-class ChatRequest(OpenAIRequest, Chat):
+def _can_be_read(call: dict[str, Any]) -> bool:
+    """Whether a call in an earlier answer is one of a function or of a custom tool."""
+    return "function" in call or "custom" in call or "type" not in call
+
+
+def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call in an earlier answer as one of a function; a call of a custom tool has a text for its arguments."""
+    match call:
+        case {"type": "custom", "custom": {"name": str(name), "input": str(text)}}:
+            return call_of(call.get("id") or "", name, custom_arguments(text))
+        case {"function": {"name": str(name), "arguments": str(text), **others}} if "\\u" in text:
+            function = call_of("", name, text)["function"]
+            return {**call, "function": {**others, **function}}
+    return call
+
+
+class ChatRequest(ChatBody):
     """The body of a request to `/v1/chat/completions`: a chat to continue."""
 
-    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)  # type: ignore[assignment]
+    # Lists of objects are bounded for the time that it takes to read them.
+    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
+    max_tokens: MaxTokens | None = Field(
+        None, description="maximum number of tokens in the answer, -1 for as many as fit into the context"
+    )
     max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name for `max_tokens`")
-    functions: Objects | None = Field(None, description="OpenAI's older form of `tools`")
-    function_call: str | dict[str, Any] | None = Field(None, description="OpenAI's older form of `tool_choice`")
+    n: Number = None
+    tools: Objects | None = Field(None, description="functions that the model may call")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None,
+        description='"none", "auto", "required", the function that must be called, or the tools that may be',
+    )
+    parallel_tool_calls: bool | None = Field(
+        None,
+        description='whether an answer may have several tool calls; by default, only if `tool_choice` is "auto"',
+    )
+    response_format: ResponseFormat | None = None
+    logprobs: bool | None = None
+    top_logprobs: _NumTop | None = None
+    prompt_logprobs: PromptLogprobs = None
+    stream_options: StreamOptions | None = None
+    timings_per_token: TimingsPerToken = None
+    user: NoEffect = None
+    metadata: NoEffect = None
+    store: NoEffect = None
+    service_tier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_retention: NoEffect = None
 
-    @property
-    def has_tools(self) -> bool:
-        return bool(self.tools or self.functions)
+    def ignored_names(self) -> Iterator[tuple[str, bool]]:
+        """See `Body`; also the tools that are left out."""
+        yield from super().ignored_names()
+        yield from ((f"tools.{label_of(tool)}", False) for tool in self.tools or () if not callable_in_chat(tool))
 
-    def checked_tools(self) -> Tools | None:
-        if not self.functions:
-            return super().checked_tools()
-        if self.tools:
-            raise _error("functions are the older form of tools; give one of them", "tools")
-        listed = [{"type": "function", "function": function} for function in self.functions]
-        return checked_tools(listed, self.function_call, None, "function_call")
-
-    @property
-    def has_functions(self) -> bool:  # type: ignore[override]
-        """Whether the request has tools in the older form; then the answer has its calls in that form, too."""
-        return bool(self.functions)
-
-    @property
-    def max_answer_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-
-    @property
-    def max_answer_tokens_field(self) -> str:
-        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+    def generation(self) -> GenerationRequest:
+        """The request in the form of no API. Raises: ErrorResponse: fields do not go together."""
+        check_asked(self.messages, "messages", lambda message: message.role in ("tool", "function"))
+        if self.top_logprobs and self.logprobs is None:
+            raise _error("top_logprobs needs logprobs: true; add it or leave it out", "top_logprobs")
+        is_newer = self.max_completion_tokens is not None
+        messages = [message.plain() for message in self.messages]
+        may_continue = self.messages[-1].may_go_on
+        chat = self.chat_of(
+            messages, self.tools or (), self.tool_choice, self.parallel_tool_calls, may_continue=may_continue
+        )
+        request = self.request_of(
+            prompt_field="messages",
+            chat=chat,
+            format=format_constraint(self.response_format),
+            num_choices=self.n or 1,
+            num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            num_prompt_logprobs=self.prompt_logprobs,
+            max_tokens=self.max_completion_tokens if is_newer else self.max_tokens,
+            max_tokens_field="max_completion_tokens" if is_newer else "max_tokens",
+            predicted_text=self.predicted_text,
+        )
+        _check_stream(self, request)
+        return request
 
 
 # --- completions ----------------------------------------------------------------------------------
 
 
-class CompletionRequest(OpenAIRequest):
+class CompletionRequest(GenerationBody):
     """The body of a request to `/v1/completions`: a text to continue, or several."""
 
-    prompt_field = "prompt"
     prompt: str | Ids | _ListOfTexts | _ListOfIds = Field(
         description="a text or a list of token ids; for several prompts, a list of texts or of lists of token ids"
+    )
+    suffix: str | None = Field(
+        None, description="the text after the answer, for models that were trained to fill in the middle"
     )
     max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
         None,
         description="maximum number of tokens in the answer, -1 for as many as fit into the context, 0 with `echo` for "
         "none",
     )
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    n: Number = None
     echo: bool | None = Field(
         None, description="begin the answer with the prompt, and with its log-probabilities if `logprobs` is set"
     )
-    suffix: str | None = Field(
-        None, description="the text after the answer, for models that were trained to fill in the middle"
-    )
+    response_format: ResponseFormat | None = None
+    logprobs: _NumTop | None = None
+    prompt_logprobs: PromptLogprobs = None
+    stream_options: StreamOptions | None = None
+    timings_per_token: TimingsPerToken = None
+    user: NoEffect = None
+    metadata: NoEffect = None
+    store: NoEffect = None
+    service_tier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_retention: NoEffect = None
 
-    def check(self) -> None:
-        super().check()
+    def generation(self, *, fills_in: bool = False) -> GenerationRequest:
+        """The request in the form of no API.
+
+        Args:
+            fills_in: whether the answer is written in front of the suffix even if that is empty.
+
+        Raises: ErrorResponse: fields do not go together.
+        """
+        suffix = self.suffix or ("" if fills_in else None)
+        request = self.request_of(
+            prompt_field="prompt",
+            texts=self._prompts,
+            suffix=suffix,
+            echoes=bool(self.echo),
+            format=format_constraint(self.response_format),
+            num_choices=self.n or 1,
+            num_logprobs=self.logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            max_tokens=self.max_tokens,
+        )
+        _check_stream(self, request)
         if self.max_tokens == 0 and not self.echo:
             raise _error("max_tokens must be at least 1, got 0; only with echo: true it may be 0", "max_tokens")
-        if self.max_tokens == 0 and self.options.include_speculation:
+        if self.max_tokens == 0 and self.stream_options is not None and self.stream_options.include_speculation:
             raise _error(
                 "include_speculation is for an answer, and max_tokens: 0 asks for none; leave one out", "stream_options"
             )
-        if self.num_prompts * self.num_choices > MAX_ANSWERS:
+        if request.num_answers > MAX_ANSWERS:
             raise _error(
-                f"{self.num_prompts} prompts with {self.num_choices} texts each are too many: a request has at most "
-                f"{MAX_ANSWERS}; send several requests",
-                self.prompt_field,
+                f"{len(request.texts)} prompts with {request.num_choices} texts each are too many: a request has at "
+                f"most {MAX_ANSWERS}; send several requests",
+                "prompt",
             )
-        if self.suffix_text is not None and self.echo:
+        if suffix is not None and self.echo:
             raise _error("echo gives a prompt that is continued, and this one has a suffix; leave one out", "echo")
-        if self.suffix_text is not None and not all(isinstance(prompt, str) for prompt in self.prompts()):
+        if suffix is not None and not all(isinstance(prompt, str) for prompt in request.texts):
             raise _error("a suffix needs prompts that are texts, not token ids", "suffix")
+        return request
 
-    def prompts(self, *, has_template: bool = False) -> Sequence[Prompt]:
+    @property
+    def _prompts(self) -> Sequence[Prompt]:
         if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], (str, list)):
             return self.prompt
         return [self.prompt]  # type: ignore[list-item]  # the check above has excluded lists of prompts
-
-    @property
-    def suffix_text(self) -> str | None:
-        return self.suffix or None
-
-    @property
-    def echoes(self) -> bool:
-        return bool(self.echo)
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.prompts())
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def prompt_length(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts()) + len(self.suffix or "")
 
 
 class FimRequest(CompletionRequest):
@@ -249,10 +298,14 @@ class FimRequest(CompletionRequest):
 
     prompt: str
 
-    @property
-    def suffix_text(self) -> str:
-        """As for a completion, but never None: "" if the text ends with the answer."""
-        return self.suffix or ""
+
+def _check_stream(body: ChatRequest | CompletionRequest, request: GenerationRequest) -> None:
+    if body.stream_options is not None and not body.stream:
+        raise _error("stream_options need stream: true; add it or leave them out", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise _error("prompt_logprobs are not for streams; leave one of them out", "prompt_logprobs")
+    if body.stream_options is not None and body.stream_options.include_speculation and request.num_answers > 1:
+        raise _error("include_speculation is for one answer; leave it out, or ask for one", "stream_options")
 
 
 def _error(message: str, param: str) -> ErrorResponse:

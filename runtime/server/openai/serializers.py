@@ -39,7 +39,7 @@ from runtime.server.openai.bodies import (
     ToolCallDelta,
     Usage,
 )
-from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest, OpenAIRequest
+from runtime.server.openai.requests import ChatRequest, CompletionRequest, StreamOptions
 from runtime.server.timelines import Timeline
 
 # The longest time between two chunks with speculation.
@@ -91,16 +91,18 @@ class ChunkSerializer(Serializer):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
 
-    def __init__(self, request: OpenAIRequest, answer: BegunAnswer) -> None:
-        super().__init__(request, answer)
+    def __init__(self, body: ChatRequest | CompletionRequest, answer: BegunAnswer) -> None:
+        super().__init__(answer)
         first = answer.first
         assert first is None or isinstance(first, ChunkSerializer), "the choices of a response are alike"
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}" if first is None else first.id
         self._created: int = int(time.time()) if first is None else first._created
-        self._request = request
+        self._request = answer.request
+        self._options = body.stream_options or StreamOptions()
+        self._tells_timings = bool(body.timings_per_token)
         self._num_given = 0
         self._num_reasoning_tokens = 0
-        self._timeline = answer.watch(self.id) if request.stream and request.options.include_speculation else None
+        self._timeline = answer.watch(self.id) if self._options.include_speculation else None
         if self._timeline is not None:
             self.interval_s = INTERVAL_S
 
@@ -114,10 +116,10 @@ class ChunkSerializer(Serializer):
         # The stream may be ahead of what the client has read.
         given = attrs.evolve(statistics, generated_tokens=self._num_given)
         for i, chunk in enumerate(chunks):
-            if self._request.options.gives_usage_in_each:
+            if self._options.gives_usage_in_each:
                 chunk["usage"] = self._usage(given)
-            is_last = chunk["choices"][0]["finish_reason"] is not None and not self._request.options.include_usage
-            if is_last or self._request.timings_per_token:
+            is_last = chunk["choices"][0]["finish_reason"] is not None and not self._options.include_usage
+            if is_last or self._tells_timings:
                 chunk |= self._timings(given)
             if self._timeline is not None:
                 # The tokens belong to the first chunk; one that only ends the text has none.
@@ -129,7 +131,7 @@ class ChunkSerializer(Serializer):
         return () if self._timeline is None else self.events([], statistics)
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        if not self._request.options.include_usage:
+        if not self._options.include_usage:
             return [Event("[DONE]")]
         return [
             Event({**self._chunk([]), "usage": self._usage(statistics), **self._timings(statistics)}),
@@ -165,8 +167,7 @@ class ChunkSerializer(Serializer):
         look for text where they find a finish reason.
         """
         choice, empty = self._choice(tokens)
-        options = self._request.options
-        says_more = self._timeline is not None or options.gives_usage_in_each or self._request.timings_per_token
+        says_more = self._timeline is not None or self._options.gives_usage_in_each or self._tells_timings
         if choice["finish_reason"] is None:
             return [self._chunk([choice])] if says_more or self._has_content(choice) else []
         finishing = self._chunk([{**choice, **empty}])
@@ -213,7 +214,7 @@ class ChunkSerializer(Serializer):
 
     def _timings(self, statistics: Statistics) -> dict[str, Timings]:
         """The field `timings`; left out if several texts are generated, as their rates do not add up."""
-        return {"timings": timings(statistics)} if self._request.is_for_one_text else {}
+        return {"timings": timings(statistics)} if self._request.num_answers == 1 else {}
 
     @property
     def _scored(self) -> Sequence[ScoredToken]:
@@ -221,7 +222,7 @@ class ChunkSerializer(Serializer):
         return () if self._answer.score is None else self._answer.score.tokens
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
-        if self._request.prompt_logprobs is None:
+        if self._request.num_prompt_logprobs is None:
             return None
         return [None, *map(self._prompt_logprob, self._scored)]
 
@@ -230,7 +231,7 @@ class ChunkSerializer(Serializer):
         own: PromptLogprob = {"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": text}
         tops: dict[str, PromptLogprob] = {
             str(top.id): {"logprob": finite(top.logprob), "rank": rank, "decoded_token": top.text}
-            for rank, top in enumerate(token.top_logprobs[: self._request.prompt_logprobs], start=1)
+            for rank, top in enumerate(token.top_logprobs[: self._request.num_prompt_logprobs], start=1)
         }
         return {str(token.id): own} | tops
 
@@ -245,8 +246,8 @@ class ChatSerializer(ChunkSerializer):
     id_prefix = "chatcmpl"
     kind = "chat.completion.chunk"
 
-    def __init__(self, request: ChatRequest | FimRequest, answer: BegunAnswer) -> None:
-        super().__init__(request, answer)
+    def __init__(self, body: ChatRequest | CompletionRequest, answer: BegunAnswer) -> None:
+        super().__init__(body, answer)
         self._is_first = True
 
     def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
@@ -268,9 +269,7 @@ class ChatSerializer(ChunkSerializer):
         message: ChatMessage = {"role": "assistant", "content": content, "refusal": None}
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
-        if called and self._request.has_functions:
-            message["function_call"] = {"name": called[0].name, "arguments": called[0].arguments}
-        elif called:
+        if called:
             calls: Any = [call.message_part for call in called]
             message["tool_calls"] = calls
         finish_reason = self._finish_reason(tokens)
@@ -296,11 +295,7 @@ class ChatSerializer(ChunkSerializer):
         if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
             delta["reasoning_content"] = reasoning
         if calls := _call_deltas(parts):
-            if not self._request.has_functions:
-                delta["tool_calls"] = calls
-            elif calls[0]["index"] == 0:
-                # The old form has one call.
-                delta["function_call"] = calls[0]["function"]
+            delta["tool_calls"] = calls
         choice: ChunkChoice = {
             "index": self._answer.index,
             "delta": delta,
@@ -319,9 +314,7 @@ class ChatSerializer(ChunkSerializer):
 
     def _finish_reason(self, tokens: Sequence[Token]) -> ChatFinishReason | None:
         reason = tokens[-1].finish_reason if tokens else None
-        if reason != "stop" or not self._answer.splitter.has_calls:
-            return reason
-        return "function_call" if self._request.has_functions else "tool_calls"
+        return "tool_calls" if reason == "stop" and self._answer.splitter.has_calls else reason
 
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
         content = token_logprobs(tokens, self._answer.tokenizer, self._request.num_logprobs)
@@ -346,8 +339,8 @@ class CompletionSerializer(ChunkSerializer):
     id_prefix = "cmpl"
     kind = "text_completion"
 
-    def __init__(self, request: CompletionRequest, answer: BegunAnswer) -> None:
-        super().__init__(request, answer)
+    def __init__(self, body: CompletionRequest, answer: BegunAnswer) -> None:
+        super().__init__(body, answer)
         self._echo = answer.echo  # None once it was given
         # Length of the text so far, including text that is withheld because it may become a stop string.
         self._num_characters = 0 if answer.echo is None else len(answer.echo.text)

@@ -12,6 +12,7 @@ from runtime.generation.text import encode_prompt, tokenized
 from runtime.server.answers.body import NoEffect, RequestBody, parse_request
 from runtime.server.answers.endpoint import TokenizerEndpoint
 from runtime.server.answers.preparation import encode_prompts
+from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.setting_fields import Ids
 from runtime.server.answers.token_logprobs import token_bytes
 from runtime.server.errors import ErrorResponse
@@ -46,6 +47,7 @@ class TokenizeRequest(RequestBody):
         return self.prompt is not None if given is None else given
 
     def check(self) -> None:
+        """Raises: ErrorResponse: there are several of the fields that exclude each other, or none."""
         if [self.prompt, self.content, self.messages].count(None) != 2:
             raise ErrorResponse(400, "the body must have one of prompt, content and messages", param="prompt")
 
@@ -79,18 +81,19 @@ class Detokenized(TypedDict):
     content: str
 
 
-def _parse_tokenize(body: bytes) -> TokenizeRequest | ChatRequest:
+def _parse_tokenize(body: bytes) -> TokenizeRequest | GenerationRequest:
     request = parse_request(TokenizeRequest, body)
-    return request if request.messages is None else parse_request(ChatRequest, body)
+    request.check()
+    return request if request.messages is None else parse_request(ChatRequest, body).generation()
 
 
-def _field_and_length(body: TokenizeRequest | ChatRequest) -> tuple[str, int]:
-    return ("messages", body.prompt_length) if isinstance(body, ChatRequest) else ("prompt", len(body.text))
+def _field_and_length(body: TokenizeRequest | GenerationRequest) -> tuple[str, int]:
+    return ("prompt", len(body.text)) if isinstance(body, TokenizeRequest) else ("messages", body.prompt_length)
 
 
-def _tokenized(body: TokenizeRequest | ChatRequest, runtime: Runtime) -> Tokenized:
+def _tokenized(body: TokenizeRequest | GenerationRequest, runtime: Runtime) -> Tokenized:
     tokenizer = tokenizer_of(runtime)
-    if isinstance(body, ChatRequest):
+    if isinstance(body, GenerationRequest):
         (prompt,) = encode_prompts(body, runtime)
         return {"tokens": [*prompt], "count": len(prompt), "max_model_len": runtime.context_length}
     tokens = list(tokenized(body.text, tokenizer, add_special_tokens=body.has_special_tokens))

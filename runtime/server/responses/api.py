@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from runtime.server.answers.endpoint import Endpoint
+from runtime.server.answers.endpoint import Endpoint, Parsed
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.operations import Events, Operation
@@ -24,10 +23,14 @@ def _store(context: ServerContext) -> ResponseStore:
     )
 
 
-def _endpoint(context: ServerContext) -> Endpoint[Any]:
+def _endpoint(context: ServerContext) -> Endpoint:
     store = _store(context)
-    parse, serializer = partial(parse_response_request, store=store), partial(ResponseSerializer, store=store)
-    return Endpoint(context, parse, serializer, lambda body: body.chat)
+
+    def parse(body: bytes) -> Parsed:
+        parsed = parse_response_request(body, store)
+        return parsed.generation, partial(ResponseSerializer, parsed, store)
+
+    return Endpoint(context, parse)
 
 
 async def _stored(context: ServerContext, request: HttpRequest) -> Response:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import attrs
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack
-from runtime.server.answers.chat import Chat, Effort, call_of, parse_translated
+from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack, parse_request
+from runtime.server.answers.chat import ChatBody, Effort, call_of
 from runtime.server.answers.client_tools import custom_arguments, label_of
 from runtime.server.answers.content import Content, Part, check_asked, joined, line_of, type_of
-from runtime.server.answers.request import AnyText, MaxTokens, NamedSchema
-from runtime.server.answers.setting_fields import GenerationBody
+from runtime.server.answers.request import AnyJson, AnyText, GenerationRequest, MaxTokens, NamedSchema
 from runtime.server.errors import ErrorResponse, short_json
+from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
 from runtime.server.responses.offered_tools import CALLABLE, OfferedTools
 from runtime.server.responses.store import ResponseStore
 
@@ -153,8 +153,9 @@ def messages_of(items: Iterable[Any], tools: OfferedTools) -> list[dict[str, Any
     for item in items:
         match item:
             case ReasoningItem():
-                thought = joined(item.content or [])
-                answer_without("reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
+                message = answer_without("reasoning_content", "content", "tool_calls")
+                if thought := joined(item.content or []):
+                    message["reasoning_content"] = thought
             case MessageItem(role="assistant"):
                 answer_without("content", "tool_calls")["content"] = joined(item.content)
             case FunctionCallItem():
@@ -166,12 +167,15 @@ def messages_of(items: Iterable[Any], tools: OfferedTools) -> list[dict[str, Any
                 call(item, "local_shell", json.dumps(given, ensure_ascii=False))
             case ToolOutputItem():
                 answer = None
-                id = item.call_id or item.id or ""
-                messages.append({"role": "tool", "tool_call_id": id, "content": joined(item.output)})
+                result = {"role": "tool", "content": joined(item.output)}
+                if id := item.call_id or item.id:
+                    result["tool_call_id"] = id
+                messages.append(result)
             case MessageItem():
                 answer = None
-                content = joined(item.content, is_system=item.role != "user")
-                messages.append({"role": item.role, "content": content})
+                # "developer" is OpenAI's newer name for "system"; chat templates do not know it.
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": joined(item.content, is_system=role == "system")})
             case OtherItem() if item.type.endswith("_call"):
                 # Of a tool that a service has run while it wrote the answer.
                 answer_without("content", "tool_calls")["content"] = line_of(item.type)
@@ -187,12 +191,6 @@ LOGPROBS = "message.output_text.logprobs"
 GIVEN_BACK = ("metadata", "reasoning", "text", "tools", "tool_choice")
 
 
-class JsonObjectFormat(Body):
-    """One JSON object."""
-
-    type: Literal["json_object"]
-
-
 class JsonSchemaFormat(NamedSchema):
     """JSON that matches a schema."""
 
@@ -202,7 +200,7 @@ class JsonSchemaFormat(NamedSchema):
 class TextConfig(Body):
     """The form of the text."""
 
-    format: Annotated[AnyText | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[AnyText | AnyJson | JsonSchemaFormat, Field(discriminator="type")] | None = None
 
 
 class ReasoningConfig(Body):
@@ -243,7 +241,7 @@ class ResponsesToolChoice(Body):
     tools: list[ResponsesTool] | None = None
 
 
-class ResponsesRequest(GenerationBody):
+class ResponsesRequest(ChatBody):
     """The body of a request to `/v1/responses`: a conversation to continue."""
 
     input: str | Annotated[list[Item], Field(max_length=10_000, fail_fast=True)]
@@ -284,22 +282,12 @@ class ResponsesRequest(GenerationBody):
             yield "include", False
 
 
-class ResponsesChat(Chat):
-    """The chat that a request to `/v1/responses` stands for."""
-
-    prompt_field: ClassVar[str] = "input"
-
-    @property
-    def max_answer_tokens_field(self) -> str:
-        return "max_output_tokens"
-
-
 @attrs.frozen
 class ParsedRequest:
     """A request to `/v1/responses`.
 
     Attributes:
-        chat: what to generate.
+        generation: what to generate.
         tools: of the request, as functions of the chat.
         messages: the messages of the chat before the answer, without the instructions, as JSON; b"" if the response is
             not stored.
@@ -307,7 +295,7 @@ class ParsedRequest:
     """
 
     request: ResponsesRequest
-    chat: ResponsesChat
+    generation: GenerationRequest
     tools: OfferedTools
     messages: bytes
     begun: dict[str, Any] | None
@@ -318,20 +306,15 @@ def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
 
     Raises: ErrorResponse: the body is invalid, or a response or an item that it names is not stored.
     """
-    messages: list[dict[str, Any]] = []
-    tools = OfferedTools()
-
-    def fields(request: ResponsesRequest) -> dict[str, Any]:
-        nonlocal tools
-        _check_support(request)
-        tools = OfferedTools.of(request.tools or ())
-        messages.extend(_messages(request, store, tools))
-        return _fields(request, messages, tools)
-
-    request, chat = parse_translated(body, ResponsesRequest, ResponsesChat, fields)
-    begun = messages.pop() if chat.continues else None
+    request = parse_request(ResponsesRequest, body)
+    _check_support(request)
+    tools = OfferedTools.of(request.tools or ())
+    messages = _messages(request, store, tools)
+    generation = _generation(request, messages, tools)
+    assert generation.chat is not None, "each response answers a chat"
+    begun = messages.pop() if generation.chat.continues else None
     stored = json.dumps(messages, ensure_ascii=False).encode() if request.store is not False else b""
-    return ParsedRequest(request, chat, tools, stored, begun)
+    return ParsedRequest(request, generation, tools, stored, begun)
 
 
 _UNSUPPORTED = {
@@ -383,22 +366,25 @@ def _referenced(reference: ItemReference, store: ResponseStore) -> Any:
     return ITEM.validate_json(item)
 
 
-def _fields(request: ResponsesRequest, messages: list[dict[str, Any]], tools: OfferedTools) -> dict[str, Any]:
+def _generation(request: ResponsesRequest, messages: list[dict[str, Any]], tools: OfferedTools) -> GenerationRequest:
     if request.instructions:
         messages = [{"role": "system", "content": request.instructions}, *messages]
     if not messages:
         raise ErrorResponse(400, "input must have at least one message; add it", param="input")
-    fields = request.given_settings()
-    fields |= {name: getattr(request, name) for name in ("model", "stream", "parallel_tool_calls")}
-    fields |= {"messages": messages, "max_tokens": request.max_output_tokens}
-    if request.has_logprobs:
-        fields |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    if request.reasoning is not None:
-        fields["reasoning_effort"] = request.reasoning.effort
+    functions, choice = tools.chosen(request.tool_choice)
+    effort = None if request.reasoning is None else request.reasoning.effort
+    format = None
     match request.text.format if request.text is not None else None:
-        case JsonSchemaFormat(name=name, schema_=schema):
-            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-        case JsonObjectFormat():
-            fields["response_format"] = {"type": "json_object"}
-    fields["tools"], fields["tool_choice"] = tools.chosen(request.tool_choice)
-    return fields
+        case JsonSchemaFormat(schema_=schema):
+            format = Constraint("json", schema, "response_format")
+        case AnyJson():
+            format = Constraint("json", ANY_OBJECT, "response_format")
+    return request.request_of(
+        prompt_field="input",
+        chat=request.chat_of(list(messages), functions, choice, request.parallel_tool_calls, effort=effort),
+        format=format,
+        num_logprobs=(request.top_logprobs or 0) if request.has_logprobs else None,
+        max_tokens=request.max_output_tokens,
+        max_tokens_field="max_output_tokens",
+        predicted_text=request.predicted_text,
+    )

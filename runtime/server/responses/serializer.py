@@ -19,10 +19,9 @@ from runtime.generation.tool_calls.events import (
     TextPart,
     ToolCall,
 )
-from runtime.server.answers.api import BegunAnswer, Event, Serializer
+from runtime.server.answers.api import BegunAnswer, Event, Serializer, event_json
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
-from runtime.server.json_pieces import encode_ascii, json_pieces
 from runtime.server.responses.bodies import (
     ItemStatus,
     OutputItem,
@@ -45,8 +44,8 @@ class ResponseSerializer(Serializer):
     Each method that yields events changes the output, and the events say how.
     """
 
-    def __init__(self, parsed: ParsedRequest, answer: BegunAnswer, store: ResponseStore) -> None:
-        super().__init__(parsed.chat, answer)
+    def __init__(self, parsed: ParsedRequest, store: ResponseStore, answer: BegunAnswer) -> None:
+        super().__init__(answer)
         self.id = f"resp_{secrets.token_hex(24)}"
         self._parsed = parsed
         self._store = store
@@ -54,7 +53,7 @@ class ResponseSerializer(Serializer):
         self._encodes_events = True
         self._index = -1  # of the last item that events have begun
         self._is_open = False
-        self._num_logprobs = parsed.chat.num_logprobs
+        self._num_logprobs = parsed.generation.num_logprobs
         # Kept only for log-probabilities: tokens whose text is withheld, and those of the call that is being written.
         self._withheld: list[Token] = []
         self._of_call: list[Token] = []
@@ -236,7 +235,7 @@ class ResponseSerializer(Serializer):
         event = {"type": type, "sequence_number": self._num_events, **fields}
         self._num_events += 1
         # Encoded now, because items and the response keep growing.
-        return Event(_json(event) if self._encodes_events else "", type)
+        return Event(event_json(event) if self._encodes_events else "", type)
 
     def _whole_event(self, type: str) -> Event:
         return self._event(type, response=self._response)
@@ -251,7 +250,7 @@ class ResponseSerializer(Serializer):
         }
 
     def _keep(self) -> None:
-        items = {item["id"]: _json(item).encode() for item in self._output}
+        items = {item["id"]: event_json(item).encode() for item in self._output}
         # Nobody answers a call that was cut off.
         whole = [item for item in self._output if "content" in item or item["status"] == "completed"]
         answer = messages_of(map(ITEM.validate_python, whole), self._parsed.tools)
@@ -262,7 +261,7 @@ class ResponseSerializer(Serializer):
         before = [self._parsed.messages[1:-1]] if self._parsed.messages != b"[]" else []
         added = [json.dumps(message, ensure_ascii=False).encode() for message in answer]
         messages = b"[" + b", ".join(before + added) + b"]"
-        self._store.put(self.id, StoredResponse(_json(self._response).encode(), messages, items))
+        self._store.put(self.id, StoredResponse(event_json(self._response).encode(), messages, items))
 
 
 def _begun(id: str, parsed: ParsedRequest, answer: BegunAnswer) -> ResponseBody:
@@ -297,7 +296,3 @@ def _begun(id: str, parsed: ParsedRequest, answer: BegunAnswer) -> ResponseBody:
     }
     # Clients' schemas do not allow null for it.
     return begun if request.user is None else {**begun, "user": request.user}
-
-
-def _json(value: Any) -> str:
-    return "".join(json_pieces(value, encode_ascii))
