@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from sweeps import sweep
 from tool_call_cases import FORMATS, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_writer import written_calls
 from runtime.generation.tool_calls.events import Answer
 
 THINK: dict[str, Any] = {"tags": ("<think>", "</think>")}
@@ -46,34 +46,11 @@ def calls_in(answer: Answer) -> list[tuple[str, Any]]:
     return [(call.name, call.values) for call in answer.calls]
 
 
-def written(format: str, name: str, arguments: dict[str, Any]) -> str:
-    """A block with a call as the format's layout has it."""
+def written(format: str, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as the format's layout has them."""
     known = call_format(format)
-    layout = known.layout
-    assert layout is not None
-    head = layout.head.replace("{name}", name).replace("{number}", "0")
-    if layout.key is None:
-        body = json.dumps(arguments, ensure_ascii=False)
-    else:
-        parts = []
-        for key, value in arguments.items():
-            kind = "string" if isinstance(value, str) else "number"
-            before = layout.key.replace("{key}", key).replace("{type}", kind)
-            parts.append(before + _value(layout, value) + layout.value_end)
-        body = layout.between_arguments.join(parts)
-    block = layout.block[0] + head + body + layout.tail + layout.block[1]
-    return known.start + block.replace("\0", "\n") + known.end
-
-
-def _value(layout: Any, value: Any) -> str:
-    if not isinstance(value, str):
-        return repr(value) if layout.values == "python" else json.dumps(value, ensure_ascii=False)
-    if layout.values == "python":
-        return repr(value)
-    if layout.values == "text":
-        begin, end = layout.quotation if any(character in value for character in "<&\n") else ("", "")
-        return str(begin + value + end)
-    return str(layout.values + value + layout.values)
+    assert known.layout is not None
+    return written_calls(known, known.layout, calls)
 
 
 TEXT_FORMATS = [name for name in FORMATS if (layout := call_format(name).layout) and layout.values == "text"]
@@ -103,7 +80,15 @@ TEXT_FORMATS = [name for name in FORMATS if (layout := call_format(name).layout)
 def test_a_text_comes_as_it_was_written(format: str, content: str) -> None:
     """sgl-project/sglang PR #20543, raullenchai/Rapid-MLX #1515, vllm-project/vllm PR #33965."""
     arguments = {"path": "a.md", "content": content}
-    assert calls_in(read(format, written(format, "write", arguments))) == [("write", arguments)]
+    assert calls_in(read(format, written(format, ("write", arguments)))) == [("write", arguments)]
+
+
+@sweep("format", FORMATS)
+def test_calls_are_read_as_they_are_written(format: str) -> None:
+    values = {"command": 'it\'s "x"\n', "flags": ["a", 1, None], "n": -5, "yes": False}
+    wanted: list[tuple[str, Any]] = [("run", values), ("ls", {}), ("post", {"body": {"a": {"b": [True, 0.5]}}})]
+    answer = read(format, written(format, *wanted))
+    assert (calls_in(answer), answer.content) == (wanted, "")
 
 
 @sweep("format", TEXT_FORMATS)
@@ -114,17 +99,17 @@ def test_the_beginning_of_an_argument_in_a_text_is_a_word_unless_it_may_be_one(f
     opening = layout.key.replace("{type}", "string").replace("\0", "")
     for key, is_call in (("x", True), ("content", False)):
         arguments = {"path": f"use {opening.replace('{key}', key)} here", "content": "c"}
-        text = written(format, "write", arguments).replace("<![CDATA[", "").replace("]]>", "")
+        text = written(format, ("write", arguments)).replace("<![CDATA[", "").replace("]]>", "")
         assert calls_in(read(format, text)) == ([("write", arguments)] if is_call else [])
 
 
 @sweep("format", TEXT_FORMATS)
 def test_a_file_that_has_a_whole_call_in_it_is_one_call(format: str) -> None:
-    inner = written(format, "run", {"command": "rm -r /"})
+    inner = written(format, ("run", {"command": "rm -r /"}))
     for content in (f"Write:\n{inner}\nand wait.\n", f"{inner}\n{inner}", f"So {inner}"):
         arguments = {"path": "a.md", "content": content}
-        assert calls_in(read(format, written(format, "write", arguments))) == [("write", arguments)]
-        malformed = written(format, "write", arguments).replace("a.md", content, 1)
+        assert calls_in(read(format, written(format, ("write", arguments)))) == [("write", arguments)]
+        malformed = written(format, ("write", arguments)).replace("a.md", content, 1)
         assert ("run", {"command": "rm -r /"}) not in calls_in(read(format, malformed))
 
 
@@ -134,7 +119,7 @@ def test_no_text_takes_in_a_call_after_it(format: str) -> None:
     layout = known.layout
     assert layout is not None
     wanted: list[tuple[str, Any]] = [("fs.read", {"path": "a"}), ("run", {"command": "a"})]
-    first, second = (written(format, *call) for call in wanted)
+    first, second = (written(format, call) for call in wanted)
     without_end = first[: -len(known.end)] if known.end else first[: -len(layout.value_end)]
     without_value_end = first.replace(layout.value_end.strip("\n\0"), "")
     odd = second.replace("run", "run it")
@@ -146,7 +131,7 @@ def test_no_text_takes_in_a_call_after_it(format: str) -> None:
 
 @sweep("format", TEXT_FORMATS)
 def test_a_call_without_a_text_at_its_end_is_a_call_before_anything(format: str) -> None:
-    call, other = written(format, "run", {"n": 1}), written(format, "list files", {"path": "b"})
+    call, other = written(format, ("run", {"n": 1})), written(format, ("list files", {"path": "b"}))
     answer = read(format, f"{call}\n{other}")
     assert (calls_in(answer), answer.content) == ([("run", {"n": 1})], f"\n{other}")
 
@@ -179,7 +164,7 @@ def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.Dat
 
     first = {"path": text(), "content": text()}
     second = {"flags": [text()], "n": data.draw(st.integers(-(2**70), 2**70)), "yes": data.draw(st.booleans())}
-    said = written(format, "write", first) + "\n" + written(format, "run", second)
+    said = written(format, ("write", first)) + "\n" + written(format, ("run", second))
     wanted = [("write", first), ("run", second)]
     answers = [read(format, said, size=size) for size in (data.draw(st.integers(1, 9)), len(said))]
     assert calls_in(answers[0]) == calls_in(answers[1])
@@ -243,7 +228,7 @@ def test_a_text_is_a_value_of_the_schemas_type(format: str, key: str, said: str,
     definitions = {"flag": {"type": ["boolean", "null"]}}
     parameters = {"type": "object", "properties": NULLABLE, "$defs": definitions}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    text = written(format, "f", {key: said})
+    text = written(format, ("f", {key: said}))
     if format == "kimi_k3" and not isinstance(value, str):
         text = text.replace('type="string"', 'type="number"')
     if format == "kimi_k3" and value in ("01234", "123", "2.0", "1_000", "True", "[1"):
@@ -259,7 +244,7 @@ def test_schemas_that_refer_to_themselves_many_times_are_read_once() -> None:
     nested = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
     tools = [function("f", a={"$ref": "#/$defs/d0"}, n={"$ref": "#/$defs/n"})]
     tools[0]["function"]["parameters"]["$defs"] = {"n": {"type": "integer"}, **{name: dict(nested) for name in names}}
-    assert calls_in(read("glm47", written("glm47", "f", {"a": "x", "n": 1}), tools)) == [("f", {"a": "x", "n": 1})]
+    assert calls_in(read("glm47", written("glm47", ("f", {"a": "x", "n": 1})), tools)) == [("f", {"a": "x", "n": 1})]
 
 
 # --- what stands where a call could -------------------------------------------------------------------
@@ -324,7 +309,7 @@ def test_a_marker_that_no_call_follows_is_a_word(format: str, is_thinking: bool)
     """noonghunna/club-3090 #72."""
     known = call_format(format)
     for prose in (f"I could write {known.start} here. ", f"`{known.start}` and `{known.end}`: no. "):
-        call = written(format, "run", {"command": "ls"})
+        call = written(format, ("run", {"command": "ls"}))
         answer = read(format, f"{prose}Well.</think>Yes.\n{call}", **THINK, is_thinking=True)
         assert (answer.reasoning, answer.content) == (f"{prose}Well.", "Yes.")
         assert calls_in(answer) == [("run", {"command": "ls"})]
@@ -351,7 +336,7 @@ def test_a_tag_of_the_reasoning_counts_where_an_answer_begins(text: str, reasoni
 
 @sweep("format", TEXT_FORMATS)
 def test_a_call_that_is_cut_off_in_a_text_has_the_text_so_far(format: str) -> None:
-    text = written(format, "write", {"path": "a.md", "content": "one two three"})
+    text = written(format, ("write", {"path": "a.md", "content": "one two three"}))
     answer = read(format, text[: text.index(" three")], is_complete=False)
     assert (answer.content, answer.calls) == ("", [])
     assert answer.cut_call is not None

@@ -73,7 +73,7 @@ CHATS: dict[str, tuple[Sequence[dict[str, Any]], str]] = {
     "two answers": ([*ANSWERED, says("three"), user("four")], "one two three four"),
     "an answer first": ([says("zero"), user("one")], "zero one"),
     "a question behind a result": ([*CALLED, user("three")], "one sunny three"),
-    "a question in place of a result": ([user("one"), calls(FINE), user("three")], "one three"),
+    "a question in place of a result": ([user("one"), calls(FINE), user("three")], "one Lima three"),
     "a result without its call": ([result("sunny"), user("one")], "sunny one"),
     "a result behind an answer": ([*ANSWERED, result("sunny"), user("three")], "two sunny three"),
     "a result of another call": (
@@ -185,6 +185,25 @@ def test_repairs_for_an_error_keep_a_call_whose_words_are_elsewhere_too(family: 
     chat = [system("in Lima"), user("to Lima"), calls(FINE)]
     text = render_chat_template(chat, templated(TEMPLATES[family]))
     assert text.count("Lima") == 3
+
+
+def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them() -> None:
+    chat = [
+        *(user("one"), calls(FINE, '{"city": "Lis', content="beside"), result("sunny"), result("bad", "callid002")),
+        *(says("two"), user("three"), calls("{}")),
+    ]
+    text = render_chat_template(chat, templated(TEMPLATES["lfm2"]), add_generation_prompt=False)
+    written = "[look(city='Lima'), look(arguments='{\"city\": \"Lis')]"
+    assert text == (
+        f"<|tool_list_start|><|user|>one<|assistant|>beside<|tool_call_start|>{written}<|tool_call_end|>"
+        "<|tool|>sunny<|tool|>bad<|assistant|>two<|user|>three"
+        "<|assistant|><|tool_call_start|>[look()]<|tool_call_end|>"
+    )
+
+
+def test_calls_of_no_known_format_are_left_out_where_the_template_leaves_them_out() -> None:
+    without_format = templated(TEMPLATES["lfm2"].replace("<|tool_list_start|>", ""))
+    assert render_chat_template(CALLED, without_format) == "<|user|>one<|assistant|><|tool|>sunny<|assistant|>"
 
 
 def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import pythonic
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -113,6 +114,7 @@ TEMPLATES = {
     + _TURN
     + "{% endif %}{%- endfor -%}"
     + _END,
+    "lfm2": _each(_TURN.replace(_CALLS, "")).replace("{%- for tool", "<|tool_list_start|>{%- for tool"),
     "phi": _each("{%- if m.role in ('system', 'user', 'assistant') and m.content %}" + _TURN + "{% endif %}"),
     "functionary": _each(
         _TURN.replace(
@@ -131,8 +133,18 @@ NEMO = _each(
 
 @functools.cache
 def templated(template: str, *tokens: str) -> TokenizerWrapper:
-    """A tokenizer with a chat template, and with some special tokens; it knows no other word."""
+    """A tokenizer with a chat template, and with some special tokens; it knows no other word.
+
+    As in mlx-lm, a marker in the template tells the format of LFM2's calls; other templates have calls of no format.
+    """
     inner = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>", chat_template=template)
     fast.add_tokens(list(tokens), special_tokens=True)
-    return TokenizerWrapper(fast)
+    if "<|tool_list_start|>" not in template:
+        return TokenizerWrapper(fast)
+    return TokenizerWrapper(
+        fast,
+        tool_parser=pythonic.parse_tool_call,
+        tool_call_start=pythonic.tool_call_start,
+        tool_call_end=pythonic.tool_call_end,
+    )

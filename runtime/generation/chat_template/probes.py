@@ -17,6 +17,7 @@ from runtime.generation.chat_template.repairs import (
     Repair,
     arguments_as_json,
     calls_as_text,
+    calls_as_text_if_alone,
     roles_alternating,
     systems_first,
     systems_into_user,
@@ -115,6 +116,7 @@ _PROBES = (
     _probe(*_CALLED, marks="resultone"),
     _probe(*_CALLED, _user("usertwo"), marks="resultone usertwo"),
     _probe(_user("userone"), _calls(_call()), _user("usertwo"), marks="usertwo"),
+    _probe(_user("userone"), _calls(_call()), _user("usertwo"), marks="argumentmark"),
     _probe(
         *(_user("userone"), _calls(_call(), _call("callmark2", {"city": "argumenttwo"}))),
         *(_result("resultone"), _result("resulttwo", "callmark2")),
@@ -152,7 +154,10 @@ _TOOLS = (
 )
 
 # Repairs that reach far, the furthest first. One of them is needed only where no other helps.
-_FAR = (calls_as_text, texts_before_calls, roles_alternating, systems_into_user, systems_joined, systems_first)
+_FAR = (
+    *(calls_as_text, calls_as_text_if_alone, texts_before_calls, roles_alternating),
+    *(systems_into_user, systems_joined, systems_first),
+)
 _IN_DOUBT = (*_FAR, *(repair for repair in REPAIRS if repair not in _FAR))
 
 
@@ -176,19 +181,28 @@ def repaired(chat: Chat, repairs: Iterable[Repair]) -> Chat:
     return chat
 
 
-def needs_of(render: Render, *, has_tools: bool) -> Needs:
+def needs_of(render: Render, *, has_tools: bool, calls_in_content: Repair | None = None) -> Needs:
     """Probe a template.
 
     Args:
         render: the template; it may raise anything.
         has_tools: whether it gets tools; it may be another template then.
+        calls_in_content: the repair of this name; None if the format of the model's calls is not known.
     """
     tools = (_TOOL,) if has_tools else ()
+    called = Chat(_CALLED, tools)
+
+    def writes_calls(*repairs: Repair) -> bool:
+        return _takes(render, repaired(called, repairs), ("argumentmark",))
+
+    first: tuple[Repair, ...] = ()
+    if not (takes_calls := _takes(render, called)):
+        first = (arguments_as_json,) if _takes(render, arguments_as_json(called)) else ()
+    elif calls_in_content is not None and not writes_calls() and writes_calls(calls_in_content):
+        first = (calls_in_content,)
     # Without calls that can be written, no probe with calls says anything.
-    needs_json = not _takes(render, Chat(_CALLED, tools)) and _takes(render, arguments_as_json(Chat(_CALLED, tools)))
-    first = (arguments_as_json,) if needs_json else ()
-    writes_arguments = _takes(render, repaired(Chat(_CALLED, tools), first), ("argumentmark",))
-    always: set[Repair] = set()
+    writes_arguments = writes_calls(*first) or (not takes_calls and writes_calls(calls_as_text))
+    always: set[Repair] = set(first if takes_calls else ())
     on_error: set[Repair] = set(first)
     cases = [(Chat(probe.messages, tools), probe.marks) for probe in _PROBES]
     cases += [(Chat((_user("userone"),), (tool,)), ("markedtool",)) for tool in _TOOLS if has_tools]
@@ -199,7 +213,7 @@ def needs_of(render: Render, *, has_tools: bool) -> Needs:
         if not _takes(render, chat, marks):
             needed = needed_of(REPAIRS, partial(_takes, render, marks=marks), chat)
             (always if _takes(render, chat) else on_error).update(needed)
-    in_order = (*REPAIRS, arguments_as_json)
+    in_order = (*REPAIRS, *first)
     return Needs(
         tuple(repair for repair in in_order if repair in always),
         tuple(repair for repair in in_order if repair in always | on_error),

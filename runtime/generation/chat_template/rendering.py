@@ -11,11 +11,14 @@ from typing import Any, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError
+from runtime.generation.answers.message_format import message_format
 from runtime.generation.chat_template.known import ANSWER_MARK, known_of, plain
 from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, without_loss
-from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message
+from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message, Repair, calls_in_content
 from runtime.generation.chat_template.switches import with_known_effort, with_own_switch
 from runtime.generation.chat_template.tags import tags_of
+from runtime.generation.tool_calls.call_format import call_format, written_layout
+from runtime.generation.tool_calls.call_writer import written_calls
 from runtime.generation.tool_calls.messages import for_template
 
 
@@ -69,8 +72,18 @@ def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, A
 def _needs(tokenizer: Any, *, has_tools: bool) -> Needs:
     known = known_of(tokenizer)
     if has_tools not in known.needs:
-        known.needs[has_tools] = needs_of(partial(plain, tokenizer, {}), has_tools=has_tools)
+        render = partial(plain, tokenizer, {})
+        known.needs[has_tools] = needs_of(render, has_tools=has_tools, calls_in_content=_calls_in_content(tokenizer))
     return known.needs[has_tools]
+
+
+def _calls_in_content(tokenizer: Any) -> Repair | None:
+    format = call_format(tokenizer)
+    # A call that is a message of its own, or has a header of its own, is no part of a content.
+    if format is None or message_format(tokenizer) is not None:
+        return None
+    layout = written_layout(format, tokenizer.chat_template)
+    return None if layout is None else calls_in_content(partial(written_calls, format, layout))
 
 
 # --- answers that continue a message --------------------------------------------------------------

@@ -103,6 +103,11 @@ def calls_as_text(messages: Sequence[Message]) -> Sequence[Message]:
     return [_without_calls(_result_as_text(message)) for message in messages]
 
 
+def calls_as_text_if_alone(chat: Chat) -> Chat:
+    """As `calls_as_text`, in a chat without any result."""
+    return chat if any(message["role"] == "tool" for message in chat.messages) else calls_as_text(chat)
+
+
 @_on_messages
 def one_text_beside_calls(messages: Sequence[Message]) -> Sequence[Message]:
     """Put reasoning in front of the content beside calls, where a template takes one of the two (gpt-oss)."""
@@ -130,6 +135,29 @@ def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
         waiting, answered, orphans = [*before, *map(_id_of, _calls(message))], [], []
         changed.append(message)
     return [*changed, *orphans]
+
+
+def calls_in_content(write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]) -> Repair:
+    """A repair that puts calls behind the content as the model writes them, for templates that write results alone.
+
+    Args:
+        write: returns the text of calls, each a function's name and its arguments.
+    """
+
+    def changed(message: Message) -> Message:
+        calls = []
+        for call in _calls(message):
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                return message
+            arguments = function.get("arguments")
+            calls.append((function["name"], arguments if isinstance(arguments, Mapping) else _as_object(arguments)))
+        if not calls:
+            return message
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**rest, "content": f"{message.get('content') or ''}{write(calls)}"}
+
+    return _on_messages(lambda messages: list(map(changed, messages)))
 
 
 @_on_messages
@@ -423,6 +451,7 @@ REPAIRS: tuple[Repair, ...] = (
     systems_into_user_before_end,
     one_text_beside_calls,
     calls_as_text,
+    calls_as_text_if_alone,
     orphans_as_text,
     neighbours_joined,
     user_before_calls,
