@@ -1,15 +1,14 @@
-"""What all benchmarks share: the plan, the measuring, and the figures."""
+"""What the benchmarks share: the plan, contenders that take turns, and figures with their spread."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import attrs
-import trio
 
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
@@ -17,24 +16,23 @@ from actors.workers.worker import JobError
 from protocol.errors import ModelError, PromptError
 from protocol.open_options import OpenOptions
 from protocol.settings import settings_from
-from protocol.validation import check_integer, check_number, must_be, validator
-from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Prompts, Run
+from protocol.validation import check_integer, must_be, validator
+from runtime.bench import figures
+from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Length, Prompts, Run
+from runtime.bench.figures import Report, Row
+from runtime.bench.loaded_models import LoadedModels, load_models
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
+from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source, caches_of
-from runtime.measuring.contest import Contest
-from runtime.measuring.figures import Figure, Record, Spread, ratio, record_of, spread, total
-from runtime.measuring.loaded_models import Circumstances, LoadedModels, load_models
-from runtime.measuring.plots import Bar, Plot
-from runtime.measuring.reports import Report
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-# A closing run below this fraction of the first speed shows that the machine became slower; above, it may be noise.
-MIN_CLOCK = 0.9
-
 # Enough to leave something to time after the first round.
 MIN_TOKENS = 16
+
+T = TypeVar("T")
+Progress = Callable[[str], None]
 
 
 def without_repeats(values: Iterable[Any]) -> tuple[Any, ...]:
@@ -50,8 +48,7 @@ class Plan:
 
     Attributes:
         prompts: texts, sequences of token ids, or `BenchPrompt`; at least one.
-        max_tokens: number of tokens to generate for each prompt, >= 16; nothing ends a text earlier.
-        cooldown: seconds of rest before each run: a machine that is hot may be slower, without a warning.
+        max_tokens: number of tokens to generate for each prompt, >= 16.
         dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
         rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
             same way.
@@ -60,7 +57,6 @@ class Plan:
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=DEMO_PROMPTS, converter=bench_prompts)
     max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
     repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
-    cooldown: float = attrs.field(default=0.0, validator=validator(check_number, 0))
     temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
     dtype: str | None = attrs.field(default=None)
     rewind: str = "auto"
@@ -88,37 +84,37 @@ class Plan:
             raise must_be("dtype", f"one of {', '.join(DTYPES)} or None", dtype)
 
 
-P = TypeVar("P", bound=Plan)
-Progress = Callable[[str], None]
-
-
-class Benchmark(ABC, Generic[P]):
+class Benchmark(ABC):
     """A benchmark, and what it has measured so far; `result` may be called at any time.
 
-    A case is a number: the index of a prompt's turn, or a number of streams.
+    A case is a number: the index of a prompt's turn, or a number of streams. Contenders take turns on the same cases,
+    so that disturbances of the machine hit all of them alike.
 
     Attributes:
-        closing: the first contender's first case, run again after all others; shows whether the machine became slower.
+        contenders: in the order of the rows.
+        turns: runs by (repeat, case); a turn that was interrupted lacks some.
+        failures: why a contender cannot run. The others go on.
+        about: see `LoadedModels.about`; empty before the models are loaded.
+        draft_names: paths or hub ids of the drafters that were loaded.
         prefix_cache_bytes: of the runtimes. With 0, no prompt is cached from an earlier run: mlx-lm's batches read all
             of them, too.
     """
 
-    figures: ClassVar[tuple[Figure, ...]]  # of each row, for JSON and the table
     with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
-    is_a_time: ClassVar[bool] = False  # whether the compared value is a time, so that less is better
     prefix_cache_bytes: ClassVar[int] = 0
 
-    def __init__(self, plan: P) -> None:
-        self.plan = plan
-        self.about = Circumstances()
-        self.contest = self._contest()
-        self.closing: Run | None = None
+    def __init__(self, plan: Plan, cases: Sequence[int], contenders: Sequence[Contender], warm_up: Sequence[int]):
+        self.plan, self.cases, self.contenders, self._warm_up = plan, cases, contenders, warm_up
+        self.turns: dict[tuple[int, int], dict[Contender, Run]] = {}
+        self.failures: dict[Contender, str] = {}
+        self.about: dict[str, Any] = {}
+        self.draft_names: list[str] = []
 
     # --- what each benchmark decides --------------------------------------------------------------
 
-    @abstractmethod
-    def _contest(self) -> Contest[Contender, int, Run]:
-        """The contest that the plan describes, without runs."""
+    def contenders_of(self, case: int) -> list[Contender]:
+        """The contenders that take part in a case."""
+        return list(self.contenders)
 
     @abstractmethod
     def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
@@ -129,115 +125,137 @@ class Benchmark(ABC, Generic[P]):
         """A case in a progress line."""
 
     @abstractmethod
-    def result(self) -> Record:
-        """The figures so far, and what they were measured on. `rows` has a record for each contender."""
+    def result(self) -> dict[str, Any]:
+        """The figures so far, and what they were measured on, as JSON values; `rows` has one for each contender."""
 
     @abstractmethod
-    def report(self, result: Record) -> Report:
-        """The report of a result, to be printed."""
+    def report(self, result: Mapping[str, Any]) -> Report:
+        """The report of a result."""
 
-    def plot(self, result: Record) -> Plot:
-        """The speeds of a result, to be drawn."""
-        raise NotImplementedError
-
-    def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
+    def expected(self, case: int) -> Sequence[tuple[int, ...]]:
         """The texts that a case should have."""
         return ()
 
     def value(self, runs: Sequence[Run]) -> float | None:
         """The value to compare: here tokens per second."""
-        return ratio(total(runs, "num_timed"), total(runs, "seconds"))
+        return figures.ratio(sum(run.num_timed for run in runs), sum(run.seconds for run in runs))
 
     # --- figures ----------------------------------------------------------------------------------
 
-    def entries(self, cases: Sequence[int]) -> list[Entry]:
-        """What the rows of some cases are computed from: one for each contender that takes part in them."""
-        complete = {key: turn for key, turn in self.contest.complete.items() if key[1] in cases}
-        return [Entry(self, complete, contender, cases) for contender in self.contest.contenders_of(cases[0])]
+    @property
+    def complete(self) -> dict[tuple[int, int], dict[Contender, Run]]:
+        """The turns in which every contender has run that can. An incomplete turn would favour some."""
+        return {
+            (repeat, case): turn
+            for (repeat, case), turn in self.turns.items()
+            if all(each in turn for each in self.contenders_of(case) if each not in self.failures)
+        }
 
-    def rows(self, cases: Sequence[int]) -> list[Record]:
-        """The figures of some cases: a row for each contender that takes part in them."""
-        return [record_of(self.figures, entry) for entry in self.entries(cases)]
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything was measured."""
+        return len(self.complete) == self.plan.repeats * len(self.cases)
+
+    @property
+    def repeats_done(self) -> int:
+        """Number of repeats in the figures; the last may have only some of the cases."""
+        return len({repeat for repeat, _ in self.complete})
+
+    def runs(self, contender: Contender, cases: Sequence[int]) -> dict[tuple[int, int], Run]:
+        """The runs of a contender in the complete turns of some cases, by (repeat, case)."""
+        return {key: turn[contender] for key, turn in self.complete.items() if key[1] in cases and contender in turn}
+
+    def values(self, contender: Contender, cases: Sequence[int]) -> list[float]:
+        """The compared value: one for each repeat, over the cases."""
+        by_repeat: dict[int, list[Run]] = {}
+        for (repeat, _), run in self.runs(contender, cases).items():
+            by_repeat.setdefault(repeat, []).append(run)
+        return [value for runs in by_repeat.values() if (value := self.value(runs)) is not None]
+
+    def versus(self, contender: Contender, other: Contender, cases: Sequence[int]) -> float | None:
+        """A contender's median over that of another one."""
+        return figures.ratio(figures.median(self.values(contender, cases)), figures.median(self.values(other, cases)))
+
+    def same_texts(self, contender: Contender, cases: Sequence[int]) -> Row:
+        """Numbers of texts, and of those that equal the expected ones; the latter is None above temperature 0.
+
+        In low precision a pass of another width, or over more texts, may decide a near-tie differently.
+        """
+        runs = self.runs(contender, cases)
+        pairs = [
+            (text, should)
+            for (_, case), run in runs.items()
+            for text, should in zip(run.texts, self.expected(case), strict=True)
+        ]
+        same = None if self.plan.temperature > 0 else sum(text == should for text, should in pairs)
+        return {"same_texts": same, "num_texts": len(pairs)}
 
     def _facts(self) -> dict[str, Any]:
         return {
-            "machine": self.about.machine,
+            **self.about,
             "max_tokens": self.plan.max_tokens,
+            "temperature": self.plan.temperature,
             "repeats": self.plan.repeats,
-            "repeats_done": self.contest.repeats_done,
-            "is_complete": self.contest.is_complete,
-            "clock": self._clock(),
+            "repeats_done": self.repeats_done,
+            "is_complete": self.is_complete,
         }
-
-    def _clock(self) -> float | None:
-        """The first contender's speed in the closing run, over its median before; None without a closing run."""
-        entry = next(iter(self.entries(self.contest.cases[:1])))
-        if self.closing is None:
-            return None
-        before, after = entry.spread.median, self.value([self.closing])
-        return ratio(before, after) if self.is_a_time else ratio(after, before)
-
-    def _facts_of_models(self) -> dict[str, Any]:
-        about = self.about
-        models = {"target": about.target, "draft": about.draft, "dtypes": about.dtypes}
-        return models | self._facts() | {"temperature": self.plan.temperature}
 
     # --- measuring --------------------------------------------------------------------------------
 
     async def _measure(
         self, target: Source, drafts: Mapping[str, Source], on_progress: Progress, group: RankGroup | None = None
-    ) -> Record:
+    ) -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             plan = self.plan
             models = await load_models(
                 stack, target, drafts, plan.cache_options, dtype=plan.dtype, group=group, on_progress=on_progress
             )
-            self.about = models.circumstances
-            has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
-            first_turns = [prompt.at(0, (), has_template=has_template) for prompt in plan.prompts]
+            self.about, self.draft_names = models.about(), [name_of(draft) for draft in models.drafts.values()]
+            self.contenders = self._contenders_with(models)
+            first_turns = [prompt.at(0, (), has_template=models.has_template) for prompt in plan.prompts]
             encoded = models.encoded(first_turns, plan.max_tokens)
             runner = ContenderRunner(models)
-            self._note_models(models)
-            await runner.open_runtimes(stack, self.contest.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
+            await runner.open_runtimes(stack, self.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
             prompts = await self._prepare(runner, models, encoded, on_progress)
-            await self._run(runner, prompts, on_progress)
+            await self._take_turns(runner, prompts, on_progress)
         return self.result()
 
-    def _note_models(self, models: LoadedModels) -> None:
-        """Called once the models are loaded, before the contest begins."""
+    def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
+        """The contenders, once the models are loaded."""
+        return self.contenders
 
     async def _prepare(
         self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
     ) -> Prompts:
-        """Called before the contest begins. Returns: the prompts as token ids; here the first turns alone."""
+        """Called before the first turn. Returns: the prompts as token ids; here those of the first turns."""
         return first_turns
 
-    async def _run(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
-        plan = self.plan
-        for step in self.contest.steps():
-            repeat = "" if step.repeat is None else f"repeat {step.repeat + 1} of {plan.repeats}, "
-            when = f"{repeat}{self._described(step.case)}" if repeat else "warming up"
-            on_progress(f"{when}: {step.contender.name} ({step.progress})")
-            try:
-                run = await self._run_one(runner, step.contender, self._prompts_of(step.case, prompts))
-            except JobError as error:
-                if step.contender == PLAIN:
-                    raise plain_failed(error) from error.__cause__
-                self.contest.fail(step, str(error.__cause__))
-            else:
-                self.contest.record(step, run)
-        first = self.contest.contenders[0]
-        if first not in self.contest.failures:
-            on_progress(f"closing: {first.name} again")
-            try:
-                self.closing = await self._run_one(runner, first, self._prompts_of(self.contest.cases[0], prompts))
-            except JobError as error:
-                raise plain_failed(error) from error.__cause__
+    def _length(self, case: int) -> Length:
+        return Length(self.plan.max_tokens, self.plan.temperature)
 
-    async def _run_one(self, runner: ContenderRunner, contender: Contender, prompts: Prompts) -> Run:
-        plan = self.plan
-        await trio.sleep(plan.cooldown)
-        return await runner.run(contender, prompts, plan.max_tokens, plan.temperature, with_prompts=self.with_prompts)
+    async def _take_turns(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
+        turns: list[tuple[int | None, int]] = [(None, case) for case in self._warm_up]
+        turns += [(repeat, case) for repeat in range(self.plan.repeats) for case in self.cases]
+        num_runs, number, began = sum(len(self.contenders_of(case)) for _, case in turns), 0, time.perf_counter()
+        for turn, (repeat, case) in enumerate(turns):
+            when = "warming up" if repeat is None else f"repeat {repeat + 1} of {self.plan.repeats}"
+            for contender in running_order(self.contenders_of(case), turn):
+                left = time_left(time.perf_counter() - began, number / num_runs)
+                number += 1
+                if contender in self.failures:
+                    continue
+                on_progress(f"{when}, {self._described(case)}: {contender.name} ({number} of {num_runs} runs{left})")
+                try:
+                    run = await runner.run(
+                        contender, self._prompts_of(case, prompts), self._length(case), with_prompts=self.with_prompts
+                    )
+                except JobError as error:
+                    if contender == PLAIN:
+                        raise plain_failed(error) from error.__cause__
+                    self.failures[contender] = str(error.__cause__)
+                else:
+                    if repeat is not None:
+                        self.turns.setdefault((repeat, case), {})[contender] = run
 
 
 def plain_failed(error: JobError) -> ModelError:
@@ -245,133 +263,16 @@ def plain_failed(error: JobError) -> ModelError:
     return ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}")
 
 
-@attrs.frozen
-class Entry:
-    """What a row's figures are computed from: a contender, and the complete turns of some cases."""
-
-    benchmark: Benchmark[Any]
-    complete: Mapping[tuple[int, int], Mapping[Contender, Run]]
-    contender: Contender
-    cases: Sequence[int]
-
-    @property
-    def runs(self) -> dict[tuple[int, int], Run]:
-        """The contender's runs, by (repeat, case)."""
-        return {key: turn[self.contender] for key, turn in self.complete.items() if self.contender in turn}
-
-    @property
-    def spread(self) -> Spread:
-        """The compared value: one for each repeat, over the cases."""
-        by_repeat: dict[int, list[Run]] = {}
-        for (repeat, _), run in self.runs.items():
-            by_repeat.setdefault(repeat, []).append(run)
-        return spread(self.benchmark.value(runs) for runs in by_repeat.values())
-
-    def total(self, *names: str) -> float | None:
-        """The sum of counters over the runs."""
-        return total(list(self.runs.values()), *names)
-
-    def by(self, other: Contender) -> Entry:
-        """The entry of another contender, with the same cases."""
-        return attrs.evolve(self, contender=other)
-
-    def versus(self, other: Contender | None) -> float | None:
-        """Its median over that of another contender."""
-        return None if other is None else ratio(self.spread.median, self.by(other).spread.median)
-
-    def same_texts(self) -> int | None:
-        """Number of texts that equal the expected ones; None above temperature 0.
-
-        In low precision a pass of another width, or over more texts, may decide a near-tie differently.
-        """
-        expected = {case: self.benchmark.expected(self, case) for _, case in self.complete}
-        pairs = (pair for (_, case), run in self.runs.items() for pair in zip(run.texts, expected[case], strict=True))
-        return None if self.benchmark.plan.temperature > 0 else sum(text == should for text, should in pairs)
+def running_order(contenders: Sequence[T], turn: int) -> list[T]:
+    """The order of contenders in a turn: every second turn is reversed, and every two turns the start moves by one."""
+    begin = turn // 2 % len(contenders)
+    rotated = [*contenders[begin:], *contenders[:begin]]
+    return rotated if turn % 2 == 0 else rotated[::-1]
 
 
-# --- figures that several benchmarks have ---------------------------------------------------------
-
-
-def share(part: str, *whole: str) -> Callable[[Entry], float | None]:
-    """The ratio of two counters of `Run`, or of one and the sum of others."""
-    return lambda entry: ratio(entry.total(part), entry.total(*whole))
-
-
-def spread_figures(name: str, heading: str) -> tuple[Figure, ...]:
-    """Figures of the compared value; `name` has one value for each repeat."""
-    return (
-        Figure(name, lambda entry: entry.spread.values),
-        Figure("median", lambda entry: entry.spread.median, heading, ".1f"),
-        Figure("low", lambda entry: entry.spread.low),
-        Figure("high", lambda entry: entry.spread.high),
-        Figure(heading="spread", show=lambda row: f"{row.low:.1f}–{row.high:.1f}"),
-    )
-
-
-LABEL = Figure("name", lambda entry: entry.contender.name, "")
-LOOKAHEAD = Figure("lookahead", lambda entry: entry.contender.lookahead)
-FAILURE = Figure("failure", lambda entry: entry.benchmark.contest.failures.get(entry.contender))
-TOKENS_PER_ROUND = Figure("tokens_per_round", share("num_tokens", "rounds"), "a round", ".2f")
-# Share of verdicts whose text had been drafted ahead.
-HIT_RATE = Figure("hit_rate", share("hits", "hits", "misses"), "hits", ".0%")
-
-
-def _busy(row: Record) -> list[float | None]:
-    return [row.target_busy] if row.target_busy is None else [row.target_busy, row.draft_busy]
-
-
-# The fraction of the time in which each model's thread worked; None for a drafter that took no step.
-BUSY = (
-    Figure("target_busy", share("target_seconds", "seconds")),
-    Figure("draft_busy", lambda entry: share("draft_seconds", "seconds")(entry) if entry.total("drafted") else None),
-    Figure(
-        heading="busy",
-        show=lambda row: " ".join("–" if each is None else f"{each:.0%}" for each in _busy(row)),
-    ),
-)
-SAME_TEXTS = (
-    Figure("same_texts", Entry.same_texts),
-    Figure("num_texts", lambda entry: sum(len(run.texts) for run in entry.runs.values())),
-    Figure(heading="same", show=lambda row: "–" if row.same_texts is None else f"{row.same_texts}/{row.num_texts}"),
-)
-
-
-def about_models(result: Record, num_texts: int | str) -> Iterator[tuple[str, str]]:
-    """Models, texts, repeats and machine, as rows of (name, value)."""
-    yield "target", f"{result.target}, {', '.join(result.dtypes['target'])}"
-    yield "draft", ", ".join([result.draft, *result.dtypes.get("draft", ())])
-    for name, dtypes in result.dtypes.items():
-        if name not in ("target", "draft"):
-            yield "", f"{name}: {', '.join(dtypes)}"
-    yield "texts", f"{num_texts} of {result.max_tokens} tokens, temperature {result.temperature:g}"
-    cut = "" if result.is_complete else ", the last perhaps in part: it was interrupted"
-    yield "repeats", f"{result.repeats_done} of {result.repeats}{cut}"
-    yield from result.machine.items()
-
-
-def failures(result: Record) -> Iterator[str]:
-    """Which contenders cannot run, and why; and whether the machine became slower."""
-    if result.clock is not None and result.clock < MIN_CLOCK:
-        yield (
-            f"The machine slowed down during the run: at the end the first row had {result.clock:.2f} times its speed. "
-            "Do not compare figures of this run with another."
-        )
-    for name, why in dict.fromkeys((row.name, row.failure) for row in result.rows if row.failure is not None):
-        yield f"{name} cannot run: {why}"
-
-
-def speeds_plot(
-    result: Record, unit: str, label: Callable[[Record], str], stands_out: Callable[[Record], bool]
-) -> Plot:
-    """A bar for each row that has a speed."""
-
-    def bar(row: Record) -> Bar:
-        over_plain = getattr(row, "vs_plain", None)
-        text = f"{row.median:.1f}" if over_plain is None else f"{row.median:.1f} ({over_plain:.2f}×)"
-        return Bar(label(row), row.median, row.low, row.high, text, stands_out(row))
-
-    return Plot(
-        f"{Path(result.target).name} with {Path(result.draft).name}, {result.machine.get('processor', '')}",
-        f"{unit}: median, slowest and fastest repeat",
-        [bar(row) for row in result.rows if row.median is not None],
-    )
+def time_left(seconds: float, share_done: float) -> str:
+    """Estimate of the time for the rest, as the end of a progress line; "" before anything is done."""
+    if share_done == 0:
+        return ""
+    left = seconds / share_done * (1 - share_done)
+    return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"

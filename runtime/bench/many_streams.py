@@ -6,8 +6,7 @@ Compare only ratios within one such benchmark.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -16,39 +15,20 @@ from actors.workers.worker import JobError
 from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
-from runtime.bench.benchmark import (
-    BUSY,
-    FAILURE,
-    HIT_RATE,
-    LABEL,
-    LOOKAHEAD,
-    SAME_TEXTS,
-    TOKENS_PER_ROUND,
-    Benchmark,
-    Entry,
-    Plan,
-    Progress,
-    about_models,
-    failures,
-    plain_failed,
-    share,
-    speeds_plot,
-    spread_figures,
-    without_repeats,
-)
-from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts, Run
+from runtime.bench import figures
+from runtime.bench.benchmark import Benchmark, Plan, Progress, plain_failed, without_repeats
+from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts
+from runtime.bench.figures import Report, Row
+from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
 from runtime.loading.model_sources import Source
-from runtime.measuring.contest import Contest
-from runtime.measuring.figures import Figure, Record, bytes_text, seconds_text, table_of
-from runtime.measuring.loaded_models import ONLY_DRAFT, LoadedModels
-from runtime.measuring.plots import Plot
-from runtime.measuring.reports import Report
+from runtime.terminal.tables import Table
 
 MAX_STREAMS = 256
 
-OUR_KINDS: tuple[Kind, ...] = ("one after another", "in turns", "at once")
+# Ways of this runtime, as tables name them.
+OUR_KINDS: dict[Kind, str] = {"one after another": "one by one", "in turns": "in turns", "at once": "at once"}
 
 
 def streams_contender(kind: Kind, lookahead: Lookahead) -> Contender:
@@ -76,7 +56,6 @@ class StreamsPlan(Plan):
         converter=without_repeats,
         validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
-    kinds: tuple[Kind, ...] = OUR_KINDS
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -86,70 +65,40 @@ class StreamsPlan(Plan):
             )
 
     @property
-    def contenders(self) -> tuple[Contender, ...]:
+    def contenders(self) -> list[Contender]:
         """All contenders. For each lookahead, the baselines of "at once" come first."""
-        return (*(streams_contender(kind, each) for each in self.lookaheads for kind in self.kinds), BATCHED)
+        return [*(streams_contender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED]
 
 
-def _versus(kind: Kind) -> Callable[[Entry], float | None]:
-    """The median over that of the same streams decoded in another way; None for mlx-lm."""
-    return lambda entry: (
-        None if entry.contender == BATCHED else entry.versus(streams_contender(kind, entry.contender.lookahead))
-    )
+class ManyStreams(Benchmark):
+    """Speeds are tokens of all streams per second, from the call to the last token, prompts included.
 
+    Attributes:
+        alone: the text that each prompt has in mlx-lm's plain decoding.
+    """
 
-def _first_token(entry: Entry) -> float | None:
-    """The median time to a first token; with streams one after another it includes the earlier streams."""
-    firsts = [first for run in entry.runs.values() for first in run.first_tokens]
-    return statistics.median(firsts) if firsts else None
-
-
-def _most(name: str) -> Callable[[Entry], Any]:
-    return lambda entry: max((getattr(run, name) for run in entry.runs.values()), default=None)
-
-
-class ManyStreams(Benchmark[StreamsPlan]):
-    """Speeds are tokens of all streams per second, from the call to the last token, prompts included."""
-
-    figures = (
-        Figure("streams", lambda entry: entry.cases[0], "streams", "d"),
-        attrs.evolve(
-            LABEL,
-            show=lambda row: (
-                row.name.removeprefix("outrider ").removeprefix("mlx-lm ").replace("one after another", "one by one")
-            ),
-        ),
-        Figure("kind", lambda entry: entry.contender.kind),
-        LOOKAHEAD,
-        *spread_figures("speeds", "tokens/s"),
-        Figure("vs_one_after_another", _versus("one after another"), "× one\nby one", ".2f"),
-        Figure("vs_in_turns", _versus("in turns"), "× in\nturns", ".2f"),
-        Figure("vs_batched", lambda entry: entry.versus(BATCHED), "×\nbatched", ".2f"),
-        # Streams in a forward pass of the target that verifies or decodes.
-        Figure("rows_per_pass", share("pass_rows", "passes"), "streams\na pass", ".2f"),
-        Figure("first_token", _first_token, "first", lambda row: seconds_text(row.first_token)),
-        Figure("longest_wait", _most("longest_wait"), "longest\nwait", lambda row: seconds_text(row.longest_wait)),
-        # Caches and passes, and not the weights.
-        Figure("peak_bytes", _most("peak_bytes"), "memory", lambda row: bytes_text(row.peak_bytes)),
-        *SAME_TEXTS,
-        *BUSY,
-        TOKENS_PER_ROUND,
-        Figure("proposal", share("proposed", "rounds"), "proposed", ".2f"),
-        Figure("acceptance", share("accepted", "proposed"), "accepted", ".0%"),
-        HIT_RATE,
-        # Draft steps: the cost of drafting.
-        Figure("drafted_per_token", share("drafted", "num_tokens"), "drafted", ".2f"),
-        FAILURE,
-    )
+    plan: StreamsPlan
 
     def __init__(self, plan: StreamsPlan) -> None:
-        super().__init__(plan)
+        super().__init__(plan, plan.streams, plan.contenders, warm_up=[min(2, max(plan.streams))])
         self.alone: list[tuple[int, ...]] = []
 
-    def _contest(self) -> Contest[Contender, int, Run]:
-        plan = self.plan
-        warm_up = [min(2, max(plan.streams))]
-        return Contest(plan.contenders, plan.streams, plan.repeats, warm_up=warm_up, size=float)
+    async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
+        """Have all contenders decode all numbers of streams, in turn. It raises what `OneStream.measure` does."""
+        return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
+
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
+    ) -> Prompts:
+        prompts = first_turns[: max(self.cases)]
+        for number, prompt in enumerate(prompts, start=1):
+            on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
+            try:
+                run = await runner.run(PLAIN, [prompt], self._length(0), with_prompts=True)
+            except JobError as error:
+                raise plain_failed(error) from error.__cause__
+            self.alone += run.texts
+        return prompts
 
     def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
         return [prompts[n % len(prompts)] for n in range(case)]
@@ -157,57 +106,75 @@ class ManyStreams(Benchmark[StreamsPlan]):
     def _described(self, case: int) -> str:
         return "1 stream" if case == 1 else f"{case} streams"
 
-    def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
+    def expected(self, case: int) -> Sequence[tuple[int, ...]]:
         """The text that each prompt has alone."""
         return self._prompts_of(case, self.alone)
 
-    def result(self) -> Record:
-        rows = [row for streams in self.plan.streams for row in self.rows([streams])]
-        return Record(**self._facts_of_models(), streams=self.plan.streams, rows=rows)
+    def result(self) -> dict[str, Any]:
+        """See `Benchmark.result`; there is a row for each contender and number of streams."""
+        rows = [self._row(contender, streams) for streams in self.cases for contender in self.contenders]
+        return {**self._facts(), "streams": list(self.cases), "rows": rows}
 
-    def report(self, result: Record) -> Report:
-        return Report(
-            table_of(
-                self.figures, result.rows, is_bold=lambda row: row.kind == "at once", num_labels=2, is_grouped=True
-            ),
-            about=[("bench", list(about_models(result, "each")))],
-            notes=[*_NOTES, *failures(result)],
+    def _row(self, contender: Contender, streams: int) -> Row:
+        runs, values = self.runs(contender, [streams]).values(), self.values(contender, [streams])
+
+        def versus(kind: Kind) -> float | None:
+            other = streams_contender(kind, contender.lookahead)
+            return None if contender == BATCHED else self.versus(contender, other, [streams])
+
+        return {
+            "streams": streams,
+            "name": contender.name,
+            "kind": contender.kind,
+            "lookahead": contender.lookahead,
+            "speeds": values,
+            **figures.spread(values),
+            "vs_one_after_another": versus("one after another"),
+            "vs_in_turns": versus("in turns"),
+            "vs_batched": self.versus(contender, BATCHED, [streams]),
+            "rows_per_pass": figures.share(runs, "pass_rows", "passes"),
+            "first_token": figures.median([first for run in runs for first in run.first_tokens]),
+            "tokens_per_round": figures.ratio(sum(run.num_tokens for run in runs), figures.total(runs, "rounds")),
+            "acceptance": figures.share(runs, "accepted", "accepted", "rejected"),
+            "hit_rate": figures.share(runs, "lookahead_hits", "lookahead_hits", "lookahead_misses"),
+            **self.same_texts(contender, [streams]),
+            "failure": self.failures.get(contender),
+        }
+
+    def report(self, result: Mapping[str, Any]) -> Report:
+        """See `Benchmark.report`."""
+        headings = (
+            *("streams", "", "tokens/s", "× one\nby one", "× in\nturns", "×\nbatched"),
+            *("streams\na pass", "first\ntoken", "same"),
         )
-
-    def plot(self, result: Record) -> Plot:
-        def label(row: Record) -> str:
-            return f"{self._described(row.streams)}, {row.name}"
-
-        return speeds_plot(result, "tokens of all streams per second", label, lambda row: row.kind == "at once")
-
-    async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> Record:
-        """Have all contenders decode all numbers of streams, in turn. It raises what `OneStream.measure` does."""
-        return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
-
-    async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
-    ) -> Prompts:
-        plan, prompts = self.plan, first_turns[: max(self.plan.streams)]
-        for number, prompt in enumerate(prompts, start=1):
-            on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
-            try:
-                run = await runner.run(PLAIN, [prompt], plan.max_tokens, plan.temperature, with_prompts=True)
-            except JobError as error:
-                raise plain_failed(error) from error.__cause__
-            self.alone += run.texts
-        return prompts
+        rows = [
+            (
+                str(row["streams"]),
+                _way(row),
+                figures.spread_cell(row),
+                figures.cell(row["vs_one_after_another"], ".2f"),
+                figures.cell(row["vs_in_turns"], ".2f"),
+                figures.cell(row["vs_batched"], ".2f"),
+                figures.cell(row["rows_per_pass"], ".2f"),
+                "–" if row["first_token"] is None else f"{row['first_token'] * 1e3:.0f} ms",
+                figures.same_cell(row),
+            )
+            for row in result["rows"]
+        ]
+        sections = [("bench", list(figures.about_models(result, "each")))]
+        return Report(sections, [("Figures", Table(headings, rows, 2))], [_NOTE, *figures.failures(result)])
 
 
-_NOTES = (
+def _way(row: Row) -> str:
+    if row["kind"] == "batched":
+        return "batched"
+    return OUR_KINDS[row["kind"]] + ("" if row["lookahead"] == "auto" else f", lookahead {row['lookahead']}")
+
+
+_NOTE = (
     "Speeds are tokens of all streams per second, from the call to the last token, prompts included: medians over "
     "repeats, with the slowest and the fastest. × one by one: over the same streams one after another on the same "
-    "runtime. × in turns: over the same streams at once with max_batch=1, each in passes of its own. × batched: "
-    "over mlx-lm's BatchGenerator, which cannot speculate.",
-    "streams a pass: mean number of streams that shared a pass of the target. first: median time from the call to "
-    "a stream's first token. longest wait: longest time between two tokens of a stream. memory: most that MLX held "
-    "at once, beyond what it held before, so without the weights. same: texts equal to mlx-lm's plain decoding of "
-    "the prompt alone.",
-    "busy: share of the time in which the target's and the drafter's threads worked. a round: tokens committed by "
-    "a round of one stream. proposed: tokens proposed for it. hits: verdicts whose text had been drafted ahead. "
-    "drafted: draft steps per token.",
+    "runtime. × in turns: over the same streams at once with max_batch=1, each in passes of its own. × batched: over "
+    "mlx-lm's BatchGenerator, which cannot speculate. streams a pass: mean number of streams that shared a pass of the "
+    "target. first token: median time from the call. same: texts equal to mlx-lm's plain decoding of the prompt alone."
 )

@@ -5,7 +5,9 @@ Compare only ratios within one such benchmark.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 
@@ -16,33 +18,23 @@ from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.reprs import shown
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
-from runtime.bench.benchmark import (
-    BUSY,
-    FAILURE,
-    HIT_RATE,
-    LABEL,
-    LOOKAHEAD,
-    SAME_TEXTS,
-    TOKENS_PER_ROUND,
-    Benchmark,
-    Entry,
-    Plan,
-    Progress,
-    about_models,
-    failures,
-    share,
-    speeds_plot,
-    spread_figures,
-    without_repeats,
+from runtime.bench import figures
+from runtime.bench.benchmark import Benchmark, Plan, Progress, without_repeats
+from runtime.bench.contenders import (
+    PLAIN,
+    PLAIN_ON_RANKS,
+    Contender,
+    ContenderRunner,
+    Length,
+    Lookahead,
+    Prompts,
+    Run,
 )
-from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, ContenderRunner, Lookahead, Prompts, Run
+from runtime.bench.figures import Report, Row
+from runtime.bench.loaded_models import ONLY_DRAFT, TARGET, LoadedModels
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import Source
-from runtime.measuring.contest import Contest
-from runtime.measuring.figures import Figure, Record, ratio, table_of
-from runtime.measuring.loaded_models import ONLY_DRAFT, TARGET, LoadedModels
-from runtime.measuring.plots import Plot
-from runtime.measuring.reports import Report
+from runtime.terminal.tables import Table
 
 
 @attrs.frozen(kw_only=True)
@@ -52,9 +44,6 @@ class OneStreamPlan(Plan):
     Attributes:
         num_draft_tokens: proposal lengths for mlx-lm's speculative decoding, each in [1, 64].
         lookaheads: of this runtime, each in [0, 64] or "auto".
-        drafts: names of the drafters, if there are several. All are compared with the same plain decoding.
-        mlx_lm_drafts: names of the drafters, "" for a single one, that mlx-lm can also speculate with.
-        is_on_ranks: whether the target is sharded over ranks, where mlx-lm's decoding is left out.
     """
 
     num_draft_tokens: tuple[int, ...] = attrs.field(
@@ -65,170 +54,47 @@ class OneStreamPlan(Plan):
         converter=without_repeats,
         validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
-    drafts: tuple[str, ...] = ("",)
-    mlx_lm_drafts: tuple[str, ...] = ("",)
-    is_on_ranks: bool = False
 
-    @property
-    def plain(self) -> Contender:
-        """The plain decoding that the others are compared with: mlx-lm's, or on ranks this runtime's."""
-        return PLAIN_ON_RANKS if self.is_on_ranks else PLAIN
+    def contenders(
+        self, drafts: Sequence[str] = ("",), mlx_lm_drafts: Sequence[str] = ("",), *, is_on_ranks: bool = False
+    ) -> list[Contender]:
+        """All contenders; the first decodes plainly, and all are compared with it.
 
-    @property
-    def contenders(self) -> tuple[Contender, ...]:
-        """All contenders, first `plain`."""
-        ours = [
-            Contender("outrider", lookahead, draft="" if lookahead == 0 else draft)
-            for draft in self.drafts
-            for lookahead in self.lookaheads
-        ]
+        Args:
+            drafts: names of the drafters; "" for a single one.
+            mlx_lm_drafts: those that mlx-lm can also speculate with.
+            is_on_ranks: whether the target is sharded over ranks, where mlx-lm's decoding is left out.
+        """
+        plain = PLAIN_ON_RANKS if is_on_ranks else PLAIN
         of_mlx_lm = [
             Contender("mlx-lm", k, draft=draft)
-            for draft in ([] if self.is_on_ranks else self.mlx_lm_drafts)
+            for draft in ([] if is_on_ranks else mlx_lm_drafts)
             for k in self.num_draft_tokens
         ]
-        return tuple(dict.fromkeys((self.plain, *of_mlx_lm, *ours)))
+        ours = [
+            Contender("outrider", lookahead, draft="" if lookahead == 0 else draft)
+            for draft in drafts
+            for lookahead in self.lookaheads
+        ]
+        return list(without_repeats([plain, *of_mlx_lm, *ours]))
 
 
-def _draft(entry: Entry) -> str | None:
-    contender = entry.contender
-    return None if contender.lookahead == 0 else contender.draft or entry.benchmark.about.draft
+class OneStream(Benchmark):
+    """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat.
 
+    Answers to chat messages end where the model ends them, and after `max_tokens` at the latest; texts that are
+    continued have `max_tokens`.
+    """
 
-COPIED, STALE = ("accepted_copied", "rejected_copied"), ("accepted_stale", "rejected_stale")
-
-
-def _rest(entry: Entry, name: str, *others: str) -> float | None:
-    """The sum of a counter, less those of others."""
-    whole = entry.total(name)
-    return None if whole is None else whole - (entry.total(*others) or 0)
-
-
-def best_speculative(entry: Entry) -> Contender | None:
-    """mlx-lm's fastest speculative decoding of the same turns, chosen in hindsight."""
-    contenders = [each for each in entry.benchmark.contest.contenders if each.engine == "mlx-lm" and each != PLAIN]
-    medians = {each: entry.by(each).spread.median or 0.0 for each in contenders}
-    best = max(medians, key=lambda each: medians[each], default=None)
-    return best if best is not None and medians[best] else None
-
-
-def _accepted(row: Record) -> str:
-    stale = "" if row.stale_acceptance is None else f" ({row.stale_acceptance:.0%})"
-    copied = "" if row.copy_acceptance is None else f", copies {row.copy_acceptance:.0%}"
-    if row.model_acceptance is None:
-        return copied.removeprefix(", ") or "–"
-    return f"{row.model_acceptance:.0%}{stale}{copied}"
-
-
-class OneStream(Benchmark[OneStreamPlan]):
-    """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat."""
-
+    plan: OneStreamPlan
     with_prompts = False
     prefix_cache_bytes = PREFIX_CACHE_BYTES
-    figures = (
-        LABEL,
-        Figure("engine", lambda entry: entry.contender.engine),
-        # The drafter, by its name or path; None for plain decoding.
-        Figure("draft", _draft),
-        LOOKAHEAD,
-        *spread_figures("speeds", "tokens/s"),
-        Figure("vs_plain", lambda entry: entry.versus(entry.benchmark.plan.plain), "× plain", ".2f"),
-        Figure("vs_best_speculative", lambda entry: entry.versus(best_speculative(entry)), "× best", ".2f"),
-        Figure("acceptance", share("accepted", "proposed"), "accepted", _accepted),
-        Figure(
-            "model_acceptance",
-            lambda entry: ratio(_rest(entry, "accepted", "accepted_copied"), _rest(entry, "proposed", *COPIED)),
-        ),
-        Figure("copy_acceptance", share("accepted_copied", *COPIED)),
-        Figure(
-            "fresh_acceptance",
-            lambda entry: ratio(
-                _rest(entry, "accepted", "accepted_stale", "accepted_copied"),
-                _rest(entry, "proposed", *STALE, *COPIED),
-            ),
-        ),
-        Figure("stale_acceptance", share("accepted_stale", *STALE)),
-        TOKENS_PER_ROUND,
-        HIT_RATE,
-        *BUSY,
-        # Tokens per second if drafting were free, that is if the target's passes followed each other without a gap.
-        Figure("limit", share("num_timed", "verify_seconds")),
-        Figure("of_limit", share("verify_seconds", "seconds"), "of limit", ".2f"),
-        *SAME_TEXTS,
-        # The runtime's estimates of prices after the last run.
-        Figure("estimates", lambda entry: next((run.estimates for run in reversed(entry.runs.values())), None)),
-        FAILURE,
-    )
 
-    def _contest(self) -> Contest[Contender, int, Run]:
-        plan = self.plan
-        return Contest(plan.contenders, range(len(self._turns)), plan.repeats, warm_up=[0])
-
-    @property
-    def _turns(self) -> list[tuple[int, int]]:
-        """By case: (prompt, turn)."""
-        return [(i, turn) for i, prompt in enumerate(self.plan.prompts) for turn in range(len(prompt.turns))]
-
-    async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
-    ) -> Prompts:
-        """A prompt for each turn. The answers before it are those of plain decoding, for all contenders."""
-        plan, found, answers = self.plan, list[tuple[int, ...]](), list[str]()
-        has_template = bool(getattr(models.tokenizer, "has_chat_template", False))
-        for i, turn in self._turns:
-            prompt = plan.prompts[i]
-            if turn > 0:
-                run = await runner.run(plan.plain, [found[-1]], plan.max_tokens, with_prompts=False)
-                answers.append(models.tokenizer.decode(list(run.texts[0])))
-            else:
-                answers = []
-            found += models.encoded([prompt.at(turn, answers, has_template=has_template)], plan.max_tokens)
-        return found
-
-    def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
-        return [prompts[case]]
-
-    def _described(self, case: int) -> str:
-        return f"prompt {case + 1} of {len(self._turns)}"
-
-    def expected(self, entry: Entry, case: int) -> Sequence[tuple[int, ...]]:
-        """The plain text, which is the same in all repeats."""
-        return next(turn[self.plan.plain].texts for (_, other), turn in entry.complete.items() if other == case)
-
-    def result(self) -> Record:
-        best = best_speculative(self.entries(self.contest.cases)[0])
-        return Record(
-            **self._facts_of_models(),
-            num_prompts=len(self.plan.prompts),
-            num_ranks=self.about.num_ranks,
-            best_speculative=None if best is None else best.name,
-            rows=self.rows(self.contest.cases),
-            categories=list(self._categories()),
-        )
-
-    def _categories(self) -> Iterator[Record]:
-        of_case = [self.plan.prompts[i].category for i, _ in self._turns]
-        for category in dict.fromkeys(filter(None, of_case)):
-            cases = [case for case, each in enumerate(of_case) if each == category]
-            yield Record(category=category, num_prompts=len(cases), rows=self.rows(cases))
-
-    def report(self, result: Record) -> Report:
-        def stands_out(row: Record) -> bool:
-            return bool(row.name == result.best_speculative or (row.engine, row.lookahead) == ("outrider", "auto"))
-
-        return Report(
-            table_of(self.figures, result.rows, is_bold=stands_out),
-            about=[("bench", list(about_models(result, result.num_prompts)))],
-            notes=[*_notes(result), *failures(result)],
-            details=[
-                *((each.category, [(row.name, _speed(row)) for row in each.rows]) for each in result.categories),
-                *((f"measured by {row.name}", list(_estimates(row))) for row in _rows_with_estimates(result)),
-            ],
-        )
-
-    def plot(self, result: Record) -> Plot:
-        unit = "tokens per second (× plain)"
-        return speeds_plot(result, unit, lambda row: str(row.name), lambda row: row.engine == "outrider")
+    def __init__(self, plan: OneStreamPlan) -> None:
+        # By case: (prompt, turn).
+        self._places = [(i, turn) for i, prompt in enumerate(plan.prompts) for turn in range(len(prompt.turns))]
+        self._ends: frozenset[int] = frozenset()
+        super().__init__(plan, range(len(self._places)), plan.contenders(), warm_up=[0])
 
     async def measure(
         self,
@@ -237,7 +103,7 @@ class OneStream(Benchmark[OneStreamPlan]):
         *,
         group: RankGroup | None = None,
         on_progress: Progress = lambda _: None,
-    ) -> Record:
+    ) -> dict[str, Any]:
         """Have all contenders decode all prompts, in turn.
 
         Args:
@@ -262,12 +128,162 @@ class OneStream(Benchmark[OneStreamPlan]):
         drafts = named if len(named) > 1 else {ONLY_DRAFT: draft[0] if isinstance(draft, list) else draft}
         return await self._measure(target, drafts, on_progress, group)
 
-    def _note_models(self, models: LoadedModels) -> None:
+    def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
         names = tuple(models.drafts) if len(models.drafts) > 1 else ("",)
-        of_mlx_lm = tuple(name for name in names if isinstance(models.models.get(name or ONLY_DRAFT), MLXModel))
-        is_on_ranks = models.group is not None
-        self.plan = attrs.evolve(self.plan, drafts=names, mlx_lm_drafts=of_mlx_lm, is_on_ranks=is_on_ranks)
-        self.contest = self._contest()
+        of_mlx_lm = [name for name in names if isinstance(models.models.get(name or ONLY_DRAFT), MLXModel)]
+        return self.plan.contenders(names, of_mlx_lm, is_on_ranks=models.group is not None)
+
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
+    ) -> Prompts:
+        """A prompt for each turn. The answers before it are those of plain decoding, for all contenders."""
+        self._ends = frozenset(getattr(models.tokenizer, "eos_token_ids", ()))
+        found, answers = list[tuple[int, ...]](), list[str]()
+        for case, (i, turn) in enumerate(self._places):
+            if turn == 0:
+                answers = []
+            else:
+                on_progress(f"answering turn {turn} of prompt {i + 1} plainly")
+                run = await runner.run(self.contenders[0], [found[-1]], self._length(case - 1), with_prompts=True)
+                answers.append(models.tokenizer.decode([token for token in run.texts[0] if token not in self._ends]))
+            prompt = self.plan.prompts[i].at(turn, answers, has_template=models.has_template)
+            found += models.encoded([prompt], self.plan.max_tokens)
+        return found
+
+    def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
+        return [prompts[case]]
+
+    def _length(self, case: int) -> Length:
+        has_answers = self.plan.prompts[self._places[case][0]].has_answers
+        return Length(self.plan.max_tokens, self.plan.temperature, self._ends if has_answers else frozenset())
+
+    def _described(self, case: int) -> str:
+        return f"prompt {case + 1} of {len(self.cases)}"
+
+    def expected(self, case: int) -> Sequence[tuple[int, ...]]:
+        """The plain text, which is the same in all repeats."""
+        return next(turn[self.contenders[0]].texts for (_, other), turn in self.complete.items() if other == case)
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    def result(self) -> dict[str, Any]:
+        """See `Benchmark.result`. `categories` has a row for each kind of text and contender of this runtime."""
+        best = self._best_speculative()
+        return {
+            **self._facts(),
+            "num_prompts": len(self.plan.prompts),
+            "best_speculative": None if best is None else best.name,
+            "rows": [self._row(contender, best) for contender in self.contenders],
+            "categories": list(self._categories()),
+        }
+
+    def _best_speculative(self) -> Contender | None:
+        """mlx-lm's fastest speculative decoding, chosen in hindsight."""
+        speculative = [each for each in self.contenders if each.engine == "mlx-lm" and each != PLAIN]
+        medians = {each: figures.median(self.values(each, self.cases)) or 0.0 for each in speculative}
+        best = max(medians, key=lambda each: medians[each], default=None)
+        return best if best is not None and medians[best] else None
+
+    def _row(self, contender: Contender, best: Contender | None) -> Row:
+        runs, values = self.runs(contender, self.cases).values(), self.values(contender, self.cases)
+        drafts = contender.draft or self.about.get("draft")
+        return {
+            "name": contender.name,
+            "engine": contender.engine,
+            "draft": None if contender.lookahead == 0 else drafts,
+            "lookahead": contender.lookahead,
+            "speeds": values,
+            **figures.spread(values),
+            "vs_plain": self.versus(contender, self.contenders[0], self.cases),
+            "vs_best_speculative": None if best is None else self.versus(contender, best, self.cases),
+            "acceptance": figures.share(runs, "accepted", "accepted", "rejected"),
+            "copy_acceptance": figures.share(runs, "accepted_copied", "accepted_copied", "rejected_copied"),
+            "tokens_per_round": figures.ratio(sum(run.num_tokens for run in runs), figures.total(runs, "rounds")),
+            "hit_rate": figures.share(runs, "lookahead_hits", "lookahead_hits", "lookahead_misses"),
+            **self.same_texts(contender, self.cases),
+            "failure": self.failures.get(contender),
+        }
+
+    def _categories(self) -> Iterator[Row]:
+        of_case = [self.plan.prompts[i].category for i, _ in self._places]
+        kinds = without_repeats(filter(None, of_case))
+        cases_of = {kind: [case for case in self.cases if of_case[case] == kind] for kind in kinds}
+        for kind, cases in (cases_of | ({"all": list(self.cases)} if len(kinds) > 1 else {})).items():
+            for contender in self.contenders:
+                if contender.engine == "outrider" and contender != self.contenders[0]:
+                    yield {"category": kind, "name": contender.name, **self._of_kind(contender, cases)}
+
+    def _of_kind(self, contender: Contender, cases: Sequence[int]) -> Row:
+        """Medians over the prompts of a kind, ratios with quartiles, and who proposed the tokens of the texts."""
+        pairs = [(self._speed(self.contenders[0], case), self._speed(contender, case)) for case in cases]
+        measured = [(plain, ours) for plain, ours in pairs if plain and ours]
+        ratios = [ours / plain for plain, ours in measured]
+        low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (None, None, None)
+        runs = self.runs(contender, cases).values()
+        accepted, copied = figures.total(runs, "accepted"), figures.total(runs, "accepted_copied")
+        num_tokens = sum(run.num_tokens for run in runs)
+        return {
+            "num_prompts": len(measured),
+            "plain": figures.median([plain for plain, _ in measured]),
+            "ours": figures.median([ours for _, ours in measured]),
+            "ratio": figures.median(ratios),
+            "ratio_low": low,
+            "ratio_high": high,
+            "accepted_per_pass": figures.share(runs, "accepted", "passes"),
+            "from_drafter": figures.ratio(
+                None if accepted is None or copied is None else accepted - copied, num_tokens
+            ),
+            "from_copies": figures.ratio(copied, num_tokens),
+            **self.same_texts(contender, cases),
+        }
+
+    def _speed(self, contender: Contender, case: int) -> float | None:
+        runs: list[Run] = list(self.runs(contender, [case]).values())
+        return self.value(runs)
+
+    def report(self, result: Mapping[str, Any]) -> Report:
+        """See `Benchmark.report`."""
+        headings = ("", "tokens/s", "× plain", "× best", "accepted", "a\nround", "same")
+        rows = [
+            (
+                row["name"],
+                figures.spread_cell(row),
+                figures.cell(row["vs_plain"], ".2f"),
+                figures.cell(row["vs_best_speculative"], ".2f"),
+                figures.cell(row["acceptance"], ".0%"),
+                figures.cell(row["tokens_per_round"], ".2f"),
+                figures.same_cell(row),
+            )
+            for row in result["rows"]
+        ]
+        tables = [("Figures", Table(headings, rows))]
+        if result["categories"]:
+            tables.append(("By kind of text", _by_kind(result["categories"])))
+        sections = [("bench", list(figures.about_models(result, result["num_prompts"])))]
+        return Report(sections, tables, [*_notes(result), *figures.failures(result)])
+
+
+def _by_kind(rows: Sequence[Row]) -> Table:
+    several = len({row["name"] for row in rows}) > 1
+    headings = ("", "texts", "plain", "ours", "× plain", "accepted\na pass", "drafted", "copied", "same")
+    return Table(
+        headings,
+        [
+            (
+                f"{row['category']}, {row['name'].removeprefix('outrider ')}" if several else row["category"],
+                str(row["num_prompts"]),
+                figures.cell(row["plain"], ".1f"),
+                figures.cell(row["ours"], ".1f"),
+                figures.cell(row["ratio"], ".2f")
+                + ("" if row["ratio_low"] is None else f" ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"),
+                figures.cell(row["accepted_per_pass"], ".2f"),
+                figures.cell(row["from_drafter"], ".0%"),
+                figures.cell(row["from_copies"], ".0%"),
+                figures.same_cell(row),
+            )
+            for row in rows
+        ],
+    )
 
 
 def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
@@ -282,52 +298,23 @@ def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
     return dict(zip(names, drafts, strict=True))
 
 
-# --- the report -----------------------------------------------------------------------------------
-
-
-def _notes(result: Record) -> Iterator[str]:
-    if result.num_ranks > 1:
+def _notes(result: Mapping[str, Any]) -> Iterator[str]:
+    is_on_ranks = result["num_ranks"] > 1
+    if is_on_ranks:
         yield (
             "mlx-lm's own decoding is left out: on a target that is sharded over ranks it would have to run on all of "
             "them at once, and it does not speculate there. × plain is over this runtime's plain decoding."
         )
+    best = result["best_speculative"]
+    plain_texts = "the plain greedy ones" if is_on_ranks else "mlx-lm's plain greedy ones"
     yield (
         "Speeds are medians over repeats, timed from the end of the first round, with the slowest and the fastest. "
-        "× best: over mlx-lm's fastest speculative row, chosen in hindsight"
-        + (f" ({result.best_speculative})." if result.best_speculative else " (there is none).")
+        f"× best: over mlx-lm's fastest speculative row, chosen in hindsight ({best or 'there is none'}). accepted: of "
+        f"the proposed tokens. a round: tokens that it gave. same: texts equal to {plain_texts}."
     )
-    yield (
-        "busy: share of the time in which the target's and the drafter's threads worked. of limit: speed over what "
-        "the target's passes alone would give if drafting were free. same: texts equal to "
-        + ("the plain greedy ones." if result.num_ranks > 1 else "mlx-lm's plain greedy ones.")
-    )
-    if any(row.stale_acceptance is not None for row in result.rows):
+    if result["categories"]:
         yield (
-            "accepted: in brackets, of the tokens that a trained drafter had drafted ahead, without hidden states that "
-            "the target had given by the time they were proposed."
+            "By kind of text: medians over the texts, and ratios with their quartiles. accepted a pass: drafted tokens "
+            "that a pass of the target confirmed. drafted, copied: share of the texts' tokens that came from the "
+            "drafter, and that were copied from earlier in the text; the others are the target's own."
         )
-
-
-def _speed(row: Record) -> str:
-    if row.median is None:
-        return "–"
-    plain = "" if row.vs_plain is None else f", {row.vs_plain:.2f} × plain"
-    return f"{row.median:.1f} tokens/s{plain}, {_accepted(row)} accepted"
-
-
-def _rows_with_estimates(result: Record) -> list[Record]:
-    rows = [row for row in result.rows if row.estimates]
-    return [row for row in rows if row.lookahead == "auto"] or rows[-1:]
-
-
-def _estimates(row: Record) -> Iterator[tuple[str, str]]:
-    for name, value in (row.estimates or {}).items():
-        if value is None:
-            text = "–"
-        elif isinstance(value, tuple):
-            text = ", ".join(f"{seconds * 1e3:.2f} ms for {width}" for width, seconds in value)
-        elif "seconds" in name and "per_second" not in name:
-            text = f"{value * 1e3:.2f} ms"
-        else:
-            text = f"{value:.3g}"
-        yield name.replace("_seconds", "").replace("_", " "), text

@@ -6,21 +6,22 @@ weights than the target, so that nearly every drafted token is rejected and each
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import attrs
 from mlx.nn.layers.base import Module
 
 from protocol.validation import check_integers, validator
-from runtime.bench.benchmark import FAILURE, Benchmark, Plan, Progress, failures, spread_figures, without_repeats
+from runtime.bench import figures
+from runtime.bench.benchmark import Benchmark, Plan, Progress, without_repeats
 from runtime.bench.contenders import BATCHED, Contender, Prompts, Run
+from runtime.bench.figures import Report, Row
+from runtime.bench.loaded_models import ONLY_DRAFT
 from runtime.bench.many_streams import MAX_STREAMS
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.bench.small_models import VOCAB_SIZE, small_model
-from runtime.measuring.contest import Contest
-from runtime.measuring.figures import Figure, Record, ratio, table_of, total
-from runtime.measuring.loaded_models import ONLY_DRAFT
-from runtime.measuring.reports import Report
+from runtime.terminal.tables import Table
 
 NUM_PROMPT_TOKENS = 8
 PROMPTS = tuple(
@@ -49,33 +50,21 @@ class OverheadPlan(Plan):
     )
 
 
-class Overhead(Benchmark[OverheadPlan]):
+class Overhead(Benchmark):
     """Figures are microseconds for a token of all streams, from the call to the last token."""
 
-    is_a_time = True
-    figures = (
-        Figure("streams", lambda entry: entry.cases[0], "streams", "d"),
-        Figure("way", lambda entry: entry.contender.name, "", "s"),
-        *spread_figures("microseconds", "µs a token"),
-        # Over `generate_step` for one stream, else over `BatchGenerator`.
-        Figure(
-            "vs_mlx_lm",
-            lambda entry: entry.versus(STEP_BY_STEP if entry.cases[0] == 1 else BATCHED),
-            "× mlx-lm",
-            ".2f",
-        ),
-        FAILURE,
-    )
+    plan: OverheadPlan
 
-    def _contest(self) -> Contest[Contender, int, Run]:
-        plan = self.plan
-        return Contest(
-            CONTENDERS,
-            plan.streams,
-            plan.repeats,
-            warm_up=plan.streams,
-            takes_part=lambda contender, streams: streams == 1 or contender != STEP_BY_STEP,
-        )
+    def __init__(self, plan: OverheadPlan) -> None:
+        super().__init__(plan, plan.streams, CONTENDERS, warm_up=plan.streams)
+
+    async def measure(self, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
+        """Have every contender decode every number of streams, in turn. Cancelled, `result` has what was measured."""
+        return await self._measure((smallest_model(0), None), {ONLY_DRAFT: (smallest_model(1), None)}, on_progress)
+
+    def contenders_of(self, case: int) -> list[Contender]:
+        """See `Benchmark.contenders_of`: `generate_step` decodes one stream."""
+        return [each for each in self.contenders if case == 1 or each != STEP_BY_STEP]
 
     def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
         return prompts[:case]
@@ -84,29 +73,44 @@ class Overhead(Benchmark[OverheadPlan]):
         return f"{case} at once"
 
     def value(self, runs: Sequence[Run]) -> float | None:
-        seconds = ratio(total(runs, "seconds"), total(runs, "num_timed"))
+        """See `Benchmark.value`."""
+        seconds = figures.ratio(sum(run.seconds for run in runs), sum(run.num_timed for run in runs))
         return None if seconds is None else 1e6 * seconds
 
-    def result(self) -> Record:
-        return Record(**self._facts(), rows=[row for streams in self.plan.streams for row in self.rows([streams])])
+    def result(self) -> dict[str, Any]:
+        """See `Benchmark.result`."""
+        rows = [self._row(contender, case) for case in self.cases for contender in self.contenders_of(case)]
+        return {**self._facts(), "rows": rows}
 
-    def report(self, result: Record) -> Report:
+    def _row(self, contender: Contender, streams: int) -> Row:
+        values = self.values(contender, [streams])
+        return {
+            "streams": streams,
+            "name": contender.name,
+            "microseconds": values,
+            **figures.spread(values),
+            # Over `generate_step` for one stream, else over `BatchGenerator`.
+            "vs_mlx_lm": self.versus(contender, self.contenders_of(streams)[0], [streams]),
+            "failure": self.failures.get(contender),
+        }
+
+    def report(self, result: Mapping[str, Any]) -> Report:
+        """See `Benchmark.report`."""
+        rows = [
+            (str(row["streams"]), row["name"], figures.spread_cell(row), figures.cell(row["vs_mlx_lm"], ".2f"))
+            for row in result["rows"]
+        ]
         about = [
-            ("texts", f"of {result.max_tokens} tokens, greedy, after short prompts"),
-            ("repeats", f"{result.repeats_done} of {result.repeats}"),
-            *result.machine.items(),
+            ("texts", f"of {result['max_tokens']} tokens, greedy, after short prompts"),
+            *figures.about_run(result),
         ]
         note = (
             "Microseconds a token of all streams, from the call to the last token: medians over repeats, with the "
             "fastest and the slowest. The model has one layer of width 32, so that nearly all of this is Python. × "
             "mlx-lm: over generate_step for one stream, over BatchGenerator for more."
         )
-        table = table_of(self.figures, result.rows, num_labels=2, is_grouped=True)
-        return Report(table, about=[("bench", about)], notes=[note, *failures(result)])
-
-    async def measure(self, *, on_progress: Progress = lambda _: None) -> Record:
-        """Have every contender decode every number of streams, in turn. Cancelled, `result` has what was measured."""
-        return await self._measure((smallest_model(0), None), {ONLY_DRAFT: (smallest_model(1), None)}, on_progress)
+        table = Table(("streams", "", "µs a token", "× mlx-lm"), rows, 2)
+        return Report([("bench", about)], [("Figures", table)], [note, *figures.failures(result)])
 
 
 def smallest_model(seed: int) -> Module:

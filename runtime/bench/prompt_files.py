@@ -15,7 +15,7 @@ import attrs
 
 from protocol.errors import PromptError
 
-# Value of `--prompts` for the prompts that come with Outrider; see `examples/make_bench_prompts.py`.
+# Value of `--prompts` for the prompts that come with Outrider.
 BUNDLED = "bundled"
 _BUNDLED_FILE = Path(__file__).parent / "prompts.jsonl"
 
@@ -31,6 +31,11 @@ class BenchPrompt:
     turns: tuple[Any, ...]  # a text, token ids or chat messages; of a conversation, texts
     category: str = ""  # figures are also shown by category; may be empty
     is_chat: bool = False
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether the model answers chat messages, and may end each answer."""
+        return self.is_chat or (isinstance(self.turns[0], list) and isinstance(self.turns[0][0], dict))
 
     def at(self, turn: int, answers: Sequence[str], *, has_template: bool) -> Any:
         """The prompt of a turn, after the answers to those before it."""

@@ -46,22 +46,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "sliding_window_pattern": 3,
     },
-    "deepseek_v3": {
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "moe_layer_freq": 1,
-        "routed_scaling_factor": 1.0,
-        "q_lora_rank": 32,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 32,
-    },
     "mamba2": {
         "num_heads": 4,
         "intermediate_size": 128,
@@ -95,16 +79,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "partial_rotary_factor": 0.5,
     },
-    "recurrent_gemma": {
-        "num_hidden_layers": 3,
-        "conv1d_width": 4,
-        "logits_soft_cap": 30.0,
-        "attention_window_size": 16,
-        "block_types": ["recurrent", "recurrent", "attention"],
-        "lru_width": 64,
-        "embeddings_scale_by_sqrt_dim": True,
-    },
-    "rwkv7": {"a_low_rank_dim": 32, "v_low_rank_dim": 32, "gate_low_rank_dim": 32, "decay_low_rank_dim": 32},
 }
 
 

@@ -18,17 +18,21 @@ from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
-from runtime.measuring.plots import PLOT_FORMATS, check_plot
-from runtime.measuring.report_files import DeviceReport, check_report, local_paths
-from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, warnings_at_the_end
+from runtime.measuring.report_files import check_report, local_paths, write_report
+from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, printing, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
+from runtime.terminal.tables import show_sections, show_table
 
 if TYPE_CHECKING:
     from runtime.bench.benchmark import Benchmark
+    from runtime.bench.figures import Report
     from runtime.loading.model_sources import Source
 
 # The acceptance rate of a good draft model on code.
 ACCEPTANCE = 0.75
+
+# Plain decoding against "auto" on the bundled prompts.
+_FOR_BUNDLED = {"max_tokens": 128, "repeats": 1, "num_draft_tokens": (), "lookaheads": ("auto",)}
 
 
 # --- arguments ------------------------------------------------------------------------------------
@@ -50,20 +54,18 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--prompts",
         metavar="FILE",
+        nargs="?",
+        const="bundled",
         help="file of prompts: a JSON list of texts (FILE.json), or one prompt per line: a text, or an object with "
-        'prompt, messages or turns, and category, as in Spec-Bench and SPEED-Bench; or "bundled" for 40 prompts: '
-        "edits, quotes and free texts (default: some code)",
+        "prompt, messages or turns, and category, as in Spec-Bench and SPEED-Bench; without FILE 40 prompts for chat "
+        "models (chat, code, rewriting, summaries and JSON), with the defaults --max-tokens 128 --repeats 1 "
+        "--lookahead auto --num-draft-tokens none (default: some code)",
     )
     value: dict[str, Any] = {"type": parse_value, "default": argparse.SUPPRESS}
     add_flags(
         what,
         ("-m --max-tokens N", "tokens to generate for each prompt (default: 96)", value),
         ("--repeats N", "number of runs for each prompt and way of decoding (default: 3)", value),
-        (
-            "--cooldown SECONDS",
-            "rest before each run, since a hot machine may slow down without a warning (default: 0)",
-            value,
-        ),
         ("-t --temperature T", "sampling temperature; 0 is greedy (default: 0)", value),
         (
             "--num-draft-tokens LIST",
@@ -110,7 +112,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("output"),
         ("--json", "print one JSON object instead of tables"),
         ("--report FILE", "also write FILE.json and FILE.md, to attach to an issue; they have nothing private in them"),
-        ("--plot FILE", f"also write a plot of the speeds ({', '.join(PLOT_FORMATS)}; needs matplotlib)"),
     )
 
 
@@ -118,12 +119,12 @@ def _list(text: str) -> list[Value]:
     return [] if text == "none" else [parse_value(part.strip()) for part in text.split(",")]
 
 
-def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark[Any], Callable[..., Awaitable[Any]]]:
+def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark, Callable[..., Awaitable[Any]]]:
     """The benchmark that the arguments describe, and the function that measures a pair and reports its progress."""
     from runtime.bench.many_streams import ManyStreams, StreamsPlan
     from runtime.bench.one_stream import OneStream, OneStreamPlan
     from runtime.bench.overhead import Overhead, OverheadPlan
-    from runtime.bench.prompt_files import read_prompts
+    from runtime.bench.prompt_files import BUNDLED, read_prompts
     from runtime.bench.shapes import PROMPTS
 
     streams: dict[str, Any] = {} if arguments.streams is None else {"streams": _list(arguments.streams)}
@@ -131,7 +132,7 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
     names = {"max_tokens", "repeats"} if arguments.overhead else of_plan
     given = {name: value for name, value in vars(arguments).items() if name in names} | streams
     if arguments.overhead:
-        for name in ("prompt", "prompts", "temperature", "num_draft_tokens", "lookaheads", "dtype", "plot"):
+        for name in ("prompt", "prompts", "temperature", "num_draft_tokens", "lookaheads", "dtype"):
             if getattr(arguments, name, None) is not None:
                 raise SettingsError(
                     f"{flag(name)} does not go with --overhead, which decodes its own prompts; leave it out"
@@ -142,6 +143,8 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
         given["prompts"] = arguments.prompt
     elif arguments.prompts is not None:
         given["prompts"] = read_prompts(arguments.prompts)
+        if arguments.prompts == BUNDLED and not streams:
+            given = _FOR_BUNDLED | given
     if arguments.shape is not None:
         given = {"prompts": PROMPTS if streams else PROMPTS[:3]} | given | {"dtype": None}
     if streams:
@@ -206,7 +209,6 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
     models = models_of(arguments)
     if models.draft is None:
         raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
-    plot = check_plot(arguments.plot)
     written = check_report(arguments.report)
     if models.more_drafts and arguments.streams is not None and not arguments.overhead:
         raise SettingsError(
@@ -226,31 +228,42 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
             display.show_activity("drawing the weights" if arguments.shape else "loading the models")
             await measure(*pair(), on_progress=display.show_activity)
         finally:
-            if benchmark.contest.is_complete:
+            if benchmark.is_complete:
                 outcome.finish_reason = "length"
 
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         trio.run(SignalScope(outcome, display).run, work)
     result = benchmark.result()
-    if written is not None and result.repeats_done:
-        report = benchmark.report(result)
-        sections = [*report.about, *report.details, ("Notes", [("", note) for note in report.notes])]
-        facts, tables = result.as_json(), [("Figures", report.table)]
-        device_report = DeviceReport("bench", facts.pop("machine"), facts)
-        device_report.write(
-            written, "outrider bench", sections, tables, local_paths(*models.loaded, *benchmark.about.drafts)
-        )
-    if arguments.json:
-        if outcome.failure is None or result.repeats_done:
-            print_text(json.dumps(result.as_json()) + "\n")
-    elif result.repeats_done:
-        benchmark.report(result).print()
-    if not result.repeats_done:
+    if not benchmark.repeats_done:
         if outcome.signal is not None:
             print_message("nothing was measured yet")
-    elif plot is not None:
-        benchmark.plot(result).save(plot)
+        elif arguments.json and outcome.failure is None:
+            print_text(json.dumps(result) + "\n")
+        return outcome
+    report = benchmark.report(result)
+    if written is not None:
+        sections = [*report.sections, ("Notes", [("", note) for note in report.notes])]
+        facts = {name: value for name, value in result.items() if name != "machine"}
+        secrets = local_paths(*models.loaded, *benchmark.draft_names)
+        write_report(written, "bench", result["machine"], facts, sections, report.tables, secrets=secrets)
+    if arguments.json:
+        print_text(json.dumps(result) + "\n")
+    else:
+        _print(report)
     return outcome
+
+
+def _print(report: Report) -> None:
+    with printing() as console:
+        show_sections(console, report.sections)
+        for title, table in report.tables:
+            console.print()
+            if len(report.tables) > 1:
+                console.print(title, style="bold")
+            show_table(console, table)
+        for note in report.notes:
+            console.print()
+            console.print(note, markup=False)
 
 
 COMMAND = Command(
@@ -264,10 +277,11 @@ COMMAND = Command(
   outrider bench --target org/model --draft org/small
   outrider bench --target org/model --draft ngram --prompt "Once more" -m 200
   outrider bench --target org/model --draft org/small --draft ngram
+  outrider bench --target org/model --draft ngram --prompts
   outrider bench --streams 1,4 --json
 
 Ctrl-C stops the benchmark and shows the figures so far.""",
-    common="--target --draft --shape --prompt --max-tokens --temperature --lookahead --streams --json --plot",
+    common="--target --draft --shape --prompt --prompts --max-tokens --lookahead --streams --json --report",
     add_arguments=_add_arguments,
     run=bench,
     follow=follow_target,

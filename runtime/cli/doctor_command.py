@@ -6,13 +6,19 @@ Nothing here imports mlx before the arguments are checked.
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import trio
 
-from protocol.errors import SettingsError
+from protocol.errors import OutriderError, SettingsError
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
+from runtime.cli.arguments.settings import add_flags
 from runtime.cli.command import Command
+from runtime.measuring.machine import machine
+from runtime.measuring.report_files import check_report, local_paths, write_report
 from runtime.terminal.display import (
     CommandOutcome,
     Display,
@@ -22,6 +28,11 @@ from runtime.terminal.display import (
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
+from runtime.terminal.tables import Section, Table
+
+
+class CheckError(OutriderError):
+    """A check has failed: something is not exact on this device."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +48,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="examine the ranks that mlx.launch has started; if a target is named, also examine it sharded over "
         "all of them",
     )
+    add_flags(
+        parser,
+        (
+            "--check",
+            "first check on this device that texts are exact, in a minute or more; the status is 1 if one is not",
+        ),
+        (
+            "--report FILE",
+            "also write FILE.json and FILE.md, to paste into an issue; they have nothing private in them",
+        ),
+    )
 
 
 def _examines_models(arguments: argparse.Namespace) -> bool:
@@ -47,14 +69,23 @@ def _examines_models(arguments: argparse.Namespace) -> bool:
 def _check_for_ranks(arguments: argparse.Namespace) -> None:
     if not arguments.distributed:
         raise SettingsError("doctor examines models on one machine, got several ranks; give --distributed")
+    for name in ("check", "report"):
+        if getattr(arguments, name):
+            raise SettingsError(f"--{name} is for one machine; leave it out, or run doctor without mlx.launch")
 
 
 def doctor(arguments: argparse.Namespace) -> CommandOutcome:
-    """Examine the ranks or the models, and print the report on stdout. SIGINT and SIGTERM end the process at once."""
-    models = models_of(arguments)
+    """Examine the ranks or the models, and print the report on stdout. The outcome fails if a check does. SIGINT and
+    SIGTERM end the process at once.
+    """
+    models, path = models_of(arguments), check_report(arguments.report)
+    checks: list[tuple[str, str]] = []
+    if arguments.check:
+        # Makes float32 really float32, before MLX computes: on CUDA and on Apple's M5 it is TF32 otherwise.
+        os.environ.setdefault("MLX_ENABLE_TF32", "0")
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         from runtime.doctor.ranks import examine_ranks, report_on_ranks
-        from runtime.doctor.report import check_examined, examine, load_of_others, report
+        from runtime.doctor.report import check_examined, examine, load_of_others, price_tables, report
 
         models.use_device()
         if _examines_models(arguments):
@@ -69,13 +100,46 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
             print_sections(found)
         if not _examines_models(arguments):
             return CommandOutcome(finish_reason="complete")
-        work = partial(examine, models.target, models.draft, on_progress=display.show_activity, **models.options)
-        diagnosis = trio.run(work)
+        if arguments.check:
+            from runtime.doctor.checks import run_checks
+
+            for name, faults in run_checks(models.target, models.draft, display.show_activity).items():
+                checks.append(("FAILED" if faults else "passed", "; ".join([name, *faults])))
+        options = {"is_for_report": path is not None, "on_progress": display.show_activity, **models.options}
+        diagnosis = trio.run(partial(examine, models.target, models.draft, **options))
     sections = report(diagnosis)
+    if checks:
+        sections.insert(-1, ("checks", checks))
+    if path is not None:
+        _write_report(path, models, sections, price_tables(diagnosis, str(models.target)))
     if arguments.distributed:
         print_text("\n")
     print_sections(sections)
-    return CommandOutcome(finish_reason="complete")
+    outcome = CommandOutcome(finish_reason="complete")
+    if num_failed := sum(mark == "FAILED" for mark, _ in checks):
+        outcome.failure = CheckError(f"{num_failed} of {len(checks)} checks failed; paste --report FILE into an issue")
+    return outcome
+
+
+def _write_report(path: Path, models: Models, sections: list[Section], prices: list[dict[str, Any]]) -> None:
+    tables = [
+        (
+            f"Passes: {table['source']}, {table['device']}",
+            Table(
+                ["ms", *map(str, table["widths"])],
+                [
+                    [f"{role}, {length} tokens of text", *(f"{each * 1e3:.2f}" for each in seconds)]
+                    for role, by_length in table["seconds"].items()
+                    for length, seconds in by_length.items()
+                ],
+            ),
+        )
+        for table in prices
+    ]
+    about, secrets = machine(), local_paths(*models.loaded)
+    page = [("this machine", list(about.items())), *sections]
+    results = {title: [list(row) for row in rows] for title, rows in sections}
+    write_report(path, "doctor", about, results, page, tables, price_tables=prices, secrets=secrets)
 
 
 def _follow(arguments: argparse.Namespace, models: Models) -> None:
@@ -93,14 +157,16 @@ COMMAND = Command(
     usage="[MODEL] [options]",
     help="examine a model or a pair on this machine",
     description="Examine a model or a pair on this machine: its caches and how they rewind, whether the "
-    "vocabularies match, how long forward passes take, and what speed to expect. With --distributed, examine the "
-    "ranks of a target that is sharded over several machines.",
+    "vocabularies match, how long forward passes take, and what speed to expect. With --check, also check that texts "
+    "are exact on this device. With --distributed, examine the ranks of a target that is sharded over several "
+    "machines.",
     epilog="""examples:
   outrider doctor org/model --draft org/small
   outrider doctor --target org/model --kv-bits 8
+  outrider doctor --check --report report
   mlx.launch --hostfile hosts.json -- outrider doctor --distributed
   outrider doctor --blas openblas""",
-    common="--target --draft --device --kv-bits --max-kv-size --rewind --distributed --blas",
+    common="--target --draft --device --kv-bits --max-kv-size --rewind --check --report --distributed --blas",
     add_arguments=_add_arguments,
     run=doctor,
     follow=_follow,

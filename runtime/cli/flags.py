@@ -13,11 +13,13 @@ from protocol.settings import Settings
 
 # Flags of mlx-lm's commands for which Outrider has something else.
 _REPLACEMENTS = {
+    "--cooldown": "the contenders of `outrider bench` take turns, so a hot machine slows all of them",
     "--extra-eos-token": "--stop ends a text at a string",
     "--ignore-chat-template": "--raw leaves the chat template out",
     "--image": "models read text alone",
     "--log-level": "requests are logged in one line each; --no-access-log turns that off",
     "--pipeline": "mlx.launch shards a target over machines",
+    "--plot": "`outrider bench --json` prints the figures",
     "--prompt-cache-file": "`outrider generate` continues such a file, and `outrider chat` has /save and /load",
     "--prompt-cache-size": "the prefix cache is bounded in bytes, by --prefix-cache-bytes",
     "--prompt-concurrency": "prompts are read in turns of one pass each; --prefill-step-size bounds a pass",

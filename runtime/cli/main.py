@@ -28,7 +28,6 @@ from runtime.cli import (
     doctor_command,
     generate_command,
     ranks,
-    selftest_command,
     serve_command,
 )
 from runtime.cli.arguments.models import models_of
@@ -58,12 +57,14 @@ COMMANDS: dict[str, Command] = {
         doctor_command,
         bench_command,
         distill_command,
-        selftest_command,
     )
 }
 
 # Commands that earlier versions had, and what takes their place.
-REMOVED = {"simulate": "outrider bench measures a pair on this machine"}
+REMOVED = {
+    "simulate": "outrider bench measures a pair on this machine",
+    "selftest": "use `outrider doctor --check`",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

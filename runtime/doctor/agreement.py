@@ -52,7 +52,7 @@ def agreement_rows(
         for name, settings in QUANTIZED.items():
             smaller = drafter.quantized(settings)
             if is_quantized(smaller.module):
-                seconds = time_passes(smaller, (1,)).seconds[1]
+                seconds = time_passes(smaller, (1,))[1].median
                 share = agreement(smaller, target, texts, layers)
                 rows.append((f"agrees {name}", f"with {share:.0%}, T_d(1) = {seconds * 1e3:,.2f} ms"))
     return tuple(rows)

@@ -17,6 +17,7 @@ from protocol.errors import RankError
 from protocol.rank_messages import Describe, Description
 from runtime.loading.device import processor_name
 from runtime.ranks.following import breaking
+from runtime.terminal.tables import Section
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ def _description() -> dict[str, str]:
     }
 
 
-def report_on_ranks(found: ExaminedRanks) -> list[tuple[str, list[tuple[str, str]]]]:
+def report_on_ranks(found: ExaminedRanks) -> list[Section]:
     """The section on the ranks: its title, and rows of (name, finding)."""
     return [("ranks", list(_rows(found)))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from protocol.trace import Actor
 from runtime.doctor.agreement import BEGINNINGS, agreement_rows
 from runtime.doctor.conclusion import Findings, conclude, width_cost
 from runtime.loading.blas import blas_in_use
+from runtime.loading.device import processor_name
 from runtime.loading.drafters import Suggestion, suggest_draft
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import (
@@ -44,9 +45,16 @@ from runtime.loading.model_sources import (
 )
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.vocabularies import vocabulary_map
-from runtime.measuring.pass_times import REPEATS, WIDTHS, Passes, time_passes
+from runtime.measuring.pass_times import CONTEXT_TOKENS, REPEATS, WIDTHS, PassTime, medians, time_passes
 from runtime.ranks.leading import check_group, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto
+from runtime.terminal.tables import Section
+
+# What a report has of passes: widths in tokens, and numbers of texts that share a pass. Reading a token of each text
+# before takes 10 ms on a CPU.
+REPORT_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+NUMBERS_OF_TEXTS = (1, 2, 4, 8, 16)
+SHARED_CONTEXT_TOKENS = 16
 
 
 @attrs.frozen
@@ -58,7 +66,8 @@ class ExaminedModel:
     """
 
     anatomy: Anatomy
-    passes: Passes
+    passes: dict[int, PassTime]  # by width in tokens
+    shared_passes: dict[int, PassTime] = attrs.field(factory=dict)  # by number of texts; empty if they were not timed
     exchange: dict[int, Exchange] | None = None
     num_ranks: int = 1
 
@@ -75,7 +84,7 @@ class ExaminedDrafter:
     """One trained drafter."""
 
     rows: list[tuple[str, str]]  # (name, finding) of the report
-    passes: Passes  # width 1 is a draft step; wider ones read accepted tokens again, with the target's hidden states
+    passes: dict[int, PassTime]  # width 1 is a draft step; wider ones read accepted tokens again, with hidden states
 
 
 @attrs.frozen
@@ -103,6 +112,7 @@ async def examine(
     draft: Source | None = None,
     *,
     group: RankGroup | None = None,
+    is_for_report: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
     **cache_options: Any,
 ) -> Diagnosis:
@@ -112,6 +122,7 @@ async def examine(
         target, draft: as for `runtime.open`.
         group: the ranks that the target is sharded over, as for `runtime.open`; the others call `runtime.follow`
             meanwhile.
+        is_for_report: whether to time passes of more widths, and passes that texts share, for `price_tables`.
         on_progress: called with a description of each step before it starts.
         **cache_options: options of `runtime.open`: rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start.
 
@@ -160,19 +171,22 @@ async def examine(
                 suggestions = await worker.run(Job("load", partial(suggest_draft, path)))
         # One after the other, so that each model is timed alone.
         on_progress("timing the target")
-        examined = await _examine_on(worker, "target", sources["target"], loaded.model)
+        widths = REPORT_WIDTHS if is_for_report else WIDTHS
+        num_texts = NUMBERS_OF_TEXTS if is_for_report else ()
+        examined = await _examine_on(worker, "target", sources["target"], loaded.model, widths, num_texts)
         examined_draft: ExaminedModel | ExaminedDrafter | None = None
         if draft_here is not None:
             draft_worker, source, its_model = draft_here
             if isinstance(its_model, Loaded):
                 on_progress("timing the draft")
-                examined_draft = await _examine_on(draft_worker, "draft", source, its_model.model)
+                examined_draft = await _examine_on(draft_worker, "draft", source, its_model.model, widths)
             else:
                 on_progress("comparing the draft with the target's text, and timing it")
-                examined_draft = await _examine_drafter(draft_worker, its_model, loaded, examined.passes.seconds[1])
+                decode_s = examined.passes[1].median
+                examined_draft = await _examine_drafter(draft_worker, its_model, loaded, decode_s, widths)
     findings = Findings(
-        verify_seconds=examined.passes.seconds,
-        draft_seconds=None if examined_draft is None else examined_draft.passes.seconds,
+        verify_seconds=medians(examined.passes),
+        draft_seconds=None if examined_draft is None else medians(examined_draft.passes),
         same_vocabulary=same,
         is_translated=is_translated,
         can_rewind=examined.anatomy.rewind_mode is not RewindMode.SINGLE,
@@ -201,13 +215,15 @@ def check_examined(
     return sources, options
 
 
-async def _examine_drafter(worker: Worker, drafter: LoadedDraft, target: Loaded, decode_s: float) -> ExaminedDrafter:
+async def _examine_drafter(
+    worker: Worker, drafter: LoadedDraft, target: Loaded, decode_s: float, widths: Sequence[int]
+) -> ExaminedDrafter:
     model, kind = drafter.model, drafter.kind
     assert isinstance(model, TrainedDrafter)
     assert kind is not None
 
     def examine_here() -> ExaminedDrafter:
-        passes = time_passes(model)
+        passes = time_passes(model, widths)
         rows = [
             ("kind", kind),
             ("reads", described_layers(model.feature_layers, len(target.model.module.layers))),
@@ -218,18 +234,28 @@ async def _examine_drafter(worker: Worker, drafter: LoadedDraft, target: Loaded,
         if target.tokenizer is not None and target.model.num_ranks == 1:
             beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
             rows += agreement_rows(target.model, beginnings, model, decode_s)
-        rows += passes.rows("T_d", lambda width: "a draft step" if width == 1 else f"a refresh of {width}")
+        rows += _times_of(passes, "T_d", lambda width: "a draft step" if width == 1 else f"a refresh of {width}")
         return ExaminedDrafter(rows, passes)
 
     return await worker.run(Job("load", examine_here))
 
 
-async def _examine_on(worker: ThreadWorker, role: Actor, source: Source, model: MLXModel) -> ExaminedModel:
+async def _examine_on(
+    worker: ThreadWorker,
+    role: Actor,
+    source: Source,
+    model: MLXModel,
+    widths: Sequence[int],
+    numbers_of_texts: Sequence[int] = (),
+) -> ExaminedModel:
     def examine_here() -> ExaminedModel:
-        examined = ExaminedModel(model.anatomy(), time_passes(model))
+        anatomy, shared = model.anatomy(), {}
+        if numbers_of_texts and anatomy.sharing_obstacle is None:
+            shared = time_passes(model, numbers_of_texts, shared=True, num_context=SHARED_CONTEXT_TOKENS)
+        examined = ExaminedModel(anatomy, time_passes(model, widths), shared)
         if not isinstance(model, ShardedModel):
             return examined
-        exchange = {width: model.time_exchange(width, REPEATS) for width in WIDTHS}
+        exchange = {width: model.time_exchange(width, REPEATS) for width in widths}
         return attrs.evolve(examined, exchange=exchange, num_ranks=model.num_ranks)
 
     try:
@@ -260,13 +286,13 @@ async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -
 # --- the report -----------------------------------------------------------------------------------
 
 
-def report(diagnosis: Diagnosis) -> list[tuple[str, list[tuple[str, str]]]]:
+def report(diagnosis: Diagnosis) -> list[Section]:
     """The report: sections, each a title and rows of (name, finding)."""
     findings, obstacle = diagnosis.findings, diagnosis.target.anatomy.sharing_obstacle
     shares = "share passes" if obstacle is None else f"take turns, a pass for each, because {obstacle}"
     sections = [("target", [*_rows(diagnosis.target, "T_v"), ("several streams", shares)])]
     if (draft := diagnosis.draft) is not None:
-        ratio = draft.passes.seconds[1] / diagnosis.target.passes.seconds[1]
+        ratio = draft.passes[1].median / diagnosis.target.passes[1].median
         pair = [("cost ratio", f"T_d(1) / T_v(1) = {ratio:.2f}")]
         if isinstance(draft, ExaminedDrafter):
             rows = draft.rows
@@ -307,15 +333,54 @@ def _rows(examined: ExaminedModel, symbol: str) -> list[tuple[str, str]]:
     rows += [
         (name, took if exchanged is None else f"{took}, of it exchange {exchanged[width] * 1e3:,.2f} ms")
         for width, (name, took) in zip(
-            passes.times, passes.rows(symbol, lambda n: f"a pass of {n} token{'s' * (n > 1)}"), strict=True
+            passes, _times_of(passes, symbol, lambda n: f"a pass of {n} token{'s' * (n > 1)}"), strict=True
         )
     ]
     if examined.exchange is not None:
         collectives = ", ".join(f"{count} × {name}" for name, count in examined.exchange[1].collectives.items())
         rows.append(("a pass exchanges", f"{_size(examined.exchange[1].num_bytes)} a token, by {collectives}"))
-    rows.append(passes.python_row(anatomy.num_layers))
-    rows.append(("each further token", f"adds {width_cost(passes.seconds):.0%} of {symbol}(1)"))
+    held_s = passes[1].building
+    a_layer = f", {held_s / anatomy.num_layers * 1e6:,.0f} µs a layer" if anatomy.num_layers else ""
+    rows.append(("Python's lock", f"held for {held_s * 1e3:,.2f} ms to build a pass{a_layer}"))
+    rows.append(("each further token", f"adds {width_cost(medians(passes)):.0%} of {symbol}(1)"))
     return rows
+
+
+def _times_of(passes: Mapping[int, PassTime], symbol: str, named: Callable[[int], str]) -> list[tuple[str, str]]:
+    """Rows (name, times) of a report; `named` gives the name of a width."""
+    return [
+        (named(n), f"{symbol}({n}) = {t.median * 1e3:,.2f} ms ({t.low * 1e3:,.2f}–{t.high * 1e3:,.2f})")
+        for n, t in passes.items()
+    ]
+
+
+def price_tables(diagnosis: Diagnosis, named: str) -> list[dict[str, Any]]:
+    """Median times of passes in seconds, in the form of `tests/protocol/device_prices/`: by tokens of one text, and by
+    texts that share a pass. `named` is the name of the target.
+    """
+    target, draft = diagnosis.target, diagnosis.draft
+    of_tokens = {"target": target.passes} | ({} if draft is None else {"draft": draft.passes})
+    device = str(mx.device_info().get("device_name") or processor_name())
+    tables = []
+    for how, num_context, passes in (
+        ("by tokens of one text", CONTEXT_TOKENS, of_tokens),
+        ("by texts that share a pass", SHARED_CONTEXT_TOKENS, {"target": target.shared_passes}),
+    ):
+        if widths := list(passes["target"]):
+            tables.append(
+                {
+                    "device": f"{device}, {', '.join(target.anatomy.dtypes)}",
+                    "source": f"{how}, {named}",
+                    "widths": widths,
+                    "text_lengths": [num_context],
+                    "seconds": {
+                        role: {str(num_context): [each[width].median for width in widths]}
+                        for role, each in passes.items()
+                        if each.keys() >= set(widths)
+                    },
+                }
+            )
+    return tables
 
 
 def _size(num_bytes: int) -> str:

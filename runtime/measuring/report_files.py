@@ -1,4 +1,4 @@
-"""Reports for an issue: what was measured as one JSON file and one page of Markdown, with nothing private in them."""
+"""Reports for an issue: one JSON file and one page of Markdown, with nothing private in them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
-
-import attrs
+from typing import Any
 
 from protocol.reprs import shown_path
 from runtime.measuring.machine import versions
-from runtime.measuring.reports import Section
 from runtime.terminal.display import OutputError, check_place
-from runtime.terminal.tables import TableRow, TextTable
+from runtime.terminal.tables import Section, Table
 
 FORMAT = 2
 CONTENTS = (
@@ -34,71 +31,48 @@ _FILE_OF_TRACEBACK = re.compile(r'File "(?:[^"]*/)?([^"/]+)"')
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 
-@attrs.frozen
-class PriceTable:
-    """Median times of forward passes, in the form of `tests/protocol/device_prices/`.
+def write_report(
+    path: Path,
+    kind: str,
+    machine: Mapping[str, str],
+    results: Mapping[str, Any],
+    sections: Sequence[Section],
+    tables: Sequence[tuple[str, Table]],
+    *,
+    price_tables: Sequence[Mapping[str, Any]] = (),
+    secrets: Sequence[str] = (),
+) -> None:
+    """Write `path` with the suffixes .json and .md.
 
-    Attributes:
-        seconds: by model ("target", "draft") and text length, one for each width.
+    Args:
+        kind: the command.
+        results: its findings, as JSON values.
+        sections, tables: those of the page.
+        price_tables: times of passes, in the form of `tests/protocol/device_prices/`.
+        secrets: texts that neither file may have, such as the paths of models.
+
+    Raises: OutputError: a file cannot be written.
     """
-
-    device: str  # its name, and the number format of the weights
-    source: str  # where the figures come from, and of which model
-    widths: Sequence[int]  # numbers of tokens, or of texts of one token each
-    text_lengths: Sequence[int]  # tokens in the cache of each text
-    seconds: Mapping[str, Mapping[str, Sequence[float]]]
-
-    def table(self) -> TextTable:
-        """Milliseconds, with a column for each width."""
-        rows = [
-            TableRow((f"{model}, {length} tokens of text", *(f"{each * 1e3:.2f}" for each in times)))
-            for model, by_length in self.seconds.items()
-            for length, times in by_length.items()
-        ]
-        return TextTable(("ms", *map(str, self.widths)), tuple(rows))
-
-
-@attrs.frozen
-class DeviceReport:
-    """The content of a report's JSON. `results` has the command's findings, by name."""
-
-    kind: Literal["selftest", "bench"]
-    machine: Mapping[str, str]
-    results: Mapping[str, Any]
-    price_tables: Sequence[PriceTable] = ()
-    versions: Mapping[str, str] = attrs.field(factory=versions)
-    contents: str = CONTENTS
-    format: int = FORMAT
-    date: str = attrs.field(factory=lambda: datetime.now(UTC).date().isoformat())
-
-    def as_json(self, secrets: Sequence[str] = ()) -> dict[str, Any]:
-        """The report as a JSON object; see `without_private`."""
-        report: dict[str, Any] = without_private(attrs.asdict(self), secrets)
-        return report
-
-    def write(
-        self,
-        path: Path,
-        title: str,
-        sections: Sequence[Section],
-        tables: Sequence[tuple[str, TextTable]],
-        secrets: Sequence[str] = (),
-    ) -> None:
-        """Write `path` with the suffixes .json and .md: a page of sections, lists of (name, value), and of tables.
-
-        Raises: OutputError: a file cannot be written.
-        """
-        priced = [(f"Passes: {table.source}, {table.device}", table.table()) for table in self.price_tables]
-        page = _page(title, sections, [*tables, *priced])
-        written = {
-            ".json": json.dumps(self.as_json(secrets), indent=2) + "\n",
-            ".md": without_private(page, secrets),
-        }
-        for file, text in ((path.with_suffix(suffix), text) for suffix, text in written.items()):
-            try:
-                file.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise OutputError(f"cannot write {shown_path(str(file))}: {error.strerror}") from error
+    report = {
+        "kind": kind,
+        "machine": dict(machine),
+        "results": results,
+        "price_tables": price_tables,
+        "versions": versions(),
+        "contents": CONTENTS,
+        "format": FORMAT,
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+    written = {
+        ".json": json.dumps(without_private(report, secrets), indent=2) + "\n",
+        ".md": without_private(_page(f"outrider {kind}", sections, tables), secrets),
+    }
+    for suffix, text in written.items():
+        file = path.with_suffix(suffix)
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise OutputError(f"cannot write {shown_path(str(file))}: {error.strerror}") from error
 
 
 def check_report(file: str | None) -> Path | None:
@@ -115,13 +89,12 @@ def local_paths(*sources: object) -> tuple[str, ...]:
     return tuple(str(form) for path in paths for form in (path, path.absolute(), path.resolve()))
 
 
-def _page(title: str, sections: Sequence[Section], tables: Sequence[tuple[str, TextTable]]) -> str:
+def _page(title: str, sections: Sequence[Section], tables: Sequence[tuple[str, Table]]) -> str:
     parts = [f"## {title}", CONTENTS]
     for heading, rows in sections:
         parts += [f"### {heading}", "\n".join(f"- {name}: {value}" if name else f"- {value}" for name, value in rows)]
     for heading, table in tables:
-        lines = [table.headings, ("---",) * len(table.headings)]
-        lines += [tuple(table.cell(row, column) for column in range(len(table.headings))) for row in table.rows]
+        lines = [table.headings, ["---"] * len(table.headings), *table.rows]
         parts += [f"### {heading}", "\n".join(f"| {' | '.join(map(_cell, cells))} |" for cells in lines)]
     return "\n\n".join(parts) + "\n"
 

@@ -19,7 +19,7 @@ import trio
 from protocol.errors import OutriderError, SettingsError
 from protocol.reprs import shown_path
 from protocol.trace import Event, Span
-from runtime.terminal.tables import UNBOUNDED, show_sections
+from runtime.terminal.tables import UNBOUNDED, Section, show_sections
 from runtime.terminal.word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -395,7 +395,7 @@ def _records_of(name: str, level: int, take: Callable[[str], None]) -> Iterator[
         logger.removeHandler(taker)
 
 
-def print_sections(sections: list[tuple[str, list[tuple[str, str]]]]) -> None:
+def print_sections(sections: Sequence[Section]) -> None:
     """Print titled tables of (name, value) on stdout. Raises: OutputError: it cannot be written."""
     with printing() as console:
         show_sections(console, sections)

@@ -1,8 +1,8 @@
-"""Tables for a terminal of any width: a table that is too wide is split into parts or stacked, and no cell is cut."""
+"""Tables and titled lists for a terminal of any width: no cell is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -16,117 +16,42 @@ _GAP_COLUMNS = 2
 # A width beyond any table or line, for output that no terminal shows: nothing is split or wrapped there.
 UNBOUNDED = 100_000
 
-
-@attrs.frozen
-class TableRow:
-    """A row of a table, in one of rich's styles; missing cells at the end stay empty."""
-
-    cells: tuple[str, ...]
-    style: str = ""
+# A title, and rows of (name, value).
+Section = tuple[str, Sequence[tuple[str, str]]]
 
 
 @attrs.frozen
-class TextTable:
-    """A table: headings of one or more lines, and rows of cells.
+class Table:
+    """A table: headings of one or more lines, and rows of as many cells; the first `num_labels` columns name a row."""
 
-    Attributes:
-        num_labels: number of columns at the front, >= 1, that name a row. Each part of a split table begins with them.
-        is_grouped: whether rows with the same first label form a group, between lines, that shows this label once.
-    """
-
-    headings: tuple[str, ...]
-    rows: tuple[TableRow, ...]
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
     num_labels: int = 1
-    is_grouped: bool = False
-
-    def width(self, column: int) -> int:
-        """Width of a column in terminal columns, gap excluded."""
-        from rich.cells import cell_len
-
-        texts = [self.headings[column], *(self.cell(row, column) for row in self.rows)]
-        return max(cell_len(line) for text in texts for line in text.split("\n"))
-
-    def cell(self, row: TableRow, column: int) -> str:
-        """The text of a cell; "" for a missing one."""
-        return row.cells[column] if column < len(row.cells) else ""
-
-    def parts(self, width: int) -> list[list[int]] | None:
-        """Columns of the parts into which the table is split, each part at most `width` terminal columns wide.
-
-        Returns: lists of column indices; None if some column does not fit beside the labels.
-        """
-        labels = list(range(self.num_labels))
-        labels_width = sum(self.width(column) + _GAP_COLUMNS for column in labels) - _GAP_COLUMNS
-        parts: list[list[int]] = []
-        free_width = 0
-        for column in range(self.num_labels, len(self.headings)):
-            needed = _GAP_COLUMNS + self.width(column)
-            if labels_width + needed > width:
-                return None
-            if not parts or needed > free_width:
-                parts.append([*labels])
-                free_width = width - labels_width
-            parts[-1].append(column)
-            free_width -= needed
-        return parts
 
 
-def show_table(console: Console, table: TextTable) -> None:
-    """Print a table on a console: whole if it fits, else in parts below each other, else row by row."""
-    parts = table.parts(console.width)
-    if parts is None:
-        _show_stacked(console, table)
-        return
-    for number, columns in enumerate(parts):
-        if number > 0:
-            console.print()
-        _show_part(console, table, columns)
-
-
-def _show_part(console: Console, table: TextTable, columns: Sequence[int]) -> None:
+def show_table(console: Console, table: Table) -> None:
+    """Print a table on a console; one that is wider than the console row by row."""
     from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP_COLUMNS - 1, 0, 0))
-    for column in columns:
-        is_label = column < table.num_labels
-        is_number = not is_label or (table.is_grouped and column == 0)
-        grid.add_column(table.headings[column], justify="right" if is_number else "left", no_wrap=True)
-    previous_group: str | None = None
-    for row in table.rows:
-        cells = [table.cell(row, column) for column in columns]
-        if table.is_grouped:
-            group = cells[0]
-            if previous_group is not None and group != previous_group:
-                grid.add_section()
-            if group == previous_group:
-                cells[0] = ""
-            previous_group = group
-        grid.add_row(*map(Text, cells), style=row.style or None)
-    console.print(grid)
-
-
-def _show_stacked(console: Console, table: TextTable) -> None:
     from rich.padding import Padding
+    from rich.table import Table as Grid
     from rich.text import Text
 
-    for number, row in enumerate(table.rows):
-        if number > 0:
-            console.print()
-        title = " ".join(table.cell(row, column) for column in range(table.num_labels))
-        console.print(title, style=row.style or "bold", markup=False, overflow="fold")
-        for line in _stacked_lines(table, row):
+    grid = Grid(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP_COLUMNS - 1, 0, 0))
+    for place, heading in enumerate(table.headings):
+        grid.add_column(heading, justify="left" if place < table.num_labels else "right", no_wrap=True)
+    for row in table.rows:
+        grid.add_row(*map(Text, row))
+    if console.measure(grid, options=console.options.update(width=UNBOUNDED)).maximum <= console.width:
+        console.print(grid)
+        return
+    for row in table.rows:
+        console.print(" ".join(row[: table.num_labels]), style="bold", markup=False, overflow="fold")
+        for heading, cell in zip(table.headings[table.num_labels :], row[table.num_labels :], strict=True):
+            line = f"{' '.join(heading.split())}  {cell}".strip()
             console.print(Padding(Text(line), (0, 0, 0, _GAP_COLUMNS)))
 
 
-def _stacked_lines(table: TextTable, row: TableRow) -> Iterator[str]:
-    for column in range(table.num_labels, len(table.headings)):
-        if cell := table.cell(row, column):
-            yield f"{' '.join(table.headings[column].split())}  {cell}".strip()
-
-
-def show_sections(console: Console, sections: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> None:
+def show_sections(console: Console, sections: Sequence[Section]) -> None:
     """Print titled lists of (name, value) on a console; a value that is too long is folded into more lines."""
     for number, (title, rows) in enumerate(sections):
         console.print("\n" * (number > 0) + title, style="bold", markup=False, overflow="fold")

@@ -338,6 +338,7 @@ def test_each_figure_has_its_unit(numbers, name, value):
         (["chat", "--target-device=gpu"], "outrider chat ", "this is the process's device: use --device"),
         (["doctor", "--xyzzy"], "outrider doctor ", "unrecognized arguments: --xyzzy\n"),
         (["generat", "hi"], "outrider ", "there is no command 'generat'; did you mean generate?"),
+        (["selftest"], "outrider ", "outrider selftest was removed; use `outrider doctor --check`"),
         (["xyzzy"], "outrider ", "there is no command 'xyzzy'; the commands are generate, "),
     ],
 )

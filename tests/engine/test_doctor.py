@@ -32,8 +32,7 @@ from actors.mlx.model import MLXModel
 from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
-from runtime.measuring.figures import spread
-from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, Passes, time_passes
+from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, PassTime, medians, time_passes
 
 NUM_TIMES = 3
 
@@ -73,14 +72,11 @@ def rows(diagnosis: Diagnosis, section: str) -> dict[str, str]:
     return dict(dict(report(diagnosis))[section])
 
 
-def assert_measured(passes: Passes) -> None:
+def assert_measured(passes: dict[int, PassTime]) -> None:
     """Assert that each width was timed, and that the figures are consistent."""
-    assert tuple(passes.seconds) == tuple(passes.times) == WIDTHS
-    for width, seconds in passes.seconds.items():
-        times = passes.times[width]
-        assert times.low is not None
-        assert times.high is not None
-        assert 0 < times.low <= seconds <= times.high
+    assert tuple(passes) == WIDTHS
+    for each in passes.values():
+        assert 0 < each.building < each.low <= each.median <= each.high
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -258,8 +254,8 @@ async def test_whether_streams_share_passes_is_said_with_the_reason(build: Calla
 async def test_the_cost_of_width_is_the_same_figure_in_the_table_and_the_conclusion() -> None:
     diagnosis = await examine((llama(), None))
     seconds = {1: 0.020, 2: 0.027, 3: 0.031, 5: 0.050, 9: 0.070}
-    passes = attrs.evolve(diagnosis.target.passes, times={width: spread([each]) for width, each in seconds.items()})
-    findings = attrs.evolve(diagnosis.findings, verify_seconds=passes.seconds, blas=None)
+    passes = {width: PassTime(each, each, each, each / 2, 1) for width, each in seconds.items()}
+    findings = attrs.evolve(diagnosis.findings, verify_seconds=medians(passes), blas=None)
     diagnosis = attrs.evolve(diagnosis, target=attrs.evolve(diagnosis.target, passes=passes), findings=findings)
     assert rows(diagnosis, "target")["each further token"] == "adds 31% of T_v(1)"
     assert rows(diagnosis, "conclusion")["note"].startswith("each further token of a pass costs 31% of the first")
@@ -281,7 +277,7 @@ def test_slow_passes_are_timed_once_and_not_repeated(monkeypatch: pytest.MonkeyP
     clock = itertools.count(step=10.0)
     monkeypatch.setattr("runtime.measuring.pass_times.time.perf_counter", lambda: next(clock))
     passes = time_passes(MLXModel(llama(), CacheOptions()), WIDTHS, repeats=7)
-    assert [len(passes.times[width].values) for width in WIDTHS] == [1] * len(WIDTHS)
+    assert [each.num_passes for each in passes.values()] == [1] * len(WIDTHS)
 
 
 async def test_a_pair_without_tokenizers_is_timed_and_not_compared() -> None:

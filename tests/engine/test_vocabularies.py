@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 import runtime
 from protocol.vocabulary_map import Vocabulary, VocabularyMap
 from runtime.loading.vocabularies import vocabulary, vocabulary_map
-from runtime.selftest import speed
 
 TOKENIZERS = {
     "demo": lambda: demo(),
@@ -140,10 +138,3 @@ def test_blanks_may_be_written_by_a_metaspace() -> None:
     found = vocabulary(words("_the", "cat", decoder=decoders.Metaspace(replacement="_")), 2)
     assert found is not None
     assert found.pieces == {0: b" the", 1: b"cat"}
-
-
-def test_the_self_test_says_why_it_takes_no_pair_of_two_vocabularies() -> None:
-    tokenizers = {"target": demo(), "draft": byte_level().tokenizer}
-    subject: Any = SimpleNamespace(load=lambda role: (None, tokenizers[role]))
-    with pytest.raises(runtime.VocabularyMismatchError, match="selftest gives both models the same token ids"):
-        speed.models(subject)

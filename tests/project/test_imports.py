@@ -28,7 +28,6 @@ ORDER = (
     {"measuring"},
     {"bench"},
     {"doctor"},
-    {"selftest"},
     {"distill"},
     {"server"},
     {"cli"},
@@ -215,8 +214,6 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/sampling/user_code.py",
         "runtime/remote/draft_process.py",  # the program of another process
         "actors/workers/core_sharing.py",
-        "runtime/selftest/baselines.py",  # models on plain threads, to compare with
-        "runtime/selftest/check_process.py",  # the program of another process
         "runtime/aio/__init__.py",
         "runtime/aio/thread.py",
         "runtime/engine/drafter_slot.py",
@@ -251,5 +248,4 @@ def test_what_knows_of_mlx_lms_caches_is_where_caches_are():
         "actors/trained/kinds/gemma4_assistant.py",  # likewise
         "actors/trained/kinds/mtp.py",  # likewise
         "runtime/bench/small_models.py",  # wraps models of mlx-lm's, caches and all
-        "runtime/selftest/baselines.py",  # mlx-lm's own decoding, to compare with
     }

@@ -1,6 +1,6 @@
 """`lookahead="auto"` with the pass times of real devices, whose steps and plateaus no slope describes.
 
-Each file in `device_prices` is the JSON of `outrider selftest --report`, as it is, or one of its price tables. A table
+Each file in `device_prices` is the JSON of `outrider doctor --report`, as it is, or one of its price tables. A table
 without times of a draft model stands for several.
 """
 

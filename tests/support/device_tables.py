@@ -23,7 +23,7 @@ def tables(path: Path) -> dict[str, Table]:
 
 
 def all_tables(path: Path) -> list[dict[str, Table]]:
-    """All that a file has: one price table, or a report of `outrider selftest --report` with several."""
+    """All that a file has: one price table, or a report of `outrider doctor --report` with several."""
     found: dict[str, Any] = json.loads(path.read_text())
     return [_by_model(prices) for prices in found.get("price_tables", [found])]
 

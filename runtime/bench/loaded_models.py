@@ -52,24 +52,6 @@ class EventSwitch:
             self.listener(event)
 
 
-@attrs.define
-class Circumstances:
-    """The models and the machine of a measurement.
-
-    Attributes:
-        target, draft: names of the models; of several drafters, all names.
-        dtypes: those of their weights, by role, or by the drafter's name if there are several.
-        machine: processor, versions, device and BLAS, by name; those of rank 0, if there are several ranks.
-    """
-
-    target: str = ""
-    draft: str = ""
-    drafts: tuple[str, ...] = ()
-    dtypes: dict[str, tuple[str, ...]] = attrs.field(factory=dict)
-    machine: dict[str, str] = attrs.field(factory=dict)
-    num_ranks: int = 1
-
-
 @attrs.frozen
 class LoadedModels:
     """A target with one drafter or several, each on its worker's thread.
@@ -99,20 +81,24 @@ class LoadedModels:
         return target
 
     @property
-    def circumstances(self) -> Circumstances:
-        """The models by name, and the machine."""
+    def has_template(self) -> bool:
+        """Whether the target has a chat template."""
+        return bool(getattr(self.tokenizer, "has_chat_template", False))
+
+    def about(self) -> dict[str, Any]:
+        """The names of the models, their dtypes by role (or by the drafter's name, of several), the machine, and the
+        number of ranks.
+        """
         about = _machine()
         if self.group is not None:
             about["ranks"] = f"{self.group.size}, of which this is the first"
-        drafts = tuple(name_of(draft) for draft in self.drafts.values())
-        return Circumstances(
-            target=name_of(self.target_source),
-            draft=", ".join(drafts),
-            drafts=drafts,
-            dtypes={name: dtypes_of(model.module) for name, model in self.models.items()},
-            machine=about,
-            num_ranks=1 if self.group is None else self.group.size,
-        )
+        return {
+            "target": name_of(self.target_source),
+            "draft": ", ".join(name_of(draft) for draft in self.drafts.values()),
+            "dtypes": {name: dtypes_of(model.module) for name, model in self.models.items()},
+            "machine": about,
+            "num_ranks": 1 if self.group is None else self.group.size,
+        }
 
     def drafter(self, name: str = "") -> tuple[AnyModel, Worker] | None:
         """A drafter and its worker, the first one for ""; None for prompt lookup."""
@@ -137,19 +123,18 @@ class LoadedModels:
         stack: AsyncExitStack,
         draft: str = "",
         *,
-        events: Events | None = None,
         max_batch: int = MAX_BATCH,
-        **options: Any,
-    ) -> Runtime:
+        prefix_cache_bytes: int,
+    ) -> tuple[Runtime, Events]:
         """Open a runtime as `runtime.open` does, inside `evaluating_layers`.
 
         Args:
             stack: closes the runtime on exit.
             draft: the drafter's name; "" for the first.
-            events: where the runtime announces what happens; the workers announce it through `self.events`.
-            options: of `running`.
+
+        Returns: the runtime, and its events, which listen to the workers through `self.events` while it works.
         """
-        self.events.listener = events
+        self.events.listener = events = Events()
         target, drafter = (self.target, self.workers[TARGET]), self.drafter(draft)
         self.record_for(drafter)
         prices = Prices(core_hold_s=CORES.hold_s)
@@ -160,11 +145,18 @@ class LoadedModels:
                 await warm_up(target, drafter, prices)
         batch = await bounded_batch(*target, max_batch)
         runtime = await stack.enter_async_context(
-            running(target, drafter or NGRAM, events=events, prices=prices, max_batch=batch, **options)
+            running(
+                target,
+                drafter or NGRAM,
+                events=events,
+                prices=prices,
+                max_batch=batch,
+                prefix_cache_bytes=prefix_cache_bytes,
+            )
         )
         if self.group is not None:
             stack.enter_context(ending_all(self.group, runtime._sessions.fail))
-        return runtime
+        return runtime, events
 
     def encoded(self, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
         """Prompts as token ids. Each leaves room for `max_tokens` more in every context.

@@ -1,11 +1,11 @@
-"""Timing of tokens: the timed part of a run, its rounds, and how busy a model was in it."""
+"""Timing of tokens: the timed part of a run, and its rounds."""
 
 from __future__ import annotations
 
 from sweeps import sweep
 
-from protocol.trace import Span
-from runtime.measuring.timing import TimedToken, TimingWindow, busy_seconds, count_rounds, timing_window
+from runtime.bench.contenders import run_of
+from runtime.bench.timing import TimedToken, count_rounds, first_timed
 
 
 def moments(flags: str, *, start: float = 10.0) -> list[TimedToken]:
@@ -18,7 +18,9 @@ def moments(flags: str, *, start: float = 10.0) -> list[TimedToken]:
     [("tttt", 1, 10.0), ("ddtdt", 3, 12.0), ("tddd", 1, 10.0), ("dddd", 4, 13.0)],
 )
 def test_timing_begins_when_the_first_round_has_ended(flags, first, began):
-    assert timing_window(moments(flags)) == TimingWindow(first, began, 10.0 + len(flags) - 1)
+    assert first_timed(moments(flags)) == (first, began)
+    run = run_of([moments(flags)], 5.0, {}, with_prompts=False)
+    assert (run.num_timed, run.seconds) == (len(flags) - first, 10.0 + len(flags) - 1 - began)
 
 
 @sweep(
@@ -35,6 +37,7 @@ def test_rounds_and_proposals_are_told_from_who_proposed_the_tokens(flags, num_d
     assert count_rounds(drafted, num_draft_tokens, max_tokens=len(flags)) == (rounds, proposed)
 
 
-def test_only_what_lies_in_the_window_counts():
-    spans = [Span("target", "verify", 0, began, ended) for began, ended in ((0, 2), (3, 5), (5, 6), (9, 12), (20, 21))]
-    assert busy_seconds(spans, TimingWindow(0, 1.0, 10.0)) == 1 + 2 + 1 + 1
+def test_several_texts_are_timed_from_the_call_to_the_last_token_of_all():
+    run = run_of([moments("ttt", start=11.0), moments("t", start=14.0)], 10.0, {}, with_prompts=True)
+    assert (run.num_tokens, run.num_timed, run.seconds, run.first_tokens) == (4, 4, 4.0, (1.0, 4.0))
+    assert run.texts == ((0, 1, 2), (0,))

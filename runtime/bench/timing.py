@@ -7,7 +7,7 @@ own, and their number depends on the contender. Prefill is left out with them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,6 @@ import outcome
 import trio
 
 from actors.workers.worker import Job, Worker
-from protocol.trace import Span
 
 
 @attrs.frozen
@@ -29,24 +28,12 @@ class TimedToken:
     at: float
 
 
-@attrs.frozen
-class TimingWindow:
-    """The timed part of a run: the tokens from index `first` on, and the times of its begin and end in seconds."""
-
-    first: int
-    began: float
-    ended: float
-
-
-def timing_window(tokens: Sequence[TimedToken]) -> TimingWindow:
-    """The window from the end of the first round, marked by the first token of the target's own, to the last token."""
+def first_timed(tokens: Sequence[TimedToken]) -> tuple[int, float]:
+    """Index of the first token after the first round, which the first token of the target's own ends, and the time of
+    that end.
+    """
     end_of_first = next((i for i, token in enumerate(tokens) if not token.from_draft), len(tokens) - 1)
-    return TimingWindow(end_of_first + 1, tokens[end_of_first].at, tokens[-1].at)
-
-
-def busy_seconds(spans: Iterable[Span], window: TimingWindow) -> float:
-    """Seconds of a window that spans cover. They must be of one worker, so that they do not overlap."""
-    return sum(max(0.0, min(span.ended, window.ended) - max(span.began, window.began)) for span in spans)
+    return end_of_first + 1, tokens[end_of_first].at
 
 
 def count_rounds(from_draft: Sequence[bool], num_draft_tokens: int, max_tokens: int) -> tuple[int, int]:

@@ -1,0 +1,97 @@
+"""Figures of runs, how tables show them, and the report of a benchmark."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from runtime.bench.contenders import Run
+from runtime.terminal.tables import Section, Table
+
+# Figures by name, as JSON values.
+Row = dict[str, Any]
+
+
+@attrs.frozen
+class Report:
+    """What a benchmark shows: titled lists, titled tables, and paragraphs."""
+
+    sections: Sequence[Section]
+    tables: Sequence[tuple[str, Table]]
+    notes: Sequence[str]
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """Part / whole; None if either is None or `whole` is 0."""
+    return part / whole if part is not None and whole else None
+
+
+def total(runs: Iterable[Run], *names: str) -> float | None:
+    """The sum of counters over runs; None if there are no runs, or a counter of one of them is not known."""
+    values = [run.counts.get(name) for run in runs for name in names]
+    known = [value for value in values if value is not None]
+    return sum(known) if known and len(known) == len(values) else None
+
+
+def share(runs: Iterable[Run], part: str, *whole: str) -> float | None:
+    """The ratio of a counter over runs to the sum of counters; None if one is not known."""
+    runs = list(runs)
+    return ratio(total(runs, part), total(runs, *whole))
+
+
+def median(values: Sequence[float]) -> float | None:
+    """The median; None without a value."""
+    return statistics.median(values) if values else None
+
+
+def spread(values: Sequence[float]) -> Row:
+    """Median, minimum and maximum, each None without a value."""
+    return {"median": median(values), "low": min(values, default=None), "high": max(values, default=None)}
+
+
+def cell(value: float | None, form: str) -> str:
+    """A figure in a table; a dash for None."""
+    return "–" if value is None else format(value, form)
+
+
+def spread_cell(row: Row) -> str:
+    """Median, minimum and maximum of a row; why there are none if it has none."""
+    if row["median"] is None:
+        return "–" if row["failure"] is None else "failed"
+    return f"{row['median']:.1f} ({row['low']:.0f}–{row['high']:.0f})"
+
+
+def same_cell(row: Row) -> str:
+    """How many texts of a row are the expected ones."""
+    return "–" if row["same_texts"] is None else f"{row['same_texts']}/{row['num_texts']}"
+
+
+def about_models(result: Mapping[str, Any], num_texts: int | str) -> Iterator[tuple[str, str]]:
+    """Models, texts, repeats and machine, as rows of (name, value)."""
+    dtypes = result["dtypes"]
+    yield "target", f"{result['target']}, {', '.join(dtypes['target'])}"
+    yield "draft", ", ".join([result["draft"], *dtypes.get("draft", ())])
+    for name, each in dtypes.items():
+        if name not in ("target", "draft"):
+            yield "", f"{name}: {', '.join(each)}"
+    yield "texts", f"{num_texts} of {result['max_tokens']} tokens, temperature {result['temperature']:g}"
+    yield from about_run(result)
+
+
+def about_run(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Repeats and machine, as rows of (name, value)."""
+    cut = "" if result["is_complete"] else ", the last perhaps in part: it was interrupted"
+    yield "repeats", f"{result['repeats_done']} of {result['repeats']}{cut}"
+    yield from result["machine"].items()
+
+
+def failures(result: Mapping[str, Any]) -> list[str]:
+    """Which contenders cannot run, and why."""
+    return [
+        f"{name} cannot run: {why}"
+        for name, why in dict.fromkeys((row["name"], row["failure"]) for row in result["rows"])
+        if why is not None
+    ]
