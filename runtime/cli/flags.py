@@ -11,7 +11,7 @@ from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings
 
-# Flags of mlx-lm's commands for which Outrider has something else.
+# Flags of mlx-lm's commands, and of earlier versions, for which Outrider has something else.
 _REPLACEMENTS = {
     "--cooldown": "the contenders of `outrider bench` take turns, so a hot machine slows all of them",
     "--extra-eos-token": "--stop ends a text at a string",
@@ -24,6 +24,7 @@ _REPLACEMENTS = {
     "--prompt-cache-size": "the prefix cache is bounded in bytes, by --prefix-cache-bytes",
     "--prompt-concurrency": "prompts are read in turns of one pass each; --prefill-step-size bounds a pass",
     "--quantize-activations": "--model-config '{\"quantize_activations\": true}' does it",
+    "--target-device": "this is the process's device: use --device",
     "--use-default-chat-template": "--chat-template gives one",
     "--verbose": "stdout has the text alone; --stats prints statistics on stderr",
     "-qa": "--model-config '{\"quantize_activations\": true}' does it",

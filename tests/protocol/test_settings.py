@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sweeps import sweep
 
 from protocol.errors import SettingsError
+from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings, settings_from
 from runtime.cli import main as cli
@@ -114,6 +115,39 @@ def test_a_bad_value_is_refused_by_name_with_its_bound_everywhere(name: str, val
         with pytest.raises((ErrorResponse, SettingsError)) as refused:
             settings_from(parse_request(CompletionRequest, body).settings())
         assert name in str(refused.value)
+
+
+BAD_OPTIONS: list[tuple[str, Any, str]] = [
+    *(("rewind", value, "one of 'auto', 'trim', 'checkpoint', 'none'") for value in ("never", None, ["auto"])),
+    *(("max_kv_size", value, "a whole number of at least 5") for value in (4, 0, True, 8.5, "eight", math.nan)),
+    *(("kv_bits", value, "2, 3, 4, 5, 6, 8 or None") for value in (0, 1, 7, 16, -8, 2.5, "eight", [8])),
+    *(("kv_group_size", value, "32, 64 or 128") for value in (0, 31, 65, None, "big", -32)),
+    *(("quantized_kv_start", value, "a whole number of at least 0") for value in (-1, None, True, 0.5, "late")),
+    *(("max_streams", value, "a whole number of at least 1") for value in (0, True, "many")),
+    *(("max_batch", value, "a whole number of at least 1") for value in (0, None)),
+    *(("prefix_cache_bytes", value, "a whole number of at least 0") for value in (-1, "much", None)),
+    *(("prefix_cache_dir_bytes", value, "a whole number of at least 0") for value in (-1, "much")),
+    ("generation_config", "always", "one of 'auto', 'none'"),
+    ("draft_process", 1, "True or False"),
+    ("draft_device", "tpu", '"cpu", "gpu" or None'),
+    ("work_ahead", "often", "one of 'auto', 'always', 'never'"),
+]
+
+
+@sweep(("name", "value", "bound"), BAD_OPTIONS)
+def test_a_bad_option_of_open_is_refused_by_name_with_its_bound(name: str, value: Any, bound: str, capfd: Any) -> None:
+    with pytest.raises(SettingsError, match=f"^{name} must be {re.escape(bound)}"):
+        OpenOptions(**{"target": "/no/such/model", name: value})
+    text = None if name in ("max_streams", "max_batch") else typed(options_of(OpenOptions)[name].form, value)
+    if text is not None:
+        assert cli.main(["chat", f"{flag(name)}={text}"]) == 2
+        assert capfd.readouterr().err.startswith(f"outrider: error: {flag(name)} must be ")
+
+
+def test_options_of_open_that_exclude_each_other_are_refused() -> None:
+    for options in ({"kv_bits": 8, "max_kv_size": 16}, {"draft_process": True, "draft_rank": 1}):
+        with pytest.raises(SettingsError, match="{} and {} exclude each other".format(*options)):
+            OpenOptions(target="/no/such/model", **options)
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -28,13 +28,11 @@ from sweeps import sweep
 
 from actors.actor import Actor, ActorSession
 from actors.drafters.draft_actor import DraftActor
-from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.model import Feed, FeedsEach, Fork, RewindMode, feed_each
 from actors.prefix_cache import CacheHit
 from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
 from protocol.messages import Message
-from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.trace import Event, Instant, Span
 from runtime import Token
 from runtime.engine.events import Events
@@ -722,15 +720,8 @@ async def simulated(
     draft_price: Price | None = None,
     listener: Callable[[Event], None] | None = None,
     schedule: int = 0,
-    make_policy: MakePolicy = policy_by_settings,
-    max_streams: int | None = None,
-    max_batch: int = MAX_BATCH,
-    tokenizer: Any = None,
-    prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
-    chains: bool | None = None,
     report_delay: Callable[[], float] | None = None,
-    defaults: Mapping[str, Any] | None = None,
-    copy_corpus: int = 0,
+    **options: Any,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -742,16 +733,9 @@ async def simulated(
         draft_price: seconds that a job takes on the draft worker, if that differs.
         listener: called with each event.
         schedule: seed of trio's random choice between tasks that are ready at the same time.
-        make_policy: creates the lookahead policy of a session.
-        max_streams: maximum number of streams that run at the same time.
-        max_batch: most streams that share a pass of the target.
-        tokenizer: the target's tokenizer.
-        prefix_cache_bytes: size limit of either model's prefix cache.
-        chains: whether a draft step is launched before the previous one is read; None for the runtime's default.
         report_delay: called for each draft step and plain pass; the seconds until trio's thread hears of it. None for
             no delay.
-        defaults: settings that streams have by default.
-        copy_corpus: size limit of the corpus.
+        options: others of `running`, such as `make_policy`, `tokenizer` and `max_batch`.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -770,15 +754,8 @@ async def simulated(
         async with running(
             (target, target_worker),
             draft if draft_model is None or draft_worker is None else (draft_model, draft_worker),
-            tokenizer=tokenizer,
             events=events,
-            make_policy=make_policy,
-            max_streams=max_streams,
-            max_batch=max_batch,
-            prefix_cache_bytes=prefix_cache_bytes,
-            chains=chains,
-            defaults=defaults,
-            copy_corpus=copy_corpus,
+            **options,
         ) as runtime:
             simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)
             events.listen(simulation.events.append)

@@ -208,6 +208,17 @@ async def test_a_proposal_that_was_never_judged_is_shown_and_has_no_flow(autojum
     assert of(entries, "s") == of(entries, "f") == of(entries, "X", "proposal") == []
 
 
+def test_counters_show_what_came_of_each_round(events, entries):
+    counters = of(entries, "C")
+    commits = [event.commit for event in events if isinstance(event, Instant) and event.commit is not None]
+    assert (
+        sum(counter["args"]["accepted"] + counter["args"]["copied"] for counter in counters)
+        == sum(c.num_from_draft for c in commits)
+        > 0
+    )
+    assert sum(counter["args"]["rejected"] for counter in counters) == sum(c.num_rejected for c in commits) > 0
+
+
 def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_over(entries):
     sessions = defaultdict(set)
     for proposal in of(entries, "X", "proposal"):
