@@ -35,11 +35,9 @@ from runtime.server.models.reports import (
     HealthReport,
     ModelDescription,
     ModelList,
-    Props,
     Version,
     describe,
     health_report,
-    properties,
 )
 from runtime.server.openai import api as openai_api
 from runtime.server.openai import tokens as openai_tokens
@@ -275,7 +273,6 @@ OPERATIONS: tuple[Operation, ...] = (
     *responses_api.OPERATIONS,
     *anthropic_api.OPERATIONS,
     *openai_tokens.OPERATIONS,
-    _get_json("/v1/props", lambda context, _: properties(context.models), "props", "Properties of the server", Props),
     _get_json("/version", _version, "version", "The server's version", Version),
     _get_json("/v1/models", _list_models, "models", "The served models", ModelList),
     _get_json("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),

@@ -46,10 +46,6 @@ PromptLogprobs = Annotated[
         "the most probable tokens at its position"
     ),
 ]
-TimingsPerToken = Annotated[
-    bool | None,
-    Field(description="llama.cpp's field: include the `timings` so far in every chunk, not only in the last"),
-]
 
 
 class StreamOptions(Body):
@@ -173,7 +169,6 @@ class ChatRequest(ChatBody):
     top_logprobs: _NumTop | None = None
     prompt_logprobs: PromptLogprobs = None
     stream_options: StreamOptions | None = None
-    timings_per_token: TimingsPerToken = None
     user: NoEffect = None
     metadata: NoEffect = None
     store: NoEffect = None
@@ -238,7 +233,6 @@ class CompletionRequest(GenerationBody):
     logprobs: _NumTop | None = None
     prompt_logprobs: PromptLogprobs = None
     stream_options: StreamOptions | None = None
-    timings_per_token: TimingsPerToken = None
     user: NoEffect = None
     metadata: NoEffect = None
     store: NoEffect = None

@@ -99,7 +99,6 @@ class ChunkSerializer(Serializer):
         self._created: int = int(time.time()) if first is None else first._created
         self._request = answer.request
         self._options = body.stream_options or StreamOptions()
-        self._tells_timings = bool(body.timings_per_token)
         self._num_given = 0
         self._num_reasoning_tokens = 0
         self._timeline = answer.watch(self.id) if self._options.include_speculation else None
@@ -119,7 +118,7 @@ class ChunkSerializer(Serializer):
             if self._options.gives_usage_in_each:
                 chunk["usage"] = self._usage(given)
             is_last = chunk["choices"][0]["finish_reason"] is not None and not self._options.include_usage
-            if is_last or self._tells_timings:
+            if is_last:
                 chunk |= self._timings(given)
             if self._timeline is not None:
                 # The tokens belong to the first chunk; one that only ends the text has none.
@@ -167,7 +166,7 @@ class ChunkSerializer(Serializer):
         look for text where they find a finish reason.
         """
         choice, empty = self._choice(tokens)
-        says_more = self._timeline is not None or self._options.gives_usage_in_each or self._tells_timings
+        says_more = self._timeline is not None or self._options.gives_usage_in_each
         if choice["finish_reason"] is None:
             return [self._chunk([choice])] if says_more or self._has_content(choice) else []
         finishing = self._chunk([{**choice, **empty}])
