@@ -125,15 +125,6 @@ def test_the_strip_shows_who_worked_when(tab: Tab, server: ScriptedServer) -> No
     )
 
 
-def test_an_answer_that_is_over_has_its_timeline(tab: Tab, server: ScriptedServer) -> None:
-    exchange = writing(tab, server)
-    expect(tab["timeline"]).to_be_hidden()
-    exchange.finish()
-    with tab.page.expect_popup() as popup:
-        tab["timeline"].click()
-    assert popup.value.url == f"{server.url}timelines/{exchange.id}"
-
-
 # --- ending it ------------------------------------------------------------------------------------
 
 
@@ -175,21 +166,6 @@ def test_stop_ends_it_at_once_and_keeps_what_was_written(tab: Tab, server: Scrip
     expect(tab["problem"]).to_be_hidden()
 
 
-def test_escape_ends_it_wherever_the_focus_is(tab: Tab, server: ScriptedServer) -> None:
-    exchange = writing(tab, server)
-    tab["prompt"].focus()
-    tab.type("a new prompt")
-    tab.press("Escape")
-    exchange.wait_gone()
-    tab.expect_state("stopped")
-    expect(tab["prompt"]).to_have_value("a new prompt")
-    exchange = writing(tab, server)
-    tab["latest"].focus()
-    tab.press("Escape")
-    exchange.wait_gone()
-    tab.expect_state("stopped")
-
-
 @moments
 def test_a_new_prompt_ends_the_old_answer(tab: Tab, server: ScriptedServer, under_way: Moment) -> None:
     old = under_way(tab, server)
@@ -202,21 +178,6 @@ def test_a_new_prompt_ends_the_old_answer(tab: Tab, server: ScriptedServer, unde
     new.finish()
     tab.expect_state("done")
     tab.expect_text("Twice as much")
-
-
-def test_words_that_were_under_way_do_not_get_into_the_next_answer(tab: Tab, server: ScriptedServer) -> None:
-    old = writing(tab, server)
-    tab["prompt"].focus()
-    tab.type("Twice")
-    old.write(*[" late"] * 5000)  # which take longer to be read than a key to be pressed
-    tab.press("Enter")
-    old.wait_gone()
-    new = server.next()
-    new.write(" as much")
-    new.finish()
-    tab.expect_state("done")
-    tab.expect_text("Twice as much")
-    expect(tab["tokens"]).to_have_text("1")
 
 
 def test_an_answer_is_there_when_the_page_is_loaded_again(tab: Tab, server: ScriptedServer) -> None:
@@ -299,22 +260,6 @@ def test_a_connection_lost_and_an_error_in_mid_answer_keep_the_text(tab: Tab, se
     for under_way in (waiting, reading):
         under_way(tab, server).cut()
         tab.expect_failed("The connection was lost before the first word.")
-
-
-@moments
-def test_silence_is_said_to_be(opened: Open, server: ScriptedServer, under_way: Moment) -> None:
-    tab = opened()  # whose clock is set
-    tab.page.clock.install()
-    exchange = under_way(tab, server)
-    if under_way is connecting:
-        tab.page.clock.fast_forward(7_000)
-        expect(tab["state-more"]).to_contain_text("7 s")
-        return
-    tab.page.clock.fast_forward(7_000)
-    expect(tab["state-more"]).to_contain_text("nothing heard for 7 s")
-    exchange.write(" a")
-    tab.page.clock.fast_forward(1_000)
-    expect(tab["state-more"]).not_to_contain_text("nothing heard")
 
 
 # --- keys, settings, what is kept -----------------------------------------------------------------
@@ -414,14 +359,6 @@ def test_everything_can_be_done_by_keyboard(tab: Tab, server: ScriptedServer) ->
     for control in ("copy", "edit", "timeline", "all"):
         tab.press("Shift+Tab")
         expect(tab[control]).to_be_focused()
-
-
-def test_the_focus_can_be_seen(tab: Tab) -> None:
-    for element in ("prompt", "settings-button", "send"):
-        tab[element].focus()
-        ring = "element => getComputedStyle(element.id === 'prompt' ? element.form : element).outlineStyle"
-        tab.press("Shift")  # from here on the keyboard is used
-        assert tab[element].evaluate(ring) == "solid"
 
 
 def test_states_are_read_out_and_tokens_are_not(tab: Tab, server: ScriptedServer) -> None:

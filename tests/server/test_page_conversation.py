@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
 from scripted_server import Exchange, ScriptedServer
-from visitors import Open, Tab
+from visitors import Tab
 
 pytestmark = pytest.mark.browser
 
@@ -79,20 +78,6 @@ def test_a_question_goes_on_with_what_was_said(tab: Tab, server: ScriptedServer)
     tab["anew"].click()
     expect(tab["welcome"]).to_be_visible()
     assert len(answered(tab, server, "Again?", "Yes").body["messages"]) == 1
-
-
-@pytest.mark.slow
-def test_an_edited_question_and_a_failed_answer_are_no_part_of_it(tab: Tab, server: ScriptedServer) -> None:
-    answered(tab, server, "How mny?", "What?")
-    tab["edit"].click()
-    tab.press("Enter")
-    edited = server.next()
-    assert [message["content"] for message in edited.body["messages"]] == ["How mny?"]
-    edited.write("Fo")
-    tab.expect_state("writing")
-    edited.cut()
-    tab.expect_state("failed")
-    assert len(answered(tab, server, "How many?", "Four").body["messages"]) == 1
 
 
 @pytest.mark.slow
@@ -279,16 +264,21 @@ def test_a_model_that_is_being_loaded_is_waited_for_and_can_be_left(tab: Tab, se
     assert [message["content"] for message in exchange.body["messages"]] == ["Who?", "I", "And you?"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [320, 1100])
-def test_a_conversation_fits_on_any_screen(opened: Open, server: ScriptedServer, width: int, scheme: str) -> None:
-    server.others = [
-        {"id": "some-publisher/a-second-model-with-a-long-name-4bit", "has_chat_template": True, "draft": None}
-    ]
-    tab = opened(viewport={"width": width, "height": 700}, color_scheme=scheme)
-    answered(tab, server, "How many?", ("Let me count.", "thought"), "Four ", ("legs", "drafted"))
-    answered(tab, server, "Format?", ("Hm.", "thought"), MARKDOWN + "\n\n" + "x" * 300)
-    assert tab.sideways == 0
-    for control in tab.page.locator("button:visible, select:visible, summary:visible").all():
-        assert re.search(r"\S", control.evaluate("e => e.ariaLabel || e.textContent"))
+def test_reasoning_is_folded_once_the_answer_begins(tab: Tab, server: ScriptedServer) -> None:
+    tab.ask("How many?")
+    exchange = server.next()
+    exchange.write(("Let me", "thought drafted"), (" count.", "thought"))
+    expect(tab["thinking"]).to_have_text("Let me count.")
+    expect(tab["thinking"].locator(".drafted")).to_have_text("Let me")
+    expect(tab["thinking"]).to_be_visible()
+    exchange.write(("Four", "drafted"), ".")
+    tab.expect_text("Four.")
+    expect(tab["thinking"]).to_be_hidden()
+    expect(tab["text"].locator(".drafted")).to_have_text("Four")
+    tab["thoughts"].locator("summary").click()
+    exchange.write((" Wait.", "thought"), " Or five.")
+    tab.expect_text("Four. Or five.")
+    expect(tab["thinking"]).to_be_visible()  # its reader has unfolded it
+    expect(tab["thinking"]).to_have_text("Let me count. Wait.")
+    exchange.finish()
+    tab.expect_state("done")
