@@ -56,12 +56,6 @@ _TIMELINE_POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
 
-# Paths of other servers that this one does not answer, and where it offers the same.
-_SAME_ELSEWHERE = {
-    "/completion": "use /v1/completions, in OpenAI's form",
-    "/infill": "use /v1/fim/completions, in Mistral's form",
-}
-
 
 @attrs.frozen
 class Service:
@@ -190,7 +184,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    there = _SAME_ELSEWHERE.get(path.removeprefix("/v1"), "/docs lists what there is")
+    there = "/docs lists what there is"
     if path.removeprefix("/v1").startswith("/api/"):
         there = "Ollama's API is not served; use OpenAI's, with a base URL that ends in /v1"
     elif path.startswith("/v1/v1/"):

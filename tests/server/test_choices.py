@@ -171,8 +171,8 @@ class Begun(list[tuple[str, Any, Any]]):
         self.third = trio.Event()
         begin = server.simulation.runtime.stream
 
-        def watch(prompt: Any, **keywords: Any) -> Any:
-            self.append((server.tokenizer.decode(prompt), keywords, begin(prompt, **keywords)))
+        def watch(prompt: Any, settings: Any) -> Any:
+            self.append((server.tokenizer.decode(prompt), settings, begin(prompt, settings)))
             if len(self) == 3:
                 self.third.set()
             return self[-1][2]

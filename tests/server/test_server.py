@@ -429,34 +429,6 @@ def test_a_client_may_leave_at_any_time_beside_another(
     simulated_server(test, *models(), tokenising_s=2.0, schedule=schedule)
 
 
-@on_server(looping, limits=Limits(stalled_s=20))
-async def test_a_client_that_does_not_read_is_dropped(server: Served) -> None:
-    async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 500, "stream": True}) as one:
-        await one.until(lambda one: len(one.sent) > 3)
-        one.is_stalled = True
-        stalled_at = trio.current_time()
-    # It may have been sent something just before.
-    assert stalled_at + 20 <= one.over_at <= stalled_at + 20 + 8
-    assert server.simulation.runtime.num_streams == 0
-    assert await server.outcomes() == {"cancelled": 1}
-
-
-@on_server(limits=Limits(stalled_s=20))
-async def test_a_slow_client_gets_the_whole_text(server: Served) -> None:
-    asked = {**DEF, "max_tokens": 60, "stream": True}
-    expected = (await server.ask(COMPLETIONS, {**asked, "stream": False})).text
-    async with server.exchange(COMPLETIONS, asked) as slow:
-        send = slow._send
-
-        async def send_slowly(message: Any) -> None:
-            await trio.sleep(19)
-            await send(message)
-
-        slow._send = send_slowly  # type: ignore[method-assign]
-    assert slow.text == expected
-    assert slow.is_done
-
-
 # --- models that fail -----------------------------------------------------------------------------
 
 

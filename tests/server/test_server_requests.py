@@ -529,9 +529,6 @@ OLLAMA = "Ollama's API is not served; use OpenAI's, with a base URL that ends in
     [
         ("/nothing", "/docs lists what there is"),
         ("/v1/v1/messages", "leave /v1 out of the client's base URL"),
-        ("/completion", "use /v1/completions, in OpenAI's form"),
-        ("/v1/completion", "use /v1/completions, in OpenAI's form"),
-        ("/infill", "use /v1/fim/completions, in Mistral's form"),
         *((path, OLLAMA) for path in ("/api/chat", "/api/generate", "/api/tags", "/v1/api/show")),
         ("/apis", "/docs lists what there is"),
     ],

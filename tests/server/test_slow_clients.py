@@ -27,6 +27,7 @@ from runtime.server.limits import Limits
 STALLED_S = 2
 RATE = 50_000  # bytes a second
 FAST = priced(prefill=2**-10, decode=2**-10, verify=2**-10, probe=2**-10)
+ASKED = {"prompt": "def f", "max_tokens": 1500, "logprobs": 20}
 
 
 class Reader:
@@ -88,6 +89,16 @@ async def read_by(app: Any, body: Any, *, rate: float) -> Reader:
 impatient = on_server(looping, limits=Limits(stalled_s=STALLED_S), price=FAST)
 
 
+@pytest.mark.slow
+@impatient
+async def test_who_reads_steadily_gets_all_of_a_long_answer_however_slowly(server: Served) -> None:
+    expected = (await server.ask("/v1/completions", ASKED)).json["choices"]
+    head, _, body = (await read_by(server.app, ASKED, rate=RATE)).heard.partition(HEAD_END)
+    assert len(body) > 5 * RATE * STALLED_S
+    assert b"content-length: %d\r\n" % len(body) in head
+    assert json.loads(body)["choices"] == expected
+
+
 async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clock: Any) -> None:
     whole = bytes(5 * RATE * STALLED_S)
 
@@ -95,6 +106,16 @@ async def test_what_an_application_sends_at_once_may_be_read_slowly(autojump_clo
         await Response(whole)(scope, receive, send)
 
     assert (await read_by(app, {}, rate=RATE)).heard.endswith(HEAD_END + whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@impatient
+async def test_who_reads_nothing_is_cut_off_when_its_time_is_over(server: Served, stream: bool) -> None:
+    reader = await read_by(server.app, {**ASKED, "stream": stream}, rate=0)
+    assert reader.heard == b""
+    assert reader.gone_at - reader.began_at == STALLED_S
+    assert server.simulation.runtime.num_streams == 0
 
 
 @impatient

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from email.utils import formatdate
 from typing import Any
@@ -23,22 +23,6 @@ from runtime.engine.nursery import BackgroundNursery
 from runtime.server.errors import ErrorResponse
 
 PIECE_BYTES = 2**16
-
-
-async def send_in_pieces(send: Callable[[bytes, bool], Awaitable[None]], data: bytes, timeout_s: float) -> None:
-    """Send bytes in pieces of at most 64 KiB; no bytes are one empty piece.
-
-    Args:
-        send: sends a piece; its second argument says whether the piece is the last one.
-
-    Raises: trio.TooSlowError: a piece took longer than `timeout_s`; it may have been sent in part.
-
-    Cancellation: a piece may have been sent in part.
-    """
-    for start in range(0, max(1, len(data)), PIECE_BYTES):
-        end = start + PIECE_BYTES
-        with trio.fail_after(timeout_s):
-            await send(data[start:end], end >= len(data))
 
 
 logger = logging.getLogger("outrider")
@@ -262,7 +246,9 @@ class Connection:
         """Send; if the client has left or does not read, the connection is over."""
         async with self._sending:
             try:
-                await send_in_pieces(lambda piece, _: self._stream.send_all(piece), data, self._stalled_s)
+                for start in range(0, len(data), PIECE_BYTES):
+                    with trio.fail_after(self._stalled_s):
+                        await self._stream.send_all(data[start : start + PIECE_BYTES])
             except (*_STREAM_ERRORS, trio.TooSlowError):
                 self._break()
             except trio.Cancelled:

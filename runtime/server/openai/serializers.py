@@ -25,18 +25,14 @@ from runtime.server.openai.bodies import (
     ChatFinishReason,
     ChatLogprobs,
     ChatMessage,
-    ChunkChoice,
     CompletionChoice,
     CompletionLogprobs,
-    Delta,
-    FunctionDelta,
     PromptLogprob,
     PromptLogprobs,
     Speculation,
     SpeculationStatistics,
     SpeculationToken,
     Timings,
-    ToolCallDelta,
     Usage,
 )
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, StreamOptions
@@ -254,8 +250,8 @@ class ChatSerializer(ChunkSerializer):
         role = []
         if tokens and self._is_first:
             self._is_first = False
-            delta: Delta = {"role": "assistant", "content": ""}
-            choice: ChunkChoice = {"index": self._answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": self._answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
             role.append(self._chunk([choice]))
         return [*role, *super().chunks(tokens)]
 
@@ -288,14 +284,14 @@ class ChatSerializer(ChunkSerializer):
 
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         parts = self._split(tokens)
-        delta: Delta = {}
+        delta: dict[str, Any] = {}
         if text := "".join(part.text for part in parts if isinstance(part, TextPart)):
             delta["content"] = text
         if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
             delta["reasoning_content"] = reasoning
         if calls := _call_deltas(parts):
             delta["tool_calls"] = calls
-        choice: ChunkChoice = {
+        choice = {
             "index": self._answer.index,
             "delta": delta,
             "logprobs": self._logprobs(tokens) if tokens else None,
@@ -320,11 +316,11 @@ class ChatSerializer(ChunkSerializer):
         return None if content is None else {"content": content, "refusal": None}
 
 
-def _call_deltas(parts: Sequence[AnswerEvent]) -> list[ToolCallDelta]:
-    deltas: dict[int, ToolCallDelta] = {}
+def _call_deltas(parts: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+    deltas: dict[int, dict[str, Any]] = {}
     for part in parts:
         if isinstance(part, CallBegan):
-            function: FunctionDelta = {"name": part.name, "arguments": ""}
+            function = {"name": part.name, "arguments": ""}
             deltas[part.index] = {"index": part.index, "id": part.id, "type": "function", "function": function}
         elif isinstance(part, CallArguments):
             delta = deltas.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
