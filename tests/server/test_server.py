@@ -22,7 +22,6 @@ from asgi import (
     Exchange,
     Letters,
     Served,
-    answering,
     ask,
     at_once,
     direct,
@@ -243,39 +242,6 @@ def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: l
         answer.add(reader.add(piece))
     answer.add(reader.finish(is_complete=True))
     assert (answer.content, answer.reasoning) == told_apart(text, is_thinking=is_thinking)
-
-
-@sweep("lookahead", [0, 4])
-@sweep(
-    ("text", "begun", "said", "thought"),
-    [
-        ("<t> hm so </t>\x20 yes no", False, "yes no", "hm so"),
-        ("first <t>hm</t> then", False, "first <t>hm</t> then", ""),
-        ("<t>hm</t> <t>so</t> then", False, "then", "hmso"),
-        ("hm so</t> yes", True, "yes", "hm so"),
-        ("<t>never ends ", False, "", "never ends"),
-        ("a < b <t", False, "a < b <t", ""),
-        ("<t></t>yes", False, "yes", ""),
-        ("no thought", False, "no thought", ""),
-    ],
-)
-def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str, thought: str, lookahead: int) -> None:
-    tokenizer = Letters(thinks=True, template="chat<t>" if begun else "chat")
-
-    async def test(server: Served) -> None:
-        asked = {**HELLO, "lookahead": lookahead}
-        answer = await server.ask(CHAT, asked)
-        streamed = await server.ask(CHAT, {**asked, "stream": True})
-        assert (answer.text, answer.thought) == (streamed.text, streamed.thought) == (said, thought)
-        assert ("reasoning_content" in answer.json["choices"][0]["message"]) is bool(thought)
-        details = answer.json["usage"]["completion_tokens_details"]
-        assert (details["reasoning_tokens"] > 0) is (text.startswith("<t>") or begun)
-        # In a completion nothing is told apart.
-        if not begun:
-            plain = await server.ask(COMPLETIONS, {"prompt": "user:hello.assistant:"})
-            assert plain.text == text
-
-    simulated_server(test, answering(text, tokenizer), answering(text, tokenizer), tokenizer=tokenizer)
 
 
 # --- a full house ---------------------------------------------------------------------------------
