@@ -1,7 +1,7 @@
 """The part that all APIs of the server share: from a request to one or more generations, and from tokens to an answer.
 
-The way of a request: `endpoint` reads its body, which the API parses into one flat model (`body`, `setting_fields`,
-`chat`), and takes from it a `GenerationRequest` (`request`), in the form of no API. `content` reads the parts of
+The way of a request: `endpoint` reads its body, which the API parses into one flat model (`body`, `request`,
+`chat`), and takes from it a `GenerationRequest`, in the form of no API. `content` reads the parts of
 messages, `client_tools` the tools. `preparation` makes prompts and settings of the request, with the tokenizer; the
 runtime generates; `splitting` tells text, reasoning and calls apart; a serializer of the API (`api`) makes a body or
 events from these, and `sending` sends them.

@@ -20,12 +20,12 @@ from runtime.server.answers.content import Content, check_asked, joined, line_of
 from runtime.server.answers.request import (
     GenerationBody,
     GenerationRequest,
+    Ids,
     MaxTokens,
     Objects,
     ResponseFormat,
     format_constraint,
 )
-from runtime.server.answers.setting_fields import Ids
 from runtime.server.errors import ErrorResponse
 
 # Most answers of one request, to all of its prompts.

@@ -12,8 +12,7 @@ from runtime.generation.text import encode_prompt, tokenized
 from runtime.server.answers.body import RequestBody, parse_request
 from runtime.server.answers.endpoint import TokenizerEndpoint
 from runtime.server.answers.preparation import encode_prompts
-from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.setting_fields import Ids
+from runtime.server.answers.request import GenerationRequest, Ids
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.loaded_model import tokenizer_of
 from runtime.server.openai.requests import ChatRequest
