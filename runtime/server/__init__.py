@@ -7,6 +7,6 @@ prompts and settings, starts the runtime's streams, and sends what a serializer 
 
 `operations` declares each path once, for the routes and for the OpenAPI description; `context` is the state that all
 requests share; `errors` makes error responses; `grammars/` compiles JSON schemas; `models/` loads and unloads the
-models; `fair_threads` runs work that would block trio's thread, and `json_pieces` encodes long responses. `metrics`
-counts for Prometheus, `timelines` records streams that a client watches. `page/` and `docs/` are the web pages.
+models. `metrics` counts for Prometheus, `timelines` records streams that a client watches. `page/` and `docs/` are the
+web pages.
 """

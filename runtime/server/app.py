@@ -35,11 +35,9 @@ from runtime.server.models.reports import (
     HealthReport,
     ModelDescription,
     ModelList,
-    Props,
     Version,
     describe,
     health_report,
-    properties,
 )
 from runtime.server.openai import api as openai_api
 from runtime.server.openai import tokens as openai_tokens
@@ -57,12 +55,6 @@ _TIMELINE_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
 )
-
-# Paths of other servers that this one does not answer, and where it offers the same.
-_SAME_ELSEWHERE = {
-    "/completion": "use /v1/completions, in OpenAI's form",
-    "/infill": "use /v1/fim/completions, in Mistral's form",
-}
 
 
 @attrs.frozen
@@ -192,7 +184,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
-    there = _SAME_ELSEWHERE.get(path.removeprefix("/v1"), "/docs lists what there is")
+    there = "/docs lists what there is"
     if path.removeprefix("/v1").startswith("/api/"):
         there = "Ollama's API is not served; use OpenAI's, with a base URL that ends in /v1"
     elif path.startswith("/v1/v1/"):
@@ -275,7 +267,6 @@ OPERATIONS: tuple[Operation, ...] = (
     *responses_api.OPERATIONS,
     *anthropic_api.OPERATIONS,
     *openai_tokens.OPERATIONS,
-    _get_json("/v1/props", lambda context, _: properties(context.models), "props", "Properties of the server", Props),
     _get_json("/version", _version, "version", "The server's version", Version),
     _get_json("/v1/models", _list_models, "models", "The served models", ModelList),
     _get_json("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),

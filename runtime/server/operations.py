@@ -45,29 +45,6 @@ _OF_GENERATIONS = (*_OF_BODIES, "500", "503")
 
 
 @attrs.frozen
-class Events:
-    """The server-sent events of a response.
-
-    Attributes:
-        types: the types of their data.
-        are_named: whether each event is named after its type; otherwise the last one is [DONE].
-    """
-
-    types: Sequence[type]
-    are_named: bool
-
-    @property
-    def schema(self) -> dict[str, Any]:
-        """The schema of one event."""
-        content = {"anyOf": [_ref(each) for each in self.types]}
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
-        if self.are_named:
-            properties = {"event": {"type": "string"}, "data": data}
-            return {"type": "object", "properties": properties, "required": ["event", "data"]}
-        return {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, data]}}, "required": ["data"]}
-
-
-@attrs.frozen
 class Operation:
     """One method at one path.
 
@@ -76,7 +53,8 @@ class Operation:
         id: its name; "" for a page, which the description leaves out.
         response: the type of the body, for a response of JSON; or the content type of any other.
         request: the type of the body of a request; None for none.
-        events: the response's events with `stream: true`; None if it is never streamed.
+        is_streamed: whether the response comes as server-sent events with `stream: true`. Their form is that of the API
+            whose path this is.
         errors: the form of the bodies of errors, also at further paths below this one.
         statuses: of errors, besides those of every operation with a request body.
         responses: descriptions by status, instead of `summary` and `statuses`.
@@ -90,7 +68,7 @@ class Operation:
     method: str = "GET"
     request: type | None = None
     example: Any = None
-    events: Events | None = None
+    is_streamed: bool = False
     errors: ErrorForm = COMMON_ERRORS
     statuses: Sequence[str] = ()
     responses: Mapping[str, str] | None = None
@@ -101,22 +79,20 @@ class Operation:
         yield self.errors.type
         if isinstance(self.response, type):
             yield self.response
-        yield from () if self.events is None else self.events.types
 
     def described(self, *, has_key: bool) -> dict[str, Any]:
         """The description, without path and method."""
         is_guarded = has_key and needs_key(self.path)
-        default = () if self.request is None else _OF_BODIES if self.events is None else _OF_GENERATIONS
+        default = () if self.request is None else _OF_GENERATIONS if self.is_streamed else _OF_BODIES
         statuses = sorted({*default, *self.statuses, *(("401",) if is_guarded else ())})
         content: dict[str, Any]
         if isinstance(self.response, str):
             content = {self.response: {"schema": {"type": "string"}}}
         else:
             content = {"application/json": {"schema": _ref(self.response)}}
-        if self.events is not None:
-            content["text/event-stream"] = {"schema": self.events.schema}
         described: dict[str, Any] = {"operationId": self.id, "summary": self.summary}
-        if self.events is not None:
+        if self.is_streamed:
+            content["text/event-stream"] = {"schema": {"type": "string"}}
             described["description"] = (
                 "With stream: true, the answer comes as server-sent events. Disconnecting cancels it."
             )

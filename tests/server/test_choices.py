@@ -171,8 +171,8 @@ class Begun(list[tuple[str, Any, Any]]):
         self.third = trio.Event()
         begin = server.simulation.runtime.stream
 
-        def watch(prompt: Any, **keywords: Any) -> Any:
-            self.append((server.tokenizer.decode(prompt), keywords, begin(prompt, **keywords)))
+        def watch(prompt: Any, settings: Any) -> Any:
+            self.append((server.tokenizer.decode(prompt), settings, begin(prompt, settings)))
             if len(self) == 3:
                 self.third.set()
             return self[-1][2]
@@ -492,22 +492,6 @@ FAMILIES = [
     ({"P": "<|fim_prefix|>", "S": "<|fim_suffix|>", "M": "<|fim_middle|>"}, "Pdef fSreturnM"),
     ({"P": "[PREFIX]", "S": "[SUFFIX]", "begins": ""}, ":SreturnPdef f"),
 ]
-
-
-@sweep(("markers", "expected"), FAMILIES)
-def test_a_suffix_is_put_as_the_models_family_has_it(markers: dict[str, str], expected: str) -> None:
-    async def test(server: Served) -> None:
-        seen = Begun(server)
-        body = {"prompt": "def f", "suffix": "return", "max_tokens": 6, "stop_tokens": [3]}
-        filled = texts(await asked(server, COMPLETIONS, body))
-        assert texts(await asked(server, FIM, {**body, "random_seed": 1})) == filled
-        assert texts(await asked(server, FIM.removeprefix("/v1"), body)) == filled
-        streamed = await server.ask(FIM, {**body, "stream": True})
-        assert streamed.text == filled[0]
-        ends = {server.tokenizer.ALPHABET.index(letter) for letter in markers if len(letter) == 1}
-        assert [(prompt, set(keywords["stop_tokens"])) for prompt, keywords, _ in seen] == [(expected, {3, *ends})] * 4
-
-    simulated_server(test, tokenizer=Coder(**markers))
 
 
 @on_server(tokenizer=Coder(**FAMILIES[0][0]))

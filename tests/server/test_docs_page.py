@@ -51,7 +51,7 @@ def test_every_operation_is_there_with_its_fields_and_nothing_runs_over_the_edge
     page = tab.page
     ids = page.locator("details").evaluate_all("all => all.map((one) => one.id)")
     apis = ["complete", "fill_in", "chat", "respond", "response", "delete_response", "message", "count_tokens"]
-    others = ["tokenize", "detokenize", "props", "version", "models", "model", "health", "metrics", "timeline"]
+    others = ["tokenize", "detokenize", "version", "models", "model", "health", "metrics", "timeline"]
     assert ids == [*apis, *others]
     unfold(page, "chat")
     row = page.locator("#chat tr", has=page.locator("td code", has_text=re.compile("^top_p$")))

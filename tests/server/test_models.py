@@ -213,20 +213,6 @@ async def test_a_model_waits_for_an_idle_one_to_be_unloaded(server: ServedModels
     assert long.over_at < other.over_at < late.over_at
 
 
-@with_models(A, B, memory_limit=15)
-async def test_a_client_that_leaves_while_its_model_waits_for_room_leaves_nothing(server: ServedModels) -> None:
-    async with server.completing("a", 300) as long:
-        await trio.sleep(LOAD_S + 1)
-        async with server.completing("b") as leaving:
-            await trio.sleep(1)
-            leaving.leave()
-        assert (await server.states())["b"] == "unloaded"
-    assert long.text == text_of("a", 300)
-    await server.settled()
-    assert ("load", "b") not in server.loads.history
-    assert (await server.complete("a")).text == text_of("a", 4)
-
-
 async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhile() -> None:
     collecting, go_on = threading.Event(), threading.Event()
 

@@ -1,12 +1,10 @@
-"""`/v1/messages` and `/v1/responses`: bodies, events and errors, over scripted models in simulated time."""
+"""What is special of `/v1/messages` and `/v1/responses`, over scripted models in simulated time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any, cast
 
-import attrs
 import pytest
 from asgi import (
     CHAT,
@@ -18,32 +16,24 @@ from asgi import (
     Letters,
     Served,
     answering,
-    direct,
-    looping,
-    models,
     on_server,
-    simulated_server,
     watched_streams,
 )
-from assembled import adapter, body_of, text_of, text_of_message
+from assembled import body_of, text_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedModel, priced
 from sweeps import sweep
 
-from protocol.settings import settings_from
 from runtime.generation.token_reader import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import BegunAnswer
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter
-from runtime.server.anthropic.bodies import AnthropicMessage
 from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
 from runtime.server.limits import Limits
-from runtime.server.responses.bodies import ResponseBody
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer
 from runtime.server.responses.store import ResponseStore, StoredResponse
@@ -57,65 +47,8 @@ def response_of(**fields: Any) -> GenerationRequest:
     return parse_response_request(json.dumps({"input": "hello", **fields}).encode(), ResponseStore(0, 0)).generation
 
 
-@attrs.frozen
-class Api:
-    """One of the two.
-
-    Attributes:
-        asked: asks for 20 tokens.
-        kind, prefix: the type of a response, and the beginning of its id.
-        parts: the field with the parts of an answer.
-        usage: the usage that statistics stand for.
-        chat: the chat that fields of a request stand for.
-        ends: the field that says why an answer has ended: at its length, and by itself.
-        delta: is in the event of a text.
-    """
-
-    path: str
-    asked: dict[str, Any]
-    kind: Any
-    prefix: str
-    usage: Callable[[Any], Any]
-    chat: Callable[..., GenerationRequest]
-    ends: tuple[str, str, str]
-    delta: bytes
-
-
-APIS = {
-    "messages": Api(
-        MESSAGES,
-        {**HELLO, "max_tokens": 20},
-        AnthropicMessage,
-        "msg_",
-        lambda statistics: {
-            "input_tokens": statistics.prompt_tokens - statistics.cached_tokens,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": statistics.cached_tokens,
-            "output_tokens": 20,
-        },
-        message_of,
-        ("stop_reason", "max_tokens", "end_turn"),
-        b"text_delta",
-    ),
-    "responses": Api(
-        RESPONSES,
-        {"input": "hello", "max_output_tokens": 20},
-        ResponseBody,
-        "resp_",
-        lambda statistics: {
-            "input_tokens": statistics.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": statistics.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": 20,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": statistics.prompt_tokens + 20,
-        },
-        response_of,
-        ("status", "incomplete", "completed"),
-        b"output_text.delta",
-    ),
-}
-MESSAGE, RESPONSE = APIS["messages"].asked, APIS["responses"].asked
-EACH = sweep("api", APIS.values())
+MESSAGE: dict[str, Any] = {**HELLO, "max_tokens": 20}
+RESPONSE: dict[str, Any] = {"input": "hello", "max_output_tokens": 20}
 
 
 async def both_ways(server: Served, path: str, body: dict[str, Any]) -> list[Any]:
@@ -126,98 +59,11 @@ async def both_ways(server: Served, path: str, body: dict[str, Any]) -> list[Any
 # --- answers --------------------------------------------------------------------------------------
 
 
-@EACH
-@sweep("at_length", [True, False])
-def test_events_add_up_to_the_whole_answer(at_length: bool, api: Api) -> None:
-    async def test(server: Served) -> None:
-        whole = (await direct(server, HELLO, max_tokens=20)).text
-        field, *ends = api.ends
-        for stream in (False, True):
-            answer = await server.ask(api.path, {**api.asked, "stream": stream})
-            body = body_of(answer)
-            adapter(api.kind).validate_python(body, strict=True)
-            assert (answer.is_whole, text_of(answer), body["model"]) == (True, whole, "scripted")
-            assert body[field] == ends[0 if at_length else 1]
-            assert body["id"].startswith(api.prefix)
-            if api.path == RESPONSES:
-                assert body["output"][0]["status"] == body["status"]
-                assert body["incomplete_details"] == ({"reason": "max_output_tokens"} if at_length else None)
-                assert (body["error"], body["max_output_tokens"]) == (None, 20)
-            else:
-                assert (body["type"], body["role"], body["stop_sequence"]) == ("message", "assistant", None)
-
-    simulated_server(test, *(models() if at_length else (answering("yes, a word."),)))
-
-
-@on_server()
-async def test_a_message_names_the_sequence_that_has_stopped_it(server: Served) -> None:
-    whole = (await direct(server, HELLO, max_tokens=20)).text
-    for body in await both_ways(server, MESSAGES, {**MESSAGE, "stop_sequences": [whole[7:10]]}):
-        assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", whole[7:10])
-        assert text_of_message(body) == whole.partition(whole[7:10])[0]
-
-
-@EACH
-@on_server()
-async def test_usage_is_what_the_statistics_say(server: Served, api: Api) -> None:
-    seen = watched_streams(server)
-    usages = [body["usage"] for body in await both_ways(server, api.path, api.asked)]
-    assert usages == [api.usage(stream.statistics()) for _, stream in seen]
-    assert seen[0][1].statistics().cached_tokens == 0 < seen[1][1].statistics().cached_tokens
-
-
 @on_server()
 async def test_the_length_of_a_prompt_is_known_from_the_beginning_of_a_message(server: Served) -> None:
     whole = await server.ask(MESSAGES, MESSAGE)
     streamed = await server.ask(MESSAGES, {**MESSAGE, "cache_prompt": False, "stream": True})
     assert streamed.named_events[0]["message"]["usage"]["input_tokens"] == whole.json["usage"]["input_tokens"]
-
-
-@sweep(
-    ("text", "parts"),
-    [
-        ("<t> hm so </t> yes", [("thinking", "hm so"), ("text", "yes")]),
-        ("first <t>hm</t> then", [("text", "first <t>hm</t> then")]),
-        ("<t>never ends", [("thinking", "never ends")]),
-        ("", []),
-    ],
-)
-def test_reasoning_is_parts_of_their_own_in_their_order(text: str, parts: Any) -> None:
-    tokenizer = Letters(thinks=True)
-    names = {"thinking": "reasoning", "text": "message"}
-    # Clients look for a message in a response.
-    no_message = [] if any(kind == "text" for kind, _ in parts) else [("message", "")]
-
-    async def test(server: Served) -> None:
-        for body in await both_ways(server, MESSAGES, MESSAGE):
-            assert [(block["type"], block[block["type"]]) for block in body["content"]] == parts
-            assert all(block["signature"] == "" for block in body["content"] if block["type"] == "thinking")
-        for body in await both_ways(server, RESPONSES, RESPONSE):
-            items = [(item["type"], item["content"][0]["text"]) for item in body["output"]]
-            assert items == [(names[kind], said) for kind, said in parts] + no_message
-            assert (body["usage"]["output_tokens_details"]["reasoning_tokens"] > 0) is text.startswith("<t>")
-
-    simulated_server(test, answering(text, tokenizer), tokenizer=tokenizer)
-
-
-@on_server(looping, price=priced(prefill=40.0, decode=40.0, verify=40.0))
-async def test_a_message_without_news_is_kept_alive_by_pings(server: Served) -> None:
-    answer = await server.ask(MESSAGES, {**MESSAGE, "max_tokens": 3, "stream": True, "lookahead": 0})
-    assert [event["type"] for event in answer.named_events].count("ping") >= 2 * 3
-    assert len(text_of(answer)) == 3
-
-
-@EACH
-@on_server()
-async def test_a_client_that_leaves_ends_its_generation_which_is_not_stored(server: Served, api: Api) -> None:
-    long = {**api.asked, "max_tokens": 500, "max_output_tokens": 500, "stream": True}
-    async with server.exchange(api.path, long) as leaving:
-        await leaving.until(lambda answer: api.delta in answer.body)
-        leaving.leave()
-    assert await server.outcomes() == {"cancelled": 1}
-    if api.path == RESPONSES:
-        id = leaving.named_events[0]["response"]["id"]
-        assert (await server.ask(f"{RESPONSES}/{id}")).status == 404
 
 
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
@@ -286,17 +132,6 @@ async def test_a_response_names_the_servers_default_where_the_request_sets_none(
 
 
 # --- requests -------------------------------------------------------------------------------------
-
-
-@EACH
-@on_server(*models())
-async def test_fields_are_the_settings_that_they_stand_for(server: Served, api: Api) -> None:
-    seen = watched_streams(server)
-    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 3, "lookahead": 2}
-    stop = "stop_sequences" if api.path == MESSAGES else "stop"
-    await server.ask(api.path, {**api.asked, **fields, stop: ["☂"]})
-    wanted = {**fields, "stop": ["☂"], "max_tokens": 20, "reuse_prefix": True}
-    assert [each for each, _ in seen] == [settings_from(wanted)]
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -525,40 +360,6 @@ async def test_every_error_of_messages_has_the_form_and_the_type_of_this_api(ser
     assert await told(MESSAGES, b" " * 3000, key) == (413, "request_too_large")
     assert await told(f"{MESSAGES}/batches", None, key) == (404, "not_found_error")
     assert await told(MESSAGES, None, key, method="GET") == (405, "invalid_request_error")
-
-
-@on_server(max_streams=1, max_waiting=0)
-async def test_a_full_house_is_a_rate_limit_of_messages(server: Served) -> None:
-    async with server.exchange(MESSAGES, {**MESSAGE, "max_tokens": 500, "stream": True}) as first:
-        await first.until(lambda answer: b"text_delta" in answer.body)
-        for path in (MESSAGES, COUNT_TOKENS):
-            answer = await server.ask(path, MESSAGE)
-            assert (answer.status, answer.json["error"]["type"]) == (429, "rate_limit_error")
-            assert int(answer.headers["retry-after"]) >= 1
-        first.leave()
-
-
-@STREAMED
-def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(stream: bool) -> None:
-    async def of_message(server: Served) -> None:
-        answer = await server.ask(MESSAGES, {**MESSAGE, "lookahead": 0, "stream": stream})
-        error = answer.named_events[-1] if stream else answer.json
-        assert (error["type"], error["error"]["type"]) == ("error", "overloaded_error")
-        assert "the target model failed" in error["error"]["message"]
-        assert await server.outcomes() == {"failed": 1}
-
-    async def of_response(server: Served) -> None:
-        answer = await server.ask(RESPONSES, {**RESPONSE, "lookahead": 0, "stream": stream})
-        if not stream:
-            assert (answer.status, answer.fault["code"]) == (503, "models_unavailable")
-            return
-        last = answer.named_events[-1]
-        assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
-        assert "the target model failed" in last["response"]["error"]["message"]
-        assert (await server.ask(f"{RESPONSES}/{last['response']['id']}")).status == 404
-
-    for test in (of_message, of_response):
-        simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
 
 def test_a_named_tool_needs_its_name() -> None:

@@ -54,6 +54,15 @@ def test_what_somebody_wrote_stays_text(opened: Open, server: ScriptedServer) ->
     assert tab.page.title() == "Outrider"
 
 
+def test_the_answer_is_copied_as_it_is(opened: Open, server: ScriptedServer) -> None:
+    tab = opened(permissions=["clipboard-read", "clipboard-write"])
+    line = "x" * 1500 + "\n"
+    written(tab, server, "Once", ("hm", "thought"), line, line, "\n", line, " end")
+    tab["copy"].click()
+    expect(tab["copy"]).to_have_text("Copied")
+    assert tab.page.evaluate("navigator.clipboard.readText()") == line * 2 + "\n" + line + " end"
+
+
 # --- how it comes about ---------------------------------------------------------------------------
 
 
@@ -76,34 +85,6 @@ def test_the_states_of_an_answer(tab: Tab, server: ScriptedServer) -> None:
     expect(tab["state-more"]).to_have_text("token limit reached")
     expect(tab["stop"]).to_be_hidden()
     assert not server.was_asked
-
-
-def test_the_figures(tab: Tab, server: ScriptedServer) -> None:
-    exchange = writing(tab, server)
-    exchange.write(generation_tps=63.4, proposed=184, accepted=123, generated_tokens=1200, prompt_tokens=77)
-    expect(tab["acceptance"]).to_have_text("67 %123 of 184")
-    expect(tab["speed"]).to_have_text("63")
-    expect(tab["tokens"]).to_have_text("1,200")
-    expect(tab["first"]).to_have_text("125 ms")
-    expect(tab["read"]).to_have_text("77")
-    exchange.write(prompt_tokens=66, cached_tokens=52)
-    expect(tab["read"]).to_have_text("66, of which 52 cached")
-    exchange.write(proposed=184, accepted=123, accepted_copied=23, rejected_copied=1)
-    expect(tab["acceptance"]).to_have_text("63 %100 of 160, 23 copied")
-    exchange.write(proposed=24, accepted=23, accepted_copied=23, rejected_copied=1)
-    expect(tab["acceptance"]).to_have_text("96 %23 of 24")
-    exchange.write(accepted_copied=0, rejected_copied=0, proposed=0, accepted=0)
-    exchange.write(proposed=0, accepted=0, time_to_first_token=2.5, generation_tps=4.25)
-    expect(tab["acceptance"]).to_have_text("–")
-    expect(tab["first"]).to_have_text("2.50 s")
-    expect(tab["speed"]).to_have_text("4.3")
-    exchange.write(generation_tps=4.25, rows_per_pass=1.0)
-    expect(tab["speed"]).to_have_text("4.3")
-    exchange.write(generation_tps=4.25, rows_per_pass=2.46)
-    expect(tab["speed"]).to_have_text("4.32.5 streams a pass")
-    tab.ask("Twice")
-    server.next()
-    expect(tab["tokens"]).to_have_text("–")
 
 
 def coloured(tab: Tab, lane: int) -> float:
@@ -331,6 +312,24 @@ def test_whatever_was_kept_the_page_begins(tab: Tab, server: ScriptedServer) -> 
         assert set(server.next().body) == {"model", "prompt", "stream", "stream_options"}
 
 
+# --- the prompt -----------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_not_sent_empty_or_while_composed(tab: Tab, server: ScriptedServer) -> None:
+    for prompt in ("", "  ", "\n"):
+        tab.ask(prompt)
+        tab["send"].click()
+    expect(tab["answer"]).to_be_hidden()
+    tab["prompt"].fill("か")
+    tab["prompt"].dispatch_event("keydown", {"key": "Enter", "isComposing": True})
+    expect(tab["prompt"]).to_have_value("か")
+    assert not server.was_asked
+    prompt = "def f():\n    return \n"
+    tab.ask(prompt)
+    assert server.next().body["prompt"] == prompt
+    expect(tab["prompt"]).to_have_value("")
+
+
 # --- for everybody --------------------------------------------------------------------------------
 
 
@@ -362,6 +361,28 @@ def test_everything_can_be_done_by_keyboard(tab: Tab, server: ScriptedServer) ->
         expect(tab[control]).to_be_focused()
 
 
+def test_states_are_read_out_and_tokens_are_not(tab: Tab, server: ScriptedServer) -> None:
+    exchange = writing(tab, server)
+    live = "[...document.querySelectorAll('[aria-live], [role=status], [role=alert], [role=log]')].map(e => e.id)"
+    assert tab.page.evaluate(live) == ["said"]
+    expect(tab["text"]).to_have_attribute("aria-busy", "true")
+    expect(tab["said"]).to_have_text("Writing")
+    exchange.finish()
+    expect(tab["said"]).to_have_text("Done, end of text, 1 token")
+    expect(tab["text"]).to_have_attribute("aria-busy", "false")
+    tab.ask("Twice")
+    server.next().refuse(429, "full")
+    expect(tab["said"]).to_have_text("Failed, full")
+
+
+def test_every_control_has_a_name(tab: Tab, server: ScriptedServer) -> None:
+    written(tab, server)
+    tab["settings-button"].click()
+    for control in tab.page.locator("button:visible, a:visible, input:visible, textarea:visible, canvas:visible").all():
+        named = control.evaluate("e => (e.labels?.[0] ?? e).textContent.trim() || e.getAttribute('aria-label')")
+        assert named, control.evaluate("e => e.outerHTML")
+
+
 @pytest.mark.parametrize("width", [320, 390])
 @pytest.mark.parametrize("touch", [False, True])
 def test_a_phone_is_wide_enough(opened: Open, server: ScriptedServer, width: int, touch: bool) -> None:
@@ -383,6 +404,57 @@ def test_a_phone_is_wide_enough(opened: Open, server: ScriptedServer, width: int
     tab["settings-button"].click()
     assert tab.sideways == 0
     expect(tab["send"]).to_be_in_viewport(ratio=1)
+
+
+CONTRAST = """() => {
+    const channels = (colour) => colour.match(/[\\d.]+/g).map(Number);
+    const over = ([r, g, b, a = 1], below) => [r, g, b].map((x, i) => x * a + below[i] * (1 - a));
+    const light = (c) => {
+        const [r, g, b] = c.map((x) => x / 255).map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const behind = (e) => {
+        if (e === null) return [255, 255, 255];
+        const colour = channels(getComputedStyle(e).backgroundColor);
+        return (colour[3] ?? 1) === 1 ? colour : over(colour, behind(e.parentElement));
+    };
+    const poor = [];
+    const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    let seen = 0;
+    while (walker.nextNode()) {
+        const e = walker.currentNode.parentElement;
+        if (!walker.currentNode.data.trim() || !e.checkVisibility() || e.closest(".hidden, .skip, noscript")) continue;
+        seen += 1;
+        const below = behind(e), above = over(channels(getComputedStyle(e).color), below);
+        const [dark, bright] = [light(above), light(below)].sort((x, y) => x - y);
+        const contrast = (bright + 0.05) / (dark + 0.05);
+        if (contrast < 4.5) poor.push([walker.currentNode.data.trim(), contrast]);
+    }
+    return { seen, poor };
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_word_can_be_read(opened: Open, server: ScriptedServer, scheme: str) -> None:
+    tab = opened(color_scheme=scheme)
+    assert tab.page.evaluate(CONTRAST)["poor"] == []
+    exchange = writing(
+        tab, server, "Once", ("hm", "thought"), ("so", "thought drafted"), (" upon", "drafted"), " a time"
+    )
+    tab["settings-button"].click()
+    assert tab.page.evaluate(CONTRAST)["poor"] == []
+    exchange.event({"error": {"message": "it failed"}})
+    tab.expect_state("failed")
+    contrast = tab.page.evaluate(CONTRAST)
+    assert contrast["poor"] == []
+    assert contrast["seen"] > 30
+
+
+def test_nothing_moves_for_who_wants_nothing_to(opened: Open, server: ScriptedServer) -> None:
+    for motion, moves in (("reduce", False), ("no-preference", True)):
+        tab = opened(reduced_motion=motion)
+        writing(tab, server)
+        assert bool(tab.page.evaluate("document.getAnimations().length")) is moves
 
 
 # --- the stream -----------------------------------------------------------------------------------

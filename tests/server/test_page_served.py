@@ -155,24 +155,3 @@ def test_whatever_ends_an_answer_in_the_page_ends_its_generation(server: Served,
     writing(tab, PROMPT)
     tab.page.close()
     server.wait_until_cancelled(before + 4)
-
-
-def test_two_tabs_have_an_answer_each_and_a_third_is_told_to_wait(server: Served, opened: Open) -> None:
-    tab, before = opened(), server.num_cancelled
-    other, third = opened(tab.page.context), opened()
-    writing(tab, PROMPT)
-    writing(other, OTHER)
-    third.ask(PROMPT)
-    third.expect_state("failed")
-    expect(third["problem-when"]).to_have_text(re.compile(r"^Try again"))
-    tab.press("Escape")
-    tab.expect_state("stopped")
-    assert other["state"].get_attribute("data-state") == "writing"
-    # The page has stopped before the server knows of it.
-    server.wait_until_cancelled(before + 1, num_left=1)
-    third["retry"].click()
-    third.expect_state("writing")
-    for one in (other, third):
-        one.press("Escape")
-    server.wait_until_cancelled(before + 3)
-    check_kept(server, other, OTHER)

@@ -17,7 +17,6 @@ from asgi import (
     RESPONSES,
     Letters,
     Served,
-    answering,
     direct,
     models,
     on_server,
@@ -36,8 +35,6 @@ from runtime.server.answers.preparation import min_tokens
 from runtime.server.answers.splitting import ShownTokens
 from runtime.server.errors import ErrorResponse
 from runtime.server.openai.requests import ChatRequest
-from runtime.server.responses.requests import parse_response_request
-from runtime.server.responses.store import ResponseStore
 
 OTHERS = [(RESPONSES, {"input": "hello", "max_output_tokens": 30}), (MESSAGES, {**HELLO, "max_tokens": 30})]
 
@@ -165,15 +162,6 @@ class WithSpecialToken(Letters):
     added_tokens_decoder: ClassVar[Any] = {Letters.ALPHABET.index("x"): AddedToken("x", special=True)}
 
 
-@sweep(("path", "body"), OTHERS)
-@on_server(answering("axbxc"), tokenizer=WithSpecialToken())
-async def test_the_other_apis_leave_special_tokens_out_too(server: Served, path: str, body: Any) -> None:
-    for more, expected in (({}, "axbxc"), ({"skip_special_tokens": True}, "abc")):
-        answer, streamed = [await server.ask(path, {**body, **more, "stream": stream}) for stream in (False, True)]
-        assert "x-outrider-ignored" not in answer.headers
-        assert text_of(answer) == text_of(streamed) == expected
-
-
 @on_server(saying("axbxc", len(DEF["prompt"])), tokenizer=WithSpecialToken())
 async def test_special_tokens_that_are_left_out_have_no_place_in_the_text(server: Served) -> None:
     asked = {**DEF, "skip_special_tokens": True, "logprobs": 0}
@@ -196,12 +184,6 @@ def test_null_is_as_if_a_field_was_not_sent(name: str, other: str, value: Any) -
     with pytest.raises(ErrorResponse, match=f"{name} must be") as refused:
         parsed(**{name: None, other: "x"})
     assert refused.value.detail["param"] == name
-
-
-def test_another_name_is_read_in_the_other_apis_too() -> None:
-    body = {"input": "hello", "seed": None, "random_seed": 4}
-    parsed = parse_response_request(json.dumps(body).encode(), ResponseStore(1, 1))
-    assert (parsed.request.seed, parsed.request.ignored.header) == (4, None)
 
 
 @on_server(hashed("never the same", 4.0), hashed("draft", 20.0))
@@ -263,6 +245,6 @@ async def test_an_answer_or_its_last_chunk_has_llama_cpp_s_timings(server: Serve
             assert timings["prompt_ms"] == pytest.approx(1e3 * read_s)
             assert timings["prompt_per_second"] == pytest.approx(timings["prompt_n"] / read_s)
             assert timings["prompt_n"] >= 1
-    for several in ({"n": 2}, {"n": 2, "stream": True, "timings_per_token": True}):
+    for several in ({"n": 2}, {"n": 2, "stream": True}):
         assert b"timings" not in (await server.ask(path, {**body, "max_tokens": 5, **several})).body
     assert "draft_n" not in (await server.ask(path, {**body, "max_tokens": 5, "lookahead": 0})).json["timings"]

@@ -22,7 +22,6 @@ from asgi import (
     Exchange,
     Letters,
     Served,
-    answering,
     ask,
     at_once,
     direct,
@@ -46,7 +45,6 @@ from sweeps import sweep
 
 import runtime
 from protocol.prices import Prices
-from protocol.statistics import Statistics
 from protocol.trace import Instant
 from runtime.generation.text import apply_chat_template
 from runtime.generation.tool_calls.answer_reader import AnswerReader
@@ -95,37 +93,6 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
             assert roles == ["assistant"] + [None] * (len(roles) - 1)
 
     simulated_server(test, *models(hashed("ends", 4.0) if ending == "end" else looping))
-
-
-@BOTH
-@on_server(*models())
-async def test_usage_is_what_the_statistics_say(server: Served, path: str, body: Any) -> None:
-    seen = watched_streams(server)
-    asked = {**body, "max_tokens": 40, "lookahead": 3}
-    answer = await server.ask(path, asked)
-    streamed = await server.ask(path, {**asked, "stream": True, "stream_options": {"include_usage": True}})
-    assert [event["choices"] == [] for event in streamed.events] == [False] * (len(streamed.events) - 1) + [True]
-    for usage, (_, stream) in zip((answer.json["usage"], streamed.events[-1]["usage"]), seen, strict=True):
-        statistics: Statistics = stream.statistics()
-        assert statistics.proposed > statistics.accepted > 0
-        assert usage == {
-            "prompt_tokens": statistics.prompt_tokens,
-            "completion_tokens": 40,
-            "total_tokens": statistics.prompt_tokens + 40,
-            "proposed_tokens": statistics.proposed,
-            "accepted_tokens": statistics.accepted,
-            "accepted_copied_tokens": statistics.accepted_copied,
-            "rejected_copied_tokens": statistics.rejected_copied,
-            "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens},
-            "completion_tokens_details": {
-                "reasoning_tokens": 0,
-                "accepted_prediction_tokens": statistics.accepted,
-                "rejected_prediction_tokens": statistics.rejected,
-            },
-        }
-    # The same prompt again is not read again, but for its last token.
-    assert answer.json["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert streamed.events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
 def two_ways(history: Sequence[int]) -> Sequence[float]:
@@ -277,39 +244,6 @@ def test_thoughts_are_told_apart_however_a_text_is_cut(parts: list[str], cuts: l
     assert (answer.content, answer.reasoning) == told_apart(text, is_thinking=is_thinking)
 
 
-@sweep("lookahead", [0, 4])
-@sweep(
-    ("text", "begun", "said", "thought"),
-    [
-        ("<t> hm so </t>\x20 yes no", False, "yes no", "hm so"),
-        ("first <t>hm</t> then", False, "first <t>hm</t> then", ""),
-        ("<t>hm</t> <t>so</t> then", False, "then", "hmso"),
-        ("hm so</t> yes", True, "yes", "hm so"),
-        ("<t>never ends ", False, "", "never ends"),
-        ("a < b <t", False, "a < b <t", ""),
-        ("<t></t>yes", False, "yes", ""),
-        ("no thought", False, "no thought", ""),
-    ],
-)
-def test_thoughts_come_apart_from_what_is_said(text: str, begun: bool, said: str, thought: str, lookahead: int) -> None:
-    tokenizer = Letters(thinks=True, template="chat<t>" if begun else "chat")
-
-    async def test(server: Served) -> None:
-        asked = {**HELLO, "lookahead": lookahead}
-        answer = await server.ask(CHAT, asked)
-        streamed = await server.ask(CHAT, {**asked, "stream": True})
-        assert (answer.text, answer.thought) == (streamed.text, streamed.thought) == (said, thought)
-        assert ("reasoning_content" in answer.json["choices"][0]["message"]) is bool(thought)
-        details = answer.json["usage"]["completion_tokens_details"]
-        assert (details["reasoning_tokens"] > 0) is (text.startswith("<t>") or begun)
-        # In a completion nothing is told apart.
-        if not begun:
-            plain = await server.ask(COMPLETIONS, {"prompt": "user:hello.assistant:"})
-            assert plain.text == text
-
-    simulated_server(test, answering(text, tokenizer), answering(text, tokenizer), tokenizer=tokenizer)
-
-
 # --- a full house ---------------------------------------------------------------------------------
 
 
@@ -387,12 +321,6 @@ def test_rejected_clients_are_told_to_come_one_after_the_other() -> None:
         assert told() > 3
 
 
-@on_server(looping, max_waiting=Limits().max_waiting)
-async def test_sixty_requests_at_once_are_all_answered(server: Served) -> None:
-    answers = await at_once(server, [(COMPLETIONS, {**DEF, "max_tokens": 1})] * 60)
-    assert [answer.status for answer in answers] == [200] * 60
-
-
 # --- clients that leave ---------------------------------------------------------------------------
 
 # When a client leaves: its prompt is tokenised from 0 to 4 s, and read from 4 to 16 s, in three passes; then comes a
@@ -467,70 +395,6 @@ def test_a_client_may_leave_at_any_time_beside_another(
     simulated_server(test, *models(), tokenising_s=2.0, schedule=schedule)
 
 
-@STREAMED
-@on_server(max_streams=1, max_waiting=1)
-async def test_a_client_that_leaves_while_it_waits_for_a_place_does_not_keep_it(server: Served, stream: bool) -> None:
-    short = {**DEF, "max_tokens": 20}
-    async with server.exchange(COMPLETIONS, short) as first:
-        await trio.sleep(10)
-        async with server.exchange(COMPLETIONS, {**LONG, "stream": stream}) as waiting:
-            await trio.sleep(5)
-            assert server.simulation.runtime.num_waiting == 1
-            waiting.leave()
-        assert server.simulation.runtime.num_waiting == 0
-        assert (await server.outcomes()) == {"cancelled": 1}
-        later = await server.ask(COMPLETIONS, short)
-    assert (first.status, later.status) == (200, 200)
-
-
-@sweep("phase", ["finished", "refused", "failed", *PHASES])
-@on_server(looping, tokenising_s=4.0, max_streams=1, max_waiting=0)
-async def test_room_is_free_again_however_a_request_ends(server: Served, phase: str, monkeypatch: Any) -> None:
-    if phase == "finished":
-        assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
-    elif phase == "refused":
-        assert (await server.ask(COMPLETIONS, {**DEF, "prompt": ""})).status == 400
-    elif phase == "failed":
-        with monkeypatch.context() as patched:
-            patched.setattr(server.simulation.runtime, "encode", None)
-            assert (await server.ask(COMPLETIONS, DEF)).status == 500
-    else:
-        await leaves(server, phase, LONG)
-    async with server.exchange(COMPLETIONS, LONG) as within:
-        await trio.sleep(1)
-        assert (await server.ask(COMPLETIONS, DEF)).status == 429
-        within.leave()
-    assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
-
-
-@on_server(looping, limits=Limits(stalled_s=20))
-async def test_a_client_that_does_not_read_is_dropped(server: Served) -> None:
-    async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 500, "stream": True}) as one:
-        await one.until(lambda one: len(one.sent) > 3)
-        one.is_stalled = True
-        stalled_at = trio.current_time()
-    # It may have been sent something just before.
-    assert stalled_at + 20 <= one.over_at <= stalled_at + 20 + 8
-    assert server.simulation.runtime.num_streams == 0
-    assert await server.outcomes() == {"cancelled": 1}
-
-
-@on_server(limits=Limits(stalled_s=20))
-async def test_a_slow_client_gets_the_whole_text(server: Served) -> None:
-    asked = {**DEF, "max_tokens": 60, "stream": True}
-    expected = (await server.ask(COMPLETIONS, {**asked, "stream": False})).text
-    async with server.exchange(COMPLETIONS, asked) as slow:
-        send = slow._send
-
-        async def send_slowly(message: Any) -> None:
-            await trio.sleep(19)
-            await send(message)
-
-        slow._send = send_slowly  # type: ignore[method-assign]
-    assert slow.text == expected
-    assert slow.is_done
-
-
 # --- models that fail -----------------------------------------------------------------------------
 
 
@@ -558,16 +422,6 @@ async def test_a_target_that_fails_in_mid_stream_is_reported_in_the_stream(
     assert (found["outrider_healthy", MODEL], found["outrider_degraded", MODEL]) == (0, 0)
     assert found["outrider_refusals_total", "503"] == 2
     assert await server.outcomes() == {"failed": 1, "refused": 2}
-
-
-@BOTH
-@on_server(ScriptedModel(looping, fails=FAILS))
-async def test_a_target_that_fails_before_anything_was_sent_is_an_error_for_an_answer(
-    server: Served, path: str, body: Any
-) -> None:
-    answer = await server.ask(path, {**body, "lookahead": 0})
-    assert (answer.status, answer.fault["code"]) == (503, "models_unavailable")
-    assert await server.outcomes() == {"failed": 1}
 
 
 @on_server(ScriptedModel(looping, fails=FAILS))
@@ -630,16 +484,6 @@ def test_a_drafter_that_fails_changes_no_text() -> None:
 # --- while an answer is under way -----------------------------------------------------------------
 
 
-@on_server(looping, price=priced(prefill=40.0, decode=40.0, verify=40.0))
-async def test_a_stream_without_news_is_kept_alive(server: Served) -> None:
-    answer = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3, "stream": True, "lookahead": 0})
-    assert answer.body.count(b": keep-alive\n\n") >= 2 * 3
-    times = answer.times
-    assert max(after - before for before, after in itertools.pairwise(times)) <= 15
-    assert answer.is_done
-    assert len(answer.text) == 3
-
-
 @on_server(looping, price=priced(prefill=4.0, decode=4.0, verify=4.0))
 async def test_a_stream_whose_text_is_withheld_is_kept_alive(server: Served) -> None:
     asked = {**DEF, "max_tokens": 16, "lookahead": 0}
@@ -687,22 +531,6 @@ async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Se
     adapter(Completion).validate_python(answer.events[0], strict=True)
 
 
-@on_server(looping)
-async def test_who_watches_hears_of_passes_that_the_stream_shared(server: Served) -> None:
-    prompts = ("def a", "def b", "def c")
-    for answer in await at_once(server, [(COMPLETIONS, {**WATCHED, "prompt": p, "max_tokens": 20}) for p in prompts]):
-        told = [event["speculation"] for event in answer.events]
-        passes = [s for part in told for s in part["spans"] if s["kind"] in ("verify", "decode")]
-        assert [span["round"] for span in passes] == list(range(len(passes)))
-        assert {span["streams"] for span in passes} & {2, 3}
-        assert told[-1]["statistics"]["rows_per_pass"] > 1
-        page = (await server.ask(f"/timelines/{answer.events[0]['id']}")).body.decode()
-        data = json.loads(page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
-        shared = [span for span in data["spans"] if span[0] == 0 and len(span) == 8]
-        assert len(shared) == sum(span["streams"] > 1 for span in passes)
-        assert all(data["sessions"][0]["id"] in [session for session, _, _ in span[7]] for span in shared)
-
-
 @on_server(looping, price=priced(prefill=2.0), limits=Limits(prefill_step_size=512))
 async def test_who_watches_hears_how_far_the_prompt_was_read(server: Served) -> None:
     prompt = "a long prompt " * 150
@@ -739,20 +567,6 @@ def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
     expected = [{"at": float(at), "state": state} for at, state in enumerate(states.split()) if state != "-"]
     assert record.new_activity()["drafter"] == expected
     assert record.new_activity() == {"spans": [], "drafter": []}
-
-
-@on_server(looping, max_streams=1)
-async def test_times_are_since_the_stream_began_also_where_it_waited_for_a_place(server: Served) -> None:
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(server.ask, COMPLETIONS, {**DEF, "max_tokens": 10, "lookahead": 0})
-        await trio.sleep(1)
-        began = trio.current_time()
-        answer = await server.ask(COMPLETIONS, {**WATCHED, "prompt": "other"})
-    told = [event["speculation"] for event in answer.events]
-    spans = [span for part in told for span in part["spans"]]
-    first = server.simulation.spans("target", "prefill", session=1)[0]
-    assert spans[0]["began"] == first.began - began > 0
-    assert told[-1]["statistics"]["elapsed"] >= spans[-1]["began"]
 
 
 @on_server(*models())
@@ -830,18 +644,6 @@ def test_figures_of_two_servers_add_up_to_those_of_one(monkeypatch: pytest.Monke
         assert first[key] + second[key] == pytest.approx(times * n), key
 
 
-@on_server(*models())
-async def test_a_counter_stays_where_it_is_while_nothing_happens(server: Served) -> None:
-    await server.ask(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})
-    seen = []
-    for _ in range(10):
-        await trio.sleep(15 + 1 / 7)
-        found = await figures(server.app)
-        seen.append([found["outrider_busy_seconds_total", actor + MODEL] for actor in ("target", "draft")])
-    assert seen == seen[:1] * 10
-    assert min(seen[0]) > 0
-
-
 # --- timelines ------------------------------------------------------------------------------------
 
 WATCHED = {**DEF, "max_tokens": 4, "stream": True, "stream_options": {"include_speculation": True}}
@@ -879,31 +681,6 @@ SCHEMA = {
     "required": ["side", "far"],
     "additionalProperties": False,
 }
-
-
-async def test_an_answer_keeps_to_a_json_schema_and_a_bad_one_is_refused() -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "way", "schema": SCHEMA, "strict": True}}
-    async with real_server(*pair(), limits=Limits(max_tokens=120)) as (app, rt):
-        for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO)):
-            for stream in (False, True):
-                answer = await ask(app, path, {**body, "response_format": wanted, "stream": stream})
-                assert answer.status == 200
-                said = json.loads(answer.text)
-                assert said["side"] in ("left", "right")
-                assert isinstance(said["far"], bool)
-        # Whatever comes of it, it begins as an object does.
-        loose = await ask(app, CHAT, {**HELLO, "response_format": {"type": "json_object"}, "max_tokens": 12})
-        assert loose.text.lstrip().startswith("{")
-        before = rt.statistics().prompt_tokens
-        for schema in ({"type": "nonsense"}, {"enum": []}, {"$ref": "#/nowhere"}):
-            bad = {"type": "json_schema", "json_schema": {"schema": schema}}
-            answer = await ask(app, COMPLETIONS, {**DEF, "response_format": bad})
-            assert answer.status == 400, schema
-            assert answer.fault["param"] == "response_format"
-            assert "the JSON schema" in answer.fault["message"]
-        ignored = await ask(app, COMPLETIONS, {**DEF, "response_format": wanted, "ignore_eos": True})
-        assert ignored.status == 400
-        assert rt.statistics().prompt_tokens == before
 
 
 _SWITCHED = THINKING_TEMPLATE.replace("enable_thinking is false", "thinking is defined and not thinking")
@@ -973,11 +750,3 @@ async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:
         assert "frame-ancestors 'self'" in policy
         assert page.headers["cache-control"] == "no-store"
         assert b"<html" in page.body
-
-
-async def test_what_threads_say_is_what_the_runtime_says() -> None:
-    async with real_server(*pair()) as (app, rt):
-        expected = await rt.generate("def f(x):", max_tokens=12, ignore_eos=True, temperature=0.7, seed=5)
-        asked = {"prompt": "def f(x):", "max_tokens": 12, "ignore_eos": True, "temperature": 0.7, "seed": 5}
-        for stream in (False, True):
-            assert (await ask(app, COMPLETIONS, {**asked, "stream": stream})).text == expected.text

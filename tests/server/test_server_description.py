@@ -50,15 +50,6 @@ def check(description: Description, path: str, answer: Exchange) -> tuple[str, s
     at = ("paths", path, method, "responses", status, "content", content_type, "schema")
     if content_type == "application/json":
         description.validate(answer.json, *at)
-    elif content_type == "text/event-stream":
-        of_data = description.content
-        for name in (*at, "properties", "data"):
-            of_data = of_data[name]
-        json_text = ("anyOf", "1") if "anyOf" in of_data else ()
-        for event, data in re.findall(r"^(?:event: (.*)\n)?data: (.*)$", answer.body.decode(), re.MULTILINE):
-            description.validate({"data": data, **({"event": event} if event else {})}, *at)
-            if data != "[DONE]":
-                description.validate(json.loads(data), *at, "properties", "data", *json_text, "contentSchema")
     else:
         description.validate(answer.body.decode(), *at)
     return path, method, status, content_type

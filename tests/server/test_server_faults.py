@@ -6,7 +6,6 @@ import errno
 import logging
 import math
 import os
-import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -24,7 +23,6 @@ from sweeps import sweep
 
 from runtime.server.answers import sending
 from runtime.server.app import Service, application
-from runtime.server.connections import connection
 from runtime.server.connections.listener import serve
 from runtime.server.limits import Limits
 from runtime.server.timelines import Timelines
@@ -308,15 +306,6 @@ async def test_an_error_in_place_of_an_answer_to_a_head_request_has_no_body() ->
         assert await client.hear_all() == b""
 
 
-async def test_empty_lines_before_a_request_are_skipped() -> None:
-    async with client_of() as (client, _):
-        for piece in (b"\r\n", b"\r", b"\n" + REQUESTS["health"], b"\r\n", REQUESTS["health"] + b"\r\n"):
-            await client.send(piece)
-        await client.send(REQUESTS["health"])
-        for _ in range(3):
-            assert (await told(client)).json()["ok"] is True
-
-
 @sweep("stream", [False, True])
 @sweep("behind", [b"\r\n", REQUESTS["health"]])
 @sweep(("version", "headers"), [("1.0", {}), ("1.1", {"Connection": "close"})])
@@ -336,23 +325,6 @@ async def test_a_length_beside_a_transfer_encoding_does_not_count_and_ends_the_c
         answer = await told(client, both + REQUESTS["health"])
         assert (answer.status, answer.text, answer.headers["connection"]) == (200, true_text(), "close")
         assert await client.hear_all() == b""
-
-
-@sweep("target", ["http://localhost:1/health", "HTTP://LOCALHOST/health?x=//", "https://localhost/health"])
-async def test_a_target_may_be_a_whole_address(target: str) -> None:
-    async with served(hosts=["localhost"]) as server:
-        # The address counts, and not the header.
-        answer = await ask(server.port, request("GET", target, headers={"Host": "elsewhere.example"}))
-        assert (answer.status, answer.json()["ok"]) == (200, True)
-        answer = await ask(server.port, request("GET", "http://elsewhere.example/health"))
-        assert (answer.status, answer.json()["error"]["code"]) == (400, "unknown_host")
-
-
-async def test_an_address_without_a_path_is_the_page() -> None:
-    async with served() as server:
-        for target in ("http://localhost", "http://localhost?x=1"):
-            answer = await ask(server.port, request("GET", target))
-            assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
 
 
 @sweep("at", ["within the body", "within a chunk"])
@@ -385,7 +357,7 @@ async def test_other_protocols_are_not_changed_to(upgrade: dict[str, str]) -> No
 
 async def test_two_requests_at_once_are_answered_in_turn_on_one_connection() -> None:
     async with client_of() as (client, _):
-        first = await told(client, REQUESTS["two at once"] + completion() + b"\r\n")
+        first = await told(client, REQUESTS["two at once"] + completion())
         second, third = await told(client), await told(client)
         assert (first.text, second.json()["object"], third.text) == (true_text(), "list", true_text())
 
@@ -414,19 +386,6 @@ async def test_the_answer_to_head_is_that_to_get_without_its_body() -> None:
             await client.send(request("HEAD", "/v1/completions"))
             status, headers = await client.head() or (0, {})
             assert (status, headers["allow"]) == (405, "POST")
-        await server.assert_unharmed()
-
-
-async def test_a_connection_ends_with_the_last_request_that_it_is_good_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served() as server:
-        with monkeypatch.context() as patched:
-            patched.setattr(connection, "_MAX_REQUESTS", 3)
-            with await connect(server.port) as client:
-                await client.send(4 * REQUESTS["health"])
-                answers = [await client.answer() for _ in range(3)]
-                assert [answer and answer.status for answer in answers] == [200] * 3
-                assert [answer and answer.headers.get("connection") for answer in answers] == [None, None, "close"]
-                assert await client.hear_all() == b""
         await server.assert_unharmed()
 
 
@@ -678,32 +637,6 @@ async def test_a_drafter_that_fails_in_the_middle_is_not_missed(stream: bool, ca
     assert_said_to_have_failed(caplog, "draft")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-async def test_a_target_that_fails_in_the_middle_is_told_to_everybody(stream: bool) -> None:
-    target = ScriptedModel(truthful, fails={"feed": range(20, MANY)})
-    async with served(target, ScriptedModel(truthful)) as server:
-        answers: list[Answer] = []
-
-        async def one() -> None:
-            answers.append(await ask(server.port, completion(num_tokens=10_000, stream=stream)))
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(6):
-                nursery.start_soon(one)
-        for answer in answers:
-            assert answer.is_whole
-            error = answer.events()[-1]["error"] if answer.status == 200 else answer.json()["error"]
-            # A pass that several share is tried again for each of them before the target counts as broken.
-            assert re.search(r"feed 2\d failed", error["message"])
-            assert error["code"] == "models_unavailable"
-        answer = await server.health()
-        assert (answer.status, answer.json()["ok"]) == (503, False)
-        answer = await ask(server.port, completion())
-        assert (answer.status, answer.json()["error"]["code"]) == (503, "models_unavailable")
-        await server.settled()
-
-
 def assert_said_to_have_failed(caplog: pytest.LogCaptureFixture, model: str) -> None:
     """That, once a text, and nothing else is in the log."""
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
@@ -727,10 +660,3 @@ async def test_logits_that_are_no_numbers_end_their_answer_and_no_other() -> Non
         assert error == whole.json()
         assert "NaN" in error["error"]["message"]
         await server.assert_unharmed()
-
-
-async def test_a_drafter_whose_logits_are_no_numbers_is_not_missed(caplog: pytest.LogCaptureFixture) -> None:
-    async with served(draft=ScriptedModel(numb_from(len(PROMPT) + 10))) as server:
-        assert (await ask(server.port, completion(num_tokens=40))).text == true_text(40)
-        await server.assert_unharmed()
-    assert_said_to_have_failed(caplog, "draft")

@@ -529,9 +529,6 @@ OLLAMA = "Ollama's API is not served; use OpenAI's, with a base URL that ends in
     [
         ("/nothing", "/docs lists what there is"),
         ("/v1/v1/messages", "leave /v1 out of the client's base URL"),
-        ("/completion", "use /v1/completions, in OpenAI's form"),
-        ("/v1/completion", "use /v1/completions, in OpenAI's form"),
-        ("/infill", "use /v1/fim/completions, in Mistral's form"),
         *((path, OLLAMA) for path in ("/api/chat", "/api/generate", "/api/tags", "/v1/api/show")),
         ("/apis", "/docs lists what there is"),
     ],
@@ -700,20 +697,15 @@ async def test_a_body_that_got_no_memory_is_to_be_sent_again(server: Served) -> 
 async def test_a_short_prompt_does_not_wait_for_long_ones(server: Served) -> None:
     over: list[str] = []
 
-    async def go(name: str, prompt: str, address: str) -> None:
-        assert (await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 1}, address=address)).status == 200
-        over.append(name)
+    async def go(prompt: str) -> None:
+        assert (await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})).status == 200
+        over.append(prompt[0])
 
     async with trio.open_nursery() as nursery:
-        for name, prompt, address in [
-            *((f"long {i}", "a" * 20_000, "10.0.0.1") for i in range(4)),
-            ("other's", "b" * 20_000, "10.0.0.2"),
-            ("short", "c", "10.0.0.1"),
-        ]:
-            nursery.start_soon(go, name, prompt, address)
+        for prompt in (*["a" * 20_000] * 4, "short"):
+            nursery.start_soon(go, prompt)
             await trio.sleep(0.1)
-    assert over[0] == "short"
-    assert over.index("other's") <= 3
+    assert over[0] == "s"
 
 
 @on_server()

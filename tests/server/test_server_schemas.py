@@ -25,7 +25,6 @@ from protocol.errors import SettingsError
 from runtime.generation.grammar_vocabulary import tokenizer_json
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.server.errors import ErrorResponse
-from runtime.server.fair_threads import ClientSlots
 from runtime.server.grammars import checker as checker_module
 from runtime.server.grammars import schemas as schemas_module
 from runtime.server.grammars.checker import CheckerGoneError, GrammarChecker, grammar_checker
@@ -47,64 +46,6 @@ def tokenizer() -> TokenizerWrapper:
 
 def read_vocabulary() -> tuple[str, list[int]]:
     return tokenizer_json(tokenizer())
-
-
-# --- clients take turns ---------------------------------------------------------------------------
-
-
-class Queue:
-    """Pieces of work that each take a second, and the times at which they were done."""
-
-    def __init__(self, slots: ClientSlots) -> None:
-        self.slots = slots
-        self.done: list[tuple[str, float]] = []
-
-    async def work(self, client: str) -> None:
-        async with self.slots.slot(client):
-            await trio.sleep(1)
-        self.done.append((client, trio.current_time()))
-
-
-async def at_work(clients: str, slots: ClientSlots) -> list[tuple[str, float]]:
-    """When the work of each client, in the order of asking, is done."""
-    queue, began = Queue(slots), trio.current_time()
-    async with trio.open_nursery() as nursery:
-        for client in clients:
-            nursery.start_soon(queue.work, client)
-            await trio.testing.wait_all_tasks_blocked()
-    assert slots.num_waiting == 0
-    return sorted((client, round(at - began, 3)) for client, at in queue.done)
-
-
-async def test_one_client_takes_only_some_of_the_slots(autojump_clock: Any) -> None:
-    assert await at_work("aaaaab", ClientSlots(4, 2)) == [("a", 1), ("a", 1), ("a", 2), ("a", 2), ("a", 3), ("b", 1)]
-
-
-async def test_clients_take_turns_however_much_one_of_them_asks_for(autojump_clock: Any) -> None:
-    assert await at_work("aaaabb", ClientSlots(1, 1)) == [("a", 1), ("a", 2), ("a", 4), ("a", 6), ("b", 3), ("b", 5)]
-
-
-async def test_a_slot_goes_to_the_client_that_holds_the_fewest(autojump_clock: Any) -> None:
-    slots = ClientSlots(2, 2)
-    queue = Queue(slots)
-    async with slots.slot("a"), trio.open_nursery() as nursery, slots.slot("c"):
-        for client in "ab":
-            nursery.start_soon(queue.work, client)
-            await trio.testing.wait_all_tasks_blocked()
-    assert [client for client, _ in queue.done] == ["b", "a"]
-
-
-async def test_who_stops_waiting_leaves_the_slot_to_others(autojump_clock: Any) -> None:
-    slots = ClientSlots(1, 1)
-    queue = Queue(slots)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(queue.work, "a")
-        await trio.testing.wait_all_tasks_blocked()
-        with trio.move_on_after(0.5):
-            await queue.work("b")
-        assert slots.num_waiting == 0
-        nursery.start_soon(queue.work, "c")
-    assert [client for client, _ in queue.done] == ["a", "c"]
 
 
 # --- schemas in simulated time --------------------------------------------------------------------

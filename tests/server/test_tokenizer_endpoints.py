@@ -1,10 +1,10 @@
-"""Tokens of texts, texts of tokens, and what a server says of itself: in the forms of vLLM and of llama.cpp."""
+"""Tokens of texts, and texts of tokens, in vLLM's form."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from asgi import HELLO, MODEL, Letters, Served, looping, on_server
+from asgi import HELLO, Letters, Served, looping, on_server
 from scripted import ScriptedModel
 from tool_letters import TOOLS, on_calling_server
 
@@ -18,7 +18,6 @@ class WithSpecialTokens(Letters):
 
 IDS = Letters().encode("def f")
 MARKED = [Letters.ALPHABET.index("A"), *IDS]
-PIECES = [{"id": id, "piece": piece} for id, piece in zip(IDS, "def f", strict=True)]
 
 
 @on_server(ScriptedModel(looping, context_length=40), tokenizer=WithSpecialTokens())
@@ -26,15 +25,13 @@ async def test_a_text_as_tokens(server: Served) -> None:
     cases: list[tuple[dict[str, Any], list[Any]]] = [
         ({"prompt": "def f"}, MARKED),
         ({"prompt": "def f", "add_special_tokens": False}, IDS),
-        ({"content": "def f"}, IDS),
-        ({"content": "def f", "add_special": True}, MARKED),
-        ({"content": "def f", "with_pieces": True, "model": "gpt-4o"}, PIECES),
+        ({"prompt": "def f", "model": "gpt-4o"}, MARKED),
     ]
     for body, expected in cases:
         for path in ("/tokenize", "/v1/tokenize"):
-            answer = await server.ask(path, {**body, "parse_special": True})
+            answer = await server.ask(path, {**body, "with_pieces": True})
             assert answer.json == {"tokens": expected, "count": len(expected), "max_model_len": 40}
-            assert answer.headers["x-outrider-ignored"] == "parse_special"
+            assert answer.headers["x-outrider-ignored"] == "with_pieces"
 
 
 @on_server()
@@ -46,12 +43,11 @@ async def test_a_chat_as_tokens_and_the_tokens_as_texts(server: Served) -> None:
     assert texts == list("def f")
     for tokens, text in ((IDS, "def f"), ([], "")):
         answer = await server.ask("/detokenize", {"tokens": tokens})
-        assert answer.json == {"prompt": text, "content": text}
+        assert answer.json == {"prompt": text}
     wrong: list[tuple[str, dict[str, Any], str]] = [
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "content": "b"}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {**HELLO, "content": "b"}, "prompt"),
+        ("/tokenize", {**HELLO, "prompt": "b"}, "prompt"),
         ("/detokenize", {"tokens": [64]}, "tokens"),
         ("/detokenize", {"tokens": [2**40]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
@@ -87,12 +83,3 @@ async def test_the_tokens_of_a_chat_with_tools_are_its_prompt(server: Served) ->
     answer = await server.ask("/v1/chat/completions", body)
     assert (await server.ask("/tokenize", body)).json["count"] == answer.json["usage"]["prompt_tokens"]
     assert (await server.ask("/tokenize", {**body, "tools": [{}]})).fault["param"] == "tools"
-
-
-@on_server(ScriptedModel(looping, context_length=40))
-async def test_the_version_and_the_properties(server: Served) -> None:
-    version = (await server.ask("/version")).json["version"]
-    props = (await server.ask("/props")).json
-    assert props["build_info"] == f"outrider-{version}"
-    assert (props["total_slots"], props["default_generation_settings"]) == (4, {"n_ctx": 40})
-    assert (props["model_path"], props["chat_template"]) == (MODEL, "")

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import operator
 from typing import Any
 
-from asgi import MESSAGES, Exchange
+from asgi import CHAT, MESSAGES, Exchange
 from pydantic import TypeAdapter
-
-from runtime.server.anthropic.bodies import MessagesEvent
-from runtime.server.responses.bodies import EVENTS
 
 
 @functools.cache
@@ -22,8 +18,6 @@ def adapter(type: Any) -> TypeAdapter[Any]:
 
 def assembled_message(events: list[Any]) -> Any:
     """The message that events add up to, as Anthropic's clients assemble it; asserts the order of the events."""
-    for event in events:
-        adapter(MessagesEvent).validate_python(event, strict=True)
     events = [event for event in events if event["type"] != "ping"]
     start, *body, delta, stop = events
     assert (start["type"], delta["type"], stop["type"]) == ("message_start", "message_delta", "message_stop")
@@ -70,8 +64,6 @@ def text_of_message(message: Any) -> str:
 
 def assembled_response(events: list[Any]) -> Any:
     """The output that events add up to; asserts their order and numbers, and that each says what came before."""
-    for event in events:
-        adapter(functools.reduce(operator.or_, EVENTS)).validate_python(event, strict=True)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     created, in_progress, *body, last = events
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
@@ -126,10 +118,27 @@ def text_of_response(response: Any) -> str:
     return "".join(part["text"] for item in response["output"] if item["type"] == "message" for part in item["content"])
 
 
+def assembled_chat(events: list[Any]) -> Any:
+    """The body that the chunks of a chat with one choice add up to, as clients assemble it."""
+    message: dict[str, Any] = {"content": ""}
+    reason, usage = None, None
+    for event in events:
+        usage = event.get("usage", usage)
+        for choice in event["choices"]:
+            assert reason is None
+            reason = choice["finish_reason"]
+            for name in ("content", "reasoning_content"):
+                if name in choice["delta"]:
+                    message[name] = message.get(name, "") + choice["delta"][name]
+    return {**events[0], "choices": [{"message": message, "finish_reason": reason}], "usage": usage}
+
+
 def body_of(answer: Exchange) -> Any:
-    """The body of an answer of `/v1/messages` or `/v1/responses`, from one body or from events."""
+    """The body of an answer of any API of conversations, from one body or from events."""
     if not answer.headers["content-type"].startswith("text/event-stream"):
         return answer.json
+    if answer.scope["path"] == CHAT:
+        return assembled_chat(answer.events)
     assemble = assembled_message if answer.scope["path"] == MESSAGES else assembled_response
     return assemble(answer.named_events)
 

@@ -36,7 +36,7 @@ BODIES: dict[str, dict[str, Any]] = {
     RESPONSES: {"input": "hello", "max_output_tokens": 6, "user": "me"},
     MESSAGES: {**HELLO, "max_tokens": 6},
     COUNT_TOKENS: HELLO,
-    "/v1/tokenize": {"prompt": "def f", "with_pieces": True, "return_token_strs": True},
+    "/v1/tokenize": {"prompt": "def f", "return_token_strs": True},
     "/v1/detokenize": {"tokens": [1, 2]},
 }
 LOGPROBS: dict[str, dict[str, Any]] = {
@@ -80,8 +80,6 @@ async def usual(server: Served, seen: Seen) -> None:
     ):
         seen.append((path, await server.ask(address, headers=WITH_KEY)))
         seen.append((path, await server.ask(address)))
-    for headers in (WITH_KEY, {}):
-        seen.append(("/v1/props", await server.ask("/v1/props", headers=headers)))
     seen.append(("/version", await server.ask("/version")))
     seen.append(("/health", await server.ask("/health")))
     seen.append(("/metrics", await server.ask("/metrics")))

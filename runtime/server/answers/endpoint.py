@@ -102,8 +102,8 @@ class TokenizerEndpoint(Generic[R]):
         context = self._context
         with suppress(ClientGone):
             body = await read_request(context, self._parse, scope, receive)
-            respond = partial(self._respond, body, model_of(context, body))
-            await while_there(receive, body.ignored.named_by(send), context.limits.stalled_s, respond)
+            model_name = model_of(context, body)
+            await while_there(receive, partial(self._respond, body, model_name, body.ignored.named_by(send)))
 
     async def _respond(self, body: R, model_name: str, send: Send) -> None:
         field, length = self._field_and_length(body)
@@ -141,9 +141,8 @@ class Endpoint:
             request, make_serializer = await read_request(context, self._parse, scope, receive)
             outcome.model = model_of(context, request)
             with context.admission.admit():
-                preparation = partial(Preparation, context, request=request, client=client)
-                respond = partial(self._respond, request, make_serializer, preparation, outcome)
-                await while_there(receive, request.ignored.named_by(send), context.limits.stalled_s, respond)
+                named = request.ignored.named_by(send)
+                await while_there(receive, partial(self._respond, request, make_serializer, client, outcome, named))
         except ErrorResponse as error:
             outcome.status = error.status
             raise
@@ -162,7 +161,7 @@ class Endpoint:
         self,
         request: GenerationRequest,
         make_serializer: Callable[[BegunAnswer], Serializer],
-        preparation_for: Callable[[LoadedModel], Preparation],
+        client: str,
         outcome: RequestOutcome,
         send: Send,
     ) -> None:
@@ -171,7 +170,7 @@ class Endpoint:
         send_answer = send_events if request.stream else send_whole
         try:
             async with self._context.models.use(outcome.model) as model:
-                preparation = preparation_for(model)
+                preparation = Preparation(self._context, model, request, client)
                 prompts = await preparation.prompts()
                 outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
                 outcome.num_texts = request.num_choices * sum(prompt.is_generated_for for prompt in prompts)

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
-from pydantic import BeforeValidator, Field
+import mlx.core as mx
+from pydantic import AliasChoices, BeforeValidator, Field, create_model
 from pydantic_core import PydanticKnownError
 
+from protocol.options import options_of
+from protocol.settings import Settings
 from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
-from runtime.server.answers.body import Body, IgnoredFields, NoEffect
-from runtime.server.answers.setting_fields import MAX_NUMBER, MINUS_ONE, NULL_IS_A_VALUE, SETTINGS, Id, SettingFields
+from runtime.server.answers.body import Body, IgnoredFields, NoEffect, RequestBody
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Kind
+
+Id = Annotated[int, Field(ge=0)]
+# Validation stops at the first invalid item: to report each of a million takes seconds.
+Ids = Annotated[list[Id], Field(fail_fast=True)]
+
+# Bound of numbers for which the runtime has none.
+MAX_NUMBER = 1e6
 
 # Clients send "" for none.
 Stop = Annotated[str, Field(max_length=1000)]
@@ -39,6 +50,56 @@ def _biases(biases: Any) -> Any:
 
 
 Biases = Annotated[dict[BiasKey, Bias], Field(max_length=_MAX_BIASES), BeforeValidator(_biases)]
+
+
+# --- fields that are settings of the runtime, from their declarations ------------------------------
+
+# Settings for which clients send -1, and what it stands for.
+_MINUS_ONE = {"top_k": 0, "seed": None}
+# Settings that requests have in a form of their own; see `GenerationBody`.
+_IN_OTHER_FORMS = ("max_tokens", "stop", "logit_bias", "logprobs")
+
+
+def _declared(name: str, hint: Any) -> tuple[Any, Any]:
+    option, field = options_of(Settings)[name], attrs.fields_dict(Settings)[name]
+    bounds: tuple[Any, ...] = getattr(field.validator, "bounds", ())
+    low, high, *_ = *bounds, None, None
+    low = -1 if name in _MINUS_ONE else low
+    types: dict[Any, Any] = {
+        int: Annotated[int, Field(ge=low, le=high)],
+        float: Annotated[float, Field(ge=-MAX_NUMBER if low is None else low, le=MAX_NUMBER if high is None else high)],
+        tuple[int, ...]: Ids,
+    }
+    members = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    about = re.sub(r"\bNone\b", "null", option.about) + "".join(f"; also `{other}`" for other in option.fields)
+    if name in _MINUS_ONE:
+        about += "; -1 means " + ("null" if _MINUS_ONE[name] is None else str(_MINUS_ONE[name]))
+    described: Any = Field(
+        field.default if name in _NULL_IS_A_VALUE else None,
+        validation_alias=AliasChoices(name, *option.fields) if option.fields else None,
+        description=about,
+    )
+    return Union[(*(types.get(each, each) for each in members if each is not NoneType), None)], described
+
+
+_HINTS = {
+    name: hint
+    for name, hint in get_type_hints(Settings, localns={"mx": mx}).items()
+    if options_of(Settings)[name].in_requests and name not in _IN_OTHER_FORMS
+}
+# Settings for which null asks for something other than the default.
+_NULL_IS_A_VALUE = {
+    name for name, hint in _HINTS.items() if NoneType in get_args(hint) and attrs.fields_dict(Settings)[name].default
+}
+
+# Names of the fields that are settings.
+_SETTINGS = set(_HINTS)
+
+if TYPE_CHECKING:
+    SettingFields = RequestBody
+else:
+    _fields = {name: _declared(name, hint) for name, hint in _HINTS.items()}
+    SettingFields = create_model("SettingFields", __base__=RequestBody, **_fields)
 
 
 # --- constraints on an answer -----------------------------------------------------------------------
@@ -251,7 +312,7 @@ class GenerationBody(SettingFields):
 
     def given_settings(self) -> dict[str, Any]:
         """The settings that the request gives, as it gives them."""
-        return self.model_dump(include=SETTINGS, exclude_unset=True)
+        return self.model_dump(include=_SETTINGS, exclude_unset=True)
 
     def request_of(
         self, *, format: Constraint | None, num_logprobs: int | None, stop: Sequence[str] | None = None, **more: Any
@@ -292,9 +353,9 @@ class GenerationBody(SettingFields):
 
     def _settings(self, num_logprobs: int | None, stop: str | Sequence[str] | None) -> dict[str, Any]:
         settings = {
-            name: MINUS_ONE[name] if name in MINUS_ONE and value == -1 else value
+            name: _MINUS_ONE[name] if name in _MINUS_ONE and value == -1 else value
             for name, value in self.given_settings().items()
-            if value is not None or name in NULL_IS_A_VALUE
+            if value is not None or name in _NULL_IS_A_VALUE
         }
         # Penalties without effect would still cost time.
         for name, neutral in (("presence_penalty", 0), ("frequency_penalty", 0), ("repetition_penalty", 1)):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import typing
-
 from runtime.engine.runtime import Runtime
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint
@@ -12,13 +10,12 @@ from runtime.server.answers.request import GenerationRequest
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
     MessagesErrorBody,
-    MessagesEvent,
     TokenCount,
     messages_error_body,
 )
 from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.serializer import MessageSerializer
-from runtime.server.operations import ErrorForm, Events, Operation
+from runtime.server.operations import ErrorForm, Operation
 
 _ERRORS = ErrorForm(MessagesErrorBody, messages_error_body)
 _CONVERSATION = {"messages": [{"role": "user", "content": "def quicksort(items):"}]}
@@ -49,8 +46,8 @@ OPERATIONS = (
         "POST",
         MessagesRequest,
         {**_CONVERSATION, "max_tokens": 32, "stream": True},
-        Events((*typing.get_args(MessagesEvent), MessagesErrorBody), are_named=True),
-        _ERRORS,
+        is_streamed=True,
+        errors=_ERRORS,
     ),
     Operation(
         "/v1/messages/count_tokens",

@@ -1,4 +1,4 @@
-"""Response bodies and events in Anthropic's format."""
+"""Response bodies in Anthropic's format."""
 
 from __future__ import annotations
 
@@ -92,100 +92,6 @@ class AnthropicMessage(TypedDict):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: MessagesUsage
-
-
-# --- events ---------------------------------------------------------------------------------------
-
-
-class MessageStart(TypedDict):
-    """The request was accepted."""
-
-    type: Literal["message_start"]
-    message: AnthropicMessage
-
-
-class Ping(TypedDict):
-    """Nothing new; keeps the connection alive."""
-
-    type: Literal["ping"]
-
-
-class BlockStart(TypedDict):
-    """A block of content begins; it is still empty."""
-
-    type: Literal["content_block_start"]
-    index: int
-    content_block: Content
-
-
-class TextBlockDelta(TypedDict):
-    """Further text."""
-
-    type: Literal["text_delta"]
-    text: str
-
-
-class ThinkingBlockDelta(TypedDict):
-    """Further reasoning."""
-
-    type: Literal["thinking_delta"]
-    thinking: str
-
-
-class SignatureBlockDelta(TypedDict):
-    """The signature of the reasoning, at its end."""
-
-    type: Literal["signature_delta"]
-    signature: Literal[""]
-
-
-class InputBlockDelta(TypedDict):
-    """Further text of a call's input; the texts of a block add up to a JSON object."""
-
-    type: Literal["input_json_delta"]
-    partial_json: str
-
-
-BlockDelta = TextBlockDelta | ThinkingBlockDelta | SignatureBlockDelta | InputBlockDelta
-
-
-class BlockDeltaEvent(TypedDict):
-    """A further part of a block of content."""
-
-    type: Literal["content_block_delta"]
-    index: int
-    delta: BlockDelta
-
-
-class BlockStop(TypedDict):
-    """A block of content is complete."""
-
-    type: Literal["content_block_stop"]
-    index: int
-
-
-class MessageEnd(TypedDict):
-    """Why the answer has ended."""
-
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
-class MessageDelta(TypedDict):
-    """The answer has ended."""
-
-    type: Literal["message_delta"]
-    delta: MessageEnd
-    usage: MessagesUsage
-
-
-class MessageStop(TypedDict):
-    """The last event."""
-
-    type: Literal["message_stop"]
-
-
-MessagesEvent = MessageStart | Ping | BlockStart | BlockDeltaEvent | BlockStop | MessageDelta | MessageStop
 
 
 _TYPES: dict[int, ErrorType] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from protocol.statistics import Statistics
 from runtime.generation.tool_calls.events import (
@@ -20,17 +20,23 @@ from runtime.generation.tool_calls.events import (
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
-    BlockDelta,
     Content,
-    MessageEnd,
-    MessagesEvent,
     MessagesUsage,
+    StopReason,
     messages_error_body,
 )
 from runtime.server.errors import ErrorResponse
 
 if TYPE_CHECKING:
     from runtime.generation.token_reader import Token
+
+
+_Event = dict[str, Any]
+
+
+class _End(TypedDict):
+    stop_reason: StopReason
+    stop_sequence: str | None
 
 
 class MessageSerializer(Serializer):
@@ -80,7 +86,7 @@ class MessageSerializer(Serializer):
             "usage": _usage(statistics),
         }
 
-    def _end(self) -> MessageEnd:
+    def _end(self) -> _End:
         assert self._last_token is not None, "the last token of a stream has a finish reason"
         stop = self._last_token.stop_reason
         # Only for a stop string: clients look for the text of the sequence, and a stop token has none.
@@ -90,7 +96,7 @@ class MessageSerializer(Serializer):
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         return {"stop_reason": "tool_use" if self._answer.splitter.has_calls else "end_turn", "stop_sequence": None}
 
-    def _added(self, tokens: Sequence[Token]) -> Iterator[MessagesEvent]:
+    def _added(self, tokens: Sequence[Token]) -> Iterator[_Event]:
         for part in self._parts(tokens):
             match part:
                 case CallBegan(id=id, name=name):
@@ -116,23 +122,23 @@ class MessageSerializer(Serializer):
                 case TextPart(text=text):
                     yield from self._text(text)
 
-    def _text(self, text: str) -> Iterator[MessagesEvent]:
+    def _text(self, text: str) -> Iterator[_Event]:
         if not self._is_open or self._block["type"] != "text":
             yield from self._begun({"type": "text", "text": ""})
         self._block["text"] += text
         yield self._delta({"type": "text_delta", "text": text})
 
-    def _begun(self, block: Content) -> Iterator[MessagesEvent]:
+    def _begun(self, block: Content) -> Iterator[_Event]:
         yield from self._stopped()
         self._index += 1
         self._is_open = True
         self._content.append(block)
         yield {"type": "content_block_start", "index": self._index, "content_block": copy.copy(block)}
 
-    def _delta(self, delta: BlockDelta) -> MessagesEvent:
+    def _delta(self, delta: _Event) -> _Event:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
-    def _stopped(self) -> Iterator[MessagesEvent]:
+    def _stopped(self) -> Iterator[_Event]:
         if not self._is_open:
             return
         self._is_open = False
@@ -155,5 +161,5 @@ def _usage(statistics: Statistics) -> MessagesUsage:
     }
 
 
-def _event(data: MessagesEvent) -> Event:
+def _event(data: _Event) -> Event:
     return Event(data, data["type"])

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import trio
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from runtime.engine.nursery import BackgroundNursery
-from runtime.server.connections.connection import send_in_pieces
 from runtime.server.errors import ErrorResponse
 
 # Bytes of each body that need no claim, so that a short request never waits for long ones.
@@ -186,12 +185,8 @@ class _Decompressor:
         return ErrorResponse(400, f"the body is not valid {self._encoding}: {problem}; send it whole, or uncompressed")
 
 
-async def while_there(receive: Receive, send: Send, stalled_s: float, work: Callable[[Send], Awaitable[None]]) -> None:
-    """Do some work for a client; cancel it when the client leaves, or stops reading the response.
-
-    Args:
-        stalled_s: seconds that the client may leave 64 KiB of what it is sent unread.
-        work: called with a `send` that has this timeout.
+async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do some work for a client; cancel it when the client leaves, or its connection is closed as it does not read.
 
     Raises: ClientGone: the client has left, and the work was cancelled; also what the work raises.
     """
@@ -201,20 +196,9 @@ async def while_there(receive: Receive, send: Send, stalled_s: float, work: Call
             pass
         there.cancel()
 
-    async def send_within(message: Message) -> None:
-        async def send_piece(piece: bytes, is_last: bool) -> None:
-            more_body = not is_last or message.get("more_body", False)
-            await send({**message, "body": piece, "more_body": more_body} if "body" in message else message)
-
-        try:
-            await send_in_pieces(send_piece, message.get("body", b""), stalled_s)
-        except trio.TooSlowError:
-            there.cancel()
-            await trio.lowlevel.checkpoint()
-
     with trio.CancelScope() as there:
         async with BackgroundNursery() as nursery:
             nursery.start_soon(listen)
-            await work(send_within)
+            await work()
     if there.cancelled_caught:
         raise ClientGone

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from email.utils import formatdate
 from typing import Any
@@ -26,26 +25,9 @@ from runtime.server.errors import ErrorResponse
 PIECE_BYTES = 2**16
 
 
-async def send_in_pieces(send: Callable[[bytes, bool], Awaitable[None]], data: bytes, timeout_s: float) -> None:
-    """Send bytes in pieces of at most 64 KiB; no bytes are one empty piece.
-
-    Args:
-        send: sends a piece; its second argument says whether the piece is the last one.
-
-    Raises: trio.TooSlowError: a piece took longer than `timeout_s`; it may have been sent in part.
-
-    Cancellation: a piece may have been sent in part.
-    """
-    for start in range(0, max(1, len(data)), PIECE_BYTES):
-        end = start + PIECE_BYTES
-        with trio.fail_after(timeout_s):
-            await send(data[start:end], end >= len(data))
-
-
 logger = logging.getLogger("outrider")
 
 _MAX_HEAD_BYTES = 2**14
-_MAX_REQUESTS = 1000  # of one connection; then another client that waits for one has its turn
 
 # Most bytes of further requests that are kept until the current one is answered. Once they are reached, the connection
 # is not read until then, so the server does not notice if the client leaves.
@@ -64,8 +46,6 @@ _ERRORS = {
     501: "the only transfer encoding that is supported is chunked",
     505: "the versions of HTTP that are supported are 1.1 and 1.0",
 }
-
-_ABSOLUTE = re.compile(rb"https?://", re.IGNORECASE)
 
 _STREAM_ERRORS = (trio.BrokenResourceError, trio.ClosedResourceError)
 
@@ -89,11 +69,11 @@ class Connection:
     _idle_s: float = attrs.field(kw_only=True)
     _when_idle: Callable[[Connection], object] = attrs.field(kw_only=True, default=lambda _: None)
     is_idle: bool = attrs.field(init=False, default=True)
-    _http: h11.Connection = attrs.field(init=False, factory=lambda: _http())
-    _has_begun: bool = attrs.field(init=False, default=False)  # the head of the next request
+    _http: h11.Connection = attrs.field(
+        init=False, factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
+    )
     _is_head_request: bool = attrs.field(init=False, default=False)
     _must_close: bool = attrs.field(init=False, default=False)  # after this request
-    _num_requests: int = attrs.field(init=False, default=0)
     _sending: trio.Lock = attrs.field(init=False, factory=trio.Lock)
     # Around the code that is reading from the stream.
     _listening: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
@@ -120,14 +100,11 @@ class Connection:
 
     async def _answer_requests(self, addresses: dict[str, Any]) -> None:
         while (request := await self._next_request()) is not None:
-            self._num_requests += 1
             await self._answer(request, addresses)
             is_whole = self._http.our_state is self._http.their_state is h11.DONE
             if not is_whole or self._has_left:
                 break
-            # Not `start_next_cycle`: an empty line may have come before the next request.
-            (received, _), self._http, self._has_begun = self._http.trailing_data, _http(), False
-            self._receive(received)
+            self._http.start_next_cycle()
         if self._http.our_state is not h11.IDLE and not self._is_broken:
             await self._linger()
 
@@ -140,10 +117,7 @@ class Connection:
         try:
             with self._listening:
                 while (event := self._http.next_event()) is h11.NEED_DATA:
-                    if data := await self._stream.receive_some(PIECE_BYTES):
-                        self._receive(data)
-                    else:
-                        self._http.receive_data(data)
+                    self._http.receive_data(await self._stream.receive_some(PIECE_BYTES))
                 if isinstance(event, h11.Request):
                     if event.http_version not in (b"1.0", b"1.1"):
                         raise h11.RemoteProtocolError("another version of HTTP", error_status_hint=505)
@@ -155,14 +129,6 @@ class Connection:
         finally:
             self.is_idle = False
         return None
-
-    def _receive(self, data: bytes) -> None:
-        """Take received bytes, but skip empty lines before a request, which some clients send after a body."""
-        if not self._has_begun:
-            data = data.lstrip(b"\r\n")
-        if data:
-            self._has_begun = True
-            self._http.receive_data(data)
 
     # --- one request --------------------------------------------------------------------------------
 
@@ -259,7 +225,7 @@ class Connection:
         headers.append((b"date", formatdate(usegmt=True).encode()))
         # An answer that precedes the end of its request is the last of its connection, and says so.
         is_early = self._http.their_state in (h11.SEND_BODY, h11.ERROR)
-        if is_early or self._must_close or self._stopping.is_set() or self._num_requests >= _MAX_REQUESTS:
+        if is_early or self._must_close or self._stopping.is_set():
             headers.append((b"connection", b"close"))
         return h11.Response(status_code=status, headers=headers)
 
@@ -280,7 +246,9 @@ class Connection:
         """Send; if the client has left or does not read, the connection is over."""
         async with self._sending:
             try:
-                await send_in_pieces(lambda piece, _: self._stream.send_all(piece), data, self._stalled_s)
+                for start in range(0, len(data), PIECE_BYTES):
+                    with trio.fail_after(self._stalled_s):
+                        await self._stream.send_all(data[start : start + PIECE_BYTES])
             except (*_STREAM_ERRORS, trio.TooSlowError):
                 self._break()
             except trio.Cancelled:
@@ -307,17 +275,10 @@ def _http() -> h11.Connection:
 
 
 def _scope(request: h11.Request, addresses: dict[str, Any]) -> Scope:
-    target, headers = request.target, list(request.headers)
-    if _ABSOLUTE.match(target):
-        # A URL, as in requests to a proxy. Its host takes the place of the header Host.
-        _, _, rest = target.partition(b"://")
-        host = re.split(rb"[/?]", rest)[0]
-        target = rest[len(host) :]
-        target = target if target.startswith(b"/") else b"/" + target
-        headers = [(b"host", host), *((name, value) for name, value in headers if name != b"host")]
+    headers = list(request.headers)
     if any(name == b"transfer-encoding" for name, _ in headers):
         headers = [(name, value) for name, value in headers if name != b"content-length"]  # it does not count then
-    path, _, query = target.partition(b"?")
+    path, _, query = request.target.partition(b"?")
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.1"},

@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakValueDictionary
 
 import attrs
 import trio
 
 from protocol.errors import OutriderError, SettingsError
 from runtime.server.errors import ErrorResponse
-from runtime.server.fair_threads import Background, ClientSlots
+from runtime.server.fair_threads import Background
 from runtime.server.grammars.checker import GrammarCheck, Outcome
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 
@@ -81,7 +82,9 @@ class Schemas:
     _background: Background
     _timeout_s: float
     _any_object: Grammar | None = attrs.field(init=False, default=None)
-    _slots: ClientSlots = attrs.field(factory=lambda: ClientSlots(_MAX_COMPILING, _MAX_COMPILING_PER_CLIENT))
+    _turns: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MAX_COMPILING))
+    # Clients that have schemas waiting. A client waits for itself first, so that it takes only some of the turns.
+    _turns_of: WeakValueDictionary[str, trio.CapacityLimiter] = attrs.field(factory=WeakValueDictionary)
     _compiling: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MAX_COMPILING))
     _compiling_any_object: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
     # By digest, the one that was used least recently first.
@@ -180,7 +183,8 @@ class Schemas:
 
         waiting = trio.CancelScope(deadline=trio.current_time() + self._timeout_s)
         with waiting:
-            async with self._slots.slot(client):
+            own = self._turns_of.setdefault(client, trio.CapacityLimiter(_MAX_COMPILING_PER_CLIENT))
+            async with own, self._turns:
                 waiting.deadline = math.inf
                 # Threads are not abandoned, so that they keep their slots: otherwise a client that asks and leaves
                 # again and again would occupy any number of threads.

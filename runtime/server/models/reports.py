@@ -1,4 +1,4 @@
-"""Reports on a server's models: the list of them, their properties and their health."""
+"""Reports on a server's models: the list of them, and their health."""
 
 from __future__ import annotations
 
@@ -71,35 +71,6 @@ class Version(TypedDict):
     version: str
 
 
-class GenerationDefaults(TypedDict):
-    """Properties of every generation: the context's length in tokens; null if it is unknown."""
-
-    n_ctx: int | None
-
-
-class Modalities(TypedDict):
-    """Kinds of input, besides text, that a prompt can have."""
-
-    vision: bool
-    audio: bool
-
-
-class Props(TypedDict):
-    """Properties of the server and its first model, in llama.cpp's form.
-
-    `chat_template` is "" if the model has none or is not loaded. `total_slots` is the number of requests that are
-    worked on at once; null if it is not limited, or the model is not loaded.
-    """
-
-    model_path: str
-    model_alias: str
-    total_slots: int | None
-    default_generation_settings: GenerationDefaults
-    chat_template: str
-    build_info: str
-    modalities: Modalities
-
-
 @functools.cache
 def fingerprint() -> str:
     """The server's version. The text of a seed may depend on it, as on the model."""
@@ -129,22 +100,6 @@ def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
         "has_chat_template": slot.has_chat_template,
         "max_model_len": slot.context_length,
         "state": slot.state,
-    }
-
-
-def properties(models: ModelPool) -> Props:
-    """The properties of a server and its first model; they do not load it."""
-    name = models.specs[0].name
-    runtime = next((loaded.runtime for loaded in models.in_memory(name)), None)
-    template = None if runtime is None else getattr(runtime.tokenizer, "chat_template", None)
-    return {
-        "model_path": name,
-        "model_alias": name,
-        "total_slots": None if runtime is None else runtime.max_streams,
-        "default_generation_settings": {"n_ctx": None if runtime is None else runtime.context_length},
-        "chat_template": template if isinstance(template, str) else "",
-        "build_info": fingerprint(),
-        "modalities": {"vision": False, "audio": False},
     }
 
 

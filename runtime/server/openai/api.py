@@ -6,10 +6,10 @@ from functools import partial
 
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.endpoint import Endpoint, Parsed
-from runtime.server.openai.bodies import ChatChunk, ChatCompletion, Completion
+from runtime.server.openai.bodies import ChatCompletion, Completion
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest
 from runtime.server.openai.serializers import ChatSerializer, CompletionSerializer
-from runtime.server.operations import COMMON_ERRORS, Events, Operation
+from runtime.server.operations import Operation
 
 
 def _chat(body: bytes) -> Parsed:
@@ -27,8 +27,6 @@ def _fill_in(body: bytes) -> Parsed:
     return request.generation(fills_in=True), partial(ChatSerializer, request)
 
 
-_CHAT_EVENTS = Events((ChatChunk, COMMON_ERRORS.type), are_named=False)
-
 OPERATIONS = (
     Operation(
         "/v1/completions",
@@ -39,7 +37,7 @@ OPERATIONS = (
         "POST",
         CompletionRequest,
         {"prompt": "def quicksort(items):", "max_tokens": 32, "stream": True},
-        Events((Completion, COMMON_ERRORS.type), are_named=False),
+        is_streamed=True,
     ),
     Operation(
         "/v1/fim/completions",
@@ -50,7 +48,7 @@ OPERATIONS = (
         "POST",
         FimRequest,
         {"prompt": "def quicksort(items):", "suffix": "return items", "max_tokens": 32, "stream": True},
-        _CHAT_EVENTS,
+        is_streamed=True,
     ),
     Operation(
         "/v1/chat/completions",
@@ -61,6 +59,6 @@ OPERATIONS = (
         "POST",
         ChatRequest,
         {"messages": [{"role": "user", "content": "def quicksort(items):"}], "max_tokens": 32, "stream": True},
-        _CHAT_EVENTS,
+        is_streamed=True,
     ),
 )

@@ -20,12 +20,12 @@ from runtime.server.answers.content import Content, check_asked, joined, line_of
 from runtime.server.answers.request import (
     GenerationBody,
     GenerationRequest,
+    Ids,
     MaxTokens,
     Objects,
     ResponseFormat,
     format_constraint,
 )
-from runtime.server.answers.setting_fields import Ids
 from runtime.server.errors import ErrorResponse
 
 # Most answers of one request, to all of its prompts.
@@ -45,10 +45,6 @@ PromptLogprobs = Annotated[
         description="vLLM's field: return the log-probability of each token of the prompt, and those of this many of "
         "the most probable tokens at its position"
     ),
-]
-TimingsPerToken = Annotated[
-    bool | None,
-    Field(description="llama.cpp's field: include the `timings` so far in every chunk, not only in the last"),
 ]
 
 
@@ -173,7 +169,6 @@ class ChatRequest(ChatBody):
     top_logprobs: _NumTop | None = None
     prompt_logprobs: PromptLogprobs = None
     stream_options: StreamOptions | None = None
-    timings_per_token: TimingsPerToken = None
     user: NoEffect = None
     metadata: NoEffect = None
     store: NoEffect = None
@@ -238,7 +233,6 @@ class CompletionRequest(GenerationBody):
     logprobs: _NumTop | None = None
     prompt_logprobs: PromptLogprobs = None
     stream_options: StreamOptions | None = None
-    timings_per_token: TimingsPerToken = None
     user: NoEffect = None
     metadata: NoEffect = None
     store: NoEffect = None

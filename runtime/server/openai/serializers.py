@@ -25,18 +25,14 @@ from runtime.server.openai.bodies import (
     ChatFinishReason,
     ChatLogprobs,
     ChatMessage,
-    ChunkChoice,
     CompletionChoice,
     CompletionLogprobs,
-    Delta,
-    FunctionDelta,
     PromptLogprob,
     PromptLogprobs,
     Speculation,
     SpeculationStatistics,
     SpeculationToken,
     Timings,
-    ToolCallDelta,
     Usage,
 )
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, StreamOptions
@@ -99,7 +95,6 @@ class ChunkSerializer(Serializer):
         self._created: int = int(time.time()) if first is None else first._created
         self._request = answer.request
         self._options = body.stream_options or StreamOptions()
-        self._tells_timings = bool(body.timings_per_token)
         self._num_given = 0
         self._num_reasoning_tokens = 0
         self._timeline = answer.watch(self.id) if self._options.include_speculation else None
@@ -119,7 +114,7 @@ class ChunkSerializer(Serializer):
             if self._options.gives_usage_in_each:
                 chunk["usage"] = self._usage(given)
             is_last = chunk["choices"][0]["finish_reason"] is not None and not self._options.include_usage
-            if is_last or self._tells_timings:
+            if is_last:
                 chunk |= self._timings(given)
             if self._timeline is not None:
                 # The tokens belong to the first chunk; one that only ends the text has none.
@@ -167,7 +162,7 @@ class ChunkSerializer(Serializer):
         look for text where they find a finish reason.
         """
         choice, empty = self._choice(tokens)
-        says_more = self._timeline is not None or self._options.gives_usage_in_each or self._tells_timings
+        says_more = self._timeline is not None or self._options.gives_usage_in_each
         if choice["finish_reason"] is None:
             return [self._chunk([choice])] if says_more or self._has_content(choice) else []
         finishing = self._chunk([{**choice, **empty}])
@@ -255,8 +250,8 @@ class ChatSerializer(ChunkSerializer):
         role = []
         if tokens and self._is_first:
             self._is_first = False
-            delta: Delta = {"role": "assistant", "content": ""}
-            choice: ChunkChoice = {"index": self._answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            delta = {"role": "assistant", "content": ""}
+            choice = {"index": self._answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
             role.append(self._chunk([choice]))
         return [*role, *super().chunks(tokens)]
 
@@ -289,14 +284,14 @@ class ChatSerializer(ChunkSerializer):
 
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         parts = self._split(tokens)
-        delta: Delta = {}
+        delta: dict[str, Any] = {}
         if text := "".join(part.text for part in parts if isinstance(part, TextPart)):
             delta["content"] = text
         if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
             delta["reasoning_content"] = reasoning
         if calls := _call_deltas(parts):
             delta["tool_calls"] = calls
-        choice: ChunkChoice = {
+        choice = {
             "index": self._answer.index,
             "delta": delta,
             "logprobs": self._logprobs(tokens) if tokens else None,
@@ -321,11 +316,11 @@ class ChatSerializer(ChunkSerializer):
         return None if content is None else {"content": content, "refusal": None}
 
 
-def _call_deltas(parts: Sequence[AnswerEvent]) -> list[ToolCallDelta]:
-    deltas: dict[int, ToolCallDelta] = {}
+def _call_deltas(parts: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+    deltas: dict[int, dict[str, Any]] = {}
     for part in parts:
         if isinstance(part, CallBegan):
-            function: FunctionDelta = {"name": part.name, "arguments": ""}
+            function = {"name": part.name, "arguments": ""}
             deltas[part.index] = {"index": part.index, "id": part.id, "type": "function", "function": function}
         elif isinstance(part, CallArguments):
             delta = deltas.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})

@@ -1,4 +1,4 @@
-"""Token ids of texts and chats, and back, in the forms of vLLM and llama.cpp: `/v1/tokenize`, `/v1/detokenize`."""
+"""Token ids of texts and chats, and back, in vLLM's form: `/v1/tokenize`, `/v1/detokenize`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing_extensions import TypedDict
 
 from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt, tokenized
-from runtime.server.answers.body import NoEffect, RequestBody, parse_request
+from runtime.server.answers.body import RequestBody, parse_request
 from runtime.server.answers.endpoint import TokenizerEndpoint
 from runtime.server.answers.preparation import encode_prompts
-from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.setting_fields import Ids
-from runtime.server.answers.token_logprobs import token_bytes
+from runtime.server.answers.request import GenerationRequest, Ids
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.loaded_model import tokenizer_of
 from runtime.server.openai.requests import ChatRequest
@@ -22,34 +20,12 @@ from runtime.server.operations import Operation
 
 
 class TokenizeRequest(RequestBody):
-    """The body of a request to `/v1/tokenize`: a text as `prompt` or `content`, or a chat as `messages`."""
+    """The body of a request to `/v1/tokenize`: a text as `prompt`, or a chat as `messages`."""
 
-    prompt: str | None = Field(None, description="a text; by default, special tokens are added")
-    content: str | None = Field(None, description="a text; by default, no special tokens are added")
-    add_special_tokens: bool | None = Field(None, description="whether to add special tokens; also `add_special`")
-    add_special: bool | None = None
-    parse_special: NoEffect = None
+    prompt: str | None = Field(None, description="a text")
+    add_special_tokens: bool | None = Field(None, description="whether special tokens are added; by default they are")
     return_token_strs: bool | None = Field(None, description="return the text of each token as `token_strs`")
-    with_pieces: bool | None = Field(
-        None, description="return each token as an object with its text, or its bytes if they are not whole characters"
-    )
     messages: Any = Field(None, description="a chat; other fields are those of `/v1/chat/completions`")
-
-    @property
-    def text(self) -> str:
-        """The text."""
-        return self.prompt or self.content or ""
-
-    @property
-    def has_special_tokens(self) -> bool:
-        """Whether the special tokens are added that the tokenizer puts around a text."""
-        given = self.add_special_tokens if self.add_special is None else self.add_special
-        return self.prompt is not None if given is None else given
-
-    def check(self) -> None:
-        """Raises: ErrorResponse: there are several of the fields that exclude each other, or none."""
-        if [self.prompt, self.content, self.messages].count(None) != 2:
-            raise ErrorResponse(400, "the body must have one of prompt, content and messages", param="prompt")
 
 
 class DetokenizeRequest(RequestBody):
@@ -58,37 +34,30 @@ class DetokenizeRequest(RequestBody):
     tokens: Ids
 
 
-class Piece(TypedDict):
-    """A token: its id, and its text, or its bytes if they are not whole characters."""
-
-    id: int
-    piece: str | list[int]
-
-
 class Tokenized(TypedDict):
     """Token ids of a text or a chat, their number, and the length of the model's context (null if unknown)."""
 
-    tokens: list[int | Piece]
+    tokens: list[int]
     count: int
     max_model_len: int | None
     token_strs: NotRequired[list[str]]
 
 
 class Detokenized(TypedDict):
-    """The text of token ids, twice: under vLLM's name and llama.cpp's."""
+    """The text of token ids."""
 
     prompt: str
-    content: str
 
 
 def _parse_tokenize(body: bytes) -> TokenizeRequest | GenerationRequest:
     request = parse_request(TokenizeRequest, body)
-    request.check()
+    if (request.prompt is None) == (request.messages is None):
+        raise ErrorResponse(400, "the body must have one of prompt and messages", param="prompt")
     return request if request.messages is None else parse_request(ChatRequest, body).generation()
 
 
 def _field_and_length(body: TokenizeRequest | GenerationRequest) -> tuple[str, int]:
-    return ("prompt", len(body.text)) if isinstance(body, TokenizeRequest) else ("messages", body.prompt_length)
+    return ("prompt", len(body.prompt or "")) if isinstance(body, TokenizeRequest) else ("messages", body.prompt_length)
 
 
 def _tokenized(body: TokenizeRequest | GenerationRequest, runtime: Runtime) -> Tokenized:
@@ -96,26 +65,18 @@ def _tokenized(body: TokenizeRequest | GenerationRequest, runtime: Runtime) -> T
     if isinstance(body, GenerationRequest):
         (prompt,) = encode_prompts(body, runtime)
         return {"tokens": [*prompt], "count": len(prompt), "max_model_len": runtime.context_length}
-    tokens = list(tokenized(body.text, tokenizer, add_special_tokens=body.has_special_tokens))
-    result: Tokenized = {"tokens": [*tokens], "count": len(tokens), "max_model_len": runtime.context_length}
-    if body.with_pieces:
-        result["tokens"] = [_piece(tokenizer, token) for token in tokens]
+    tokens = list(tokenized(body.prompt or "", tokenizer, add_special_tokens=body.add_special_tokens is not False))
+    result: Tokenized = {"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_length}
     if body.return_token_strs:
         result["token_strs"] = [tokenizer.decode([token]) for token in tokens]
     return result
-
-
-def _piece(tokenizer: Any, token: int) -> Piece:
-    text: str = tokenizer.decode([token])
-    bytes_ = token_bytes(tokenizer, token, text)
-    return {"id": token, "piece": text if bytes_ is None or bytes_ == list(text.encode()) else bytes_}
 
 
 def _detokenized(body: DetokenizeRequest, runtime: Runtime) -> Detokenized:
     # Checks only that the vocabulary has the ids: there may be more of them than the context holds.
     ids = encode_prompt(body.tokens, None, runtime.vocab_size) if body.tokens else ()
     text = tokenizer_of(runtime).decode(list(ids)) if ids else ""
-    return {"prompt": text, "content": text}
+    return {"prompt": text}
 
 
 OPERATIONS = (

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 from runtime.server.answers.endpoint import Endpoint, Parsed
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.operations import Events, Operation
-from runtime.server.responses.bodies import EVENTS, DeletedResponse, ResponseBody
+from runtime.server.operations import Operation
+from runtime.server.responses.bodies import DeletedResponse, ResponseBody
 from runtime.server.responses.requests import ResponsesRequest, parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer
 from runtime.server.responses.store import ResponseStore
@@ -58,7 +58,7 @@ OPERATIONS = (
         "POST",
         ResponsesRequest,
         {"input": "def quicksort(items):", "max_output_tokens": 32, "stream": True},
-        Events(EVENTS, are_named=True),
+        is_streamed=True,
     ),
     Operation(
         "/v1/responses/{id}",

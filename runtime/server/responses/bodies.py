@@ -1,4 +1,4 @@
-"""Responses and events of `/v1/responses`."""
+"""Responses of `/v1/responses`."""
 
 from __future__ import annotations
 
@@ -175,57 +175,3 @@ class DeletedResponse(TypedDict):
     id: str
     object: Literal["response"]
     deleted: Literal[True]
-
-
-# --- events ---------------------------------------------------------------------------------------
-
-
-def _event(name: str, about: str, /, *types: str, **fields: Any) -> Any:
-    """The type of numbered events of some types, with further fields."""
-    make: Any = TypedDict
-    made = make(name, {"sequence_number": int, "type": Literal[tuple(f"response.{type}" for type in types)], **fields})
-    made.__doc__ = about
-    return made
-
-
-_ITEM: dict[str, Any] = {"item_id": str, "output_index": int}
-_PART: dict[str, Any] = {**_ITEM, "content_index": int}
-_TEXT: dict[str, Any] = {**_PART, "logprobs": list[TokenLogprob]}
-_WHOLE = ("created", "in_progress", "completed", "incomplete", "failed")
-
-EVENTS: tuple[Any, ...] = (
-    _event("ResponseEvent", "The response so far, when it begins and when it ends.", *_WHOLE, response=ResponseBody),
-    _event(
-        "ItemEvent",
-        "An item of the output begins, or is complete.",
-        "output_item.added",
-        "output_item.done",
-        output_index=int,
-        item=OutputItem,
-    ),
-    _event(
-        "PartEvent",
-        "A part of an item's content begins, or is complete.",
-        "content_part.added",
-        "content_part.done",
-        **_PART,
-        part=OutputText | ReasoningContent,
-    ),
-    _event("TextDelta", "Further text of the answer.", "output_text.delta", **_TEXT, delta=str),
-    _event("TextDone", "The whole text of the answer.", "output_text.done", **_TEXT, text=str),
-    _event("ReasoningDelta", "Further text of the reasoning.", "reasoning_text.delta", **_PART, delta=str),
-    _event("ReasoningDone", "The whole text of the reasoning.", "reasoning_text.done", **_PART, text=str),
-    _event(
-        "ArgumentsDelta", "Further text of a call's arguments.", "function_call_arguments.delta", **_ITEM, delta=str
-    ),
-    _event(
-        "ArgumentsDone",
-        "The whole text of a call's arguments.",
-        "function_call_arguments.done",
-        **_ITEM,
-        name=str,
-        arguments=str,
-    ),
-    _event("InputDelta", "The input of a call of a custom tool.", "custom_tool_call_input.delta", **_ITEM, delta=str),
-    _event("InputDone", "The same, complete.", "custom_tool_call_input.done", **_ITEM, input=str),
-)

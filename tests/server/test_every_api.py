@@ -1,0 +1,189 @@
+"""What holds in each API of conversations: answers, usage, ends, errors and settings."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from apis import EACH, NUM_TOKENS, Api, is_streamed
+from asgi import (
+    CHAT,
+    HELLO,
+    MESSAGES,
+    RESPONSES,
+    STREAMED,
+    Letters,
+    Served,
+    answering,
+    direct,
+    looping,
+    models,
+    on_server,
+    simulated_server,
+    watched_streams,
+)
+from assembled import adapter, body_of, text_of
+from scripted import ScriptedModel, priced
+from sweeps import sweep
+
+from protocol.settings import settings_from
+
+
+async def both_ways(server: Served, api: Api, **more: Any) -> list[Any]:
+    """The bodies of two answers, of which the second is streamed."""
+    usage = {"stream_options": {"include_usage": True}} if api.path == CHAT else {}
+    bodies = []
+    for fields in ({}, {"stream": True, **usage}):
+        answer = await server.ask(api.path, {**api.asked, **more, **fields})
+        assert answer.is_whole
+        bodies.append(body_of(answer))
+    return bodies
+
+
+@EACH
+@sweep("at_length", [True, False])
+def test_events_add_up_to_the_whole_answer(at_length: bool, api: Api) -> None:
+    async def test(server: Served) -> None:
+        whole = (await direct(server, HELLO, max_tokens=NUM_TOKENS)).text
+        for stream in (False, True):
+            answer = await server.ask(api.path, {**api.asked, "stream": stream})
+            body = body_of(answer)
+            if not (stream and api.path == CHAT):
+                adapter(api.kind).validate_python(body, strict=True)
+            assert (answer.is_whole, text_of(answer), body["model"]) == (True, whole, "scripted")
+            assert api.end(body) == api.ends[0 if at_length else 1]
+            assert body["id"].startswith(api.prefix)
+            if api.path == RESPONSES:
+                assert body["output"][0]["status"] == body["status"]
+                assert body["incomplete_details"] == ({"reason": "max_output_tokens"} if at_length else None)
+                assert (body["error"], body["max_output_tokens"]) == (None, NUM_TOKENS)
+
+    simulated_server(test, *(models() if at_length else (answering("yes, a word."),)))
+
+
+@EACH
+@on_server()
+async def test_usage_is_what_the_statistics_say(server: Served, api: Api) -> None:
+    seen = watched_streams(server)
+    usages = [body["usage"] for body in await both_ways(server, api)]
+    assert usages == [api.usage(stream.statistics()) for _, stream in seen]
+    # The same prompt again is not read again, but for its last token.
+    assert seen[0][1].statistics().cached_tokens == 0 < seen[1][1].statistics().cached_tokens
+
+
+@EACH
+@on_server()
+async def test_a_stop_string_ends_an_answer(server: Served, api: Api) -> None:
+    whole = (await direct(server, HELLO, max_tokens=NUM_TOKENS)).text
+    for stream in (False, True):
+        answer = await server.ask(api.path, {**api.asked, api.stop: [whole[7:10]], "stream": stream})
+        assert text_of(answer) == whole.partition(whole[7:10])[0]
+        body = body_of(answer)
+        if api.path == MESSAGES:
+            assert (body["stop_reason"], body["stop_sequence"]) == ("stop_sequence", whole[7:10])
+        else:
+            assert api.end(body) == api.ends[1]
+
+
+@EACH
+@on_server(*models())
+async def test_fields_are_the_settings_that_they_stand_for(server: Served, api: Api) -> None:
+    seen = watched_streams(server)
+    fields = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 3, "lookahead": 2}
+    # Extensions that are not simply settings are the same everywhere, too.
+    more = {"cache_prompt": False, "logit_bias": {"7": -100}}
+    await server.ask(api.path, {**api.asked, **fields, **more, api.stop: ["☂"]})
+    wanted = {**fields, "stop": ["☂"], "max_tokens": NUM_TOKENS, "reuse_prefix": False, "logit_bias": {7: -100}}
+    assert [each for each, _ in seen] == [settings_from(wanted)]
+
+
+@EACH
+@on_server(looping, price=priced(prefill=40.0, decode=40.0, verify=40.0))
+async def test_a_stream_without_news_is_kept_alive(server: Served, api: Api) -> None:
+    answer = await server.ask(api.path, {**api.asked, api.length: 3, "stream": True, "lookahead": 0})
+    sign = b"event: ping" if api.path == MESSAGES else b": keep-alive\n\n"
+    assert answer.body.count(sign) >= 2 * 3
+    assert max(after - before for before, after in itertools.pairwise(answer.times)) <= 15
+    assert len(text_of(answer)) == 3
+
+
+@EACH
+@on_server()
+async def test_a_client_that_leaves_ends_its_generation_which_is_not_stored(server: Served, api: Api) -> None:
+    async with server.exchange(api.path, {**api.asked, api.length: 500, "stream": True}) as leaving:
+        await leaving.until(lambda answer: api.delta in answer.body)
+        leaving.leave()
+    assert server.simulation.runtime.num_streams == 0
+    assert await server.outcomes() == {"cancelled": 1}
+    if api.path == RESPONSES:
+        id = leaving.named_events[0]["response"]["id"]
+        assert (await server.ask(f"{RESPONSES}/{id}")).status == 404
+
+
+@EACH
+@STREAMED
+def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(stream: bool, api: Api) -> None:
+    async def test(server: Served) -> None:
+        answer = await server.ask(api.path, {**api.asked, "lookahead": 0, "stream": stream})
+        message, kind = api.error(answer)
+        assert "the target model failed" in message
+        assert kind == ("overloaded_error" if api.path == MESSAGES else "models_unavailable")
+        assert (answer.status, is_streamed(answer)) == ((200, True) if stream else (503, False))
+        assert not answer.is_done
+        assert await server.outcomes() == {"failed": 1}
+        if api.path == RESPONSES and stream:
+            id = answer.named_events[-1]["response"]["id"]
+            assert (await server.ask(f"{RESPONSES}/{id}")).status == 404
+
+    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+
+
+@EACH
+@on_server(max_streams=1, max_waiting=0)
+async def test_a_full_house_says_when_to_come_again(server: Served, api: Api) -> None:
+    async with server.exchange(api.path, {**api.asked, api.length: 500, "stream": True}) as first:
+        await first.until(lambda answer: api.delta in answer.body)
+        answer = await server.ask(api.path, api.asked)
+        assert answer.status == 429
+        assert api.error(answer)[1] == ("rate_limit_error" if api.path == MESSAGES else "rate_limit_exceeded")
+        assert int(answer.headers["retry-after"]) >= 1
+        first.leave()
+
+
+# --- reasoning --------------------------------------------------------------------------------------
+
+
+@sweep(
+    ("text", "parts"),
+    [
+        ("<t> hm so </t> yes", [("thinking", "hm so"), ("text", "yes")]),
+        ("first <t>hm</t> then", [("text", "first <t>hm</t> then")]),
+        ("<t>never ends", [("thinking", "never ends")]),
+        ("", []),
+    ],
+)
+@EACH
+def test_reasoning_is_parts_of_their_own_in_their_order(text: str, parts: Any, api: Api) -> None:
+    tokenizer = Letters(thinks=True)
+
+    async def test(server: Served) -> None:
+        for body in await both_ways(server, api):
+            if api.path == MESSAGES:
+                assert [(block["type"], block[block["type"]]) for block in body["content"]] == parts
+                assert all(block["signature"] == "" for block in body["content"] if block["type"] == "thinking")
+            elif api.path == RESPONSES:
+                names = {"thinking": "reasoning", "text": "message"}
+                # Clients look for a message in a response.
+                no_message = [] if any(kind == "text" for kind, _ in parts) else [("message", "")]
+                items = [(item["type"], item["content"][0]["text"]) for item in body["output"]]
+                assert items == [(names[kind], said) for kind, said in parts] + no_message
+                assert (body["usage"]["output_tokens_details"]["reasoning_tokens"] > 0) is text.startswith("<t>")
+            else:
+                said = dict(parts)
+                message = body["choices"][0]["message"]
+                assert (message["content"], message.get("reasoning_content")) == (
+                    said.get("text", ""),
+                    said.get("thinking"),
+                )
+
+    simulated_server(test, answering(text, tokenizer), tokenizer=tokenizer)
