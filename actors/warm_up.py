@@ -4,19 +4,20 @@ passes of the target and up to sixty draft steps.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import trio
 
 from actors.model import CachedSequence, Model
 from actors.sampling.logits_pipeline import LogitsPipeline
-from actors.target.plain_rows import PlainRow, PlainRows
+from actors.target.passes import Passes, Row, RowResult
 from actors.trained.feature_input import FeatureInput
-from actors.workers.worker import Job, JobError, Steps, Worker
+from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.acceptance import distribution, draw, likeliest, scores
 from protocol.cached_tokens import FeedPlan
 from protocol.messages import Open
@@ -157,10 +158,16 @@ async def _time_passes(sequence: CachedSequence, worker: Worker, widths: tuple[i
 
 async def _time_plain_decoding(model: Model, sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
     """Time tokens without a drafter, decoded one pass ahead as in a stream."""
-    row = PlainRow(sequence, _OPENED, LogitsPipeline(_OPENED), FeedPlan(NUM_TEXT_TOKENS, (0,)))
-    step = partial(PlainRows(model).steps, [row], [Share(0, 0, 1)], NUM_PLAIN_STEPS, goes_ahead=True)
+    row = Row(sequence, _OPENED, LogitsPipeline(_OPENED), FeedPlan(NUM_TEXT_TOKENS, (0,)))
+    step = partial(Passes(model).steps, [row], [Share(0, 0, 1)], NUM_PLAIN_STEPS, goes_ahead=True)
     ended_s: list[float] = []
-    await worker.run_steps(Steps("warm-up", step, lambda job, *_: ended_s.append(job.ended), num_tokens=1))
+
+    def note(job: Job[Any], results: Sequence[RowResult], goes_on: bool) -> None:
+        if (error := results[0].error) is not None:
+            raise job_error(job, error)
+        ended_s.append(job.ended)
+
+    await worker.run_steps(Steps("warm-up", step, note, num_tokens=1))
     for before_s, after_s in pairwise(ended_s):  # the first step is not a pass ahead
         prices.plain_decode_s.observe(after_s - before_s)
 

@@ -96,6 +96,11 @@ class LazyJudgements:
     arrays: tuple[mx.array, ...]
     read: Callable[[], list[Judgement]]
 
+    @property
+    def tokens(self) -> mx.array:
+        """(n,) the next token of each text, if nothing was drafted for any."""
+        return self.arrays[-1]
+
 
 def judge(
     logits: mx.array,
@@ -327,18 +332,21 @@ def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
 
 
 def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature: float) -> LazyJudgements:
+    decisions = [decision for each in proposed for decision in each.decisions]
+    longest = max(len(each.drafted) for each in proposed)
+    if longest == 0:
+        chosen = choices_together(logits, "rejection", temperature, decisions)
+        return LazyJudgements((chosen,), lambda: [Judgement(0, token) for token in cast(list[int], chosen.tolist())])
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
-    num_accepted, q = mx.zeros((len(proposed),), mx.int32), None
-    if longest := max(len(each.drafted) for each in proposed):
-        q = _draft_rows(proposed, begins, like=p)
-        padded = _Padded.of(proposed, begins, longest)
-        num_accepted = count_accepted(*padded.probs(p, q), padded.uniforms())
+    q = _draft_rows(proposed, begins, like=p)
+    padded = _Padded.of(proposed, begins, longest)
+    num_accepted = count_accepted(*padded.probs(p, q), padded.uniforms())
     # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
     # a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
-    keys = keys_for(Purpose.RECOVER, [decision for each in proposed for decision in each.decisions])[row]
-    left = p[row] if q is None else residual(p[row], q[row])
+    keys = keys_for(Purpose.RECOVER, decisions)[row]
+    left = residual(p[row], q[row])
     # As `draw`: the largest sum of log-probability and noise.
     tokens = mx.argmax(mx.log(left) + _gumbel(keys, left.shape[1]), axis=-1)
 

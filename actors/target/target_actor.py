@@ -3,32 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 import attrs
 import trio
 
 from actors.actor import ModelActor
-from actors.model import Model
+from actors.model import CacheLostError, Model
+from actors.prefill import prefill_chunk
 from actors.probe import PROBED, probe
 from actors.session import Session
 from actors.target.drafter_link import DrafterLink
-from actors.target.parts import Part, has_lost_tokens, is_plain, next_part
+from actors.target.pass_prices import MEASURED_EVERY, PassPrices
+from actors.target.passes import Passes, RowResult
 from actors.target.reading import Reading
-from actors.target.round_jobs import RoundJobs
 from actors.target.target_session import TargetSession
-from actors.workers.worker import Job, JobError, Worker
-from protocol.errors import OutriderError, StreamFailedError
+from actors.workers.worker import Job, JobError, Steps, Worker, job_error
+from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, Message, PromptFeatures
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.pass_plan import Expected, ReadyRound, TargetView, Turn, next_pass
 from protocol.prices import Prices
-from protocol.session_state import SessionPhase
+from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
-from protocol.trace import Event
+from protocol.trace import Event, Share
 
 Errand = Callable[[TargetSession], Awaitable[None]]
+
+
+@attrs.define(eq=False)
+class _Running:
+    """The pass that runs, or several in a row over sessions without drafted tokens.
+
+    Attributes:
+        sessions, shares: that take part, with their shares in the first pass.
+        ready_s: when each became ready, in seconds on the worker's clock.
+        is_plain: whether no session has drafted tokens, so that a pass may launch the next one ahead.
+        num_left: the most passes that are still to finish.
+        goes_ahead: whether the last of them launches one more pass ahead.
+        steps: the passes, for the worker.
+        is_first: whether no pass has finished yet.
+        going_on: the sessions that can take part in another such pass, as of the last one that finished.
+    """
+
+    sessions: Sequence[TargetSession]
+    shares: Sequence[Share]
+    ready_s: Sequence[float]
+    is_plain: bool
+    num_left: int
+    goes_ahead: bool
+    steps: Steps[list[RowResult]] = attrs.field(init=False)
+    is_first: bool = True
+    going_on: list[TargetSession] = attrs.field(factory=list)
 
 
 class TargetActor(ModelActor[TargetSession]):
@@ -40,6 +68,9 @@ class TargetActor(ModelActor[TargetSession]):
 
     Attributes:
         drafter: the link to the drafter, which is missing until `DrafterLink.attach`.
+        max_batch: most sessions that share a pass.
+        most_rounds: most sessions in the next pass; fewer after a shared pass has failed, as if it had been too large
+            for the memory.
     """
 
     name = "target"
@@ -69,23 +100,17 @@ class TargetActor(ModelActor[TargetSession]):
         self._on_failure = on_failure
         self._target_queue = target_queue
         self.drafter = DrafterLink(lambda: len(self._sessions), prices, partial(self._note, kind="overdue"))
-        self._jobs = RoundJobs(
-            model,
-            worker,
-            prices,
-            target_queue,
-            self.drafter,
-            self.chunk_size,
-            max_batch,
-            look_at=self._look_at,
-            note=self._note,
-        )
+        self.max_batch = self.most_rounds = max_batch
+        self._passes = Passes(model)
+        self._pass_prices = PassPrices(prices, worker)
+        self._running: _Running | None = None
+        self._pass_began_s = 0.0  # when the last pass that was not plain was handed to the worker
+        self._texts: dict[int, TargetSession] = {}  # whose rounds are run, by id
         self._reading = Reading(model, worker, self.chunk_size, max_batch)
         self._errands: dict[TargetSession, Errand] = {}
-        # A text whose prompt is read is in `_ready` if its next round can begin, in the order in which texts became
-        # ready (with its part in `_parts` unless the round is plain), else in `_waiting`, for its drafter or consumer.
+        # A session whose prompt is read is in `_ready` if its next round can begin, in the order in which they became
+        # ready, else in `_waiting`, for its drafter or consumer.
         self._ready: dict[TargetSession, Turn] = {}
-        self._parts: dict[TargetSession, Part] = {}
         self._waiting: dict[TargetSession, None] = {}
         self._idle_since_s = self._hurried_until_s = -math.inf
 
@@ -105,7 +130,8 @@ class TargetActor(ModelActor[TargetSession]):
 
     def _look_at(self, session: TargetSession) -> None:
         super()._look_at(session)
-        self._jobs.interrupt()
+        if self._running is not None:
+            self._running.steps.interrupt()  # there may be other work than a pass without drafts
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -121,8 +147,8 @@ class TargetActor(ModelActor[TargetSession]):
         match job.kind:
             case "wait":
                 self._hurry([list(self._waiting)[index] for index in job.hurried], view.now_s + job.wait_s)
-                self._jobs.deliver()
-                self._jobs.pause()
+                self._deliver()
+                self._pass_prices.pause()
                 await self._wait(max(0.0, min(job.wait_s, until_s - view.now_s)))
                 return
             case "prompts":
@@ -130,7 +156,7 @@ class TargetActor(ModelActor[TargetSession]):
             case "again":
                 await self._read_again(chosen[0])
             case "plain":
-                await self._decode_plainly(chosen, view)
+                await self._decode(chosen, view)
             case "verify":
                 await self._verify(chosen, list(job.num_drafted.values()))
         self._idle_since_s = self.worker.clock()
@@ -149,7 +175,7 @@ class TargetActor(ModelActor[TargetSession]):
         elif session.sequence is None:
             if self._may_open(session):
                 self._errands[session] = self._open
-        elif session.id in self._jobs.texts:
+        elif session.id in self._texts:
             self._take_in_round(session)
         elif session.num_to_read > 0:
             self._reading.prompts.setdefault(session)
@@ -161,16 +187,16 @@ class TargetActor(ModelActor[TargetSession]):
 
     def _take_in_round(self, session: TargetSession) -> None:
         if (turn := self._ready.get(session)) is not None:
-            if not turn.is_plain or is_plain(session):
+            if not turn.is_plain or session.is_plain():
                 return
-            self._take(session)
+            del self._ready[session]
         self._waiting[session] = None
         was_blocked, session.is_blocked = session.is_blocked, session.shared.is_blocked
         if session.is_blocked:
             session.awaits_proposal_since_s = None
             return
         if was_blocked:
-            self._jobs.begin_round(session)
+            self._begin_round(session)
         if session.state.phase is SessionPhase.PROPOSING:
             self._await_proposal(session)
         else:
@@ -193,45 +219,50 @@ class TargetActor(ModelActor[TargetSession]):
             session.turnaround_s.observe(now_s - session.ended_s)
             session.ended_s = None
         self._set_num_texts()
-        if is_plain(session):
-            num_needed = max(1, len(session.state.committed) - len(session.cached_tokens))
-            is_ahead = session.plain_row is not None and session.plain_row.is_ahead
-            round = ReadyRound(num_needed, is_row=session.is_row)
-            turn = Turn(round, is_plain=True, is_ahead=is_ahead, since_s=now_s)
+        is_plain = session.is_plain()
+        if (round := self._plan(session)) is None:
+            return
+        if is_plain:
+            turn = Turn(round, is_plain=True, is_ahead=session.is_ahead, since_s=now_s)
         else:
-            if (part := self._make_part(session, now_s)) is None:
-                return
-            self._parts[session] = part
             lookahead = session.state.opened.settings.lookahead
-            turn = Turn(part.ready, lookahead, is_alone=part.alone, since_s=now_s)
-            self._target_queue.enter(session.id, part.ready.max_width)
+            turn = Turn(round, lookahead, is_alone=session.goes_alone, since_s=now_s)
+            self._target_queue.enter(session.id, round.max_width)
         del self._waiting[session]
         self._ready[session] = turn
 
+    def _plan(self, session: TargetSession) -> ReadyRound | None:
+        """Plan a session's part in the next pass; None if that fails, which ends this session only."""
+        try:
+            return session.plan_pass(self.prices)
+        except Exception as error:  # of any kind
+            self._end(session, error)
+            return None
+
     def _set_num_texts(self) -> None:
-        num_texts = len(self._jobs.texts)
-        if num_texts <= self._jobs.most_rounds:
-            self._jobs.most_rounds = self._jobs.max_batch
-        self.prices.num_texts = max(1, min(num_texts, self._jobs.most_rounds))
+        num_texts = len(self._texts)
+        if num_texts <= self.most_rounds:
+            self.most_rounds = self.max_batch
+        self.prices.num_texts = max(1, min(num_texts, self.most_rounds))
 
     def _view(self) -> tuple[TargetView, float]:
         """What the target could do, and when to look again, in seconds on the worker's clock."""
         now_s = self.worker.clock()
         until_s = self._time_out(now_s)
         self._take_in()
-        for session in self._parts:
-            if has_lost_tokens(session):
-                self._ready[session] = attrs.evolve(self._ready[session], reads_again=True)
-        if self._parts:
-            self._set_num_texts()
+        for session, turn in self._ready.items():
+            if not turn.is_plain:
+                self._set_num_texts()
+                if session.has_lost_tokens():
+                    self._ready[session] = attrs.evolve(turn, reads_again=True)
         view = TargetView(
             list(self._ready.values()),
             [self._expected(session) for session in self._waiting],
             self.prices,
             now_s,
             has_prompts=bool(self._reading.wanted),
-            most_shared=self._jobs.max_batch,
-            max_batch=self._jobs.most_rounds,
+            most_shared=self.max_batch,
+            max_batch=self.most_rounds,
             idle_since_s=self._idle_since_s,
             hurried_until_s=self._hurried_until_s,
         )
@@ -295,62 +326,261 @@ class TargetActor(ModelActor[TargetSession]):
         for session, turn in self._ready.items():
             self._ready[session] = attrs.evolve(turn, is_due=True)
 
-    async def _decode_plainly(self, texts: Sequence[TargetSession], view: TargetView) -> None:
-        """Decode texts that nobody drafts for, in one pass or several in a row."""
-        are_all = view.all_are_plain and len(texts) == len(view.turns)
-        goes_ahead = view.most_shared == 1 or are_all
-        for session in texts:
+    async def _decode(self, sessions: Sequence[TargetSession], view: TargetView) -> None:
+        """Decode sessions that nobody drafts for, in one pass or several in a row."""
+        are_all = view.all_are_plain and len(sessions) == len(view.turns)
+        num_rounds = min(session.num_plain_rounds for session in sessions)
+        goes_ahead = (view.most_shared == 1 or are_all) and num_rounds > 1
+        goes_ahead = goes_ahead and self._pass_prices.may_go_ahead(len(sessions))
+        num_passes = 1
+        if goes_ahead and are_all and not view.has_prompts:
+            num_passes = _num_passes(sessions, num_rounds)
+        for session in sessions:
             del self._ready[session]
-        may_repeat = are_all and not view.has_prompts
-        going_on = dict.fromkeys(await self._jobs.run_plain_passes(texts, goes_ahead=goes_ahead, may_repeat=may_repeat))
-        if len(going_on) < len(texts):
-            for session in texts:
+        planned = [session for session in sessions if self._plan(session) is not None]
+        going_on: dict[TargetSession, None] = {}
+        if planned:
+            ready_s = [session.round_began_s for session in planned]
+            goes_ahead = goes_ahead and num_rounds > num_passes
+            going_on = dict.fromkeys(await self._run(planned, ready_s, num_passes, goes_ahead=goes_ahead))
+        if len(going_on) < len(sessions):
+            for session in sessions:
                 if session not in going_on:
                     self._look_at(session)
-        self._take_in()  # texts that became ready during the pass come first
+        self._take_in()  # sessions that became ready during the pass come first
         for session in going_on:
-            assert session.plain_row is not None
-            round, is_ahead = ReadyRound(1, is_row=session.is_row), session.plain_row.is_ahead
-            turn = Turn(round, is_plain=True, is_ahead=is_ahead, since_s=self.worker.clock())
             if session not in self._ready and session not in self._waiting and not session.has_ended:
-                self._ready[session] = turn
+                round, now_s = ReadyRound(1, is_row=session.is_row), self.worker.clock()
+                self._ready[session] = Turn(round, is_plain=True, is_ahead=session.is_ahead, since_s=now_s)
 
-    async def _verify(self, texts: Sequence[TargetSession], num_drafted: Sequence[int]) -> None:
-        """Run a pass over texts, some of which have proposals."""
-        parts = []
-        for session, number in zip(texts, num_drafted, strict=True):
-            turn, part = self._take(session)
-            if part is None and is_plain(session):
+    async def _verify(self, sessions: Sequence[TargetSession], num_drafted: Sequence[int]) -> None:
+        """Run a pass over sessions, some of which have proposals."""
+        planned, ready_s = [], []
+        for session, number in zip(sessions, num_drafted, strict=True):
+            turn = self._ready.pop(session)
+            round: ReadyRound | None = turn.round
+            if turn.is_plain:
+                round = self._plan(session) if session.is_plain() else None
                 self._target_queue.enter(session.id, turn.round.num_needed)
-                part = self._make_part(session, turn.since_s)
-            if part is not None:
-                part.cut(number)
-                parts.append(part)
-        if parts:
-            await self._jobs.run_pass(parts)
+            if round is None or session.row is None:
+                continue  # it has ended, or its cache was lost
+            if round.reach and session.row.proposal is not None:
+                session.row.proposal = session.row.proposal.cut(number)
+            session.last_ready = round
+            planned.append(session)
+            ready_s.append(turn.since_s)
+        if planned:
+            self._pass_began_s = self.worker.clock()
+            await self._run(planned, ready_s)
             self._exchange()
             for session, turn in self._ready.items():
-                if turn.since_s < self._jobs.pass_began_s and not turn.round.was_passed_over:
+                if turn.since_s < self._pass_began_s and not turn.round.was_passed_over:
                     self._ready[session] = attrs.evolve(turn, round=attrs.evolve(turn.round, was_passed_over=True))
-        for session in texts:
+        for session in sessions:
             self._look_at(session)
 
+    async def _run(
+        self,
+        sessions: Sequence[TargetSession],
+        ready_s: Sequence[float],
+        num_passes: int = 0,
+        *,
+        goes_ahead: bool = False,
+    ) -> list[TargetSession]:
+        """Run the next pass over sessions whose parts in it are planned.
+
+        Args:
+            ready_s: when each became ready, in seconds on the worker's clock.
+            num_passes: how many passes without drafted tokens to run in a row at most, until something changes; 0 for
+                one of any kind.
+            goes_ahead: whether the last of them launches another one.
+
+        Returns: after passes without drafted tokens, the sessions that can take part in another one at once, in order.
+        """
+        shares = [Share(session.id, session.state.round, session.num_planned) for session in sessions]
+        is_plain, num_passes = num_passes > 0, max(1, num_passes)
+        if is_plain:
+            for share in shares:
+                self._target_queue.enter(share.session, share.num_tokens)
+        running = _Running(sessions, shares, ready_s, is_plain, num_passes, goes_ahead)
+        rows = [row for session in sessions if (row := session.row) is not None]
+        first = partial(self._passes.steps, rows, tuple(shares), num_passes, goes_ahead=goes_ahead)
+        num_tokens = sum([share.num_tokens for share in shares])
+        running.steps = steps = Steps("verify", first, partial(self._passed, running), num_tokens=num_tokens)
+        if not is_plain:
+            steps.count = lambda _: sum([row.num_tokens for row in rows])
+        if len(sessions) == 1:
+            steps.kind = "decode" if is_plain else "verify"
+            steps.session, steps.round = sessions[0].id, sessions[0].state.round
+        else:
+            steps.shares = tuple(shares)
+        # A row of the batch is not alone: the others are computed in any case.
+        is_alone = len(sessions) == 1 and (rows[0].alone or not sessions[0].is_row)
+        self._begin_job(sessions)
+        self._pass_prices.begin_pass(is_plain=is_plain)
+        self._running = running
+        try:
+            await self.worker.run_steps(steps, meanwhile=self._deliver)
+        except JobError as error:
+            running.going_on = []
+            self._pass_prices.forget()
+            self._pass_failed([session for session in sessions if not session.has_ended], error, is_alone=is_alone)
+        finally:
+            self._running = None
+            self._end_job(sessions)
+        return running.going_on
+
+    def _passed(self, running: _Running, job: Job[Any], results: Sequence[RowResult], goes_on: bool) -> None:
+        """Apply the results of a pass. The next one may be running already."""
+        sessions, num_texts = running.sessions, len(self._texts)
+        running.num_left -= 1
+        num_computed = self._num_computed(sessions)
+        if running.is_plain:
+            is_ahead = running.num_left > 0 or running.goes_ahead
+            width = max([share.num_tokens for share in running.shares]) if running.is_first else 1
+            self._pass_prices.learn_plain(job, sessions, num_texts, num_computed * width, is_ahead=is_ahead)
+        else:
+            width = max([session.row.num_tokens for session in sessions if session.row is not None], default=1)
+            self._pass_prices.learn_verified(job, sessions, num_texts, num_computed, width)
+        running.is_first, running.going_on = False, []
+        for session, ready_s, result in zip(sessions, running.ready_s, results, strict=True):
+            session.shared.counts.wait(job.began - ready_s)
+            session.has_shared = session.has_shared or len(sessions) > 1
+            if running.is_plain or result.error is None:
+                session.verify_seconds += job.seconds / len(sessions)
+            if running.is_plain:
+                session.round_began_s, session.busy_before_s = job.ended, self.worker.busy_seconds
+            else:
+                session.ended_s = job.ended
+            try:
+                if self._apply(session, job, result, is_plain=running.is_plain):
+                    running.going_on.append(session)
+            except Exception as error:  # of any kind: it ends this session, and the others go on
+                self._end(session, error)
+        running.ready_s = [job.ended] * len(sessions)
+        if len(sessions) == 1:
+            running.steps.round = sessions[0].state.round
+        if len(running.going_on) < len(sessions):
+            running.steps.interrupt()
+        if goes_on:
+            self._target_queue.begin_again(job.ended)
+
+    def _apply(self, session: TargetSession, job: Job[Any], result: RowResult, *, is_plain: bool) -> bool:
+        """Apply a session's result of a pass. Returns: whether another pass without drafts may follow at once."""
+        if num_dropped := session.follow(result):
+            self._note(session, "rewind", num_tokens=num_dropped)
+        if session.has_ended or isinstance(result.error, CacheLostError):
+            return False  # it ended while the pass ran, or the tokens that its cache has lost are read again
+        if result.error is not None:
+            self._end(session, job_error(job, result.error))
+            return False
+        session.goes_alone = False
+        was_proposed = session.state.outstanding is not None
+        round_s = 0.0 if is_plain else self._pass_prices.round_s(session, len(self._texts))
+        commit = self._commit(session, result)
+        if not is_plain and commit.round > 0:  # the first round waits for the drafter's prefill
+            self._pass_prices.learn_round(session, len(commit.tokens), round_s, was_proposed=was_proposed)
+        session.was_plain = not was_proposed
+        session.shared.unsent = commit
+        if not is_plain:
+            self._begin_round(session)
+            return False
+        session.shared.deliver_nowait()
+        if commit.finish_reason is not None:
+            return False
+        if session.shared.unsent is not None:
+            session.is_blocked = True
+        elif session.state.phase is SessionPhase.PROPOSING:
+            self._begin_round(session)
+            # Its drafter is about to propose, as after a verdict.
+            session.ended_s, session.last_ready = self.worker.clock(), ReadyRound(1, is_row=session.is_row)
+        else:
+            return True
+        return False
+
+    def _commit(self, session: TargetSession, result: RowResult) -> Commit:
+        """Commit the tokens of a round, and tell the drafter."""
+        state = session.state
+        is_drafted, proposal = state.phase is not SessionPhase.UNDRAFTED, state.outstanding
+        is_own = not (is_drafted or proposal or session.shared.find_stop or result.likelihoods)
+        if is_own and result.token is not None:
+            commit = state.commit_own(result.token)
+        else:
+            verdict = session.verdict(result)
+            applied = state.apply(verdict)
+            if applied is None:
+                raise ProtocolError(f"the target's own {verdict!r} was stale")
+            commit = applied
+            if is_drafted:
+                self.drafter.send_verdict(session, verdict, commit)
+                # Not while a late drafter still has tokens to propose: it may be late because of which tokens it drew.
+                if session.decodes_alone and not (proposal and proposal.tokens):
+                    self.drafter.leave_behind(session)
+        self._note(session, "verdict", round=commit.round, num_tokens=commit.num_from_draft, commit=commit)
+        return commit
+
+    def _pass_failed(self, sessions: Sequence[TargetSession], error: JobError, *, is_alone: bool) -> None:
+        """Have a failed pass repeated: without drafted tokens if it had some, else each session by itself. One that was
+        by itself ends.
+
+        Args:
+            sessions: that took part, and have not ended.
+            is_alone: whether the pass was of one session, and computed no other row of the batch.
+        """
+        if drafted := [session for session in sessions if session.row is not None and session.row.feeds_drafted]:
+            for session in drafted:
+                if (overdue := session.drop_proposal()) is not None:
+                    self.drafter.send(overdue)
+        elif is_alone:
+            for session in sessions:
+                self._end(session, error)
+            self.most_rounds = self.max_batch  # the size was not the cause
+        else:
+            for session in sessions:
+                session.goes_alone = True
+            self.most_rounds = max(1, len(sessions) // 2)
+
     async def _read_again(self, session: TargetSession) -> None:
-        self._take(session)
-        await self._jobs.read_again(session)
+        """Feed some of the tokens that a session's cache has lost, in one pass of bounded size."""
+        del self._ready[session]
+        self._begin_job([session])
+        try:
+            await prefill_chunk(self.worker, session, session.state.committed[:-1], self.chunk_size)
+        except JobError as error:
+            self._end(session, error)
+        finally:
+            self._end_job([session])
         self._look_at(session)
 
-    def _make_part(self, session: TargetSession, since_s: float) -> Part | None:
-        """A text's part in the next pass; None if it cannot be made, which ends this text only."""
-        try:
-            return next_part(session, self.prices, since_s)
-        except Exception as error:  # of any kind
-            self._jobs.fail(session, error)
-            return None
+    def _begin_round(self, session: TargetSession) -> None:
+        session.round_began_s, session.busy_before_s = self.worker.clock(), self.worker.busy_seconds
 
-    def _take(self, session: TargetSession) -> tuple[Turn, Part | None]:
-        """Remove a text from those that are ready. Returns: its turn, and its part unless the round is plain."""
-        return self._ready.pop(session), self._parts.pop(session, None)
+    def _begin_job(self, sessions: Collection[TargetSession]) -> None:
+        self._target_queue.begin([session.id for session in sessions], self.worker.clock())
+
+    def _end_job(self, sessions: Collection[TargetSession]) -> None:
+        now_s = self.worker.clock()
+        for session in sessions:
+            self._target_queue.leave(session.id, now_s)
+
+    def _num_computed(self, sessions: Sequence[TargetSession]) -> int:
+        """How many sequences a pass over these sessions computed: if any is a row of the batch, all other rows, too."""
+        if not any(session.is_row for session in sessions):
+            return len(sessions)
+        return len({*sessions, *(session for session in self._texts.values() if session.is_row)})
+
+    def _deliver(self) -> None:
+        """Hand the consumers the commits of the last pass. Never waits."""
+        for session in self._texts.values():
+            session.shared.deliver_nowait()
+            if session.is_blocked and session.shared.unsent is None:
+                # Its consumer has taken a commit, but has not called `make_room` yet.
+                self._look_at(session)
+
+    def _end(self, session: TargetSession, error: Exception) -> None:
+        """End a session with an error, once it can be looked at."""
+        session.failure = session.failure or error
+        self._look_at(session)
 
     # --- before and after the rounds ----------------------------------------------------------------
 
@@ -358,7 +588,7 @@ class TargetActor(ModelActor[TargetSession]):
         try:
             await errand(session)
         except Exception as error:  # of any kind: it ends this session, and the others go on
-            self._jobs.fail(session, error)
+            self._end(session, error)
         self._look_at(session)
 
     async def _open(self, session: TargetSession) -> None:
@@ -376,9 +606,9 @@ class TargetActor(ModelActor[TargetSession]):
         if opened.num_scored > 0:
             session.reads_until = len(opened.prompt) - 1
         else:
-            self._jobs.texts[session.id] = session
+            self._texts[session.id] = session
             session.shared.on_room = partial(self._look_at, session)
-            self._jobs.begin_round(session)
+            self._begin_round(session)
 
     async def _give_prompt_features(self, session: TargetSession) -> None:
         """Send the prompt's features to a drafter that reads features."""
@@ -395,10 +625,9 @@ class TargetActor(ModelActor[TargetSession]):
         self._errands.pop(session, None)
         self._reading.prompts.pop(session, None)
         self._waiting.pop(session, None)
-        if session in self._ready:
-            self._take(session)
+        if self._ready.pop(session, None) is not None:
             self._target_queue.leave(session.id, self.worker.clock())
-        self._jobs.texts.pop(session.id, None)
+        self._texts.pop(session.id, None)
         self._set_num_texts()
         shared, error = session.shared, session.failure
         shared.on_room = None
@@ -452,3 +681,11 @@ class TargetActor(ModelActor[TargetSession]):
         )
         failure.__cause__ = error
         session.shared.end(failure)
+
+
+def _num_passes(sessions: Sequence[TargetSession], num_rounds: float) -> int:
+    """Most passes in a row: each commit must fit into its channel, even if the consumer takes nothing meanwhile."""
+    if any(session.shared.logits_pipeline.needs_text for session in sessions):
+        return 1
+    room = min(session.shared.room for session in sessions)
+    return int(max(1, min(num_rounds, room, MEASURED_EVERY)))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 
 from actors.actor import ActorSession
 from actors.session import Session
-from actors.target.plain_rows import PlainRow
+from actors.target.passes import Row, RowResult
 from protocol.deadlines import ROUNDS_ALONE
 from protocol.errors import ProtocolError
 from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
 from protocol.pass_plan import ReadyRound
-from protocol.prices import Mean
+from protocol.prices import Mean, Prices
 from protocol.replay import ReplayDebt
 from protocol.session_state import SessionPhase
 
@@ -20,7 +22,7 @@ class TargetSession(ActorSession):
     """The state of one session at the target.
 
     Attributes:
-        plain_row: the text's row in rounds without a proposal; made for the first of them.
+        row: the sequence's row in passes; None before the first one, and after its cache was lost.
         replay: decides when replayed tokens are settled.
         verify_seconds: spent on verify passes so far.
         reads_until: length of the part of the prompt that is to be read.
@@ -36,10 +38,7 @@ class TargetSession(ActorSession):
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
         untold: tokens that were committed in a rest, and that the drafter has not been told of.
         round_began_s, busy_before_s: when the round began, and the worker's busy seconds by then.
-        last_pass_s: its share of the seconds of the last pass by `RoundJobs.run_pass`.
-        drafting_share: the share of the texts in that pass that had drafted tokens, in [0, 1].
-        pass_rounds, pass_rows: numbers of rounds and rows in that pass.
-        ended_s: when that pass ended; None once the next round is ready.
+        ended_s: when the last pass over proposals ended; None once the next round is ready.
         last_ready: the round that took part in it.
         turnaround_s: mean time from the end of a pass until the next round is ready.
         has_shared: whether the text has shared a pass.
@@ -52,7 +51,7 @@ class TargetSession(ActorSession):
 
     def __init__(self, shared: Session) -> None:
         super().__init__(shared)
-        self.plain_row: PlainRow | None = None
+        self.row: Row | None = None
         self.replay = ReplayDebt()
         self.verify_seconds = 0.0
         self.reads_until = 0
@@ -67,9 +66,6 @@ class TargetSession(ActorSession):
         self.decodes_alone = False
         self.untold: tuple[int, ...] = ()
         self.round_began_s = self.busy_before_s = 0.0
-        self.last_pass_s = 0.0
-        self.drafting_share = 0.0
-        self.pass_rounds = self.pass_rows = 0
         self.ended_s: float | None = None
         self.last_ready = ReadyRound(1)
         self.turnaround_s = Mean(memory=8.0)
@@ -85,7 +81,7 @@ class TargetSession(ActorSession):
         if not super().notice_loss():
             return False
         self.reads_again = True
-        self.plain_row = None  # it may be ahead, in the cache that was lost
+        self.row = None  # it may be ahead, in the cache that was lost
         return True
 
     @property
@@ -107,6 +103,105 @@ class TargetSession(ActorSession):
     def seconds_per_token(self) -> float:
         """The target's verify time for each generated token so far; 0 before the first token."""
         return self.verify_seconds / self.state.num_generated if self.state.num_generated else 0.0
+
+    # --- the next round -------------------------------------------------------------------------------
+
+    def is_plain(self) -> bool:
+        """Whether the next round is one token of the target's own, in a pass that may be launched ahead."""
+        return (
+            self.state.phase in (SessionPhase.UNDRAFTED, SessionPhase.RESTING)
+            and self.state.outstanding is None
+            and not self.goes_alone
+            and not self.has_lost_tokens()
+        )
+
+    @property
+    def num_plain_rounds(self) -> float:
+        """How many rounds in a row are certain to be plain, if the next one is, unless the text ends before."""
+        state = self.state
+        in_rest = state.rests_until - state.round if state.phase is SessionPhase.RESTING else math.inf
+        return min(in_rest, math.inf if state.remaining is None else state.remaining)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a pass for the next token was launched already."""
+        return self.row is not None and self.row.is_ahead
+
+    def has_lost_tokens(self) -> bool:
+        """Whether committed tokens must be read again, since a pass that the sequence shared has failed."""
+        self.notice_loss()
+        self.reads_again = self.reads_again and len(self.cached_tokens) < len(self.state.committed) - 1
+        return self.reads_again
+
+    def plan_pass(self, prices: Prices) -> ReadyRound:
+        """Prepare the sequence's row for its next pass, with the proposal of its drafter if there is one. Once a round,
+        or again as long as that is plain.
+        """
+        assert self.sequence is not None
+        if self.row is None or self.row.sequence is not self.sequence:
+            self.row = Row(self.sequence, self.shared.opened, self.shared.logits_pipeline)
+        row, committed, proposal = self.row, self.state.committed, self.state.outstanding
+        row.plan = self.cached_tokens.plan(committed, num_logits=0 if row.is_ahead else 1)
+        row.proposal, row.alone = proposal, self.goes_alone
+        row.history = row.logits_pipeline.history(committed, row.proposed, num_rows=1 + len(row.proposed))
+        num_pending = max(0, len(row.plan.feed) - 1)
+        row.settle = self.replay.should_settle(num_pending, prices.verify, self.seconds_per_token)
+        num_drafted = self.num_planned - max(1, len(row.plan.feed))
+        reach = proposal.reach if proposal is not None and num_drafted > 0 else ()
+        return ReadyRound(self.num_planned - len(reach), reach, is_row=self.is_row)
+
+    @property
+    def num_planned(self) -> int:
+        """Number of tokens that the next pass is to feed. A cache that could not have undone the last pass over drafted
+        tokens most likely cannot undo this one.
+        """
+        assert self.row is not None
+        feeds_drafted = self.row.feeds_drafted and not self.was_single_step
+        return max(1, len(self.row.plan.feed)) + (len(self.row.proposed) if feeds_drafted else 0)
+
+    def follow(self, result: RowResult) -> int:
+        """Record what the cache holds after a pass. Returns: how many tokens were dropped again."""
+        if result.error is not None:
+            return 0
+        assert self.row is not None
+        if self.row.drafted:
+            self.was_single_step = result.single_step and not self.row.settle
+        self.cached_tokens.follow(result.fed)
+        num_dropped = len(self.cached_tokens) - result.length
+        if num_dropped > 0:
+            wanted = self.row.position + (0 if result.single_step else result.num_accepted)
+            self.shared.counts.replayed_tokens += wanted - result.length
+            self.cached_tokens.rewind(result.length)
+        return num_dropped
+
+    def verdict(self, result: RowResult) -> Verdict:
+        """The verdict of the pass that has judged the round, with the place where a stop string ends the text.
+
+        The verdict carries it so that the drafter learns of it at once, as it does of a stop token.
+        """
+        assert self.row is not None
+        verdict = Verdict(
+            self.id,
+            self.state.round,
+            self.state.next_position,
+            result.num_accepted,
+            result.token,
+            result.single_step,
+            settles=result.single_step and self.row.settle,
+            likelihoods=result.likelihoods,
+            num_judged=result.num_judged,
+            features=result.features,
+        )
+        if self.shared.find_stop is None:
+            return verdict
+        return attrs.evolve(verdict, stop=self.shared.find_stop(self.state.preview(verdict)))
+
+    # --- the drafter ----------------------------------------------------------------------------------
+
+    @property
+    def proposal(self) -> Proposal | None:
+        """The part of the drafter's proposal that the last pass has judged."""
+        return None if self.row is None else self.row.proposal
 
     def receive(self, message: Message) -> None:
         """Take a proposal, or another message of the drafter's."""
@@ -136,12 +231,3 @@ class TargetSession(ActorSession):
             return overdue
         self.state.outstanding = None
         return None
-
-    def with_stop(self, verdict: Verdict) -> Verdict:
-        """The verdict, with the place where a stop string ends the text.
-
-        The verdict carries it so that the drafter learns of it at once, as it does of a stop token.
-        """
-        if self.shared.find_stop is None:
-            return verdict
-        return attrs.evolve(verdict, stop=self.shared.find_stop(self.state.preview(verdict)))

@@ -125,12 +125,12 @@ class ThreadWorker:
         """Seconds since an arbitrary moment."""
         return time.perf_counter()
 
-    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        result: T = await self._enqueue(_QueuedJob(job, trio.lowlevel.current_task()), meanwhile)
+    async def run(self, job: Job[T]) -> T:
+        result: T = await self._enqueue(_QueuedJob(job, trio.lowlevel.current_task()))
         return result
 
-    async def run_steps(self, steps: Steps[Any]) -> None:
-        await self._enqueue(_QueuedJob(steps.first(), trio.lowlevel.current_task(), steps))
+    async def run_steps(self, steps: Steps[Any], *, meanwhile: Callable[[], None] | None = None) -> None:
+        await self._enqueue(_QueuedJob(steps.first(), trio.lowlevel.current_task(), steps), meanwhile)
 
     async def _enqueue(self, queued: _QueuedJob, meanwhile: Callable[[], None] | None = None) -> Any:
         await trio.lowlevel.checkpoint_if_cancelled()

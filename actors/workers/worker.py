@@ -68,7 +68,7 @@ class Steps(Generic[T]):
     another job waits for the worker.
 
     Attributes:
-        num_tokens, shares: as in `Job`, of the first step.
+        num_tokens, shares, count: as in `Job`, of the first step.
         round: may be changed for the steps that follow.
         on_step: called in trio's thread after each step with its job, its result, and whether another follows (unless
             that is prevented meanwhile). Must not wait. What it raises ends the steps; `Worker.run_steps` raises it.
@@ -81,6 +81,7 @@ class Steps(Generic[T]):
     num_tokens: int = 0
     round: int | None = None
     shares: tuple[Share, ...] = ()
+    count: Callable[[Step[T]], int] | None = None
     # Set in trio's thread and read in the worker's. Seeing it late costs time and nothing else.
     is_interrupted: bool = attrs.field(default=False, init=False)
     _callback_error: outcome.Error | None = attrs.field(default=None, init=False)
@@ -91,7 +92,7 @@ class Steps(Generic[T]):
 
     def first(self) -> Job[Step[T]]:
         """The first step, as a job."""
-        return Job(self.kind, self.first_call, self.session, self.num_tokens, self.round, shares=self.shares)
+        return Job(self.kind, self.first_call, self.session, self.num_tokens, self.round, self.count, self.shares)
 
     def following(self, step: Step[T]) -> Job[Step[T]] | None:
         """The step after one that was done; None if there is none or the steps are interrupted."""
@@ -139,9 +140,8 @@ class Worker(Protocol):
         """Give up the worker if its running job hangs and that is allowed: another task waits for its end."""
         ...
 
-    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        """Run a job and return its result. `meanwhile` is called in trio's thread once the job is handed over; it must
-        neither wait nor raise.
+    async def run(self, job: Job[T]) -> T:
+        """Run a job and return its result.
 
         Cancellation: a job that has not begun is taken back. The end of one that has begun is waited for, its result is
             returned, and the cancellation is raised at the caller's next checkpoint. (A worker that may be given up
@@ -150,8 +150,11 @@ class Worker(Protocol):
         """
         ...
 
-    async def run_steps(self, steps: Steps[Any]) -> None:
+    async def run_steps(self, steps: Steps[Any], *, meanwhile: Callable[[], None] | None = None) -> None:
         """Run steps until one is the last, or they are interrupted.
+
+        Args:
+            meanwhile: called in trio's thread once the steps are handed over; must neither wait nor raise.
 
         Cancellation: as in `run`; if steps have begun, the running one is the last.
         Raises: JobError: a step raised; the results of the steps before it were handed over. Also what `Steps.on_step`

@@ -10,7 +10,7 @@ from scripted import ScriptedModel, agreeing, run, simulated, truthful
 from sweeps import sweep
 
 from actors.sampling.logits_pipeline import LogitsPipeline
-from actors.target import plain_rows, verify
+from actors.target import passes
 from protocol.acceptance import choices_together, distribution, draw, scores
 from protocol.messages import Open
 from protocol.randomness import Purpose, key_for, keys_for
@@ -92,8 +92,7 @@ def test_texts_are_what_they_are_alone(
     lookahead: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    for module, name in ((verify, "_judged_together"), (plain_rows, "_choose_alike")):
-        monkeypatch.setattr(module, name, counting(sizes, getattr(module, name)))
+    monkeypatch.setattr(passes, "_judged_together", counting(sizes, passes._judged_together))
     prompts = [[5, 6, 7], [9, 2], [1, 1, 3, 8], [4]]
 
     async def texts(num_at_once: int) -> list[list[int]]:

@@ -343,6 +343,6 @@ async def test_a_consumer_that_is_overtaken_while_it_takes_a_commit_gets_the_res
         await trio.sleep(10_000)  # until the channel is full, and one more commit waits
         taken = stream.arrivals._commits.receive_nowait()
         # Before the consumer tells that it has taken something, the target hands over what waited.
-        simulation.runtime._target._jobs.deliver()
+        simulation.runtime._target._deliver()
         stream.arrivals._session.make_room()
         assert list(taken.tokens) + await collect(stream) == continuation([1], num_tokens)

@@ -524,20 +524,18 @@ class ComparingWorker(SimulatedWorker):
         self._is_target = actor == "target"
         self._sequences: dict[int | None, ScriptedSequence] = {}
 
-    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
+    async def run(self, job: Job[T]) -> T:
         checked = [self._check_session(session) for session in sessions_of(job)]
         handed = HandedJob(job, self.clock())
         self.handed.append(handed)
         try:
-            result = await super().run(job, meanwhile=meanwhile)
+            result = await super().run(job)
         except JobError:
             # After a failure in the middle of a job, the contents of the sequence are undefined.
             for session in sessions_of(job):
                 self._sequences.pop(session, None)
             raise
         handed.done_at = self.clock()
-        if job.kind == "verify" and isinstance(result, list):
-            self._forget_failed(zip(sessions_of(job), result, strict=True))
         if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
             self._sequences[job.session] = result.sequence
             # The sequence came from the prefix cache; it now belongs to this session only.
@@ -549,7 +547,7 @@ class ComparingWorker(SimulatedWorker):
                 self.max_ahead = max(self.max_ahead, len(sequence.tokens) - num_committed)
         return result
 
-    async def run_steps(self, steps: Steps[Any]) -> None:
+    async def run_steps(self, steps: Steps[Any], *, meanwhile: Callable[[], None] | None = None) -> None:
         checked = {session: self._check_session(session) for session in sessions_of(steps)}
         at, on_step = self.clock(), steps.on_step
         done: list[Job[Any]] = []
@@ -560,7 +558,7 @@ class ComparingWorker(SimulatedWorker):
             self.handed.append(HandedJob(job, at, self.clock()))
             if isinstance(result, list):
                 if self._is_target:
-                    self._forget_failed(zip(sessions_of(job), (each.token for each in result), strict=True))
+                    self._forget_failed(zip(sessions_of(job), (each.error for each in result), strict=True))
                 else:
                     self._forget_failed((each.part.session, each.outcome) for each in result)
             on_step(job, result, goes_on)
@@ -574,7 +572,7 @@ class ComparingWorker(SimulatedWorker):
         steps.on_step = watched
         self.runs.append(done)
         try:
-            await super().run_steps(steps)
+            await super().run_steps(steps, meanwhile=meanwhile)
         except JobError:
             self._forget(steps)
             raise
@@ -635,7 +633,9 @@ class LaggingWorker(ComparingWorker):
         super().__init__(actor, price, on_event)
         self._report_delay = report_delay
 
-    async def run_steps(self, steps: Steps[Any]) -> None:
+    async def run_steps(self, steps: Steps[Any], *, meanwhile: Callable[[], None] | None = None) -> None:
+        if meanwhile is not None:
+            meanwhile()
         for session in sessions_of(steps):
             self._check_session(session)
         error: JobError | None = None

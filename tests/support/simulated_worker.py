@@ -127,16 +127,16 @@ class SimulatedWorker:
         """Seconds on trio's clock."""
         return trio.current_time()
 
-    async def run(self, job: Job[T], *, meanwhile: Callable[[], None] | None = None) -> T:
-        if meanwhile is not None:
-            meanwhile()
+    async def run(self, job: Job[T]) -> T:
         async with self._lock:
             result = await self._run_one(job)
         self._announce(job, job.round)
         return as_job_error(job, result).unwrap()  # type: ignore[no-any-return]
 
-    async def run_steps(self, steps: Steps[Any]) -> None:
+    async def run_steps(self, steps: Steps[Any], *, meanwhile: Callable[[], None] | None = None) -> None:
         """As `Worker.run_steps`; `Steps.on_step` is called before the next step begins."""
+        if meanwhile is not None:
+            meanwhile()
         async with self._lock:
             following: Job[Any] | None = steps.first()
             while following is not None:

@@ -1,0 +1,126 @@
+"""What finished passes of the target say about prices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from actors.target.target_session import TargetSession
+from actors.workers.worker import Job, Worker
+from protocol.prices import Prices
+
+# After this many passes that were launched ahead, one is not, and launches none, to measure what such a pass costs: on
+# a CPU, MLX returns from launching a pass only when most of it is computed.
+MEASURED_EVERY = 32
+
+
+class PassPrices:
+    """Learns from each finished pass what passes and rounds cost, and decides when one must be measured."""
+
+    def __init__(self, prices: Prices, worker: Worker) -> None:
+        """Learn for `prices` from the passes of a worker."""
+        self._prices = prices
+        self._worker = worker
+        self._num_ahead = 0  # passes in succession that were launched ahead; -1 if the next one is to be measured
+        self._num_before = 0  # sessions at the end of the last pass
+        # When the last pass ended, and the worker's busy seconds by then: in the first if that pass was without drafts,
+        # in the second if it was over proposals.
+        self._last_plain: tuple[float, float] | None = None
+        self._last_drafted: tuple[float, float] | None = None
+        # Of the last pass over proposals: its seconds for each session, those that drafted tokens added for each that
+        # had some, the share of these sessions, and whether it computed one row of one token.
+        self._plain_s = self._added_s = self._drafting_share = 0.0
+        self._was_single = False
+
+    def may_go_ahead(self, num_rows: int) -> bool:
+        """Whether a pass of so many rows may launch the next one."""
+        return num_rows == 1 or 0 <= self._num_ahead < MEASURED_EVERY
+
+    def begin_pass(self, *, is_plain: bool) -> None:
+        """Note that a pass begins."""
+        if is_plain:
+            self._last_drafted = None
+        else:
+            self._last_plain = None
+
+    def forget(self) -> None:
+        """Forget the last pass: one has failed."""
+        self._last_plain, self._last_drafted, self._num_ahead = None, None, 0
+
+    def pause(self) -> None:
+        """Note that there is nothing to do for now, so that this time is not counted as part of a plain round."""
+        self._last_plain = None
+
+    def learn_plain(
+        self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_rows: int, *, is_ahead: bool
+    ) -> None:
+        """Learn from a pass without drafts. One that was launched ahead began before its job, so it does not show what
+        a pass costs; but it shows what a plain round of several texts costs: nearly all of those are passes ahead.
+
+        Args:
+            num_sessions: all whose rounds are run.
+            num_rows: rows that the pass has computed, each times the tokens of the longest.
+            is_ahead: whether it has launched the next one.
+        """
+        was_ahead, is_next_measured = self._num_ahead > 0, self._num_ahead >= MEASURED_EVERY
+        self._num_ahead = max(0, self._num_ahead) + 1 if is_ahead else -is_next_measured
+        if self._is_typical(sessions, num_sessions) and not (was_ahead or is_ahead) and num_sessions > 1:
+            self._prices.observe_verify_pass(num_rows, job.began, job.ended)
+        last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
+        if last is not None and num_rows == len(sessions) and (was_ahead or len(sessions) == 1):
+            self._prices.observe_plain_round(job.seconds + self._idle_s(last, job), num_texts=len(sessions))
+
+    def learn_verified(
+        self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_computed: int, width: int
+    ) -> None:
+        """Learn from a pass of any other kind.
+
+        Args:
+            num_sessions: as for `learn_plain`.
+            num_computed, width: sequences that the pass has computed, and tokens of each.
+        """
+        proposals = [proposal for session in sessions if (proposal := session.proposal) is not None and proposal.tokens]
+        last, self._last_drafted = self._last_drafted, (job.ended, self._worker.busy_seconds)
+        if last is not None and proposals and all(each.copied and all(each.copied) for each in proposals):
+            self._prices.observe_gap(min(job.seconds, self._idle_s(last, job)))
+        if self._is_typical(sessions, num_sessions):
+            self._prices.observe_verify_pass(num_computed * width, job.began, job.ended)
+        # The time that drafted tokens added to the pass is charged to the sessions that had some.
+        plain_s = min(job.seconds, self._prices.verify(num_computed)) if proposals else job.seconds
+        self._plain_s, self._added_s = plain_s / len(sessions), (job.seconds - plain_s) / max(1, len(proposals))
+        self._drafting_share = len(proposals) / len(sessions)
+        self._was_single = len(sessions) == num_computed * width == 1
+
+    def round_s(self, session: TargetSession, num_sessions: int) -> float:
+        """The seconds of a session's round, whose verdict the last pass over proposals has brought."""
+        busy_s = self._worker.busy_seconds - session.busy_before_s
+        idle_s = max(0.0, self._worker.clock() - session.round_began_s - busy_s)
+        added_s = self._added_s if session.row is not None and session.row.proposed else 0.0
+        # Idle time is charged to the sessions with drafts, too: plain decoding would have used it for a pass ahead.
+        return self._plain_s + added_s + idle_s / (num_sessions * (self._drafting_share or 1.0))
+
+    def learn_round(self, session: TargetSession, num_tokens: int, round_s: float, *, was_proposed: bool) -> None:
+        """Learn from the last pass over proposals what one session's round in it cost.
+
+        Args:
+            num_tokens: that it has committed.
+            was_proposed: whether the drafter has sent a proposal, of any length.
+        """
+        if was_proposed:
+            self._prices.observe_round(num_tokens, round_s)
+        elif session.was_plain and self._was_single:
+            # Not the first plain round after a proposal: it cannot be a pass ahead, and its cost is unavoidable.
+            self._prices.observe_plain_round(round_s)
+
+    def _is_typical(self, sessions: Sequence[TargetSession], num_sessions: int) -> bool:
+        """Whether the pass that has just ended copied no caches: that of a session which shares a pass for the first
+        time, or those of the others after one has ended. To be asked once a pass: it compares with the pass before.
+        """
+        num_before, self._num_before = self._num_before, num_sessions
+        is_new = len(sessions) > 1 and not all(session.has_shared for session in sessions)
+        return not is_new and num_sessions >= num_before
+
+    def _idle_s(self, last: tuple[float, float], job: Job[Any]) -> float:
+        """Seconds for which the worker was idle between the last pass and a job that has just ended."""
+        ended_s, busy_s = last
+        return max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))
