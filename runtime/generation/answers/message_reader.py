@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import attrs
 
 from runtime.generation.answers.message_format import MAX_HEADER_CHARS, MessageFormat
 from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.argument_values import kind_of
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import (
     AnswerEvent,
@@ -25,6 +25,7 @@ from runtime.generation.tool_calls.events import (
 
 # Between two messages of one kind, which have no text between them.
 _BETWEEN = "\n\n"
+_SPACE_OF_JSON = " \t\r\n"
 
 
 class MessageReader:
@@ -249,7 +250,7 @@ class MessageReader:
         if not call.arguments.strip():
             call = attrs.evolve(call, arguments=call.arguments + "{}")
             self._events.append(CallArguments(index, "{}", ""))
-        if _is_object(call.arguments):
+        if kind_of(call.arguments.strip(_SPACE_OF_JSON)) == "object":
             self._events.append(CallEnded(index, call, source))
             return ""
         self._events.append(CallBroken(index, self._call_source))
@@ -261,13 +262,3 @@ class MessageReader:
 
 
 Reader = AnswerReader | MessageReader
-
-
-def _is_object(text: str) -> bool:
-    def refuse(constant: str) -> None:
-        raise ValueError(f"JSON has no {constant}")
-
-    try:
-        return isinstance(json.loads(text, parse_constant=refuse), dict)
-    except (ValueError, RecursionError):
-        return False

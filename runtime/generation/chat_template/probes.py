@@ -28,20 +28,11 @@ from runtime.generation.chat_template.repairs import (
 Render = Callable[[Chat], str]
 
 
-def _system(text: str) -> Message:
-    return {"role": "system", "content": text}
+def _message(role: str, text: str) -> Message:
+    return {"role": role, "content": text}
 
 
-def _developer(text: str) -> Message:
-    return {"role": "developer", "content": text}
-
-
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def _says(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+_system, _developer, _user, _says = (partial(_message, role) for role in ("system", "developer", "user", "assistant"))
 
 
 def _calls(*calls: Message, content: str | None = "") -> Message:

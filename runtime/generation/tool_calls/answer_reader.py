@@ -36,6 +36,10 @@ class AnswerReader:
     marker of calls counts if a call follows, in the reasoning too, which it ends; else it is a word. Calls are given as
     they are written if the format writes arguments as JSON, otherwise whole at the end of their block. A malformed call
     is content. Whitespace before a call, between calls and after the last one is not content.
+
+    Attributes:
+        is_reasoning: whether the text so far ends within the reasoning.
+        marks: the tags and markers that it knows.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class AnswerReader:
         self._num_calls = 0
         self._num_long = 0  # texts above `_SHORT` that were no calls
         self._events: list[AnswerEvent] = []
-        self._is_reasoning = is_thinking
+        self.is_reasoning = is_thinking
         self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
         self._space = ""  # whitespace at the end of the text so far, which may be left out
         # Whether to keep leading whitespace: at the beginning of an answer, and after other text, but not after a tag.
@@ -87,11 +91,6 @@ class AnswerReader:
         return bool(self._tags[1])
 
     @property
-    def is_reasoning(self) -> bool:
-        """Whether the text so far ends within the reasoning."""
-        return self._is_reasoning
-
-    @property
     def is_in_block(self) -> bool:
         """Whether the text so far ends within a call, malformed or not."""
         return self._calls is not None and self._calls.is_in_call
@@ -106,7 +105,7 @@ class AnswerReader:
         """The last events; a block that lacks only its end counts if the model has ended the text."""
         self._text.end(is_complete=is_complete)
         next(self._steps, None)
-        if self._follows_call or self._is_reasoning:
+        if self._follows_call or self.is_reasoning:
             self._leave_out_space()
         if self._space or self._left_out:
             self._give_space()
@@ -118,8 +117,8 @@ class AnswerReader:
         opening, closing = self._tags
         blocks = () if self._calls is None else self._calls.markers
         while True:
-            tags = (closing,) if self._is_reasoning else (opening, closing if self._is_unclosed else "")
-            dropped = () if self._is_reasoning else self._dropped
+            tags = (closing,) if self.is_reasoning else (opening, closing if self._is_unclosed else "")
+            dropped = () if self.is_reasoning else self._dropped
             markers = Markers((*blocks, *dropped, *filter(None, tags)))
             marker = yield from self._text.seek(markers, self._give)
             if not marker:
@@ -131,9 +130,9 @@ class AnswerReader:
                 yield from self._read_block(marker)
             elif marker not in tags:
                 yield from self._give_word(marker)
-            elif self._is_reasoning or self._may_reason:
+            elif self.is_reasoning or self._may_reason:
                 yield from self._text.accept(marker)
-                self._pass_tag(self._text.pop(), is_opening=marker == opening and not self._is_reasoning)
+                self._pass_tag(self._text.pop(), is_opening=marker == opening and not self.is_reasoning)
             else:
                 yield from self._give_word(marker)
 
@@ -183,7 +182,7 @@ class AnswerReader:
     # --- content and reasoning --------------------------------------------------------------------
 
     def _pass_mark(self, mark: str) -> None:
-        if self._is_reasoning or self._follows_call:
+        if self.is_reasoning or self._follows_call:
             self._leave_out_space()
         elif self._space:
             self._give_space()
@@ -191,13 +190,13 @@ class AnswerReader:
 
     def _pass_tag(self, tag: str, *, is_opening: bool) -> None:
         self._pass_mark(tag)
-        self._is_reasoning, self._may_reason = is_opening, True
+        self.is_reasoning, self._may_reason = is_opening, True
         self._keeps_space = self._follows_call = self._is_unclosed = False
 
     def _give(self, text: str) -> None:
         if not (kept := self._stripped(text)):
             return
-        part = ReasoningPart if self._is_reasoning else TextPart
+        part = ReasoningPart if self.is_reasoning else TextPart
         self._events.append(part(kept, self._left_out + kept))
         self._left_out, self._follows_call = "", False
         self._may_reason &= not kept.strip()
@@ -209,7 +208,7 @@ class AnswerReader:
             self._left_out += text[: len(text) - len(kept)]
             self._keeps_space, text = bool(kept), kept
         # Whitespace at the end may precede a tag or a call.
-        kept = text.rstrip() if self._is_reasoning or self._calls is not None else text
+        kept = text.rstrip() if self.is_reasoning or self._calls is not None else text
         self._space = text[len(kept) :]
         return kept
 
@@ -255,15 +254,15 @@ class AnswerReader:
         self._left_out += self._text.pop()
 
     def _begin(self, name: str, id: str | None) -> CallBegan:
-        if self._is_reasoning:
+        if self.is_reasoning:
             self._leave_out_space()
         source, self._space = self._space + self._text.pop(), ""
         self._call = CallBegan(self._num_calls, id or self._new_id(), name, self._left_out + source)
         self._events.append(self._call)
         self._arguments, self._given, self._left_out = [], [source], ""
         self._num_calls += 1
-        self._is_unclosed |= self._is_reasoning
-        self._is_reasoning = False
+        self._is_unclosed |= self.is_reasoning
+        self.is_reasoning = False
         self._keeps_space = self._may_reason = self._follows_call = True
         return self._call
 

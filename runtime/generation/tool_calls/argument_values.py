@@ -25,7 +25,7 @@ _MAX_NESTED = 16
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 # As chat templates write these values by Python's `str`.
-_OF_PYTHON = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
+_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
 @attrs.frozen
@@ -34,11 +34,6 @@ class ArgumentType:
 
     types: frozenset[str] = _TYPES
     texts: frozenset[str] = frozenset()
-
-    @property
-    def is_any(self) -> bool:
-        """Whether the schema names no type."""
-        return self.types == _TYPES
 
     def json_of(self, text: str) -> str | None:
         """The JSON of a value that was written as plain text; None if the text is no such value.
@@ -53,9 +48,8 @@ class ArgumentType:
         written = text.strip()
         if kind_of(written) is not None:
             return written
-        kind, value = _OF_PYTHON.get(written, ("", ""))
-        if kind in self.types:
-            return value
+        if kind_of(constant := _CONSTANTS.get(written, "")) in self.types:
+            return constant
         return _of_python_literal(written) if self.types & {"object", "array"} else None
 
     def is_json(self, text: str) -> bool:
@@ -193,7 +187,6 @@ _MAX_DEPTH = 64
 _MAX_KEY_CHARS = 256
 
 _OF_WORDS = frozenset(string.ascii_letters + string.digits + "+-._")
-_CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _PARTS_OF_STRINGS = {quotation: Markers((quotation, "\\")) for quotation in ('"', "'", '"""', "'''")}
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|\r\n|[\s\S])")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "\n": "", "\r\n": ""}

@@ -12,7 +12,7 @@ import json
 import re
 import string
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -27,6 +27,9 @@ from runtime.generation.tool_calls.argument_values import (
 )
 from runtime.generation.tool_calls.call_format import NAME, CallFormat, CallLayout, ParsedCall
 from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
+
+if TYPE_CHECKING:
+    from runtime.generation.tool_calls.answer_reader import AnswerReader
 
 _MAX_CHARS = 256  # of a key, a type or an id
 _PARTS = re.compile(r"(\{name\}:\{number\}|\{\w+\}|[\s\0]+)")
@@ -44,25 +47,6 @@ class CutOffError(Exception):
     def __init__(self, call: ParsedCall | None) -> None:
         super().__init__()
         self.call = call
-
-
-class CallSink(Protocol):
-    """Takes the calls of a block as they are read, with the text before the cursor each time."""
-
-    def begin_call(self, name: str, id: str | None) -> None:
-        """The head of a call, whose arguments are given as they come."""
-
-    def add_arguments(self) -> str:
-        """Further text of its arguments, which is returned."""
-
-    def end_call(self) -> None:
-        """The end of that call."""
-
-    def give_calls(self, calls: Sequence[ParsedCall]) -> None:
-        """Whole calls."""
-
-    def end_block(self) -> None:
-        """The end of a block, after its last call."""
 
 
 @attrs.frozen
@@ -91,7 +75,7 @@ _UNKNOWN = _Tool({})
 
 
 class CallReader:
-    """Reads blocks of calls.
+    """Reads blocks of calls, and gives its calls to `sink`, with the text before the cursor each time.
 
     Attributes:
         markers: with which a block may begin.
@@ -102,7 +86,7 @@ class CallReader:
     """
 
     def __init__(
-        self, text: IncomingText, format: CallFormat, tools: Sequence[Mapping[str, Any]], sink: CallSink
+        self, text: IncomingText, format: CallFormat, tools: Sequence[Mapping[str, Any]], sink: AnswerReader
     ) -> None:
         self.is_in_call = self.has_begun = False
         self.num_retried = 0

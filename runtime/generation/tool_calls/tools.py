@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,10 +11,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown
 from protocol.settings_keywords import SettingsArguments
-from runtime.generation.tool_calls.call_format import CallFormat, call_format
+from runtime.generation.tool_calls.call_format import NAME, CallFormat, call_format
 from runtime.generation.tool_calls.functions import schema_of
-
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 # Longer lists fill any context.
 MAX_TOOLS = 1024
@@ -195,7 +192,7 @@ def _checked_tool(where: str, tool: Any) -> dict[str, Any]:
     if not isinstance(function, Mapping):
         raise SettingsError(f"{where} has no function; {form}")
     name = function.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not NAME.fullmatch(name):
         raise SettingsError(
             f"{where} must have a name of 1 to 128 letters, digits and any of _.:- for its function, got {shown(name)}"
         )
