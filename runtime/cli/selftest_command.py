@@ -20,6 +20,7 @@ from runtime.cli.arguments.settings import add_flags
 from runtime.cli.command import Command
 from runtime.loading.blas import check_environment
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+from runtime.loading.named_models import DEMO
 from runtime.measuring.report_files import check_report, local_paths
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_sections, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
@@ -69,6 +70,8 @@ def selftest(arguments: argparse.Namespace) -> CommandOutcome:
     check_number("--cooldown", arguments.cooldown, 0)
     check_environment()
     path = check_report(arguments.report)
+    if arguments.target is None:
+        arguments.target = DEMO  # two models, which take minutes less than a larger one
     models = models_of(arguments)
     if models.draft in (None, NGRAM, AUTO_DRAFT):
         raise SettingsError("selftest checks two models at a time and needs a draft model; name one with --draft")
