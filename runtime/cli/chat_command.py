@@ -29,7 +29,6 @@ from runtime.cli.arguments.settings import (
 from runtime.cli.command import Command
 from runtime.cli.flags import in_flags
 from runtime.cli.ranks import follow_target
-from runtime.loading.generation_config import said_of
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import (
     CommandOutcome,
@@ -77,22 +76,17 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
     lines, output, outcome = LineReader(), Output(), CommandOutcome()
 
     async def talk() -> None:
-        with warnings_at_the_end():
-            models.use_device()
-            opened = opening.open(models.target, models.draft, trace=display.on_event, **models.options)
-        async with opened as runtime:
+        async with models.open(settings, trace=display.on_event) as runtime:
             check_template_flags(arguments, runtime.tokenizer)
             completed = limit_of(runtime.tokenizer) | with_tokens_of(runtime.tokenizer, settings)
             conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **completed)
             chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, completed)
             display.clear()
-            if said := said_of(runtime.model_defaults, settings):
-                print_message(f"the target: {said}")
             await chat.take_turns()
 
     with Display() as display, exit_on_signal(display):
         display.show_loading(models.loaded)
-        from runtime.engine import opening  # imported here, where Ctrl-C ends it at once
+        import runtime.engine.opening  # noqa: F401  imported here, where Ctrl-C ends it at once
 
         signals = ChatSignals(outcome, display)
         trio.run(signals.run, talk)

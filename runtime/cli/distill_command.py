@@ -10,7 +10,7 @@ import attrs
 import trio
 
 from protocol.errors import SettingsError
-from runtime.cli.arguments.models import models_of
+from runtime.cli.arguments.models import TARGET_HELP, models_of
 from runtime.cli.arguments.settings import add_flags, add_options
 from runtime.cli.command import Command
 from runtime.distill.options import HOW, WHAT, DistillOptions
@@ -27,7 +27,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_argument_group(WHAT)
     add_flags(
         what,
-        ("--target MODEL", "path or hub id of the model to draft for (default: the demo target)"),
+        ("--target MODEL", f"the model to draft for: {TARGET_HELP}"),
         ("--data FILE", "files of texts to learn from", {"type": Path, "nargs": "+", "required": True}),
         ("--out DIR", "folder for the drafter", {"type": Path, "required": True}),
         ("--init DIR", "folder of an EAGLE-3 drafter to begin with (default: a new one)", {"type": Path}),
@@ -48,6 +48,7 @@ def distill(arguments: argparse.Namespace) -> CommandOutcome:
         raise SettingsError(f"--out {arguments.out} has a model that this command did not make; give another folder")
     outcome = CommandOutcome()
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
+        models.print_default()
         models.use_device()
         from runtime.distill.run import distill
 

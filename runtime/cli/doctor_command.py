@@ -89,6 +89,7 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
 
         models.use_device()
         if _examines_models(arguments):
+            models.print_default()
             check_examined(models.target, models.draft, **models.options)
         if (load := load_of_others()) is not None:
             print_message(f"the machine is busy: a load of {load}; times will be too long, and speeds too low")

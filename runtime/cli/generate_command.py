@@ -27,7 +27,6 @@ from runtime.cli.arguments.settings import (
 )
 from runtime.cli.command import Command
 from runtime.cli.ranks import follow_target
-from runtime.loading.generation_config import said_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.persistence.prompt_cache_file import read_header
 from runtime.terminal.display import (
@@ -118,7 +117,7 @@ def _models_of(arguments: argparse.Namespace) -> Models:
     tokenizer_config = {name: value for name, value in file.tokenizer_config.items() if name != "trust_remote_code"}
     spec = attrs.evolve(spec, path=file.model, tokenizer_config={**tokenizer_config, **spec.tokenizer_config})
     draft = None if arguments.draft is None else models.draft
-    return attrs.evolve(models, target=file.model if spec.is_plain else spec, draft=draft)
+    return attrs.evolve(models, target=file.model if spec.is_plain else spec, draft=draft, default=None)
 
 
 def _text_of(arguments: argparse.Namespace) -> str:
@@ -256,15 +255,9 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
             for listener in listeners:
                 listener(event)
 
-        models.use_device()
-        runtime = await stack.enter_async_context(
-            opening.open(models.target, models.draft, trace=on_event, **models.options)
-        )
+        runtime = await stack.enter_async_context(models.open(settings, trace=on_event))
         if timeline is not None:
             timeline.tokenizer = runtime.tokenizer
-        if said := said_of(runtime.model_defaults, settings):
-            display.clear()
-            print_message(f"the target: {said}")
         completed = limit_of(runtime.tokenizer, is_raw=arguments.raw)
         completed |= with_tokens_of(runtime.tokenizer, settings)
         if schema is not None:
@@ -303,7 +296,7 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
     with warnings_at_the_end():
         with Display() as display, exit_on_signal(display):
             display.show_loading(models.loaded)
-            from runtime.engine import opening  # imported here, where Ctrl-C ends it at once
+            import runtime.engine.opening  # noqa: F401  imported here, where Ctrl-C ends it at once
 
             trio.run(SignalScope(generated, display).run, work)
         try:

@@ -28,7 +28,6 @@ from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
-from runtime.loading.generation_config import said_of
 from runtime.loading.gguf.names import is_gguf, stem_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.server.connections.address import (
@@ -200,6 +199,8 @@ class _Server(SignalScope):
             origins=arguments.allow_origin,
             is_strict=arguments.strict,
         )
+        if arguments.config is None:
+            self._models.print_default()
         self._models.use_device()
         pool = model_pool(
             self._served,
@@ -260,12 +261,13 @@ class _Server(SignalScope):
 
 
 async def _load_now(models: ModelPool) -> None:
+    from runtime.loading.model_files import defaults_message
     from runtime.server.models.served_model import ModelLoadError
 
     try:
         async with models.use(models.specs[0].name) as model:
-            if said := said_of(model.runtime.model_defaults, model.spec.settings):
-                print_message(f"{model.name}: {said}")
+            if message := defaults_message(model.name, model.runtime.model_defaults, model.spec.settings):
+                print_message(message)
     except ModelLoadError as error:
         raise (error.__cause__ or error) from None
 

@@ -57,8 +57,7 @@ from runtime.engine.nursery import BackgroundNursery, interrupts_unwrapped
 from runtime.engine.runtime import CLOSED, Runtime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import TokenStream
-from runtime.loading.generation_config import sampling_defaults
-from runtime.loading.model_files import folder_of
+from runtime.loading.model_files import folder_of, sampling_defaults
 from runtime.loading.model_sources import (
     Loaded,
     Source,

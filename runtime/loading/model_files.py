@@ -1,9 +1,11 @@
-"""The files of a model: where they are, and what is wrong with them if the model cannot be loaded."""
+"""The files of a model: where they are, what is wrong with them if the model cannot be loaded, and the sampling
+settings that its authors recommend.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,13 +19,14 @@ from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
 from actors.trained.kinds.recognition import kind_of
 from actors.workers.worker import JobError
-from protocol.errors import ModelError, OutriderError
+from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import excerpt, shown_path
+from protocol.settings import settings_from
 from runtime.loading.gguf.names import is_gguf, parts_of
 from runtime.loading.model_spec import ModelSpec
 
 # Weights in other formats.
-_OTHER_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.npz", "*.safetensors")
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.npz", "*.safetensors")
 # A file of safetensors begins with the length of its header.
 _LENGTH_BYTES = 8
 # That of the library safetensors; the first bytes of any other file give a larger number.
@@ -32,6 +35,10 @@ _LFS_POINTER = b"version "
 
 # What the files of a tokenizer are called, beside its configuration.
 _TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "tokenization_*.py")
+
+
+# Settings with a value at which they change nothing; the same names as in the file.
+_NEUTRAL = {"temperature": None, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1}
 
 
 def name_of(source: Any) -> str:
@@ -92,6 +99,48 @@ def num_bytes_in(folder: Path) -> int:
         return sum(part.stat().st_size for part in parts if part.is_file())
     # In Hugging Face's cache a file may be a link to one that is gone.
     return sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.is_file())
+
+
+def sampling_defaults(folder: Path | None) -> dict[str, Any]:
+    """The settings that generation_config.json in a model's folder gives, by name; empty if there is no such file.
+
+    `"do_sample": false` is greedy decoding. If it is true, the temperature is 1 unless the file says another. A value
+    that is no valid setting is left out.
+    """
+    if folder is None:
+        return {}
+    try:
+        file = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(file, dict):
+        return {}
+    found = {name: file[name] for name, neutral in _NEUTRAL.items() if file.get(name) not in (None, neutral)}
+    found = {name: value for name, value in found.items() if _is_valid(name, value)}
+    if file.get("do_sample") is False:
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"} | {"temperature": 0.0}
+    elif file.get("do_sample") is True:
+        found.setdefault("temperature", 1.0)
+    if "repetition_penalty" in found:
+        found["repetition_context_size"] = None  # as in transformers, the whole text
+    return found
+
+
+def defaults_message(model: str, defaults: Mapping[str, Any], given: Container[str]) -> str | None:
+    """The defaults that a model's files set, without the `given` ones, as a message; None if none is left."""
+    used = {name: value for name, value in defaults.items() if name not in given and value is not None}
+    listed = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in used.items())
+    if not used:
+        return None
+    return f"{model}: its generation_config.json sets {listed} (--generation-config none ignores it)"
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    try:
+        settings_from({name: value})
+    except SettingsError:
+        return False
+    return True
 
 
 def check_folder(role: str, name: str, folder: Path) -> None:

@@ -41,6 +41,7 @@ from runtime.loading.gguf.names import is_gguf, model_in
 from runtime.loading.model_files import check_folder, config_in, folder_of, load_error, load_errors, name_of
 from runtime.loading.model_reading import read_model
 from runtime.loading.model_spec import ModelSpec
+from runtime.loading.named_models import named_model
 from runtime.loading.tokenizers import wrapped
 from runtime.loading.vocabularies import vocabulary_map
 
@@ -136,6 +137,8 @@ def check_source(role: str, source: Any) -> Source:
         raise SettingsError(
             f"{role} must be a path, a hub id, a ModelSpec or a pair (model, tokenizer), got {shown(source)}"
         )
+    if role == "target" and (named := named_model(source)) is not None:
+        return named.target
     if source == NGRAM:
         raise SettingsError(f'{role} must be a model here, and "ngram" has none: it is how to draft without one')
     path = Path(source).expanduser()

@@ -148,6 +148,7 @@ def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
 
 @sweep("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["doctor"], ["bench"]])
 def test_a_bad_option_is_refused_in_flags_before_a_model_is_loaded(command: list[str], capfd: Any) -> None:
+    command = [*command, "--target", "demo"]
     assert ran(capfd, *command, "--rewind", "never", status=2).err == (
         "outrider: error: --rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'\n"
     )

