@@ -18,7 +18,7 @@ from actors.actor import Actor, ActorSession, Mailbox
 from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
-from protocol.copying import MAX_MATCH, Copied, CopyIndex
+from protocol.copying import MAX_MATCH, CopyIndex
 from protocol.draft_plan import Need, Waiting, next_job
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
@@ -170,23 +170,11 @@ class DrafterSession(ActorSession):
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and only if there
         # is no model, which would guess better.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
-        for copied in self._longest_copy(num_tokens, shortest):
+        for copied in self.index.lookup(num_tokens, shortest=shortest):
             confidence = copied.confidence
             yield Guess(copied.token, confidence, rank=COPIED - copied.kind, raw=confidence)
             if copied.token in self.shared.opened.stop_tokens:
                 return
-
-    def _longest_copy(self, num_tokens: int, shortest: int) -> Iterator[Copied]:
-        """What followed in the text itself; or in other texts, if more of this text's last tokens occur there."""
-        own, find_copy = self.index.lookup(num_tokens, shortest=shortest), self.shared.find_copy
-        if find_copy is None:
-            return own
-        if (first := next(own, None)) is not None:
-            own, shortest = itertools.chain((first,), own), first.match_length + 1
-        # In other texts, a match of one token says too little.
-        foreign = find_copy(self.state.committed, num_tokens, max(2, shortest))
-        longer = None if shortest > MAX_MATCH else next(foreign, None)
-        return own if longer is None else itertools.chain((longer,), foreign)
 
     @property
     def max_proposal(self) -> int:

@@ -11,8 +11,9 @@ from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings
 
-# Flags of mlx-lm's commands for which Outrider has something else.
+# What to use in place of flags of mlx-lm's commands and of earlier versions.
 _REPLACEMENTS = {
+    "--copy-corpus": "it was removed; drafts are copied from the stream's own text",
     "--extra-eos-token": "--stop ends a text at a string",
     "--ignore-chat-template": "--raw leaves the chat template out",
     "--image": "models read text alone",

@@ -730,7 +730,6 @@ async def simulated(
     chains: bool | None = None,
     report_delay: Callable[[], float] | None = None,
     defaults: Mapping[str, Any] | None = None,
-    copy_corpus: int = 0,
 ) -> AsyncIterator[Simulation]:
     """A runtime over scripted models in simulated time; needs an autojumping clock.
 
@@ -751,7 +750,6 @@ async def simulated(
         report_delay: called for each draft step and plain pass; the seconds until trio's thread hears of it. None for
             no delay.
         defaults: settings that streams have by default.
-        copy_corpus: size limit of the corpus.
     """
     trio._core._run._r.seed(schedule)
     price = price or priced()
@@ -778,7 +776,6 @@ async def simulated(
             prefix_cache_bytes=prefix_cache_bytes,
             chains=chains,
             defaults=defaults,
-            copy_corpus=copy_corpus,
         ) as runtime:
             simulation = Simulation(runtime, target, draft_model, target_worker, draft_worker)
             events.listen(simulation.events.append)
