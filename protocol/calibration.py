@@ -61,23 +61,25 @@ class _Curve:
 
 
 @attrs.define
-class MeanAcceptance:
-    """How often the drafter's own choice was right, whatever its confidence.
+class Calibration:
+    """What is known of one drafter's confidence under one acceptance rule: a curve by kind of copy and staleness.
 
     Attributes:
         memory: observations over which `mean_acceptance` is averaged.
-        mean_acceptance: probability, in [0, 1], that the drafter's own choice is right where its confidence is not
-            known yet.
+        mean_acceptance: how often, recently, the drafter's own choice was right, whatever its confidence; in [0, 1].
+        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in
+            [0, 1]; 1 if it was not measured.
     """
 
     memory: float = 30.0
     mean_acceptance: float = PRIOR_ACCEPTANCE
+    trust: float = 1.0
     _weight: float = PRIOR_WEIGHT
+    _curves: dict[tuple[int | None, int], _Curve] = attrs.field(factory=dict)
 
-    def average(self, right: float) -> None:
-        """Add a choice: 1 if it was right, 0 if not; the probability that it was, if that is all that is known."""
-        self._weight = min(self.memory, self._weight + 1.0)
-        self.mean_acceptance += (right - self.mean_acceptance) / self._weight
+    def __call__(self, copy_kind: int | None, raw: float, staleness: int = 0) -> float:
+        """The modelled probability, in (0, 1), that a guess of this kind, confidence and staleness is right."""
+        return self._curve(copy_kind, staleness)(raw)
 
     def begin_text(self) -> None:
         """Move the mean acceptance towards the prior: the latest observations are about the last text, not this one."""
@@ -85,68 +87,28 @@ class MeanAcceptance:
             self._weight = NEW_TEXT_WEIGHT
             self.mean_acceptance += (PRIOR_ACCEPTANCE - self.mean_acceptance) / 4
 
-
-@attrs.define
-class Calibration(MeanAcceptance):
-    """What is known of one drafter's confidence under one acceptance rule: a curve by rank of guess and staleness.
-
-    Attributes:
-        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in
-            [0, 1]; 1 if it was not measured. By the bit length of how many texts shared passes.
-    """
-
-    trust: dict[int, float] = attrs.field(factory=dict)
-    _curves: dict[tuple[int, int], _Curve] = attrs.field(factory=dict)
-    _means: dict[int, MeanAcceptance] = attrs.field(factory=dict)  # by class of staleness
-
-    def begin_text(self) -> None:
-        MeanAcceptance.begin_text(self)
-        for mean in self._means.values():
-            mean.begin_text()
-
-    def __call__(self, rank: int, raw: float, staleness: int = 0) -> float:
-        """The modelled probability, in (0, 1), that a guess of this rank, confidence and staleness is right."""
-        return self._curve(rank, staleness)(raw)
-
-    def expected(self, staleness: int) -> float:
-        """How likely the drafter's choice is right at this staleness, or at the next lower one seen; in [0, 1]."""
-        for known in range(_staleness_class(staleness), -1, -1):
-            if known in self._means:
-                return self._means[known].mean_acceptance
-        return self.mean_acceptance
-
     def snapshot(self) -> Calibration:
         """A copy that does not change with later observations."""
-        curves = {key: curve.snapshot() for key, curve in self._curves.items()}
-        means = {known: attrs.evolve(mean) for known, mean in self._means.items()}
-        return attrs.evolve(self, curves=curves, means=means)
+        return attrs.evolve(self, curves={key: curve.snapshot() for key, curve in self._curves.items()})
 
     def observe(self, guess: Guess, was_right: bool) -> None:
         """Learn from a guess that was checked against the committed text."""
-        self._curve(guess.rank, guess.staleness).observe(guess.raw, was_right)
-        if guess.rank == 0:
-            self._average(float(was_right), guess.staleness)
-
-    def observe_dropped(self, guess: Guess, was_right: bool) -> None:
-        """Learn from a guess that was dropped because a fresher one took its place."""
-        self._curve(guess.rank, guess.staleness).observe(guess.raw, was_right)
-        if guess.rank == 0:
-            self._mean_of(guess.staleness).average(float(was_right))
+        self._curve(guess.copy_kind, guess.staleness).observe(guess.raw, was_right)
+        if not guess.is_copied:
+            self.average(float(was_right))
 
     def observe_unjudged(self, raw: float) -> None:
         """Count a choice with this confidence if it is unknown whether it would have been accepted."""
-        self._average(self(0, raw), 0)
-        self._curve(0, 0).fade_shift()
+        self.average(self(None, raw))
+        self._curve(None, 0).fade_shift()
 
-    def _average(self, right: float, staleness: int) -> None:
-        self.average(right)
-        self._mean_of(staleness).average(right)
+    def average(self, right: float) -> None:
+        """Add a choice to the mean: 1 if it was right, 0 if not; the probability that it was, if only that is known."""
+        self._weight = min(self.memory, self._weight + 1.0)
+        self.mean_acceptance += (right - self.mean_acceptance) / self._weight
 
-    def _mean_of(self, staleness: int) -> MeanAcceptance:
-        return self._means.setdefault(_staleness_class(staleness), MeanAcceptance(self.memory))
-
-    def _curve(self, rank: int, staleness: int) -> _Curve:
-        return self._curves.setdefault((rank, _staleness_class(staleness)), _Curve())
+    def _curve(self, copy_kind: int | None, staleness: int) -> _Curve:
+        return self._curves.setdefault((copy_kind, _staleness_class(staleness)), _Curve())
 
 
 def _staleness_class(staleness: int) -> int:

@@ -131,8 +131,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if session.rests_unread is None:
                 session.rests_unread = self._rests_unread(session)
             if session.rests_unread and not (session.is_ready or session.is_late):
-                if not session.is_indexed:
-                    return Need.READ
                 self._rest_unread(session)
             if session.is_ready and self._is_left_alone(session):
                 return None
@@ -147,7 +145,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                     self._rest(session, ROUNDS_WITHOUT_FEATURES)
                 return None
             session.has_read_prompt = len(session.cached_tokens) >= session.shared.opened.num_read
-        if not session.has_read_prompt or session.reading is not None or not session.is_indexed:
+        if not session.has_read_prompt or session.reading is not None:
             return Need.READ
         if not session.is_ready:
             if session.num_behind > MAX_BEHIND_WHEN_READY:
@@ -186,9 +184,13 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._say_ready(session)
         self._rest(session)
 
-    def _rests_on(self, session: DraftSession) -> bool:
-        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first."""
-        if session.policy.should_rest_on(session.num_behind):
+    def _rests_on(self, session: DraftSession, num_rounds: int) -> bool:
+        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first.
+
+        Args:
+            num_rounds: see `Policy.should_rest_on`.
+        """
+        if session.policy.should_rest_on(session.num_behind, num_rounds):
             return True
         session.catches_up = session.num_behind > MAX_UNREAD
         return session.catches_up
@@ -198,10 +200,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.only_copies and session.state.phase is not SessionPhase.RESTING:
             session.catches_up = False
             return False
-        # Asked only until the answer is yes, which the policy charges to its probe budget.
         if not session.catches_up:
-            num_rounds, session.num_uncounted = session.num_uncounted, 0
-            session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
+            num_generated = min(session.num_behind, session.state.num_generated)
+            session.catches_up = session.policy.should_catch_up(session.num_behind, num_generated)
         return not session.catches_up
 
     @property
@@ -213,9 +214,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     async def _prepare(self, session: DraftSession, need: Need) -> None:
         sequence = session.sequence
         read: Job[Any] | None = None
-        if sequence is None and need is Need.READ:
-            await self._index(session)
-        elif sequence is None:
+        if sequence is None:
             await self._open_sequence(session)
             session.hand_over_features()
         elif not session.has_read_prompt:
@@ -224,8 +223,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             read = await prefill_chunk(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
         elif session.reading is not None:
             await self._hand_on(session)
-        elif not session.is_indexed:
-            await self._index(session)
         elif session.catches_up and not session.reads_again and session.num_behind <= MAX_UNREAD:
             session.catches_up = False
             await self._catch_up(session)
@@ -310,7 +307,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             len(session.state.committed),
             session.shared,
             self._target_vocab_size,
-            session.policy.num_guesses,
             self.worker.clock,
             self.chains,
             self._max_drawn_from,
@@ -361,7 +357,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 return
 
     def _drafted(self, session: DraftSession, result: PartResult, next_ends_s: tuple[float, float] | None) -> None:
-        """Add the guesses of a finished draft step to the tree. The step that follows it drafts after the first guess.
+        """Add the guess of a finished draft step to the tree. The step that follows it drafts after that guess.
 
         Args:
             next_ends_s: see `_step_ends_s`; None if no step follows.
@@ -376,7 +372,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 session.goes_alone = False
                 # A verdict may have dropped the node from the tree meanwhile.
                 if node is not None and node.alive:
-                    choice = session.tree.expand(node, *session.calibrated(step.guesses))
+                    choice = session.tree.expand(node, session.calibrated(step.guess))
                     # A copied token may have been drafted after before it was drafted itself.
                     next_node = None if choice.is_expanded else choice
             case NotFed():
@@ -553,7 +549,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _receive_verdict(self, session: DraftSession, verdict: Verdict | Rested) -> None:
         """Advance over a verdict's commit, and begin the drafter's turn."""
         was_resting, proposal = session.state.phase is SessionPhase.RESTING, session.state.outstanding
-        round_before = session.state.round
         if (commit := self._follow(session, verdict)) is None:
             return
         if commit.finish_reason is not None:
@@ -568,24 +563,19 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.is_ready and not (session.is_late and num_proposed > 0):
             return
         if was_resting:
-            session.num_uncounted += session.state.round - round_before
             is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
             if is_near_end:
                 if session.has_worthwhile_copy(self.worker.clock()):
                     session.only_copies, session.num_idle_rounds = True, 0
-                elif self._rests_on(session):
+                elif self._rests_on(session, session.num_rested):
                     self._rest(session)
         elif session.only_copies:
-            session.num_uncounted += 1
             if session.state.round % self.rest_rounds == 0:
-                session.only_copies = self._rests_on(session)
+                session.only_copies = self._rests_on(session, self.rest_rounds)
         else:
-            now_s = self.worker.clock()
-            was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))
             if session.policy.works_ahead:
                 # A miss costs the target no more than a hit if it has passes of other sessions to do.
-                was_hidden = (was_hit and not was_dropped) or self._target_queue.is_busy
-                self.prices.hit_rate.observe(float(was_hidden))
+                self.prices.hit_rate.observe(float(was_hit or self._target_queue.is_busy))
             self._count_hit(session, verdict.round, was_hit)
         self._begin_turn(session)
         self._reconsider(session)

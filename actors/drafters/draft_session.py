@@ -29,7 +29,6 @@ class DraftSession(DrafterSession):
         catches_up: whether the drafter is to read, during a rest, what the target has committed.
         was_prompt_cached: whether the target had the whole prompt cached, and so has no features of it.
         rests_unread: whether it began with a rest, in which its prompt was not read; None until that is decided.
-        num_uncounted: rounds of a rest since the policy was last asked whether to catch up.
         node: the node to draft after next, as of the last look.
     """
 
@@ -43,11 +42,9 @@ class DraftSession(DrafterSession):
         self.only_copies = False
         self.was_prompt_cached = False
         self.rests_unread: bool | None = None
-        self.num_uncounted = 0
         self.node: Node | None = None
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
-        self._dropped: tuple[Guess, ...] = ()  # guesses at the next token that `drop_stale` dropped
 
     def take_features(self, features: Features | None) -> None:
         """Take the target's features, if a message had some."""
@@ -126,31 +123,14 @@ class DraftSession(DrafterSession):
         """Whether a copy could be proposed now without the model."""
         return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(self.view(now_s)))
 
-    def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
-        """Drop what was drafted ahead, if the policy would rather draft anew on the hidden states that have come since.
-
-        Returns: whether it was dropped.
-        """
-        if self.state.phase is not SessionPhase.PROPOSING:
-            return False
-        num_to_refresh = self._num_to_refresh
-        if num_to_refresh == 0 or not self.policy.drops_stale(self.view(now_s, queue_slack_s, num_to_refresh)):
-            return False
-        self._dropped = self.tree.drop_ahead()
-        self.tree.copy(self._copied)
-        return True
-
     def learn(self, commit: Commit, num_judged: int) -> None:
         """Calibrate the drafter's confidence with the guesses that a commit has proved right or wrong."""
         if not isinstance(self.policy, AutoPolicy):
             return
         by_match = self.shared.opened.settings.rule == "match"
-        dropped, self._dropped = self._dropped, ()
-        for guess in dropped if by_match else ():
-            self.policy.calibration.observe_dropped(guess, guess.token == commit.tokens[0])
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
             # A draw that was not judged might have been accepted even if it differs from the committed token.
-            if by_match or guess.rank != 0 or index < num_judged:
+            if by_match or index < num_judged:
                 self.policy.calibration.observe(guess, was_right)
 
     def learn_caught_up(self, start: int, guessed: Sequence[tuple[int, float]]) -> None:
@@ -164,22 +144,9 @@ class DraftSession(DrafterSession):
             else:
                 self.policy.calibration.observe_unjudged(raw)
 
-    def calibrated(self, guesses: tuple[Guess, ...]) -> tuple[Guess, ...]:
-        """Guesses with the confidence that the calibration gives them."""
-        return self.policy.drafted(guesses) if isinstance(self.policy, AutoPolicy) else guesses
-
-    @property
-    def _num_to_refresh(self) -> int:
-        if (reader := self._reader) is None or self.sequence is None:
-            return 0
-        choice = self.tree.root.choice
-        if choice is None or not self.tree.is_stale(choice):
-            return 0
-        assert choice.best is not None
-        committed = self.state.committed
-        if len(committed) - 1 - reader.num_given >= choice.best.staleness:
-            return 0
-        return len(committed) - min(self.cached_tokens.plan(committed).keep, self.sequence.length)
+    def calibrated(self, guess: Guess) -> Guess:
+        """A guess with the confidence that the calibration gives it."""
+        return self.policy.drafted(guess) if isinstance(self.policy, AutoPolicy) else guess
 
     def num_to_feed(self, node: Node) -> int:
         return len(self.cached_tokens.plan(self.state.committed, self.tree.path(node)).feed)

@@ -12,17 +12,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, TypeVar
 
-import trio
-
 from actors.actor import Actor, ActorSession, Mailbox
 from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
-from protocol.copying import MAX_MATCH, CopyIndex
+from protocol.copying import MAX_MATCH, CopySearch
 from protocol.draft_plan import Need, Waiting, next_job
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
-from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
+from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.messages import Message, Proposal, Rest, Rested, Verdict
 from protocol.open_options import WorkAhead
 from protocol.prices import Prices
@@ -32,9 +30,6 @@ from protocol.trace import Event
 
 logger = logging.getLogger("outrider")
 
-# Tokens that are indexed between two checkpoints, in a few milliseconds for which trio runs nothing else; and how often
-# in a row before other sessions have a turn.
-TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
 # A drafter that only copies rests after this many rounds in a row without a copy. In a rest, the target goes on without
 # waiting for an answer, but the next proposal may come a little late.
 MAX_IDLE_ROUNDS = 8
@@ -54,7 +49,7 @@ class DrafterSession(ActorSession):
 
     Attributes:
         policy: decides how far to draft and what to propose.
-        index: finds earlier occurrences of the text's end.
+        search: finds earlier occurrences of the text's end; None if nothing is copied.
         has_model: whether it can go on where a copy ends.
         tree: the guesses that continue the committed text.
         is_ready: whether the drafter has read the text, and the target waits for its proposals.
@@ -72,9 +67,9 @@ class DrafterSession(ActorSession):
         super().__init__(shared)
         opened = shared.opened
         self.policy = policy
-        self.index = CopyIndex()
-        self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.has_model = has_model
+        self.search = self._new_search() if self.copies else None
+        self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.is_ready = False
         self.is_leaving = self.goes_alone = False
         self.need: Need | None = None
@@ -99,27 +94,16 @@ class DrafterSession(ActorSession):
         """Whether tokens are copied; not if the user has fixed the lookahead of a draft model."""
         return not self.has_model or isinstance(self.policy, AutoPolicy)
 
-    @property
-    def is_indexed(self) -> bool:
-        """Whether the index has all of the text and of the user's prediction; always true if nothing is copied."""
-        index, num_reference = self.index, self._num_reference
-        return not self.copies or (len(index) >= len(self.state.committed) and index.num_reference >= num_reference)
-
-    @property
-    def _num_reference(self) -> int:
-        opened = self.shared.opened
-        prediction = opened.settings.prediction
-        return len(prediction) + min(MAX_MATCH, len(opened.prompt)) if prediction else 0
-
-    def index_some(self) -> None:
-        """Add a few hundred tokens to the index: first the user's prediction, then the committed text."""
-        opened = self.shared.opened
-        if (start := self.index.num_reference) < self._num_reference:
-            # With the end of the prompt before it, the prediction is found as soon as the text begins.
-            reference = (*opened.prompt[-MAX_MATCH:], *opened.settings.prediction)
-            self.index.append_reference(reference[start : start + TOKENS_PER_INDEXING])
-            return
-        self.index.append(self.state.committed[len(self.index) : len(self.index) + TOKENS_PER_INDEXING])
+    def _new_search(self) -> CopySearch:
+        """The search in the prompt; before it, in the user's prediction, if there is one."""
+        prompt, prediction = self.shared.opened.prompt, self.shared.opened.settings.prediction
+        search = CopySearch()
+        if prediction:
+            # With the end of the prompt before it, the prediction is found as soon as the answer begins.
+            search.append(prompt[-MAX_MATCH:])
+            search.append(prediction)
+        search.append(prompt)
+        return search
 
     def follow(self, commit: Commit) -> bool:
         """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
@@ -135,9 +119,8 @@ class DrafterSession(ActorSession):
                 if not was_right:
                     break
         was_hit = self.tree.advance(commit.tokens)
-        # If the text is not indexed yet, this commit will be indexed with it.
-        if self.copies and len(self.index) == commit.start:
-            self.index.append(commit.tokens)
+        if self.search is not None:
+            self.search.append(commit.tokens)
             self.copy()
         return was_hit
 
@@ -170,9 +153,9 @@ class DrafterSession(ActorSession):
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and only if there
         # is no model, which would guess better.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
-        for copied in self.index.lookup(num_tokens, shortest=shortest):
+        for copied in self.search.lookup(num_tokens, shortest=shortest):
             confidence = copied.confidence
-            yield Guess(copied.token, confidence, rank=COPIED - copied.kind, raw=confidence)
+            yield Guess(copied.token, confidence, raw=confidence, copy_kind=copied.kind)
             if copied.token in self.shared.opened.stop_tokens:
                 return
 
@@ -195,9 +178,7 @@ class DrafterSession(ActorSession):
         """How many tokens must be fed to draft after a node."""
         return 0
 
-    def view(
-        self, now_s: float, queue_slack_s: float = 0.0, num_to_refresh: int = 0, *, may_draft: bool = True
-    ) -> PolicyView:
+    def view(self, now_s: float, queue_slack_s: float = 0.0, *, may_draft: bool = True) -> PolicyView:
         """What the policy may look at now; with `may_draft` False, only what has been drafted by now counts."""
         part, is_verifying = self.part, self.state.phase is SessionPhase.VERIFYING
         return PolicyView(
@@ -211,7 +192,6 @@ class DrafterSession(ActorSession):
             None if part is None else part.node,
             0.0 if part is None else part.expected_end_s,
             queue_slack_s,
-            num_to_refresh,
         )
 
     def proposal(self, nodes: list[Node]) -> Proposal:
@@ -333,7 +313,6 @@ class Drafter(Actor[S]):
     def _need(self, session: S) -> Need | None:
         """What there is to do for a session that has not been left. Never waits."""
 
-    @abstractmethod
     async def _prepare(self, session: S, need: Need) -> None:
         """Open a session's cache, or read some of its text."""
 
@@ -344,14 +323,6 @@ class Drafter(Actor[S]):
     def _limits(self) -> tuple[int, int]:
         """Most sessions in the next draft step, and the tokens that may be read while it waits; see `next_job`."""
         return 1, 1
-
-    async def _index(self, session: S) -> None:
-        """Add some of a session's text to its index."""
-        for _ in range(INDEXINGS_PER_TURN):
-            if session.is_indexed or session.has_left:
-                return
-            session.index_some()
-            await trio.lowlevel.checkpoint()
 
     # --- sessions ---------------------------------------------------------------------------------
 

@@ -53,18 +53,12 @@ class LookupActor(Drafter[DrafterSession]):
         return DrafterSession(shared, policy, has_model=False)
 
     def _need(self, session: DrafterSession) -> Need | None:
-        if session.is_ready:
-            return None
-        if not session.is_indexed:
-            return Need.READ
-        session.is_ready = True
-        session.copy()
-        self._target.send_nowait(Ready(session.id))
-        self._answer(session)
+        if not session.is_ready:
+            session.is_ready = True
+            session.copy()
+            self._target.send_nowait(Ready(session.id))
+            self._answer(session)
         return None
-
-    async def _prepare(self, session: DrafterSession, need: Need) -> None:
-        await self._index(session)
 
     def _receive(self, session: DrafterSession, message: Message) -> None:
         match message:

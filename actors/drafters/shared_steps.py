@@ -5,7 +5,7 @@ A text takes part until its draft budget is spent, or it is interrupted; the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from actors.drafters.draft_steps import (
 from actors.model import Feed, Model, feed_each
 from actors.sampling.logits_pipeline import by_kind
 from actors.workers.worker import Job, Step
-from protocol.lookahead_tree import Node
+from protocol.lookahead_tree import Guess, Node
 from protocol.session_state import SessionPhase
 from protocol.trace import Share
 
@@ -115,15 +115,15 @@ class SharedSteps:
         Raises: whatever their pass raises.
         """
         prepared = {part: outcome.capture(_prepare, part) for part in parts}
-        lazies = self._guesses(
+        guesses = self._guesses(
             [each for each, found in prepared.items() if isinstance(found, outcome.Value) and found.value is None]
         )
         results: PartResults = []
         for part, hindrance in prepared.items():
-            if part not in lazies:
+            if part not in guesses:
                 results.append(PartResult(part, cast("outcome.Outcome[StepOutcome]", hindrance), False))
                 continue
-            concluded = outcome.capture(_conclude, part, lazies[part])
+            concluded = outcome.capture(_conclude, part, guesses[part])
             if isinstance(concluded, outcome.Error):
                 results.append(PartResult(part, concluded, False))
                 continue
@@ -137,8 +137,8 @@ class SharedSteps:
         shares = tuple(part.share for part in going_on)
         return Step(results, partial(self.together, going_on), sum(share.num_tokens for share in shares), shares)
 
-    def _guesses(self, parts: Sequence[DraftPart]) -> dict[DraftPart, outcome.Outcome[LazyGuesses]]:
-        """Feed the texts in one pass, and evaluate their guesses."""
+    def _guesses(self, parts: Sequence[DraftPart]) -> dict[DraftPart, outcome.Outcome[Guess]]:
+        """Feed the texts in one pass, and read their guesses."""
         if not parts:
             return {}
         try:
@@ -148,7 +148,7 @@ class SharedSteps:
                 # User code is called with evaluated arrays, so that it is not blamed for a pass that fails.
                 mx.eval(logits)
             lazies = _lazies(parts, logits)
-            mx.eval([lazy.value.arrays() for lazy in lazies.values() if isinstance(lazy, outcome.Value)])
+            mx.eval([lazy.value.arrays() for _, lazy in lazies if isinstance(lazy, outcome.Value)])
         except BaseException:
             # What is in the caches now is not known. Nobody has seen a token that was drawn from these logits, so when
             # the texts draw again, it is as if for the first time.
@@ -156,7 +156,10 @@ class SharedSteps:
             for part in parts:
                 part.draft_steps.sequence.forget()
             raise
-        return lazies
+        guesses: dict[DraftPart, outcome.Outcome[Guess]] = {}
+        for together, lazy in lazies:
+            guesses.update(zip(together, _read(together, lazy), strict=True))
+        return guesses
 
     def _can_share(self, num_texts: int) -> bool:
         if num_texts > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
@@ -168,28 +171,37 @@ def _prepare(part: DraftPart) -> NotFed | None:
     return part.draft_steps.prepare(part.step.plan)
 
 
-def _lazies(parts: Sequence[DraftPart], logits: Sequence[mx.array]) -> dict[DraftPart, outcome.Outcome[LazyGuesses]]:
+def _lazies(
+    parts: Sequence[DraftPart], logits: Sequence[mx.array]
+) -> list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]]:
     """The guesses of texts of one kind by one set of array operations, and those of others each by itself."""
-    lazies: dict[DraftPart, outcome.Outcome[LazyGuesses]] = {}
+    lazies: list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]] = []
     for kind, indices in by_kind([part.draft_steps.kind for part in parts]).items():
+        together, rows = [parts[index] for index in indices], [logits[index] for index in indices]
         if isinstance(kind, int):
-            lazies[parts[kind]] = outcome.capture(_guess, parts[kind], logits[kind])
+            part, step = together[0], together[0].step
+            guess = part.draft_steps.guess
+            lazies.append((together, outcome.capture(guess, rows[0], part.position, step.trail, step.history)))
             continue
-        together = [parts[index] for index in indices]
         steps, positions = [part.draft_steps for part in together], [part.position for part in together]
-        found = guesses_together(steps, [logits[index] for index in indices], positions)
-        lazies.update((part, outcome.Value(lazy)) for part, lazy in zip(together, found, strict=True))
+        lazies.append((together, outcome.Value(guesses_together(steps, rows, positions))))
     return lazies
 
 
-def _guess(part: DraftPart, rows: mx.array) -> LazyGuesses:
-    step = part.step
-    return part.draft_steps.guess(rows, part.position, step.trail, step.history)
+def _read(parts: Sequence[DraftPart], found: outcome.Outcome[LazyGuesses]) -> Iterator[outcome.Outcome[Guess]]:
+    """The guess of each text, or the error that concerns it alone."""
+    if isinstance(found, outcome.Error):  # of a text by itself
+        yield found
+        return
+    lazy = found.unwrap()
+    for row, (part, guess) in enumerate(zip(parts, lazy.read(), strict=True)):
+        checked = outcome.capture(lazy.logit_check.check, row, part.position, "draft")
+        yield outcome.Value(guess) if isinstance(checked, outcome.Value) else checked
 
 
-def _conclude(part: DraftPart, lazy: outcome.Outcome[LazyGuesses]) -> tuple[Drafted, FollowingStep | None]:
+def _conclude(part: DraftPart, guess: outcome.Outcome[Guess]) -> tuple[Drafted, FollowingStep | None]:
     step = part.step
-    return part.draft_steps.conclude(step.plan, lazy.unwrap(), step.trail, step.history, step.draft_budget)
+    return part.draft_steps.conclude(step.plan, guess.unwrap(), step.trail, step.history, step.draft_budget)
 
 
 def num_rows(job: Job[Any]) -> int:

@@ -95,11 +95,11 @@ class _RestsUntilFarBehind(AutoPolicy):
     def should_rest(self) -> bool:
         return not self.has_rested
 
-    def should_rest_on(self, num_behind: int) -> bool:
+    def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
         self.has_rested = self.has_rested or num_behind > 300
         return not self.has_rested
 
-    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
+    def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
         return False
 
 
