@@ -8,6 +8,7 @@ from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from protocol.auto_policy import AutoPolicy
+from protocol.draft_plan import MAX_BEHIND_WHEN_READY, Facts
 from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Features, Proposal
@@ -20,15 +21,14 @@ class DraftSession(DrafterSession):
 
     Attributes:
         context_length: of the draft model; see `Model.context_length`.
-        is_late: whether the target has stopped waiting for a proposal, although the drafter was ready.
         only_copies: whether the model rests because drafting does not pay, and only copied tokens are proposed.
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
-        reads_again: whether the cache has lost some of the text because a shared pass has failed.
+        has_lost_tokens: whether the cache has lost some of the text because a shared pass has failed.
         catches_up: whether the drafter is to read, during a rest, what the target has committed.
         was_prompt_cached: whether the target had the whole prompt cached, and so has no features of it.
-        rests_unread: whether it began with a rest, in which its prompt was not read; None until that is decided.
+        begins_with_rest: whether it begins with a rest, in which its prompt is not read; None until that is decided.
         node: the node to draft after next, as of the last look.
     """
 
@@ -36,12 +36,11 @@ class DraftSession(DrafterSession):
         super().__init__(shared, policy, has_model=True)
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length
-        self.is_late = False
         self.can_look_ahead = True
-        self.has_read_prompt = self.reads_again = self.catches_up = False
+        self.has_read_prompt = self.has_lost_tokens = self.catches_up = False
         self.only_copies = False
         self.was_prompt_cached = False
-        self.rests_unread: bool | None = None
+        self.begins_with_rest: bool | None = None
         self.node: Node | None = None
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
@@ -63,7 +62,7 @@ class DraftSession(DrafterSession):
     def notice_loss(self) -> bool:
         """See `ActorSession.notice_loss`."""
         was_lost = super().notice_loss()
-        self.reads_again = self.reads_again or was_lost
+        self.has_lost_tokens = self.has_lost_tokens or was_lost
         return was_lost
 
     @property
@@ -96,6 +95,37 @@ class DraftSession(DrafterSession):
     def num_behind(self) -> int:
         """Committed tokens that the draft model has not processed."""
         return len(self.state.committed) - len(self.cached_tokens)
+
+    def facts(self) -> Facts:
+        """What decides on the next step. To be called while no job of the session runs."""
+        if self.sequence is not None:
+            self.notice_loss()
+            self.has_lost_tokens = self.has_lost_tokens and self.num_behind > MAX_BEHIND_WHEN_READY
+            self.has_read_prompt = self.has_read_prompt or (
+                len(self.cached_tokens) >= self.shared.opened.num_read and not self.awaits_features
+            )
+        is_idle = self.only_copies or self.state.phase is SessionPhase.RESTING
+        if not is_idle:
+            self.catches_up = False
+        elif self.is_ready and not self.catches_up:
+            num_generated = min(self.num_behind, self.state.num_generated)
+            self.catches_up = self.policy.should_catch_up(self.num_behind, num_generated)
+        return Facts(
+            turn=self.state.phase,
+            standing=self.standing,
+            is_leaving=self.is_leaving,
+            is_past_context=self.is_past_context,
+            is_open=self.sequence is not None,
+            begins_with_rest=bool(self.begins_with_rest),
+            awaits_features=self.awaits_features and not self.has_read_prompt,
+            lacks_features=self.was_prompt_cached,
+            has_read_prompt=self.has_read_prompt,
+            hands_on=self.reading is not None,
+            has_lost_tokens=self.has_lost_tokens,
+            is_idle=is_idle,
+            catches_up=self.catches_up,
+            num_behind=self.num_behind,
+        )
 
     def next_expansion(self, now_s: float, queue_slack_s: float = 0.0) -> Node | None:
         """The node to draft after next, or None to do nothing until something changes."""

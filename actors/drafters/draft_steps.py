@@ -27,49 +27,54 @@ from protocol.settings import Settings
 
 
 @attrs.frozen
-class Drafted:
-    """The outcome of one draft step: a guess at the token after a text.
+class DraftInput:
+    """What one draft step starts from.
 
     Attributes:
-        guess: the drafter's choice.
-        can_look_ahead: whether the cache could take an uncommitted token now, and drop it again.
-        fed: what the cache was fed since the last outcome. Includes the choice if the step after it was launched.
+        plan: how to bring the cache in line with the text that the drafted token comes after.
+        trail: hash of that text; see `protocol.randomness.further`.
+        history: the end of that text.
+        budget: how far to go on without asking the policy.
     """
-
-    guess: Guess
-    can_look_ahead: bool
-    fed: FeedPlan
-
-
-@attrs.frozen
-class NotFed:
-    """Nothing was fed: the cache could only restore a checkpoint, or could not drop uncommitted tokens again.
-
-    Attributes:
-        length: tokens that the cache holds; fewer than `wanted` after a checkpoint.
-        can_look_ahead: see `Drafted`.
-    """
-
-    length: int
-    wanted: int
-    can_look_ahead: bool
-
-
-StepOutcome = Drafted | NotFed
-
-
-@attrs.frozen
-class FollowingStep:
-    """A step that drafts after the choice of the one before; the arguments of `DraftSteps.begin`."""
 
     plan: FeedPlan
     trail: int
     history: TokenHistory
-    draft_budget: DraftBudget
+    budget: DraftBudget
 
-    def of(self, draft_steps: DraftSteps) -> Callable[[], Step[StepOutcome]]:
-        """The call that takes the step."""
-        return partial(draft_steps.begin, self.plan, self.trail, self.history, self.draft_budget)
+    @property
+    def position(self) -> int:
+        """Position of the token that is drafted."""
+        return self.plan.keep + len(self.plan.feed)
+
+    def following(self, token: int, feed: tuple[int, ...], budget: DraftBudget) -> DraftInput:
+        """The input of the step that drafts after this one's token.
+
+        Args:
+            token: that was drafted.
+            feed: the token, or nothing if it was fed already.
+            budget: that is left.
+        """
+        plan = FeedPlan(self.position + 1 - len(feed), feed)
+        return DraftInput(plan, further(self.trail, token), self.history.appended(token), budget)
+
+
+@attrs.frozen
+class Drafted:
+    """What came of one draft step.
+
+    Attributes:
+        guess: the drafter's choice. None if nothing was fed, because the cache could only restore a checkpoint, or
+            could not drop uncommitted tokens again.
+        fed: what was done to the cache. Includes the choice if the step after it was launched.
+        can_look_ahead: whether the cache could take an uncommitted token now, and drop it again.
+        num_lost: tokens that the cache was to keep, and has lost with the checkpoint.
+    """
+
+    guess: Guess | None
+    fed: FeedPlan
+    can_look_ahead: bool
+    num_lost: int = 0
 
 
 @attrs.frozen
@@ -97,83 +102,66 @@ class DraftSteps:
     chains: bool | None
     max_drawn_from: int | None = None
 
-    def begin(self, plan: FeedPlan, trail: int, history: TokenHistory, draft_budget: DraftBudget) -> Step[StepOutcome]:
+    def begin(self, start: DraftInput) -> Step[Drafted]:
         """Draft one token.
 
-        Args:
-            plan: how to bring the cache in line with the text that the token comes after.
-            trail: hash of that text; see `protocol.randomness.further`.
-            history: the end of that text.
-            draft_budget: how far to go on without asking the policy.
-
-        Returns: the guess, and the next step if the budget allows one; or the reason why nothing was fed.
+        Returns: what came of it, and the next step if the budget allows one.
         Raises: NotANumberError: no token can be chosen from the draft model's logits.
         """
-        if (hindrance := self.prepare(plan)) is not None:
+        if (hindrance := self.prepare(start.plan)) is not None:
             return Step(hindrance)
-        rows = self.sequence.feed(plan.feed, 1)
+        rows = self.sequence.feed(start.plan.feed, 1)
         assert rows is not None
-        lazy = self.guess(rows, plan.keep + len(plan.feed), trail, history)
-        return self.read(plan, lazy, trail, history, draft_budget)
+        return self._read(start, self.guess(rows, start.position, start.trail, start.history))
 
-    def prepare(self, plan: FeedPlan) -> NotFed | None:
-        """Prepare the cache for a step. Returns: the reason why nothing may be fed, or None.
+    def prepare(self, plan: FeedPlan) -> Drafted | None:
+        """Prepare the cache for a step. Returns: what came of a step for which nothing may be fed, or None.
 
         Raises: CacheLostError: a step that the session shared has failed since this one was planned.
         """
         if self.sequence.length < plan.keep:
             raise CacheLostError
         if (length := self.sequence.rewind(plan.keep)) < plan.keep:
-            return NotFed(length, plan.keep, can_look_ahead=True)
+            return Drafted(None, FeedPlan(length, ()), True, num_lost=plan.keep - length)
         position = plan.keep + len(plan.feed)
         if position > self.settled and self.sequence.prepare(len(plan.feed), self.settled) is RewindMode.SINGLE:
-            return NotFed(plan.keep, plan.keep, can_look_ahead=False)
+            return Drafted(None, FeedPlan(plan.keep, ()), False)
         return None
 
-    def read(
-        self, fed: FeedPlan, lazy: LazyGuesses, trail: int, history: TokenHistory, draft_budget: DraftBudget
-    ) -> Step[StepOutcome]:
+    def _read(self, start: DraftInput, lazy: LazyGuesses) -> Step[Drafted]:
         """Read a guess back, and decide whether a step follows. A step that is likely to follow is launched first."""
-        position = fed.keep + len(fed.feed)
-        launched: LazyGuesses | None = None
-        if self._may_chain() and draft_budget.foresees_another(self.clock()) and self._can_look_ahead():
+        position, launched = start.position, None
+        if self._may_chain() and start.budget.foresees_another(self.clock()) and self._can_look_ahead():
             mx.async_eval(*lazy.arrays())
-            launched = self.guess(self.sequence.feed_lazy(lazy.choices), position + 1, 0, history)
+            launched = self.guess(self.sequence.feed_lazy(lazy.choices), position + 1, 0, start.history)
             mx.async_eval(*launched.arrays())
         mx.eval(*lazy.arrays())
-        if launched is None:
-            (guess,) = lazy.read()
-            lazy.logit_check.check(0, position, "draft")
-            drafted, following = self.conclude(fed, guess, trail, history, draft_budget)
-            return Step(drafted, None if following is None else following.of(self))
         (guess,) = lazy.read()
         lazy.logit_check.check(0, position, "draft")
+        if launched is None:
+            drafted, following = self.conclude(start, guess)
+            return Step(drafted, None if following is None else partial(self.begin, following))
         self.sequence.check(position + 1)
         # The launched step has fed the choice, whether or not its own guess will be read.
-        drafted = Drafted(guess, True, FeedPlan(fed.keep, (*fed.feed, guess.token)))
+        drafted = Drafted(guess, FeedPlan(start.plan.keep, (*start.plan.feed, guess.token)), True)
         # Nothing comes after the end of the text.
         if guess.token in self.shared.opened.stop_tokens:
             return Step(drafted)
-        remaining = draft_budget.after(guess, self.clock())
         # Even if the budget is spent: the device works on this step already.
-        plan, trail, history = FeedPlan(position + 1, ()), further(trail, guess.token), history.appended(guess.token)
-        return Step(drafted, partial(self.read, plan, launched, trail, history, remaining or EMPTY_BUDGET))
+        remaining = start.budget.after(guess, self.clock()) or EMPTY_BUDGET
+        return Step(drafted, partial(self._read, start.following(guess.token, (), remaining), launched))
 
-    def conclude(
-        self, fed: FeedPlan, guess: Guess, trail: int, history: TokenHistory, draft_budget: DraftBudget
-    ) -> tuple[Drafted, FollowingStep | None]:
-        """Returns: the outcome of a step with this guess, and the step that follows if the budget allows one."""
-        position, token = fed.keep + len(fed.feed), guess.token
+    def conclude(self, start: DraftInput, guess: Guess) -> tuple[Drafted, DraftInput | None]:
+        """Returns: what came of a step with this guess, and the input of the next one if the budget allows one."""
         # The choice is lost if the check fails, but whether it does never depends on which token was chosen.
-        self.sequence.check(position)
-        drafted = Drafted(guess, self._can_look_ahead(), fed)
+        self.sequence.check(start.position)
+        drafted = Drafted(guess, start.plan, self._can_look_ahead())
         # Nothing comes after the end of the text.
-        if not drafted.can_look_ahead or token in self.shared.opened.stop_tokens:
+        if not drafted.can_look_ahead or guess.token in self.shared.opened.stop_tokens:
             return drafted, None
-        if (remaining := draft_budget.after(guess, self.clock())) is None:
+        if (remaining := start.budget.after(guess, self.clock())) is None:
             return drafted, None
-        plan = FeedPlan(position, (token,))
-        return drafted, FollowingStep(plan, further(trail, token), history.appended(token), remaining)
+        return drafted, start.following(guess.token, (guess.token,), remaining)
 
     def guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
         """A guess at the token at a position, from the draft model's logits (1, V)."""
@@ -206,11 +194,11 @@ class DraftSteps:
         drawn_from = probs if kept is None else Sparse(probs.size, kept[0], probs[kept[0]])
         return LazyGuesses(drawn[None], confidence[None], logit_check, probs=drawn_from)
 
-    def catch_up(self, plan: FeedPlan, num_rows: int, history: TokenHistory) -> list[tuple[int, float]] | NotFed:
+    def catch_up(self, plan: FeedPlan, num_rows: int, history: TokenHistory) -> list[tuple[int, float]] | Drafted:
         """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
 
-        Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or the
-            reason why nothing was fed.
+        Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or what
+            `prepare` returns if nothing may be fed.
 
         Raises:
             NotANumberError: no token can be chosen from some row of the draft model's logits.

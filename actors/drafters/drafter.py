@@ -17,7 +17,7 @@ from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.copying import MAX_MATCH, CopySearch
-from protocol.draft_plan import Need, Waiting, next_job
+from protocol.draft_plan import Standing, Task, Waiting, next_job
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
@@ -52,15 +52,15 @@ class DrafterSession(ActorSession):
         search: finds earlier occurrences of the text's end; None if nothing is copied.
         has_model: whether it can go on where a copy ends.
         tree: the guesses that continue the committed text.
-        is_ready: whether the drafter has read the text, and the target waits for its proposals.
+        standing: whether the target waits for its proposals.
         is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-        need: what there is to do for it, as of the last look; None for nothing until something changes.
+        task: the next job for it, as of the last look; None for none until something changes.
         num_rested: rounds of the last rest.
         num_idle_rounds: rounds in a row in which the target judged no copied token.
         verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
         part: its part in the draft steps under way; None between them.
         goes_alone: whether its next draft step is its own, because one that it shared has failed.
-        since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `need` arose.
+        since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `task` arose.
     """
 
     def __init__(self, shared: Session, policy: Policy, *, has_model: bool) -> None:
@@ -70,9 +70,9 @@ class DrafterSession(ActorSession):
         self.has_model = has_model
         self.search = self._new_search() if self.copies else None
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
-        self.is_ready = False
+        self.standing = Standing.NEW
         self.is_leaving = self.goes_alone = False
-        self.need: Need | None = None
+        self.task: Task | None = None
         self.since = self.num_read_before = self.num_rested = self.num_idle_rounds = 0
         self.verdict_due_s = 0.0
         self.part: DraftPart | None = None
@@ -80,9 +80,19 @@ class DrafterSession(ActorSession):
         self._is_copying = False
 
     def waits(self, num_read: int) -> Waiting:
-        """What it waits for, given the tokens that the drafter has read so far. `need` must not be None."""
-        assert self.need is not None
-        return Waiting(self.need, self.since, num_read - self.num_read_before, self.goes_alone)
+        """What it waits for, given the tokens that the drafter has read so far. `task` must not be None."""
+        assert self.task is not None
+        return Waiting(self.task, self.since, num_read - self.num_read_before, self.goes_alone)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the target waits for proposals."""
+        return self.standing is Standing.READY
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the target has stopped waiting for a proposal, although the drafter was ready."""
+        return self.standing is Standing.LATE
 
     @property
     def has_left(self) -> bool:
@@ -246,14 +256,14 @@ class Drafter(Actor[S]):
         if self._running:
             # The running job may be about to go on for other sessions, or may hang.
             self._take_in()
-            if session.need is not None or (session in self._running and session.has_left):
+            if session.task is not None or (session in self._running and session.has_left):
                 self._is_waited_for()
 
     def _is_waited_for(self) -> None:
         """Called when a session waits for the end of the running job."""
 
     def _take_in(self) -> None:
-        """Find out what the sessions that have changed need, except for those in the running job."""
+        """Find the next tasks of the sessions that have changed, except for those in the running job."""
         waiting = [session for session in self._changed if session not in self._running]
         for session in waiting:
             del self._changed[session]
@@ -261,41 +271,41 @@ class Drafter(Actor[S]):
             if session.id not in self._sessions:
                 continue
             try:
-                need = Need.CLOSE if session.has_left else None if session.is_leaving else self._need(session)
+                task = Task.CLOSE if session.has_left else None if session.is_leaving else self._next_task(session)
             except Exception as error:  # of any kind: it costs speed, never text
                 self._give_up(session, error)
-                need = Need.CLOSE if session.has_left else None
-            if session.need is None:
+                task = Task.CLOSE if session.has_left else None
+            if session.task is None:
                 session.since, session.num_read_before = self._num_jobs, self._num_read
-            session.need = need
+            session.task = task
 
-    def _next_job(self) -> tuple[Need, list[S]] | None:
+    def _next_job(self) -> tuple[Task, list[S]] | None:
         # Whether to draft depends on the time, which has passed since the last look.
-        self._changed.update((session, None) for session in self._sessions.values() if session.need is Need.DRAFT)
+        self._changed.update((session, None) for session in self._sessions.values() if session.task is Task.DRAFT)
         while self._changed:  # a session that is looked at may change others
             self._take_in()
-        waiting = [session for session in self._sessions.values() if session.need is not None]
+        waiting = [session for session in self._sessions.values() if session.task is not None]
         chosen = [waiting[index] for index in next_job([each.waits(self._num_read) for each in waiting], *self._limits)]
-        if not chosen or (need := chosen[0].need) is None:
+        if not chosen or (task := chosen[0].task) is None:
             return None
-        return need, chosen
+        return task, chosen
 
-    async def _work(self, need: Need, sessions: Sequence[S]) -> None:
+    async def _work(self, task: Task, sessions: Sequence[S]) -> None:
         """Do a job, and have its sessions looked at again."""
-        if need in (Need.READ, Need.DRAFT):
+        if not task.is_brief:
             self._num_jobs += 1
         num_cached = len(sessions[0].cached_tokens)
         self._running.update(dict.fromkeys(sessions))
         for session in sessions:
-            session.need = None
+            session.task = None
         try:
-            if need is Need.DRAFT:
+            if task is Task.DRAFT:
                 await self._draft(sessions)
-            elif need is Need.CLOSE:
+            elif task is Task.CLOSE:
                 await self._let_go(sessions[0])
             else:
-                await self._prepare(sessions[0], need)
-                if need is Need.READ:
+                await self._prepare(sessions[0], task)
+                if not task.is_brief:
                     self._num_read += max(0, len(sessions[0].cached_tokens) - num_cached)
         except Exception as error:  # of any kind: it costs speed, never text
             for session in list(self._running):
@@ -310,10 +320,10 @@ class Drafter(Actor[S]):
             self._forget(session)
 
     @abstractmethod
-    def _need(self, session: S) -> Need | None:
-        """What there is to do for a session that has not been left. Never waits."""
+    def _next_task(self, session: S) -> Task | None:
+        """The next job for a session that has not been left, after all that needs no job. Never waits."""
 
-    async def _prepare(self, session: S, need: Need) -> None:
+    async def _prepare(self, session: S, task: Task) -> None:
         """Open a session's cache, or read some of its text."""
 
     async def _draft(self, sessions: Sequence[S]) -> None:

@@ -15,11 +15,9 @@ import outcome
 
 from actors.drafters.draft_steps import (
     Drafted,
+    DraftInput,
     DraftSteps,
-    FollowingStep,
     LazyGuesses,
-    NotFed,
-    StepOutcome,
     guesses_together,
 )
 from actors.model import Feed, Model, feed_each
@@ -37,7 +35,7 @@ class DraftPart:
     Attributes:
         session: of the text.
         draft_steps: of the text.
-        step: the next step. Read and written on the worker's thread once the steps have begun.
+        start: the input of the next step. Read and written on the worker's thread once the steps have begun.
         decided_in: the round of the session and its phase when the policy gave the draft budget.
         alone: whether it has its passes to itself, and its cache stays apart from those of others.
         node: the node that is being drafted after; None if its result is not wanted any more.
@@ -49,7 +47,7 @@ class DraftPart:
 
     session: int
     draft_steps: DraftSteps
-    step: FollowingStep
+    start: DraftInput
     decided_in: tuple[int, SessionPhase]
     alone: bool = False
     node: Node | None = None
@@ -59,14 +57,9 @@ class DraftPart:
     is_interrupted: bool = attrs.field(default=False, init=False)
 
     @property
-    def position(self) -> int:
-        """Position of the token that the next step guesses."""
-        return self.step.plan.keep + len(self.step.plan.feed)
-
-    @property
     def share(self) -> Share:
         """Its part in the next step."""
-        return Share(self.session, self.round, len(self.step.plan.feed))
+        return Share(self.session, self.round, len(self.start.plan.feed))
 
 
 @attrs.frozen
@@ -80,7 +73,7 @@ class PartResult:
     """
 
     part: DraftPart
-    outcome: outcome.Outcome[StepOutcome]
+    outcome: outcome.Outcome[Drafted]
     continues: bool
 
 
@@ -101,9 +94,9 @@ class SharedSteps:
 
     def by_itself(self, part: DraftPart) -> Step[PartResults]:
         """Draft one token for a text whose cache is its own."""
-        return self._of_one(part, part.draft_steps.begin(*attrs.astuple(part.step, recurse=False)))
+        return self._of_one(part, part.draft_steps.begin(part.start))
 
-    def _of_one(self, part: DraftPart, step: Step[StepOutcome]) -> Step[PartResults]:
+    def _of_one(self, part: DraftPart, step: Step[Drafted]) -> Step[PartResults]:
         results = [PartResult(part, outcome.Value(step.result), step.next_call is not None)]
         if (next_call := step.next_call) is None:
             return Step(results)
@@ -121,7 +114,7 @@ class SharedSteps:
         results: PartResults = []
         for part, hindrance in prepared.items():
             if part not in guesses:
-                results.append(PartResult(part, cast("outcome.Outcome[StepOutcome]", hindrance), False))
+                results.append(PartResult(part, cast("outcome.Outcome[Drafted]", hindrance), False))
                 continue
             concluded = outcome.capture(_conclude, part, guesses[part])
             if isinstance(concluded, outcome.Error):
@@ -129,7 +122,7 @@ class SharedSteps:
                 continue
             drafted, following = concluded.unwrap()
             continues = following is not None and not part.is_interrupted
-            part.step = following or part.step
+            part.start = following or part.start
             results.append(PartResult(part, outcome.Value(drafted), continues))
         going_on = [result.part for result in results if result.continues]
         if not going_on:
@@ -142,7 +135,7 @@ class SharedSteps:
         if not parts:
             return {}
         try:
-            feeds = [Feed(part.draft_steps.sequence, part.step.plan.feed, 1, part.alone) for part in parts]
+            feeds = [Feed(part.draft_steps.sequence, part.start.plan.feed, 1, part.alone) for part in parts]
             logits = self._model.feed_together(feeds) if self._can_share(len(feeds)) else feed_each(feeds)
             if any(part.draft_steps.shared.logits_pipeline.runs_user_code for part in parts):
                 # User code is called with evaluated arrays, so that it is not blamed for a pass that fails.
@@ -167,8 +160,8 @@ class SharedSteps:
         return self.num_shared > 1
 
 
-def _prepare(part: DraftPart) -> NotFed | None:
-    return part.draft_steps.prepare(part.step.plan)
+def _prepare(part: DraftPart) -> Drafted | None:
+    return part.draft_steps.prepare(part.start.plan)
 
 
 def _lazies(
@@ -179,11 +172,10 @@ def _lazies(
     for kind, indices in by_kind([part.draft_steps.kind for part in parts]).items():
         together, rows = [parts[index] for index in indices], [logits[index] for index in indices]
         if isinstance(kind, int):
-            part, step = together[0], together[0].step
-            guess = part.draft_steps.guess
-            lazies.append((together, outcome.capture(guess, rows[0], part.position, step.trail, step.history)))
+            start, guess = together[0].start, together[0].draft_steps.guess
+            lazies.append((together, outcome.capture(guess, rows[0], start.position, start.trail, start.history)))
             continue
-        steps, positions = [part.draft_steps for part in together], [part.position for part in together]
+        steps, positions = [part.draft_steps for part in together], [part.start.position for part in together]
         lazies.append((together, outcome.Value(guesses_together(steps, rows, positions))))
     return lazies
 
@@ -195,13 +187,12 @@ def _read(parts: Sequence[DraftPart], found: outcome.Outcome[LazyGuesses]) -> It
         return
     lazy = found.unwrap()
     for row, (part, guess) in enumerate(zip(parts, lazy.read(), strict=True)):
-        checked = outcome.capture(lazy.logit_check.check, row, part.position, "draft")
+        checked = outcome.capture(lazy.logit_check.check, row, part.start.position, "draft")
         yield outcome.Value(guess) if isinstance(checked, outcome.Value) else checked
 
 
-def _conclude(part: DraftPart, guess: outcome.Outcome[Guess]) -> tuple[Drafted, FollowingStep | None]:
-    step = part.step
-    return part.draft_steps.conclude(step.plan, guess.unwrap(), step.trail, step.history, step.draft_budget)
+def _conclude(part: DraftPart, guess: outcome.Outcome[Guess]) -> tuple[Drafted, DraftInput | None]:
+    return part.draft_steps.conclude(part.start, guess.unwrap())
 
 
 def num_rows(job: Job[Any]) -> int:

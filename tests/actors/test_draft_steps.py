@@ -44,7 +44,7 @@ from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
-from actors.drafters.draft_steps import Drafted, DraftSteps, NotFed, guesses_together
+from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps, guesses_together
 from actors.sampling.logits_pipeline import NO_HISTORY
 from actors.session import Session
 from protocol.acceptance import likeliest
@@ -400,21 +400,21 @@ class OnThread:
         while True:
             plan = self.cached_tokens.plan(self.committed, beyond)
             tail = self.session.logits_pipeline.history(self.committed, beyond)
-            step, found = self.steps.begin(plan, 0, tail, DraftBudget(draft_budget)), list[Drafted]()
-            if not isinstance(step.result, NotFed) or not step.result.can_look_ahead:
+            step, found = self.steps.begin(DraftInput(plan, 0, tail, DraftBudget(draft_budget))), list[Drafted]()
+            if step.result.guess is not None or not step.result.can_look_ahead:
                 break
-            self.cached_tokens.rewind(step.result.length)
+            self.cached_tokens.follow(step.result.fed)
             self.sequence.check(len(self.cached_tokens))
-        while isinstance(step.result, Drafted):
+        while step.result.guess is not None:
             found.append(step.result)
             self.cached_tokens.follow(step.result.fed)
             self.sequence.check(len(self.cached_tokens))
             if step.next_call is None or len(found) == max_steps:
                 break
             step = step.next_call()
-        if isinstance(step.result, NotFed):
+        if step.result.guess is None:
             assert not step.result.can_look_ahead
-            self.cached_tokens.rewind(step.result.length)
+            self.cached_tokens.follow(step.result.fed)
         self.sequence.check(len(self.cached_tokens))
         return found
 

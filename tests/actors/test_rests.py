@@ -16,9 +16,10 @@ from scripted import PRICES, ScriptedModel, agreeing, collect, continuation, pri
 from sweeps import sweep
 
 import runtime
-from actors.drafters.draft_actor import MAX_UNREAD, DraftActor
+from actors.drafters.draft_actor import DraftActor
 from actors.workers.worker import Job
 from protocol.auto_policy import AutoPolicy
+from protocol.draft_plan import MAX_UNREAD
 from protocol.messages import TELL_BEFORE_END, Rested, Verdict
 from protocol.trace import Event
 
