@@ -15,10 +15,6 @@ FIRST_KNOT, LAST_KNOT = -4.0, 6.0
 PRIOR_TOSSES = 3.0
 # Observations after which a knot has forgotten all but 1/e.
 KNOT_MEMORY = 100.0
-# How far one surprise shifts all knots, in logits, and the share of that shift which is left after each observation.
-# Texts change their character, and a single knot would take long to notice.
-SHIFT_STEP = 0.15
-SHIFT_KEPT = 0.97
 # The acceptance that is assumed of a drafter before it was tried, and its weight in observations: at first, and again
 # when another text begins. It is optimistic, since a drafter that is never tried is never known.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT, NEW_TEXT_WEIGHT = 0.8, 12.0, 6.0
@@ -32,14 +28,13 @@ class _Curve:
     _offsets: list[float] = attrs.field(factory=lambda: [0.0] * NUM_KNOTS)
     # Fisher information on each offset: p (1 - p), summed over the observations.
     _information: list[float] = attrs.field(factory=lambda: [0.25 * PRIOR_TOSSES] * NUM_KNOTS)
-    _shift: float = 0.0
 
     def __call__(self, raw: float) -> float:
         """The modelled probability, in (0, 1), that a guess with this confidence is right."""
         logit = _logit(raw)
         knot, share = _knot_below(logit)
         offset = (1.0 - share) * self._offsets[knot] + share * self._offsets[knot + 1]
-        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, _expit(logit + offset + self._shift)))
+        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, _expit(logit + offset)))
 
     def observe(self, raw: float, was_right: bool) -> None:
         """Learn from one guess: a step of Newton's method, with the past fading."""
@@ -50,14 +45,9 @@ class _Curve:
         for i, weight in ((knot, 1.0 - share), (knot + 1, share)):
             self._information[i] = prior + keep * (self._information[i] - prior) + weight * information
             self._offsets[i] += weight * surprise / self._information[i]
-        self._shift = SHIFT_KEPT * self._shift + SHIFT_STEP * surprise
 
     def snapshot(self) -> _Curve:
         return attrs.evolve(self, offsets=list(self._offsets), information=list(self._information))
-
-    def fade_shift(self) -> None:
-        """Let the shift fade as it does with an observation."""
-        self._shift *= SHIFT_KEPT
 
 
 @attrs.define
@@ -100,7 +90,6 @@ class Calibration:
     def observe_unjudged(self, raw: float) -> None:
         """Count a choice with this confidence if it is unknown whether it would have been accepted."""
         self.average(self(None, raw))
-        self._curve(None, 0).fade_shift()
 
     def average(self, right: float) -> None:
         """Add a choice to the mean: 1 if it was right, 0 if not; the probability that it was, if only that is known."""

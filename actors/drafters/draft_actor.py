@@ -130,8 +130,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                     self._say_ready(session)
                     self._rest(session, ROUNDS_WITHOUT_FEATURES)
                 case Notice.ANNOUNCE:
-                    if session.copies:
-                        session.copy()
+                    session.copy()
                     self._say_ready(session)
                     self._begin_turn(session)
                 case Task.OPEN:

@@ -135,13 +135,15 @@ class DrafterSession(ActorSession):
         return was_hit
 
     def copy(self) -> None:
-        """Put into the tree what followed an earlier occurrence of the text's last tokens."""
+        """Put into the tree what followed an earlier occurrence of the text's last tokens, if anything is copied."""
         policy = self.policy
+        if self.search is None:
+            return
         # One more token than may be proposed, as a guess at the token that the verdict adds.
         max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
         if self.state.remaining is not None:
             max_tokens = min(max_tokens, self.state.remaining)
-        guesses = self._guesses(max_tokens)
+        guesses = self._guesses(self.search, max_tokens)
         before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
@@ -159,11 +161,11 @@ class DrafterSession(ActorSession):
             self.policy.prices.num_copying += is_copying - self._is_copying
             self._is_copying = is_copying
 
-    def _guesses(self, num_tokens: int) -> Iterator[Guess]:
+    def _guesses(self, search: CopySearch, num_tokens: int) -> Iterator[Guess]:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and only if there
         # is no model, which would guess better.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
-        for copied in self.search.lookup(num_tokens, shortest=shortest):
+        for copied in search.lookup(num_tokens, shortest=shortest):
             confidence = copied.confidence
             yield Guess(copied.token, confidence, raw=confidence, copy_kind=copied.kind)
             if copied.token in self.shared.opened.stop_tokens:

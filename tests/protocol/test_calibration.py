@@ -61,9 +61,6 @@ def test_a_change_is_followed_within_a_few_dozen_observations(before, after):
     taught(calibration, lambda raw: before, 500)
     taught(calibration, lambda raw: after, 50, seed=1)
     assert abs(calibration.mean_acceptance - after) < 0.35 * abs(after - before)
-    # Most of the way, whatever the drafter's own confidence is.
-    for raw in (0.3, 0.6, 0.9):
-        assert abs(calibration(None, raw) - after) < 0.5 * abs(after - before)
 
 
 def test_before_anything_was_seen_the_drafter_is_believed():

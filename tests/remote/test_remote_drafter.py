@@ -12,7 +12,7 @@ import attrs
 import models
 import pytest
 import trio
-from drafted_runtime import PROMPTS, check_greedy, check_reuse, check_seeded, drafted
+from drafted_runtime import PROMPTS, drafted
 from drafters_elsewhere import elsewhere, simulated_worker
 from models import greedy
 from scripted import ids, priced
@@ -247,16 +247,6 @@ async def test_a_drafter_that_is_detached_proposes_what_it_has_drawn(autojump_cl
 # --- trained drafters -----------------------------------------------------------------------------
 
 OFTEN = ("mtp_deep", "dspark", "gemma4")
-
-
-@pytest.mark.slow
-@sweep("kind", ["eagle3", "dflash"])
-async def test_a_trained_drafter_is_given_its_features_there(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
-    target, price = make(kind, tmp_path), priced(draft=1.0, verify=4.0, load=0.0)
-    async with drafted(tmp_path, target, price=price, is_elsewhere=True, max_batch=4) as rt:
-        await check_greedy(rt, target, [3])
-        await check_seeded(rt, 2)
-        await check_reuse(rt, target)
 
 
 @sweep("kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS])
