@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 import trio
 
 from actors.sampling.logits_pipeline import LogitsPipeline
-from protocol.copying import FindCopy
 from protocol.errors import OutriderError
 from protocol.messages import Open
 from protocol.scores import TokenScore
@@ -33,8 +32,6 @@ class Session:
         find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
             string ends the text, if one does.
         on_room: called when the consumer has made room for a commit that did not fit; must not wait.
-        find_copy: finds what may be copied from other texts.
-        on_finished: called with the tokens of a text that has ended by itself, prompt included.
         scores: of the tokens that the session is to score, as far as the target has come.
     """
 
@@ -51,8 +48,6 @@ class Session:
     )
     find_stop: Callable[[Commit], Stop | None] | None = None
     on_room: Callable[[], None] | None = None
-    find_copy: FindCopy | None = attrs.field(default=None, repr=False)
-    on_finished: Callable[[Sequence[int]], None] | None = attrs.field(default=None, repr=False)
     scores: list[TokenScore] = attrs.field(factory=list)
 
     def end(self, error: OutriderError | None = None) -> None:

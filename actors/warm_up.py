@@ -195,7 +195,7 @@ def _pass(sequence: CachedSequence, width: int, *, samples: bool = False) -> Job
         if samples:
             noisy = scores(rows, TEMPERATURE, seed=0, start=0, noise_size=rows.shape[1])
             drawn = draw(distribution(rows[0], TEMPERATURE), key_for(0, Purpose.DRAFT, 0, 0))
-            mx.eval(rows, likeliest(noisy, 1), drawn)
+            mx.eval(rows, *likeliest(noisy), drawn)
         else:
             mx.eval(rows)
 

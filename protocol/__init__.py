@@ -7,7 +7,7 @@ time. The modules, each of which says what it is:
 
 * messages and state of a session: `messages`, `session_state`, `cached_tokens`, `replay`, `leaving`
 * acceptance of drafted tokens: `acceptance`, `randomness`
-* drafting: `lookahead_tree`, `lookahead_policy`, `auto_policy`, `draft_budget`, `draft_plan`, `copying`, `copy_corpus`,
+* drafting: `lookahead_tree`, `lookahead_policy`, `auto_policy`, `draft_budget`, `draft_plan`, `copying`,
   `calibration`, `vocabulary_map`
 * prices and time: `prices`, `pass_price`, `pass_plan`, `target_queue`, `deadlines`, `prefill_chunks`
 * texts and settings: `settings`, `settings_keywords`, `open_options`, `options`, `validation`, `argument_aliases`,

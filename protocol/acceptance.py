@@ -230,19 +230,12 @@ def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions
     return mx.argmax(mx.log(distribution(logits, temperature)) + noise, axis=-1)
 
 
-def likeliest(scores: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The `count` best tokens by scores (n, V), best first, and their softmax probabilities; (n, count), lazy."""
-    remaining = scores.astype(mx.float32)
-    total = mx.logsumexp(remaining, axis=-1, keepdims=True)
-    ids = mx.arange(remaining.shape[1])
-    tokens, probs = [], []
-    for i in range(count):
-        best = mx.argmax(remaining, axis=-1, keepdims=True)
-        tokens.append(best)
-        probs.append(mx.exp(mx.take_along_axis(remaining, best, axis=-1) - total))
-        if i + 1 < count:
-            remaining = mx.where(ids == best, -mx.inf, remaining)
-    return mx.concatenate(tokens, axis=-1), mx.concatenate(probs, axis=-1)
+def likeliest(scores: mx.array) -> tuple[mx.array, mx.array]:
+    """The best token of each row of scores (n, V), and its softmax probability; both (n,), lazy."""
+    scores = scores.astype(mx.float32)
+    best = mx.argmax(scores, axis=-1, keepdims=True)
+    probs = mx.exp(mx.take_along_axis(scores, best, axis=-1) - mx.logsumexp(scores, axis=-1, keepdims=True))
+    return best[:, 0], probs[:, 0]
 
 
 def count_matches(chosen: list[int], drafted: tuple[int, ...]) -> int:

@@ -62,6 +62,7 @@ INSTEAD = {
     "device": _ONE_DEVICE,
     "target_device": _ONE_DEVICE,
     "chat_template": 'give the target as runtime.ModelSpec(path, tokenizer_config={"chat_template": ...})',
+    "copy_corpus": "it was removed; drafts are copied from the stream's own text and its prediction=",
     "continue_final_message": 'give the last message as {"role": "assistant", "content": …, "prefix": True}',
     "prompt_cache": "prompt_cache_file= of a stream reads what mlx-lm has saved; reuse_prefix=True reuses what is read",
     **{name: f"give the model as runtime.ModelSpec(path, {name}=...)" for name in _OF_MODEL_SPEC},

@@ -30,20 +30,18 @@ REST_BELOW, RESUME_ABOVE = 0.99, 1.02
 CATCH_UP_HORIZON = 100.0
 # A rest begins after this many proposals in a row with nothing in them.
 MAX_EMPTY_PROPOSALS = 8
-# The share of the time that may go into finding out whether a rest should end; and how much of that time may be saved
-# up, in plainly decoded tokens.
-PROBE_SHARE, MAX_PROBE_TOKENS = 0.02, 8.0
+# In a rest, the drafter catches up once so many unread tokens were generated, and reading delays the target by at most
+# this share of the time in which they were.
+MIN_CATCH_UP, PROBE_SHARE = 6, 0.02
 # If more than this share of the recent proposals were copied, the measured rate says little about the drafter.
 MAX_COPIED_SHARE = 0.1
 # Rounds of a rest after which a distrust of the price model has faded to 1/e.
 TRUST_MEMORY_ROUNDS = 100.0
-# How many committed tokens to wait for before catching up: at first, and at most.
-MIN_CATCH_UP, MAX_CATCH_UP = 6, 96
 
 
 @attrs.define
 class AutoPolicy:
-    """Five rules over measured prices.
+    """Four rules over measured prices.
 
     *Send or wait*: a proposal grows while `Σ reach > R (ΔT_v + wait)` for the tokens to be added. The left side is how
     many of them are accepted on average; the right side is how many tokens would be decoded otherwise in the time that
@@ -51,8 +49,6 @@ class AutoPolicy:
     *Work ahead or rest*: a node is drafted after if `reach T_d > κ T_d + (1 - reach) overrun`. The left side is the
     time that the step may save, the right side is the time by which it delays the target. `overrun` is how far the
     step would run past the verdict, which then waits for a step that was of no use.
-    *Use or refresh*: after a hit, what a trained drafter has drafted ahead is dropped if drafting anew, on the hidden
-    states that the verdict has brought, promises more although the target waits for it.
     *Copy or draft*: each place of a proposal gets what promises more tokens from there on: a copy, by the reach of its
     own tokens, or a draft, by the mean acceptance. A copy is not delayed for a draft that promises less.
     *Speculate at all*: the target decodes alone while speculating brings less than plain decoding.
@@ -60,18 +56,14 @@ class AutoPolicy:
     Attributes:
         prices: of the runtime.
         calibration: of the drafter, under the session's rule.
-        num_guesses: see `Policy`; with 1 the tree is a single chain.
         works_ahead: see `Policy`; if so, `expansion` decides for each node.
         only_copies: whether only copied tokens are proposed, because there is no model or it rests.
     """
 
     prices: Prices
     calibration: Calibration
-    num_guesses: int = 3
     works_ahead: bool = True
     only_copies: bool = False
-    _probe_budget_s: float = 0.0  # target time that may be lost to catching up in a rest
-    _min_catch_up: int = MIN_CATCH_UP  # committed tokens to wait for before catching up
     _num_empty_proposals: int = 0  # in a row
     _copied_share: Mean = attrs.field(factory=lambda: Mean(memory=30.0))  # of the proposals
 
@@ -133,10 +125,10 @@ class AutoPolicy:
                     return length - 1
         return len(chain)
 
-    def drafted(self, guesses: Iterable[Guess]) -> tuple[Guess, ...]:
-        """A drafter's guesses with the confidence that the calibration gives them, and their worth."""
-        further = self._expected_further()
-        return tuple([self._weighed(guess, guess.staleness, further) for guess in guesses])
+    def drafted(self, guess: Guess) -> Guess:
+        """A drafter's guess with the confidence that the calibration gives it, and its worth."""
+        confidence = self.calibration(None, guess.raw, guess.staleness)
+        return attrs.evolve(guess, confidence=confidence, worth=confidence * (1.0 + self._expected_further()))
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
         """Likewise the guesses of a copy, as far as they might be proposed. No more are taken from the iterable.
@@ -150,7 +142,7 @@ class AutoPolicy:
             reach = 1.0
             for guess in guesses:
                 copied.append(guess)
-                confidences.append(self.calibration(guess.rank, guess.raw))
+                confidences.append(self.calibration(guess.copy_kind, guess.raw))
                 reach *= confidences[-1]
                 yield reach
                 if reach < MIN_REACH:
@@ -164,10 +156,6 @@ class AutoPolicy:
             further = worth if place < num_worthwhile else 0.0
             copied[place] = attrs.evolve(copied[place], confidence=confidences[place], worth=worth)
         return copied
-
-    def _weighed(self, guess: Guess, staleness: int, further: float) -> Guess:
-        confidence = self.calibration(guess.rank, guess.raw, staleness)
-        return attrs.evolve(guess, confidence=confidence, worth=confidence * (1.0 + further))
 
     def _expected_further(self) -> float:
         """Accepted tokens to expect of a drafter after a token that is accepted, if the target waits for its steps."""
@@ -325,59 +313,10 @@ class AutoPolicy:
                 best = max(best, other.open_reach * step_s / other_step_s)
         return best
 
-    def drops_stale(self, view: PolicyView) -> bool:
-        """Whether a fresh proposal is worth more, the wait for it included.
-
-        Only the confidence in the first token that was drafted ahead is considered. The number of tokens after it, and
-        their confidence, depend on which token was drawn, so the rejection rule forbids using them.
-        """
-        choice = view.tree.root.choice
-        if choice is None or choice.best is None or not self.prices.is_known:
-            return False
-        staleness, expected = choice.best.staleness, self.calibration.expected
-        # A fresh draft is assumed to be wrong where the stale one is likely to be, but less often: by the ratio of the
-        # mean error rates of fresh and stale drafts.
-        error_ratio = min(1.0, (1.0 - expected(0)) / max(1.0 - expected(staleness), 1e-9))
-        fresh_reach = 1.0 - error_ratio * (1.0 - choice.reach)
-        step_s = self.prices.draft_share_s(1, beside_target=True)
-        # On average, half of the running draft step is still to come; then one pass drafts anew.
-        refresh_s = step_s / 2 + self.prices.draft_share_s(view.num_to_refresh, beside_target=False)
-        # As many tokens as draft steps fit into a pass of the target, less the one that guessed the target's own token.
-        num_ready = max(1, int(self.prices.verify(self.prices.num_texts) / max(step_s, 1e-9)) - 1)
-        gain_if_used = self._gain_of_chain(view, choice.reach, staleness, num_ready, refresh_s)
-        gain_if_refreshed = self._gain_of_chain(view, fresh_reach, 0, 0, refresh_s)
-        return gain_if_refreshed > gain_if_used
-
-    def _gain_of_chain(
-        self, view: PolicyView, reach: float, staleness: int, num_ready: int, next_token_s: float
-    ) -> float:
-        """As the gain of `_best_length`, for a chain of which only the first token is known.
-
-        Args:
-            reach: of its first token.
-            staleness: likewise.
-            num_ready: how many of its tokens are drafted already.
-            next_token_s: seconds until there is one more.
-        """
-        step_s, drafting_s = self.prices.draft_share_s(1, beside_target=False), 0.0
-        rate, extra_s = self.prices.rate, self.prices.extra_seconds(only_copies=False)
-        best_gain = expected = 0.0
-        for length in range(1, view.max_proposal + 1):
-            if length > num_ready:
-                drafting_s += next_token_s if length == num_ready + 1 else step_s
-            expected += reach
-            cost_s = extra_s(length) + self._target_delay_s(view, drafting_s)
-            best_gain = max(best_gain, expected - rate * cost_s)
-            reach *= self.calibration.expected(staleness + length)
-            if reach < MIN_REACH:
-                break
-        return best_gain
-
     def should_rest(self) -> bool:
         prices, calibration = self.prices, self.calibration
         if not prices.is_known:
             return False
-        self._grow_probe_budget()
         if not prices.speculative_rate:
             prices.reset_speculative_rate()
         if self._num_empty_proposals >= MAX_EMPTY_PROPOSALS:
@@ -388,64 +327,36 @@ class AutoPolicy:
             return False
         speculative_rate = prices.speculative_rate
         if self._copied_share.value > MAX_COPIED_SHARE:
-            speculative_rate = min(speculative_rate, self._trust * modelled_rate)
+            speculative_rate = min(speculative_rate, self.calibration.trust * modelled_rate)
         measured_share = min(1.0, speculative_rate / modelled_rate)
-        self._trust += (measured_share - self._trust) / self._trust_memory
+        self.calibration.trust += (measured_share - self.calibration.trust) / self._trust_memory
         # A few dozen rounds say little where the two rates are close, and the model says more.
-        rate = (speculative_rate + 2 * self._trust * modelled_rate) / 3
+        rate = (speculative_rate + 2 * self.calibration.trust * modelled_rate) / 3
         if rate >= REST_BELOW * prices.plain_rate:
             return False
-        self._trust = measured_share
+        self.calibration.trust = measured_share
         return True
 
     @property
-    def _plain_token_s(self) -> float:
-        """Seconds of a plainly decoded token; 0 before anything was measured."""
-        rate = self.prices.plain_rate
-        return 1.0 / rate if rate > 0.0 else 0.0
-
-    @property
-    def _trust(self) -> float:
-        """`Calibration.trust` for as many texts as there are now."""
-        return self.calibration.trust.get(self.prices.num_texts.bit_length(), 1.0)
-
-    @_trust.setter
-    def _trust(self, trust: float) -> None:
-        self.calibration.trust[self.prices.num_texts.bit_length()] = trust
-
-    @property
     def _trust_memory(self) -> float:
-        """The memory of `_trust`, in rounds of all texts, since they share the calibration."""
+        """The memory of `Calibration.trust`, in rounds of all texts, since they share the calibration."""
         return TRUST_MEMORY_ROUNDS * self.prices.num_texts
 
-    def should_rest_on(self, num_behind: int) -> bool:
-        rate = self._trust * self.prices.modelled_rate(self.calibration.mean_acceptance)
+    def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
+        self.calibration.trust += (1.0 - self.calibration.trust) * min(1.0, num_rounds / self._trust_memory)
+        rate = self.calibration.trust * self.prices.modelled_rate(self.calibration.mean_acceptance)
         if rate <= 0.0:
             return True
         token_s = 1.0 / rate + self.prices.draft_s(num_behind, beside_target=False) / CATCH_UP_HORIZON
         if token_s * self.prices.plain_rate * RESUME_ABOVE > 1.0:
             return True
         self.prices.reset_speculative_rate()
-        self._min_catch_up = MIN_CATCH_UP
         return False
 
-    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
-        self._trust += (1.0 - self._trust) * min(1.0, num_rounds / self._trust_memory)
-        self._grow_probe_budget(num_rounds)
-        cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_tokens, beside_target=True)
-        if num_tokens < self._min_catch_up or cost_s > self._probe_budget_s:
-            return False
-        self._probe_budget_s -= cost_s
-        if cost_s > PROBE_SHARE * num_tokens * self._plain_token_s:
-            # The budget does not grow as fast as probes like this one spend it.
-            self._min_catch_up = min(2 * self._min_catch_up, MAX_CATCH_UP)
-        return True
-
-    def _grow_probe_budget(self, num_rounds: int = 1) -> None:
-        """Add some rounds' share of the time to what may go into finding out whether a rest should end."""
-        token_s = self._plain_token_s
-        grown_s = self._probe_budget_s + num_rounds * PROBE_SHARE * token_s
-        self._probe_budget_s = min(grown_s, MAX_PROBE_TOKENS * token_s)
+    def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
+        cost_s = self.prices.verify.target_slowdown * self.prices.draft_s(num_behind, beside_target=True)
+        plain_s = num_generated / self.prices.plain_rate if self.prices.plain_rate > 0.0 else 0.0
+        return num_generated >= MIN_CATCH_UP and cost_s <= PROBE_SHARE * plain_s
 
 
 def _is_copied(node: Node) -> bool:

@@ -15,10 +15,6 @@ FIRST_KNOT, LAST_KNOT = -4.0, 6.0
 PRIOR_TOSSES = 3.0
 # Observations after which a knot has forgotten all but 1/e.
 KNOT_MEMORY = 100.0
-# How far one surprise shifts all knots, in logits, and the share of that shift which is left after each observation.
-# Texts change their character, and a single knot would take long to notice.
-SHIFT_STEP = 0.15
-SHIFT_KEPT = 0.97
 # The acceptance that is assumed of a drafter before it was tried, and its weight in observations: at first, and again
 # when another text begins. It is optimistic, since a drafter that is never tried is never known.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT, NEW_TEXT_WEIGHT = 0.8, 12.0, 6.0
@@ -32,14 +28,13 @@ class _Curve:
     _offsets: list[float] = attrs.field(factory=lambda: [0.0] * NUM_KNOTS)
     # Fisher information on each offset: p (1 - p), summed over the observations.
     _information: list[float] = attrs.field(factory=lambda: [0.25 * PRIOR_TOSSES] * NUM_KNOTS)
-    _shift: float = 0.0
 
     def __call__(self, raw: float) -> float:
         """The modelled probability, in (0, 1), that a guess with this confidence is right."""
         logit = _logit(raw)
         knot, share = _knot_below(logit)
         offset = (1.0 - share) * self._offsets[knot] + share * self._offsets[knot + 1]
-        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, _expit(logit + offset + self._shift)))
+        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, _expit(logit + offset)))
 
     def observe(self, raw: float, was_right: bool) -> None:
         """Learn from one guess: a step of Newton's method, with the past fading."""
@@ -50,34 +45,31 @@ class _Curve:
         for i, weight in ((knot, 1.0 - share), (knot + 1, share)):
             self._information[i] = prior + keep * (self._information[i] - prior) + weight * information
             self._offsets[i] += weight * surprise / self._information[i]
-        self._shift = SHIFT_KEPT * self._shift + SHIFT_STEP * surprise
 
     def snapshot(self) -> _Curve:
         return attrs.evolve(self, offsets=list(self._offsets), information=list(self._information))
 
-    def fade_shift(self) -> None:
-        """Let the shift fade as it does with an observation."""
-        self._shift *= SHIFT_KEPT
-
 
 @attrs.define
-class MeanAcceptance:
-    """How often the drafter's own choice was right, whatever its confidence.
+class Calibration:
+    """What is known of one drafter's confidence under one acceptance rule: a curve by kind of copy and staleness.
 
     Attributes:
         memory: observations over which `mean_acceptance` is averaged.
-        mean_acceptance: probability, in [0, 1], that the drafter's own choice is right where its confidence is not
-            known yet.
+        mean_acceptance: how often, recently, the drafter's own choice was right, whatever its confidence; in [0, 1].
+        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in
+            [0, 1]; 1 if it was not measured.
     """
 
     memory: float = 30.0
     mean_acceptance: float = PRIOR_ACCEPTANCE
+    trust: float = 1.0
     _weight: float = PRIOR_WEIGHT
+    _curves: dict[tuple[int | None, int], _Curve] = attrs.field(factory=dict)
 
-    def average(self, right: float) -> None:
-        """Add a choice: 1 if it was right, 0 if not; the probability that it was, if that is all that is known."""
-        self._weight = min(self.memory, self._weight + 1.0)
-        self.mean_acceptance += (right - self.mean_acceptance) / self._weight
+    def __call__(self, copy_kind: int | None, raw: float, staleness: int = 0) -> float:
+        """The modelled probability, in (0, 1), that a guess of this kind, confidence and staleness is right."""
+        return self._curve(copy_kind, staleness)(raw)
 
     def begin_text(self) -> None:
         """Move the mean acceptance towards the prior: the latest observations are about the last text, not this one."""
@@ -85,68 +77,27 @@ class MeanAcceptance:
             self._weight = NEW_TEXT_WEIGHT
             self.mean_acceptance += (PRIOR_ACCEPTANCE - self.mean_acceptance) / 4
 
-
-@attrs.define
-class Calibration(MeanAcceptance):
-    """What is known of one drafter's confidence under one acceptance rule: a curve by rank of guess and staleness.
-
-    Attributes:
-        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in
-            [0, 1]; 1 if it was not measured. By the bit length of how many texts shared passes.
-    """
-
-    trust: dict[int, float] = attrs.field(factory=dict)
-    _curves: dict[tuple[int, int], _Curve] = attrs.field(factory=dict)
-    _means: dict[int, MeanAcceptance] = attrs.field(factory=dict)  # by class of staleness
-
-    def begin_text(self) -> None:
-        MeanAcceptance.begin_text(self)
-        for mean in self._means.values():
-            mean.begin_text()
-
-    def __call__(self, rank: int, raw: float, staleness: int = 0) -> float:
-        """The modelled probability, in (0, 1), that a guess of this rank, confidence and staleness is right."""
-        return self._curve(rank, staleness)(raw)
-
-    def expected(self, staleness: int) -> float:
-        """How likely the drafter's choice is right at this staleness, or at the next lower one seen; in [0, 1]."""
-        for known in range(_staleness_class(staleness), -1, -1):
-            if known in self._means:
-                return self._means[known].mean_acceptance
-        return self.mean_acceptance
-
     def snapshot(self) -> Calibration:
         """A copy that does not change with later observations."""
-        curves = {key: curve.snapshot() for key, curve in self._curves.items()}
-        means = {known: attrs.evolve(mean) for known, mean in self._means.items()}
-        return attrs.evolve(self, curves=curves, means=means)
+        return attrs.evolve(self, curves={key: curve.snapshot() for key, curve in self._curves.items()})
 
     def observe(self, guess: Guess, was_right: bool) -> None:
         """Learn from a guess that was checked against the committed text."""
-        self._curve(guess.rank, guess.staleness).observe(guess.raw, was_right)
-        if guess.rank == 0:
-            self._average(float(was_right), guess.staleness)
-
-    def observe_dropped(self, guess: Guess, was_right: bool) -> None:
-        """Learn from a guess that was dropped because a fresher one took its place."""
-        self._curve(guess.rank, guess.staleness).observe(guess.raw, was_right)
-        if guess.rank == 0:
-            self._mean_of(guess.staleness).average(float(was_right))
+        self._curve(guess.copy_kind, guess.staleness).observe(guess.raw, was_right)
+        if not guess.is_copied:
+            self.average(float(was_right))
 
     def observe_unjudged(self, raw: float) -> None:
         """Count a choice with this confidence if it is unknown whether it would have been accepted."""
-        self._average(self(0, raw), 0)
-        self._curve(0, 0).fade_shift()
+        self.average(self(None, raw))
 
-    def _average(self, right: float, staleness: int) -> None:
-        self.average(right)
-        self._mean_of(staleness).average(right)
+    def average(self, right: float) -> None:
+        """Add a choice to the mean: 1 if it was right, 0 if not; the probability that it was, if only that is known."""
+        self._weight = min(self.memory, self._weight + 1.0)
+        self.mean_acceptance += (right - self.mean_acceptance) / self._weight
 
-    def _mean_of(self, staleness: int) -> MeanAcceptance:
-        return self._means.setdefault(_staleness_class(staleness), MeanAcceptance(self.memory))
-
-    def _curve(self, rank: int, staleness: int) -> _Curve:
-        return self._curves.setdefault((rank, _staleness_class(staleness)), _Curve())
+    def _curve(self, copy_kind: int | None, staleness: int) -> _Curve:
+        return self._curves.setdefault((copy_kind, _staleness_class(staleness)), _Curve())
 
 
 def _staleness_class(staleness: int) -> int:

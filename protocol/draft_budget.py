@@ -9,7 +9,7 @@ A budget sees how confident the drafter was in a step, never which token it drew
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import attrs
 
@@ -50,7 +50,8 @@ class DraftBudget:
         best_other_reach: the greatest reach among the other nodes that could be drafted after, per time of a step of
             width 1. While the target works, the next step must beat it.
         step_worth: the test that a step must pass while the target works; None where the target waits for the drafter.
-        calibrate: (rank, raw confidence, staleness) → probability that the guess is right; None to ignore reach.
+        calibrate: (kind of copy, raw confidence, staleness) → probability that the guess is right; None to ignore
+            reach.
         mean_acceptance: what to expect of a choice that is not known yet, in [0, 1].
     """
 
@@ -59,33 +60,29 @@ class DraftBudget:
     min_reaches: tuple[float, ...] = (0.0,)
     best_other_reach: float = 0.0
     step_worth: StepWorth | None = None
-    calibrate: Callable[[int, float, int], float] | None = None
+    calibrate: Callable[[int | None, float, int], float] | None = None
     mean_acceptance: float = 1.0
 
-    def after(self, guesses: Sequence[Guess], now_s: float) -> DraftBudget | None:
-        """The budget that is left after a step, by its guesses, the choice first; None if the drafter must ask."""
-        if self.calibrate is None:
-            return self._after(1.0, (), now_s)
-        choice, *others = (self.calibrate(guess.rank, guess.raw, guess.staleness) for guess in guesses)
-        return self._after(choice, others, now_s)
+    def after(self, guess: Guess, now_s: float) -> DraftBudget | None:
+        """The budget that is left after a step, by its guess; None if the drafter must ask."""
+        confidence = 1.0 if self.calibrate is None else self.calibrate(guess.copy_kind, guess.raw, guess.staleness)
+        return self._after(confidence, now_s)
 
     def foresees_another(self, now_s: float) -> bool:
         """Whether a step is likely to follow the one that is under way."""
-        return self._after(self.mean_acceptance, (), now_s) is not None
+        return self._after(self.mean_acceptance, now_s) is not None
 
-    def _after(self, choice: float, others: Sequence[float], now_s: float) -> DraftBudget | None:
-        reach = self.reach * choice
-        best_other_reach = max(self.best_other_reach, self.reach * max(others, default=0.0))
+    def _after(self, confidence: float, now_s: float) -> DraftBudget | None:
+        reach = self.reach * confidence
         if self.max_steps <= 0 or reach <= self.min_reaches[0]:
             return None
-        if self.step_worth is not None and (reach <= best_other_reach or not self.step_worth(reach, now_s)):
+        if self.step_worth is not None and (reach <= self.best_other_reach or not self.step_worth(reach, now_s)):
             return None
         return attrs.evolve(
             self,
             max_steps=self.max_steps - 1,
             reach=reach,
             min_reaches=self.min_reaches[1:] or self.min_reaches,
-            best_other_reach=best_other_reach,
         )
 
 

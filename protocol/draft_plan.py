@@ -1,4 +1,16 @@
-"""Which texts take part in the drafter's next job."""
+"""What a drafter does next: for each session by its phase, and which sessions take part in the next job.
+
+    phase      what it means                                    what comes next
+    OPENING    the session has no cache                         OPEN; or at first REST, if its prompt may wait
+    READING    the cache lacks too much of the text             READ_PROMPT, HAND_ON and READ; then ANNOUNCE
+    READY      it is the drafter's turn to propose              DRAFT; READ if the cache has fallen far behind
+    VERIFYING  a proposal awaits its verdict                    likewise
+    RESTING    the target decodes alone, or verifies copies     nothing; or OPEN, READ and CATCH_UP
+    LEAVING    nothing more is drafted                          nothing: verdicts drop what was drawn
+    LEFT       the session is over, or the target's alone       CLOSE
+
+A phase follows from what is known of the session (`Facts`), so nothing has to be kept in step.
+"""
 
 from __future__ import annotations
 
@@ -7,51 +19,208 @@ from collections.abc import Sequence
 
 import attrs
 
+from protocol.session_state import SessionPhase
 
-class Need(enum.IntEnum):
-    """What the drafter has to do for a text.
+# A drafter is ready with at most this many unread committed tokens, which its next draft step reads.
+MAX_BEHIND_WHEN_READY = 8
+# Committed tokens that the model has not read, such as copied ones, are read once there are more than this many.
+MAX_UNREAD = 128
 
-    OPEN and CLOSE concern its cache and take next to no time; READ takes as long as a chunk of the text, or less; DRAFT
-    is a draft step, the only job that texts share.
+
+# --- one session ----------------------------------------------------------------------------------
+
+
+class DraftPhase(enum.Enum):
+    """See the module's table."""
+
+    OPENING = "opening"
+    READING = "reading"
+    READY = "ready"
+    VERIFYING = "verifying"
+    RESTING = "resting"
+    LEAVING = "leaving"
+    LEFT = "left"
+
+
+class Standing(enum.Enum):
+    """Whether the target waits for the drafter's proposals: not yet, yes, or no longer, because one came too late."""
+
+    NEW = "new"
+    READY = "ready"
+    LATE = "late"
+
+
+class Task(enum.IntEnum):
+    """A job for a session.
+
+    OPEN and CLOSE concern its cache and take next to no time. HAND_ON gives the prompt that was read to the sessions
+    that wait for it. READ_PROMPT and READ take as long as a chunk of the text, or less. CATCH_UP reads in a rest what
+    was committed, and compares it with what the drafter would have guessed. DRAFT is a draft step, the only job that
+    sessions share.
     """
 
     OPEN = 0
     CLOSE = 1
-    READ = 2
-    DRAFT = 3
+    HAND_ON = 2
+    READ_PROMPT = 3
+    READ = 4
+    CATCH_UP = 5
+    DRAFT = 6
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether it takes next to no time."""
+        return self in (Task.OPEN, Task.CLOSE)
+
+
+class Notice(enum.Enum):
+    """Something to tell the target, which needs no job.
+
+    LEAVE: the drafter drafts no more for the session. REST: it begins with a rest, in which its prompt is not read.
+    REST_WITHOUT_FEATURES: it rests until verdicts bring hidden states. ANNOUNCE: it is ready.
+    """
+
+    LEAVE = "leave"
+    REST = "rest"
+    REST_WITHOUT_FEATURES = "rest without features"
+    ANNOUNCE = "announce"
+
+
+@attrs.frozen
+class Facts:
+    """What is known of a session at its drafter.
+
+    Attributes:
+        turn: whose turn it is.
+        standing: see `Standing`.
+        is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
+        is_past_context: whether the text has outgrown the drafter.
+        is_open: whether the session has a cache.
+        begins_with_rest: whether its prompt is not to be read before a rest is over.
+        awaits_features: whether the drafter reads hidden states of the target, and has none of the prompt.
+        lacks_features: whether the target has none of the prompt either, because it had cached it.
+        has_read_prompt: whether the cache has held all of the prompt that is read without logits.
+        hands_on: whether other sessions wait for the prompt.
+        has_lost_tokens: whether the cache has lost so many tokens, because a shared pass has failed, that it must read
+            them before it drafts.
+        is_idle: whether the drafter rests, or only proposes copies.
+        catches_up: whether it is to read, while it is idle, what the target has committed.
+        num_behind: committed tokens that the cache lacks, >= 0.
+    """
+
+    turn: SessionPhase = SessionPhase.PROPOSING
+    standing: Standing = Standing.READY
+    is_leaving: bool = False
+    is_past_context: bool = False
+    is_open: bool = True
+    begins_with_rest: bool = False
+    awaits_features: bool = False
+    lacks_features: bool = False
+    has_read_prompt: bool = True
+    hands_on: bool = False
+    has_lost_tokens: bool = False
+    is_idle: bool = False
+    catches_up: bool = False
+    num_behind: int = 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the target waits for proposals."""
+        return self.standing is Standing.READY
+
+    @property
+    def must_read(self) -> bool:
+        """Whether reading comes first, even in a rest."""
+        has_prompt = self.has_read_prompt and not (self.awaits_features or self.hands_on)
+        return not has_prompt or self.has_lost_tokens
+
+
+def phase_of(facts: Facts) -> DraftPhase:
+    """The phase of a session."""
+    if facts.turn in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED):
+        return DraftPhase.LEFT
+    if facts.is_leaving or facts.is_past_context:
+        return DraftPhase.LEAVING
+    if facts.is_open and (facts.must_read or not facts.is_ready):
+        return DraftPhase.READING
+    if facts.is_ready and facts.is_idle:
+        return DraftPhase.RESTING
+    if not facts.is_open:
+        return DraftPhase.OPENING
+    return DraftPhase.VERIFYING if facts.turn is SessionPhase.VERIFYING else DraftPhase.READY
+
+
+def next_step(facts: Facts) -> Task | Notice | None:
+    """What the drafter does next for a session; None for nothing until something changes."""
+    match phase_of(facts):
+        case DraftPhase.LEFT:
+            return Task.CLOSE
+        case DraftPhase.LEAVING:
+            return None if facts.is_leaving else Notice.LEAVE
+        case DraftPhase.OPENING:
+            return Notice.REST if facts.begins_with_rest and facts.standing is Standing.NEW else Task.OPEN
+        case DraftPhase.READING:
+            return _next_reading(facts)
+        case DraftPhase.RESTING if not facts.catches_up:
+            return None
+        case DraftPhase.RESTING if not facts.is_open:
+            return Task.OPEN
+        case DraftPhase.RESTING:
+            return Task.READ if facts.num_behind > MAX_UNREAD else Task.CATCH_UP
+        case DraftPhase.READY | DraftPhase.VERIFYING:
+            return Task.READ if facts.num_behind > MAX_UNREAD else Task.DRAFT
+
+
+def _next_reading(facts: Facts) -> Task | Notice | None:
+    if facts.awaits_features:
+        # Only the next verdicts bring features, so the target must not wait for this drafter. If it verifies, that is
+        # the empty proposal of a drafter that was late.
+        may_rest = not facts.is_ready and facts.turn is not SessionPhase.VERIFYING
+        return Notice.REST_WITHOUT_FEATURES if facts.lacks_features and may_rest else None
+    if not facts.has_read_prompt:
+        return Task.READ_PROMPT
+    if facts.hands_on:
+        return Task.HAND_ON
+    if facts.has_lost_tokens or facts.num_behind > MAX_BEHIND_WHEN_READY:
+        return Task.READ
+    return Notice.ANNOUNCE
+
+
+# --- all sessions ---------------------------------------------------------------------------------
 
 
 @attrs.frozen
 class Waiting:
-    """A text that waits for the drafter.
+    """A session that waits for the drafter.
 
     Attributes:
-        need: what for.
+        task: what for.
         since: how many jobs had begun when its wait began, not counting those that open and close caches.
-        num_read: tokens that were read for other texts since then.
-        alone: whether no other text may share its draft step.
+        num_read: tokens that were read for other sessions since then.
+        alone: whether no other session may share its draft step.
     """
 
-    need: Need
+    task: Task
     since: int
     num_read: int = 0
     alone: bool = False
 
 
 def next_job(waiting: Sequence[Waiting], most: int, chunk_tokens: int) -> tuple[int, ...]:
-    """The texts of the next job, the one that has waited longest first; empty if there is nothing to do.
+    """The sessions of the next job, the one that has waited longest first; empty if there is nothing to do.
 
-    Caches are opened and closed first. A text that needs a step waits for the running job and one chunk at most, unless
-    there are more texts than fit into a step. Short prompts are read before it, so that their texts share the step.
+    Caches are opened and closed first. A session that needs a step waits for the running job and one chunk at most,
+    unless there are more sessions than fit into a step. Short prompts are read before it, so that their sessions share
+    the step.
 
     Args:
         waiting: all that wait.
-        most: most texts in one draft step, >= 1.
+        most: most sessions in one draft step, >= 1.
         chunk_tokens: tokens that may be read while a draft step waits, >= 1.
     """
-    order = sorted(range(len(waiting)), key=lambda index: (waiting[index].since, waiting[index].need))
-    brief = [index for index in order if waiting[index].need in (Need.OPEN, Need.CLOSE)]
-    drafting = [index for index in order if waiting[index].need is Need.DRAFT]
+    order = sorted(range(len(waiting)), key=lambda index: (waiting[index].since, waiting[index].task))
+    brief = [index for index in order if waiting[index].task.is_brief]
+    drafting = [index for index in order if waiting[index].task is Task.DRAFT]
     overdue = [index for index in drafting if waiting[index].num_read >= chunk_tokens]
     for first in (*brief, *overdue, *order):
         if first not in drafting or waiting[first].alone:

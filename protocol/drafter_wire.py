@@ -7,7 +7,6 @@ The messages of `protocol.messages` travel as they are, and beside them those of
                    <──  DrafterLoaded, or DrafterNotLoaded
     TargetNews     ──>  after a message of a session, and as a heartbeat
                    <──  DraftNews, likewise
-    CorpusCopy     ──>  before a message that begins a round, if the corpus of copies continues its text
 
 Settings travel without user code: the drafter drafts without it, which changes no text, as every rule is exact for any
 draft. Clocks differ, so moments travel as seconds that have passed since. Anything else is a `ProtocolError`, after
@@ -17,13 +16,11 @@ which the link is not used.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
 from typing import Any, NewType, cast, get_args
 
 import attrs
 import mlx.core as mx
 
-from protocol.copying import Copied
 from protocol.errors import ProtocolError, SettingsError
 from protocol.messages import Distribution, Features, Message, Sparse
 from protocol.prices import Measurement
@@ -35,7 +32,7 @@ from protocol.wire import Codec, Form, whole
 
 # Both ends must speak the same version.
 Version = NewType("Version", int)
-VERSION = Version(7)
+VERSION = Version(8)
 # How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
 # the recovered token is drawn from the residual.
 MAX_DRAWN_FROM = 1024
@@ -104,20 +101,6 @@ class TargetNews:
 
 
 @attrs.frozen
-class CorpusCopy:
-    """What continues a session's text of `num_committed` tokens in the runtime's corpus of copies."""
-
-    session: int
-    num_committed: int
-    copied: tuple[Copied, ...] = attrs.field(repr=False)
-
-    def find(self, text: Sequence[int], num_tokens: int, shortest: int) -> Iterator[Copied]:
-        """See `protocol.copying.FindCopy`."""
-        if len(text) == self.num_committed and self.copied and self.copied[0].match_length >= shortest:
-            yield from self.copied[:num_tokens]
-
-
-@attrs.frozen
 class DraftNews:
     """News for the runtime's end, beside messages.
 
@@ -143,7 +126,7 @@ class DraftNews:
 # What a drafter counts of a session.
 COUNTED = ("draft_failures", "lookahead_hits", "lookahead_misses", "draft_replayed_tokens", "stale_proposals")
 
-LinkMessage = Message | LoadDrafter | DrafterLoaded | DrafterNotLoaded | TargetNews | CorpusCopy | DraftNews
+LinkMessage = Message | LoadDrafter | DrafterLoaded | DrafterNotLoaded | TargetNews | DraftNews
 
 
 def _read_settings(values: Any) -> Settings:

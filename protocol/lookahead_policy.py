@@ -34,9 +34,6 @@ class PolicyView:
         drafting_until_s: when that step should end.
         queue_slack_s: seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is
             the drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
-        num_to_refresh: how many tokens the drafter must feed in order to draft after the root anew, with hidden states
-            of the target that it did not have when it drafted there; 0 if there are none, and where `drops_stale` is
-            not asked.
     """
 
     tree: LookaheadTree
@@ -49,7 +46,6 @@ class PolicyView:
     drafting_node: Node | None = None
     drafting_until_s: float = 0.0
     queue_slack_s: float = 0.0
-    num_to_refresh: int = 0
 
     def growable(self) -> Node | None:
         """The end of the chain, if drafting after it would lengthen the proposal."""
@@ -64,10 +60,6 @@ class PolicyView:
 
 class Policy(Protocol):
     """Decides for one session. Unless it says otherwise, what was drafted is kept, and there are no rests."""
-
-    @property
-    def num_guesses(self) -> int:
-        """How many tokens are wanted after a node: the drafter's choice and its runners-up."""
 
     @property
     def works_ahead(self) -> bool:
@@ -85,33 +77,25 @@ class Policy(Protocol):
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """How far to go on without asking, after the drafter's own choices, beyond a node that `expansion` returned."""
 
-    def drops_stale(self, view: PolicyView) -> bool:
-        """Whether to drop what was drafted ahead without hidden states that the target has given since, and to draft
-        anew with them. Called when the drafter's turn begins, if `PolicyView.num_to_refresh` > 0.
-
-        Under the rejection rule the answer must not depend on the tokens that would be dropped, nor on what was drafted
-        after them.
-        """
-        return False
-
     def should_rest(self) -> bool:
         """Whether to leave some rounds to the target alone. Called when the drafter's turn begins."""
         return False
 
-    def should_rest_on(self, num_behind: int) -> bool:
-        """Whether to prolong a rest. Called shortly before it ends; if False, speculating begins anew.
+    def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
+        """Whether to prolong a rest. Called shortly before it ends; if False, speculating begins again.
 
         Args:
             num_behind: tokens that the drafter must read first.
+            num_rounds: rounds of the rest since it began or was prolonged.
         """
         return False
 
-    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
-        """Whether to read, during a rest, the committed tokens so far, in order to see which the drafter gets right.
+    def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
+        """Whether to read, during a rest, what was committed, in order to see what the drafter would have guessed.
 
         Args:
-            num_tokens: how many these are.
-            num_rounds: rounds of the rest since the last such question.
+            num_behind: committed tokens that the drafter has not read.
+            num_generated: those of them that were generated, and not in the prompt.
         """
         return False
 
@@ -128,7 +112,6 @@ class ChainPolicy(Policy):
 
     lookahead: int
     overlaps: bool = True
-    num_guesses: int = 1
     prices: Prices | None = attrs.field(default=None, eq=False, repr=False)
 
     @property

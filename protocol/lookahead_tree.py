@@ -1,9 +1,9 @@
 """The lookahead tree: the tokens that were drafted beyond the committed text.
 
 The root is the last committed token. A node's `reach` is the modelled probability that the committed text will pass
-through it. Running the draft model on a node *expands* it: the model's choice comes after it, and its runners-up as
-*corrections*, in case the choice is rejected. Tokens that were copied may come after the root without any model. A
-verdict moves the root along the committed tokens and drops all other branches.
+through it. Running the draft model on a node *expands* it: the model's choice comes after it. Tokens that were copied
+may come after the root without any model. A verdict moves the root along the committed tokens and drops all other
+branches.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ from protocol.errors import ProtocolError
 from protocol.messages import Distribution
 from protocol.randomness import further
 
-# The rank of a guess that was copied; those below it are of copies, too (`protocol.copying.Copied.kind`).
-COPIED = -1
-# Stands for a token in the trail of a root at which drafting begins anew; no token has this id.
-_ANEW = 1 << 32
-
 
 @attrs.frozen
 class Guess:
@@ -29,8 +24,7 @@ class Guess:
     Attributes:
         confidence: modelled probability, in [0, 1], that the committed text has the token there.
         probs: the distribution that it was drawn from, as in a `Proposal`; None if it was not drawn.
-        rank: 0 for the drafter's own choice; 1, 2, … for its runners-up, which are never proposed; `COPIED` or less for
-            a token that was copied.
+        copy_kind: of a token that was copied, see `protocol.copying.Copied.kind`; None if it was drafted.
         raw: the drafter's own confidence, before calibration, in [0, 1].
         staleness: how many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for
             a drafter that reads none of the target's.
@@ -41,7 +35,7 @@ class Guess:
     token: int
     confidence: float
     probs: Distribution | None = attrs.field(default=None, eq=False, repr=False)
-    rank: int = 0
+    copy_kind: int | None = None
     raw: float = 0.0
     staleness: int = 0
     worth: float = attrs.Factory(lambda guess: guess.confidence, takes_self=True)
@@ -49,7 +43,7 @@ class Guess:
     @property
     def is_copied(self) -> bool:
         """Whether the token was copied."""
-        return self.rank <= COPIED
+        return self.copy_kind is not None
 
 
 class Node:
@@ -59,8 +53,7 @@ class Node:
         guess: the drafter's guess; None if the token was only copied, and at a root that was not drafted.
         copy: the guess of the copy; None if the token was not copied.
         position: absolute position of the token in the text.
-        trail: a hash of the text up to and including this token (see `protocol.randomness.further`); another one after
-            each `LookaheadTree.drop_ahead`.
+        trail: a hash of the text up to and including this token; see `protocol.randomness.further`.
         children: by token.
         is_expanded: whether the draft model has been run on it.
         reach: modelled probability, in [0, 1], that the committed text passes through here.
@@ -92,7 +85,7 @@ class Node:
         than a copy, so this draw would be judged as one more or less often than other draws.
         """
         guess, copy = self.guess, self.copy
-        return guess if copy is None or (guess is not None and guess.rank == 0 and guess.worth >= copy.worth) else copy
+        return guess if copy is None or (guess is not None and guess.worth >= copy.worth) else copy
 
     @property
     def choice(self) -> Node | None:
@@ -104,7 +97,7 @@ class Node:
         choice, most = None, (-1.0, False)
         for child in self.children.values():
             best = child.best
-            if best is not None and best.rank <= 0 and (worth := (best.worth, best.rank == 0)) > most:
+            if best is not None and (worth := (best.worth, not best.is_copied)) > most:
                 choice, most = child, worth
         return choice
 
@@ -120,24 +113,21 @@ class LookaheadTree:
     def __init__(self, last_token: int, position: int) -> None:
         self.root = Node(last_token, position, further(0, last_token), None)
 
-    def expand(self, node: Node, *guesses: Guess) -> Node:
-        """Put drafted tokens after a node, which the draft model has been run on.
+    def expand(self, node: Node, guess: Guess) -> Node:
+        """Put a drafted token after a node, which the draft model has been run on.
 
-        Returns: the node of the first guess.
-        Raises: ProtocolError: the node was dropped, or one of the tokens was drafted after it before.
+        Returns: the node of the token.
+        Raises: ProtocolError: the node was dropped, or expanded before.
         """
         if not node.alive:
             raise ProtocolError(f"{node!r} is no longer in the tree")
-        for guess in guesses:
-            known = node.children.get(guess.token)
-            if known is not None and known.guess is not None:
-                raise ProtocolError(f"{node!r} already has token {guess.token} after it")
-        for guess in guesses:
-            child = self._child(node, guess.token)
-            child.guess = guess
-            self._rescale(child)
+        if node.is_expanded:
+            raise ProtocolError(f"{node!r} already has a drafted token after it, and got {guess.token}")
+        child = self._child(node, guess.token)
+        child.guess = guess
         node.is_expanded = True
-        return node.children[guesses[0].token]
+        self._rescale(child)
+        return child
 
     def copy(self, guesses: Sequence[Guess]) -> None:
         """Put a chain of copied tokens after the root, in place of what was copied before. What was drafted stays."""
@@ -193,20 +183,6 @@ class LookaheadTree:
         for dropped in _below(old):
             dropped.alive = False
         return node is not None
-
-    def drop_ahead(self) -> tuple[Guess, ...]:
-        """Drop all nodes but the root, so that the drafter begins there anew; returns the guesses after the root.
-
-        The drafter has other random numbers then. With the same ones, a token that is drawn anew would resemble the
-        dropped one, and so depend on how long the drafter is busy with what it had begun to draft after that one.
-        """
-        guesses = tuple(child.guess for child in self.root.children.values() if child.guess is not None)
-        for dropped in _below(self.root):
-            dropped.alive = dropped is self.root
-        self.root.children = {}
-        self.root.is_expanded = False
-        self.root.trail = further(self.root.trail, _ANEW)
-        return guesses
 
     @property
     def has_draws(self) -> bool:

@@ -61,10 +61,6 @@ class OpenOptions:
             these cache options.
         prefix_cache_dir_bytes: maximum size of `prefix_cache_dir` in bytes, such as 40GB. The least recently used files
             are deleted.
-        copy_corpus: bytes of memory for texts to copy drafts from, such as 256MB, indices included; 0 for none. A
-            drafter in this process proposes what followed the same tokens there, if more tokens match than in the text
-            itself. The texts are finished answers, predictions, and those of `add_corpus`; the least recently used go
-            first.
         defaults: settings for streams that do not set them: a `Settings`, or a mapping of some by name. A logits
             processor among them is shared by all streams.
         generation_config: "auto": the sampling settings in the target's generation_config.json are defaults, too, where
@@ -124,7 +120,6 @@ class OpenOptions:
     prefix_cache_dir_bytes: int = attrs.field(
         default=PREFIX_CACHE_DIR_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)
     )
-    copy_corpus: int = attrs.field(default=0, validator=integer(0), metadata=option("SIZE", _CACHES))
     defaults: Any = attrs.field(default=None, metadata=option())
     generation_config: str = attrs.field(default="none", validator=one_of("auto", "none"), metadata=option("HOW"))
     chat_template_args: Mapping[str, Any] | None = attrs.field(default=None, metadata=option("JSON", _CACHES))

@@ -2,9 +2,7 @@
 
 So the schedule does not matter: work that is thrown away, repeated or done in another order changes nothing. If a
 dropped node of the lookahead tree were drafted again with fresh randomness, a policy could drop it *because of* the
-token that was drawn, and the rejection rule would not be exact. Here, drafting it again draws the same token. Where a
-trained drafter drafts anew on other hidden states, `LookaheadTree.drop_ahead` gives it other numbers; whether it does
-so must not depend on what was drawn.
+token that was drawn, and the rejection rule would not be exact. Here, drafting it again draws the same token.
 
 No two decisions about one position share a purpose, so they are independent of each other.
 """

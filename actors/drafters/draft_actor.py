@@ -13,9 +13,8 @@ from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
 from actors.drafters.draft_steps import (
     Drafted,
+    DraftInput,
     DraftSteps,
-    FollowingStep,
-    NotFed,
 )
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
@@ -26,7 +25,7 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
 from protocol.draft_budget import EMPTY_BUDGET
-from protocol.draft_plan import Need
+from protocol.draft_plan import MAX_UNREAD, Notice, Standing, Task, next_step
 from protocol.errors import ProtocolError
 from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
@@ -39,10 +38,6 @@ from protocol.trace import Event
 
 # Most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
 MAX_ROWS = 32
-# A drafter is ready with at most this many unread committed tokens, which its next draft step reads.
-MAX_BEHIND_WHEN_READY = 8
-# Committed tokens that the model has not read, such as copied ones, are read once there are more than this many.
-MAX_UNREAD = 128
 # With at least this many texts, each begins with a rest in which its prompt is not read.
 MANY_TEXTS = 4
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
@@ -122,51 +117,31 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     # --- what there is to do ----------------------------------------------------------------------
 
-    def _need(self, session: DraftSession) -> Need | None:
-        sequence = session.sequence
-        if session.is_past_context:
-            self._leave(session)
-            return Need.CLOSE if session.has_left else None
-        if sequence is None:
-            if session.rests_unread is None:
-                session.rests_unread = self._rests_unread(session)
-            if session.rests_unread and not (session.is_ready or session.is_late):
-                if not session.is_indexed:
-                    return Need.READ
-                self._rest_unread(session)
-            if session.is_ready and self._is_left_alone(session):
-                return None
-            return Need.OPEN if self._may_open(session) else None
-        session.notice_loss()
-        if not session.has_read_prompt:
-            if session.awaits_features:
-                is_verifying = session.state.phase is SessionPhase.VERIFYING  # its empty proposal, after a late answer
-                if session.was_prompt_cached and not session.is_ready and not is_verifying:
-                    # Only the next verdicts bring features, so the target must not wait for this drafter.
+    def _next_task(self, session: DraftSession) -> Task | None:
+        while True:
+            if session.begins_with_rest is None and session.sequence is None and not session.is_past_context:
+                session.begins_with_rest = self._begins_with_rest(session)
+            match step := next_step(session.facts()):
+                case Notice.LEAVE:
+                    self._leave(session)
+                case Notice.REST:
+                    self._rest_unread(session)
+                case Notice.REST_WITHOUT_FEATURES:
                     self._say_ready(session)
                     self._rest(session, ROUNDS_WITHOUT_FEATURES)
-                return None
-            session.has_read_prompt = len(session.cached_tokens) >= session.shared.opened.num_read
-        if not session.has_read_prompt or session.reading is not None or not session.is_indexed:
-            return Need.READ
-        if not session.is_ready:
-            if session.num_behind > MAX_BEHIND_WHEN_READY:
-                return Need.READ
-            if session.copies:
-                session.copy()
-            self._say_ready(session)
-            self._begin_turn(session)
-        session.reads_again = session.reads_again and session.num_behind > MAX_BEHIND_WHEN_READY
-        if session.reads_again:
-            return Need.READ
-        if self._is_left_alone(session):
-            return None
-        if session.catches_up or session.num_behind > MAX_UNREAD:
-            return Need.READ
-        session.node = self._next_expansion(session)
-        return None if session.node is None else Need.DRAFT
+                case Notice.ANNOUNCE:
+                    session.copy()
+                    self._say_ready(session)
+                    self._begin_turn(session)
+                case Task.OPEN:
+                    return step if self._may_open(session) else None
+                case Task.DRAFT:
+                    session.node = self._next_expansion(session)
+                    return None if session.node is None else step
+                case _:
+                    return step
 
-    def _rests_unread(self, session: DraftSession) -> bool:
+    def _begins_with_rest(self, session: DraftSession) -> bool:
         """Whether a text begins with a rest, in which its prompt is not read: because drafting does not pay, or because
         so many texts begin together that reading their prompts here would delay the first tokens of all.
 
@@ -186,23 +161,16 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._say_ready(session)
         self._rest(session)
 
-    def _rests_on(self, session: DraftSession) -> bool:
-        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first."""
-        if session.policy.should_rest_on(session.num_behind):
+    def _rests_on(self, session: DraftSession, num_rounds: int) -> bool:
+        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first.
+
+        Args:
+            num_rounds: see `Policy.should_rest_on`.
+        """
+        if session.policy.should_rest_on(session.num_behind, num_rounds):
             return True
         session.catches_up = session.num_behind > MAX_UNREAD
         return session.catches_up
-
-    def _is_left_alone(self, session: DraftSession) -> bool:
-        """Whether a session rests, and the drafter does not catch up with it meanwhile."""
-        if not session.only_copies and session.state.phase is not SessionPhase.RESTING:
-            session.catches_up = False
-            return False
-        # Asked only until the answer is yes, which the policy charges to its probe budget.
-        if not session.catches_up:
-            num_rounds, session.num_uncounted = session.num_uncounted, 0
-            session.catches_up = session.policy.should_catch_up(session.num_behind, num_rounds)
-        return not session.catches_up
 
     @property
     def _limits(self) -> tuple[int, int]:
@@ -210,28 +178,24 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     # --- the jobs ---------------------------------------------------------------------------------
 
-    async def _prepare(self, session: DraftSession, need: Need) -> None:
-        sequence = session.sequence
+    async def _prepare(self, session: DraftSession, task: Task) -> None:
         read: Job[Any] | None = None
-        if sequence is None and need is Need.READ:
-            await self._index(session)
-        elif sequence is None:
-            await self._open_sequence(session)
-            session.hand_over_features()
-        elif not session.has_read_prompt:
-            # A trained drafter reads it with the features that have come.
-            opened = session.shared.opened
-            read = await prefill_chunk(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
-        elif session.reading is not None:
-            await self._hand_on(session)
-        elif not session.is_indexed:
-            await self._index(session)
-        elif session.catches_up and not session.reads_again and session.num_behind <= MAX_UNREAD:
-            session.catches_up = False
-            await self._catch_up(session)
-        else:
-            # The last token is left to the draft step, which needs the logits.
-            read = await prefill_chunk(self.worker, session, session.state.committed[:-1], self.chunk_size)
+        match task:
+            case Task.OPEN:
+                await self._open_sequence(session)
+                session.hand_over_features()
+            case Task.HAND_ON:
+                await self._hand_on(session)
+            case Task.CATCH_UP:
+                session.catches_up = False
+                await self._catch_up(session)
+            case Task.READ_PROMPT:
+                # A trained drafter reads it with the features that have come.
+                opened = session.shared.opened
+                read = await prefill_chunk(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
+            case Task.READ:
+                # The last token is left to the draft step, which needs the logits.
+                read = await prefill_chunk(self.worker, session, session.state.committed[:-1], self.chunk_size)
         if read is not None:
             self.prices.observe_draft_reading(read.began, read.ended)
 
@@ -297,10 +261,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             view = session.view(now_s, self._queue_slack_s(session, now_s))
             draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
-        step = FollowingStep(plan, node.trail, history, draft_budget)
+        start = DraftInput(plan, node.trail, history, draft_budget)
         state = session.state
         return DraftPart(
-            session.id, self._draft_steps(session), step, (state.round, state.phase), alone=session.goes_alone
+            session.id, self._draft_steps(session), start, (state.round, state.phase), alone=session.goes_alone
         )
 
     def _draft_steps(self, session: DraftSession) -> DraftSteps:
@@ -310,7 +274,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             len(session.state.committed),
             session.shared,
             self._target_vocab_size,
-            session.policy.num_guesses,
             self.worker.clock,
             self.chains,
             self._max_drawn_from,
@@ -354,33 +317,32 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _price(self, job: Job[Any], results: PartResults) -> None:
         """Learn from a finished step what steps cost, unless it drafted for nobody."""
         for result in results:
-            if isinstance(result.outcome, outcome.Value) and isinstance(result.outcome.value, Drafted):
+            if isinstance(result.outcome, outcome.Value) and result.outcome.value.guess is not None:
                 # Asked at the end of the step, since a pass may have begun while the step waited or ran.
                 beside_target = result.part.overlaps_target or self._target_queue.was_busy_since(job.began)
                 self.prices.observe_draft_step(num_rows(job), job.began, job.ended, beside_target=beside_target)
                 return
 
     def _drafted(self, session: DraftSession, result: PartResult, next_ends_s: tuple[float, float] | None) -> None:
-        """Add the guesses of a finished draft step to the tree. The step that follows it drafts after the first guess.
+        """Add the guess of a finished draft step to the tree. The step that follows it drafts after that guess.
 
         Args:
             next_ends_s: see `_step_ends_s`; None if no step follows.
         """
-        part, step = result.part, result.outcome.unwrap()
+        part, drafted = result.part, result.outcome.unwrap()
         node, part.node = part.node, None
         next_node: Node | None = None
-        match step:
-            case Drafted():
-                session.can_look_ahead = step.can_look_ahead
-                session.cached_tokens.follow(step.fed)
-                session.goes_alone = False
-                # A verdict may have dropped the node from the tree meanwhile.
-                if node is not None and node.alive:
-                    choice = session.tree.expand(node, *session.calibrated(step.guesses))
-                    # A copied token may have been drafted after before it was drafted itself.
-                    next_node = None if choice.is_expanded else choice
-            case NotFed():
-                self._not_fed(session, step)
+        if drafted.guess is None:
+            self._not_fed(session, drafted)
+        else:
+            session.can_look_ahead = drafted.can_look_ahead
+            session.cached_tokens.follow(drafted.fed)
+            session.goes_alone = False
+            # A verdict may have dropped the node from the tree meanwhile.
+            if node is not None and node.alive:
+                choice = session.tree.expand(node, session.calibrated(drafted.guess))
+                # A copied token may have been drafted after before it was drafted itself.
+                next_node = None if choice.is_expanded else choice
         if next_ends_s is None:
             session.part = None
             self._propose(session)
@@ -393,11 +355,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not is_decided:
             self._reconsider(session)
 
-    def _not_fed(self, session: DraftSession, found: NotFed) -> None:
+    def _not_fed(self, session: DraftSession, drafted: Drafted) -> None:
         """Note what the cache holds. The next step may draft after the same node, with more tokens to feed."""
-        session.can_look_ahead = session.can_look_ahead and found.can_look_ahead
-        session.shared.counts.draft_replayed_tokens += found.wanted - found.length
-        session.cached_tokens.rewind(found.length)
+        session.can_look_ahead = session.can_look_ahead and drafted.can_look_ahead
+        session.shared.counts.draft_replayed_tokens += drafted.num_lost
+        session.cached_tokens.follow(drafted.fed)
 
     def _step_failed(self, sessions: Sequence[DraftSession], error: JobError, *, is_alone: bool) -> None:
         """After a shared step failed, have each session draft once alone; leave a session whose own step failed."""
@@ -428,10 +390,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     # --- turns and messages -----------------------------------------------------------------------
 
     def _say_ready(self, session: DraftSession) -> None:
-        session.is_ready = True
         if session.is_late:
-            session.is_late = False
             self._note(session, "rejoin")
+        session.standing = Standing.READY
         self._target.send_nowait(Ready(session.id))
 
     def _leave(self, session: DraftSession) -> None:
@@ -488,7 +449,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if not isinstance(error.__cause__, CacheLostError):
                 raise
             return  # the tokens that the cache has lost are read again
-        if isinstance(guessed, NotFed):
+        if isinstance(guessed, Drafted):
             self._not_fed(session, guessed)
             return
         self.prices.observe_draft_step(len(plan.feed), job.began, job.ended, beside_target=True)
@@ -540,10 +501,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _receive_due(self, session: DraftSession, due: Due) -> None:
         """Answer a target that waits no longer: propose what is drafted. If late, get ready again after this step."""
-        if due.is_late:
-            # Even if this message has crossed a proposal.
-            session.is_late = session.is_late or session.is_ready
-            session.is_ready = False
+        if due.is_late and session.is_ready:
+            session.standing = Standing.LATE  # even if this message has crossed a proposal
         if session.state.round == due.round:
             self._propose(session, is_due=True)
         if session.is_leaving:
@@ -553,7 +512,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     def _receive_verdict(self, session: DraftSession, verdict: Verdict | Rested) -> None:
         """Advance over a verdict's commit, and begin the drafter's turn."""
         was_resting, proposal = session.state.phase is SessionPhase.RESTING, session.state.outstanding
-        round_before = session.state.round
         if (commit := self._follow(session, verdict)) is None:
             return
         if commit.finish_reason is not None:
@@ -568,24 +526,19 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if not session.is_ready and not (session.is_late and num_proposed > 0):
             return
         if was_resting:
-            session.num_uncounted += session.state.round - round_before
             is_near_end = session.state.rests_until - session.state.round == PROLONG_BEFORE_END
             if is_near_end:
                 if session.has_worthwhile_copy(self.worker.clock()):
                     session.only_copies, session.num_idle_rounds = True, 0
-                elif self._rests_on(session):
+                elif self._rests_on(session, session.num_rested):
                     self._rest(session)
         elif session.only_copies:
-            session.num_uncounted += 1
             if session.state.round % self.rest_rounds == 0:
-                session.only_copies = self._rests_on(session)
+                session.only_copies = self._rests_on(session, self.rest_rounds)
         else:
-            now_s = self.worker.clock()
-            was_dropped = session.drop_stale(now_s, self._queue_slack_s(session, now_s))
             if session.policy.works_ahead:
                 # A miss costs the target no more than a hit if it has passes of other sessions to do.
-                was_hidden = (was_hit and not was_dropped) or self._target_queue.is_busy
-                self.prices.hit_rate.observe(float(was_hidden))
+                self.prices.hit_rate.observe(float(was_hit or self._target_queue.is_busy))
             self._count_hit(session, verdict.round, was_hit)
         self._begin_turn(session)
         self._reconsider(session)

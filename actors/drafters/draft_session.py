@@ -8,6 +8,7 @@ from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from protocol.auto_policy import AutoPolicy
+from protocol.draft_plan import MAX_BEHIND_WHEN_READY, Facts
 from protocol.lookahead_policy import Policy
 from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Features, Proposal
@@ -20,16 +21,14 @@ class DraftSession(DrafterSession):
 
     Attributes:
         context_length: of the draft model; see `Model.context_length`.
-        is_late: whether the target has stopped waiting for a proposal, although the drafter was ready.
         only_copies: whether the model rests because drafting does not pay, and only copied tokens are proposed.
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
-        reads_again: whether the cache has lost some of the text because a shared pass has failed.
+        has_lost_tokens: whether the cache has lost some of the text because a shared pass has failed.
         catches_up: whether the drafter is to read, during a rest, what the target has committed.
         was_prompt_cached: whether the target had the whole prompt cached, and so has no features of it.
-        rests_unread: whether it began with a rest, in which its prompt was not read; None until that is decided.
-        num_uncounted: rounds of a rest since the policy was last asked whether to catch up.
+        begins_with_rest: whether it begins with a rest, in which its prompt is not read; None until that is decided.
         node: the node to draft after next, as of the last look.
     """
 
@@ -37,17 +36,14 @@ class DraftSession(DrafterSession):
         super().__init__(shared, policy, has_model=True)
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length
-        self.is_late = False
         self.can_look_ahead = True
-        self.has_read_prompt = self.reads_again = self.catches_up = False
+        self.has_read_prompt = self.has_lost_tokens = self.catches_up = False
         self.only_copies = False
         self.was_prompt_cached = False
-        self.rests_unread: bool | None = None
-        self.num_uncounted = 0
+        self.begins_with_rest: bool | None = None
         self.node: Node | None = None
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
-        self._dropped: tuple[Guess, ...] = ()  # guesses at the next token that `drop_stale` dropped
 
     def take_features(self, features: Features | None) -> None:
         """Take the target's features, if a message had some."""
@@ -66,7 +62,7 @@ class DraftSession(DrafterSession):
     def notice_loss(self) -> bool:
         """See `ActorSession.notice_loss`."""
         was_lost = super().notice_loss()
-        self.reads_again = self.reads_again or was_lost
+        self.has_lost_tokens = self.has_lost_tokens or was_lost
         return was_lost
 
     @property
@@ -100,6 +96,37 @@ class DraftSession(DrafterSession):
         """Committed tokens that the draft model has not processed."""
         return len(self.state.committed) - len(self.cached_tokens)
 
+    def facts(self) -> Facts:
+        """What decides on the next step. To be called while no job of the session runs."""
+        if self.sequence is not None:
+            self.notice_loss()
+            self.has_lost_tokens = self.has_lost_tokens and self.num_behind > MAX_BEHIND_WHEN_READY
+            self.has_read_prompt = self.has_read_prompt or (
+                len(self.cached_tokens) >= self.shared.opened.num_read and not self.awaits_features
+            )
+        is_idle = self.only_copies or self.state.phase is SessionPhase.RESTING
+        if not is_idle:
+            self.catches_up = False
+        elif self.is_ready and not self.catches_up:
+            num_generated = min(self.num_behind, self.state.num_generated)
+            self.catches_up = self.policy.should_catch_up(self.num_behind, num_generated)
+        return Facts(
+            turn=self.state.phase,
+            standing=self.standing,
+            is_leaving=self.is_leaving,
+            is_past_context=self.is_past_context,
+            is_open=self.sequence is not None,
+            begins_with_rest=bool(self.begins_with_rest),
+            awaits_features=self.awaits_features and not self.has_read_prompt,
+            lacks_features=self.was_prompt_cached,
+            has_read_prompt=self.has_read_prompt,
+            hands_on=self.reading is not None,
+            has_lost_tokens=self.has_lost_tokens,
+            is_idle=is_idle,
+            catches_up=self.catches_up,
+            num_behind=self.num_behind,
+        )
+
     def next_expansion(self, now_s: float, queue_slack_s: float = 0.0) -> Node | None:
         """The node to draft after next, or None to do nothing until something changes."""
         phase = self.state.phase
@@ -126,31 +153,14 @@ class DraftSession(DrafterSession):
         """Whether a copy could be proposed now without the model."""
         return isinstance(self.policy, AutoPolicy) and bool(self.policy.worth_proposing(self.view(now_s)))
 
-    def drop_stale(self, now_s: float, queue_slack_s: float = 0.0) -> bool:
-        """Drop what was drafted ahead, if the policy would rather draft anew on the hidden states that have come since.
-
-        Returns: whether it was dropped.
-        """
-        if self.state.phase is not SessionPhase.PROPOSING:
-            return False
-        num_to_refresh = self._num_to_refresh
-        if num_to_refresh == 0 or not self.policy.drops_stale(self.view(now_s, queue_slack_s, num_to_refresh)):
-            return False
-        self._dropped = self.tree.drop_ahead()
-        self.tree.copy(self._copied)
-        return True
-
     def learn(self, commit: Commit, num_judged: int) -> None:
         """Calibrate the drafter's confidence with the guesses that a commit has proved right or wrong."""
         if not isinstance(self.policy, AutoPolicy):
             return
         by_match = self.shared.opened.settings.rule == "match"
-        dropped, self._dropped = self._dropped, ()
-        for guess in dropped if by_match else ():
-            self.policy.calibration.observe_dropped(guess, guess.token == commit.tokens[0])
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
             # A draw that was not judged might have been accepted even if it differs from the committed token.
-            if by_match or guess.rank != 0 or index < num_judged:
+            if by_match or index < num_judged:
                 self.policy.calibration.observe(guess, was_right)
 
     def learn_caught_up(self, start: int, guessed: Sequence[tuple[int, float]]) -> None:
@@ -164,22 +174,9 @@ class DraftSession(DrafterSession):
             else:
                 self.policy.calibration.observe_unjudged(raw)
 
-    def calibrated(self, guesses: tuple[Guess, ...]) -> tuple[Guess, ...]:
-        """Guesses with the confidence that the calibration gives them."""
-        return self.policy.drafted(guesses) if isinstance(self.policy, AutoPolicy) else guesses
-
-    @property
-    def _num_to_refresh(self) -> int:
-        if (reader := self._reader) is None or self.sequence is None:
-            return 0
-        choice = self.tree.root.choice
-        if choice is None or not self.tree.is_stale(choice):
-            return 0
-        assert choice.best is not None
-        committed = self.state.committed
-        if len(committed) - 1 - reader.num_given >= choice.best.staleness:
-            return 0
-        return len(committed) - min(self.cached_tokens.plan(committed).keep, self.sequence.length)
+    def calibrated(self, guess: Guess) -> Guess:
+        """A guess with the confidence that the calibration gives it."""
+        return self.policy.drafted(guess) if isinstance(self.policy, AutoPolicy) else guess
 
     def num_to_feed(self, node: Node) -> int:
         return len(self.cached_tokens.plan(self.state.committed, self.tree.path(node)).feed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import cast
 
 import attrs
@@ -27,49 +27,54 @@ from protocol.settings import Settings
 
 
 @attrs.frozen
-class Drafted:
-    """The outcome of one draft step: guesses at the token after a text.
+class DraftInput:
+    """What one draft step starts from.
 
     Attributes:
-        guesses: the drafter's own choice first.
-        can_look_ahead: whether the cache could take an uncommitted token now, and drop it again.
-        fed: what the cache was fed since the last outcome. Includes the choice if the step after it was launched.
+        plan: how to bring the cache in line with the text that the drafted token comes after.
+        trail: hash of that text; see `protocol.randomness.further`.
+        history: the end of that text.
+        budget: how far to go on without asking the policy.
     """
-
-    guesses: tuple[Guess, ...]
-    can_look_ahead: bool
-    fed: FeedPlan
-
-
-@attrs.frozen
-class NotFed:
-    """Nothing was fed: the cache could only restore a checkpoint, or could not drop uncommitted tokens again.
-
-    Attributes:
-        length: tokens that the cache holds; fewer than `wanted` after a checkpoint.
-        can_look_ahead: see `Drafted`.
-    """
-
-    length: int
-    wanted: int
-    can_look_ahead: bool
-
-
-StepOutcome = Drafted | NotFed
-
-
-@attrs.frozen
-class FollowingStep:
-    """A step that drafts after the choice of the one before; the arguments of `DraftSteps.begin`."""
 
     plan: FeedPlan
     trail: int
     history: TokenHistory
-    draft_budget: DraftBudget
+    budget: DraftBudget
 
-    def of(self, draft_steps: DraftSteps) -> Callable[[], Step[StepOutcome]]:
-        """The call that takes the step."""
-        return partial(draft_steps.begin, self.plan, self.trail, self.history, self.draft_budget)
+    @property
+    def position(self) -> int:
+        """Position of the token that is drafted."""
+        return self.plan.keep + len(self.plan.feed)
+
+    def following(self, token: int, feed: tuple[int, ...], budget: DraftBudget) -> DraftInput:
+        """The input of the step that drafts after this one's token.
+
+        Args:
+            token: that was drafted.
+            feed: the token, or nothing if it was fed already.
+            budget: that is left.
+        """
+        plan = FeedPlan(self.position + 1 - len(feed), feed)
+        return DraftInput(plan, further(self.trail, token), self.history.appended(token), budget)
+
+
+@attrs.frozen
+class Drafted:
+    """What came of one draft step.
+
+    Attributes:
+        guess: the drafter's choice. None if nothing was fed, because the cache could only restore a checkpoint, or
+            could not drop uncommitted tokens again.
+        fed: what was done to the cache. Includes the choice if the step after it was launched.
+        can_look_ahead: whether the cache could take an uncommitted token now, and drop it again.
+        num_lost: tokens that the cache was to keep, and has lost with the checkpoint.
+    """
+
+    guess: Guess | None
+    fed: FeedPlan
+    can_look_ahead: bool
+    num_lost: int = 0
 
 
 @attrs.frozen
@@ -82,7 +87,6 @@ class DraftSteps:
         shared: the session.
         vocab_size: the width of the target's logits. Ids beyond it are not drafted: they only pad the draft model's
             embedding.
-        num_guesses: guesses wanted from each step, >= 1: the drafter's choice, and the likeliest other tokens.
         clock: returns seconds.
         chains: see `DraftActor`.
         max_drawn_from: unless the rule is match, tokens are drawn from this many of the likeliest ones; None for all.
@@ -94,108 +98,84 @@ class DraftSteps:
     settled: int
     shared: Session
     vocab_size: int
-    num_guesses: int
     clock: Callable[[], float]
     chains: bool | None
     max_drawn_from: int | None = None
 
-    def begin(self, plan: FeedPlan, trail: int, history: TokenHistory, draft_budget: DraftBudget) -> Step[StepOutcome]:
+    def begin(self, start: DraftInput) -> Step[Drafted]:
         """Draft one token.
 
-        Args:
-            plan: how to bring the cache in line with the text that the token comes after.
-            trail: hash of that text; see `protocol.randomness.further`.
-            history: the end of that text.
-            draft_budget: how far to go on without asking the policy.
-
-        Returns: the guesses, and the next step if the budget allows one; or the reason why nothing was fed.
+        Returns: what came of it, and the next step if the budget allows one.
         Raises: NotANumberError: no token can be chosen from the draft model's logits.
         """
-        if (hindrance := self.prepare(plan)) is not None:
+        if (hindrance := self.prepare(start.plan)) is not None:
             return Step(hindrance)
-        rows = self.sequence.feed(plan.feed, 1)
+        rows = self.sequence.feed(start.plan.feed, 1)
         assert rows is not None
-        lazy = self.guess(rows, plan.keep + len(plan.feed), trail, history)
-        return self.read(plan, lazy, trail, history, draft_budget)
+        return self._read(start, self.guess(rows, start.position, start.trail, start.history))
 
-    def prepare(self, plan: FeedPlan) -> NotFed | None:
-        """Prepare the cache for a step. Returns: the reason why nothing may be fed, or None.
+    def prepare(self, plan: FeedPlan) -> Drafted | None:
+        """Prepare the cache for a step. Returns: what came of a step for which nothing may be fed, or None.
 
         Raises: CacheLostError: a step that the session shared has failed since this one was planned.
         """
         if self.sequence.length < plan.keep:
             raise CacheLostError
         if (length := self.sequence.rewind(plan.keep)) < plan.keep:
-            return NotFed(length, plan.keep, can_look_ahead=True)
+            return Drafted(None, FeedPlan(length, ()), True, num_lost=plan.keep - length)
         position = plan.keep + len(plan.feed)
         if position > self.settled and self.sequence.prepare(len(plan.feed), self.settled) is RewindMode.SINGLE:
-            return NotFed(plan.keep, plan.keep, can_look_ahead=False)
+            return Drafted(None, FeedPlan(plan.keep, ()), False)
         return None
 
-    def read(
-        self, fed: FeedPlan, lazy: LazyGuesses, trail: int, history: TokenHistory, draft_budget: DraftBudget
-    ) -> Step[StepOutcome]:
-        """Read guesses back, and decide whether a step follows. A step that is likely to follow is launched first."""
-        position = fed.keep + len(fed.feed)
-        launched: LazyGuesses | None = None
-        if self._may_chain() and draft_budget.foresees_another(self.clock()) and self._can_look_ahead():
+    def _read(self, start: DraftInput, lazy: LazyGuesses) -> Step[Drafted]:
+        """Read a guess back, and decide whether a step follows. A step that is likely to follow is launched first."""
+        position, launched = start.position, None
+        if self._may_chain() and start.budget.foresees_another(self.clock()) and self._can_look_ahead():
             mx.async_eval(*lazy.arrays())
-            launched = self.guess(self.sequence.feed_lazy(lazy.choice), position + 1, 0, history)
+            launched = self.guess(self.sequence.feed_lazy(lazy.choices), position + 1, 0, start.history)
             mx.async_eval(*launched.arrays())
         mx.eval(*lazy.arrays())
+        (guess,) = lazy.read()
+        lazy.logit_check.check(0, position, "draft")
         if launched is None:
-            drafted, following = self.conclude(fed, lazy, trail, history, draft_budget)
-            return Step(drafted, None if following is None else following.of(self))
-        drafted_guesses = lazy.read()
-        lazy.check(position)
-        token = drafted_guesses[0].token
+            drafted, following = self.conclude(start, guess)
+            return Step(drafted, None if following is None else partial(self.begin, following))
         self.sequence.check(position + 1)
-        # The launched step has fed the choice, whether or not its guesses will be read.
-        drafted = Drafted(drafted_guesses, True, FeedPlan(fed.keep, (*fed.feed, token)))
+        # The launched step has fed the choice, whether or not its own guess will be read.
+        drafted = Drafted(guess, FeedPlan(start.plan.keep, (*start.plan.feed, guess.token)), True)
         # Nothing comes after the end of the text.
-        if token in self.shared.opened.stop_tokens:
+        if guess.token in self.shared.opened.stop_tokens:
             return Step(drafted)
-        remaining = draft_budget.after(drafted_guesses, self.clock())
         # Even if the budget is spent: the device works on this step already.
-        plan, trail, history = FeedPlan(position + 1, ()), further(trail, token), history.appended(token)
-        return Step(drafted, partial(self.read, plan, launched, trail, history, remaining or EMPTY_BUDGET))
+        remaining = start.budget.after(guess, self.clock()) or EMPTY_BUDGET
+        return Step(drafted, partial(self._read, start.following(guess.token, (), remaining), launched))
 
-    def conclude(
-        self, fed: FeedPlan, lazy: LazyGuesses, trail: int, history: TokenHistory, draft_budget: DraftBudget
-    ) -> tuple[Drafted, FollowingStep | None]:
-        """Read evaluated guesses. Returns: the outcome, and the step that follows if the budget allows one.
-
-        Raises: NotANumberError: no token can be chosen.
-        """
-        position = fed.keep + len(fed.feed)
-        drafted_guesses = lazy.read()
-        # The choice is lost if a check fails, but whether one does never depends on which token was chosen.
-        lazy.check(position)
-        self.sequence.check(position)
-        drafted = Drafted(drafted_guesses, self._can_look_ahead(), fed)
-        token = drafted_guesses[0].token
+    def conclude(self, start: DraftInput, guess: Guess) -> tuple[Drafted, DraftInput | None]:
+        """Returns: what came of a step with this guess, and the input of the next one if the budget allows one."""
+        # The choice is lost if the check fails, but whether it does never depends on which token was chosen.
+        self.sequence.check(start.position)
+        drafted = Drafted(guess, start.plan, self._can_look_ahead())
         # Nothing comes after the end of the text.
-        if not drafted.can_look_ahead or token in self.shared.opened.stop_tokens:
+        if not drafted.can_look_ahead or guess.token in self.shared.opened.stop_tokens:
             return drafted, None
-        if (remaining := draft_budget.after(drafted_guesses, self.clock())) is None:
+        if (remaining := start.budget.after(guess, self.clock())) is None:
             return drafted, None
-        plan = FeedPlan(position, (token,))
-        return drafted, FollowingStep(plan, further(trail, token), history.appended(token), remaining)
+        return drafted, start.following(guess.token, (guess.token,), remaining)
 
     def guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
-        """Guesses at the token at a position, from the draft model's logits (1, V)."""
+        """A guess at the token at a position, from the draft model's logits (1, V)."""
         opened, pipeline = self.shared.opened, self.shared.logits_pipeline
         logits = pipeline.shape(pad(rows, self.vocab_size), history, position)
         # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text
         # that will never be committed, which is not a failure of the drafter.
         logit_check = LogitCheck.of(rows, rows)
         if (chosen := pipeline.sample(logits, position)) is not None:
-            confidence = mx.softmax(logits[0].astype(mx.float32))[chosen[0]]
-            found = LikeliestTokens(*likeliest(logits, self.num_guesses))
-            lazy = LazyGuesses(chosen, logit_check, found, confidence=confidence)
+            confidences = mx.softmax(logits[0].astype(mx.float32))[chosen]
+            lazy = LazyGuesses(chosen, confidences, logit_check)
         elif opened.settings.rule == "match":
             decisions = [(opened.seed, position)]
-            lazy = guesses_by_match(logits, logit_check, opened.settings, decisions, self.vocab_size, self.num_guesses)
+            lazy = guesses_by_match(logits, logit_check, opened.settings, decisions, self.vocab_size)
         else:
             lazy = self._drawn(logits, logit_check, position, trail)
         if not isinstance(self.sequence, FeatureInput):
@@ -210,16 +190,15 @@ class DraftSteps:
         # confidence is the expectation over all draws from this distribution, not the probability of this draw.
         probs = distribution(logits[0], opened.settings.drafting_temperature)
         drawn = draw(probs, key_for(opened.seed, Purpose.DRAFT, position, trail))
-        found = LikeliestTokens(*likeliest(mx.log(probs)[None], self.num_guesses))
         confidence = (probs * probs).sum()
         drawn_from = probs if kept is None else Sparse(probs.size, kept[0], probs[kept[0]])
-        return LazyGuesses(drawn[None], logit_check, found, confidence=confidence, probs=drawn_from)
+        return LazyGuesses(drawn[None], confidence[None], logit_check, probs=drawn_from)
 
-    def catch_up(self, plan: FeedPlan, num_rows: int, history: TokenHistory) -> list[tuple[int, float]] | NotFed:
+    def catch_up(self, plan: FeedPlan, num_rows: int, history: TokenHistory) -> list[tuple[int, float]] | Drafted:
         """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
 
-        Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or the
-            reason why nothing was fed.
+        Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or what
+            `prepare` returns if nothing may be fed.
 
         Raises:
             NotANumberError: no token can be chosen from some row of the draft model's logits.
@@ -238,7 +217,7 @@ class DraftSteps:
             tokens, confidences = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
         elif settings.rule == "match":
             drawn_scores = scores(logits, settings.drafting_temperature, seed, start, self.vocab_size)
-            tokens, confidences = (found[:, 0] for found in likeliest(drawn_scores, 1))
+            tokens, confidences = likeliest(drawn_scores)
         else:
             probs = distribution(logits, settings.drafting_temperature)
             tokens, confidences = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
@@ -259,7 +238,7 @@ class DraftSteps:
         settings, kind = shared.opened.settings, shared.logits_pipeline.kind
         if kind is None or settings.rule != "match" or isinstance(self.sequence, FeatureInput):
             return None
-        return kind, settings.drafting_temperature, self.num_guesses
+        return kind, settings.drafting_temperature
 
     def _can_look_ahead(self) -> bool:
         return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
@@ -278,51 +257,22 @@ class DraftSteps:
 
 
 @attrs.frozen
-class LikeliestTokens:
-    """The likeliest tokens of several texts, which may not be computed yet.
-
-    Attributes:
-        tokens, confidences: (n, k) ids, and the drafter's confidence in each, in descending order.
-    """
-
-    tokens: mx.array
-    confidences: mx.array
-
-    @cached_property
-    def rows(self) -> list[list[tuple[int, float]]]:
-        """Both, read back."""
-        tokens, confidences = (
-            cast(list[list[int]], self.tokens.tolist()),
-            cast(list[list[float]], self.confidences.tolist()),
-        )
-        return [
-            list(zip(row, map(_zero_if_nan, row_confidences), strict=True))
-            for row, row_confidences in zip(tokens, confidences, strict=True)
-        ]
-
-
-@attrs.frozen
 class LazyGuesses:
-    """Guesses that may not be computed yet.
+    """Guesses at the next token of n texts, which may not be computed yet.
 
     Attributes:
-        choice: (n,) the drafter's choice.
+        choices: (n,) the drafter's choice for each text.
+        confidences: (n,) its confidence in each.
         logit_check: of the draft model's own rows.
-        likeliest_tokens: of each row.
-        row: that of this text, in [0, n).
-        confidence: () the drafter's confidence in the choice. None if the choice is the first of the likeliest tokens:
-            always so under the match rule, unless a user's sampler made the choice.
-        probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule.
+        probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule. n is 1.
         staleness: see `Guess`.
         acceptance: (1,) the drafter's own estimate of how likely its choice is accepted, used as its confidence in it;
-            None if it makes none. It does not depend on which token is chosen.
+            None if it makes none. It does not depend on which token is chosen. n is 1.
     """
 
-    choice: mx.array
+    choices: mx.array
+    confidences: mx.array
     logit_check: LogitCheck
-    likeliest_tokens: LikeliestTokens
-    row: int = 0
-    confidence: mx.array | None = None
     probs: Distribution | None = None
     staleness: int = 0
     acceptance: mx.array | None = None
@@ -330,61 +280,33 @@ class LazyGuesses:
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
         probs = (self.probs.tokens, self.probs.values) if isinstance(self.probs, Sparse) else (self.probs,)
-        likeliest_tokens = self.likeliest_tokens.tokens, self.likeliest_tokens.confidences
-        arrays = (self.choice, *self.logit_check.arrays(), *likeliest_tokens, self.confidence, self.acceptance)
-        return [array for array in (*arrays, *probs) if array is not None]
+        arrays = (self.choices, self.confidences, *self.logit_check.arrays(), self.acceptance, *probs)
+        return [array for array in arrays if array is not None]
 
-    def check(self, position: int) -> None:
-        """Raise NotANumberError if no token can be chosen for a position from the draft model's own row."""
-        self.logit_check.check(self.row, position, "draft")
-
-    def read(self) -> tuple[Guess, ...]:
-        """The guesses, the choice first. Reads arrays back, which should have been evaluated together before."""
-        choice, *others = self._read()
+    def read(self) -> list[Guess]:
+        """The guess of each text. Reads arrays back, which should have been evaluated together before."""
+        tokens = cast(list[int], self.choices.tolist())
+        confidences = list(map(_zero_if_nan, cast(list[float], self.confidences.tolist())))
         # Where processors have left no token, none is likely, whatever the drafter estimates.
-        if self.acceptance is not None and choice.raw > 0.0:
-            estimate = _zero_if_nan(cast(float, self.acceptance.item()))
-            choice = attrs.evolve(choice, confidence=estimate, raw=estimate, worth=estimate)
-        return choice, *others
-
-    def _read(self) -> tuple[Guess, ...]:
-        if self.confidence is None:
-            return self._ranked()
-        token, confidence = cast(int, self.choice.item()), _zero_if_nan(cast(float, self.confidence.item()))
-        others = [guess for guess in self._ranked(1) if guess.token != token]
-        num_others = self.likeliest_tokens.tokens.shape[1] - 1
-        return Guess(token, confidence, self.probs, raw=confidence, staleness=self.staleness), *others[:num_others]
-
-    def _ranked(self, first_rank: int = 0) -> tuple[Guess, ...]:
-        """The likeliest tokens as guesses with ranks from `first_rank` on."""
-        return tuple(
-            [
-                Guess(token, confidence, rank=rank, raw=confidence, staleness=self.staleness)
-                for rank, (token, confidence) in enumerate(self.likeliest_tokens.rows[self.row], start=first_rank)
-                # A token that a filter removed is no guess, unless there is no other.
-                if confidence > 0.0 or rank == 0
-            ]
-        )
+        if self.acceptance is not None and confidences[0] > 0.0:
+            confidences = [_zero_if_nan(cast(float, self.acceptance.item()))]
+        return [
+            Guess(token, confidence, self.probs, raw=confidence, staleness=self.staleness)
+            for token, confidence in zip(tokens, confidences, strict=True)
+        ]
 
 
 def guesses_by_match(
-    logits: mx.array,
-    logit_check: LogitCheck,
-    settings: Settings,
-    decisions: Decisions,
-    vocab_size: int,
-    num_guesses: int,
+    logits: mx.array, logit_check: LogitCheck, settings: Settings, decisions: Decisions, vocab_size: int
 ) -> LazyGuesses:
-    """Guesses under the match rule: those of the first row, from (n, V) processed logits."""
-    found = likeliest(scores_together(logits, settings.drafting_temperature, decisions, vocab_size), num_guesses)
-    # Adding 0 gives the choice a buffer of its own. A view would share that of `found`, and on CUDA, reading `found`
+    """Guesses under the match rule, from (n, V) processed logits."""
+    tokens, confidences = likeliest(scores_together(logits, settings.drafting_temperature, decisions, vocab_size))
+    # Adding 0 gives the choice a buffer of its own. A view would share another array's, and on CUDA, reading that array
     # back moves the buffer while the next step, which was launched before, may still be reading it.
-    return LazyGuesses(found[0][:, 0] + 0, logit_check, LikeliestTokens(*found))
+    return LazyGuesses(tokens + 0, confidences, logit_check)
 
 
-def guesses_together(
-    steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]
-) -> list[LazyGuesses]:
+def guesses_together(steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]) -> LazyGuesses:
     """Guesses for texts of one kind (`DraftSteps.kind`), as one set of array operations; each as for its text alone.
 
     Args:
@@ -396,9 +318,7 @@ def guesses_together(
     rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]
     decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
     filtered = shared.logits_pipeline.filter(pad(rows, first.vocab_size), 0)
-    settings, num_guesses = shared.opened.settings, first.num_guesses
-    lazy = guesses_by_match(filtered, LogitCheck.of(rows, rows), settings, decisions, first.vocab_size, num_guesses)
-    return [LazyGuesses(lazy.choice, lazy.logit_check, lazy.likeliest_tokens, row) for row in range(len(steps))]
+    return guesses_by_match(filtered, LogitCheck.of(rows, rows), shared.opened.settings, decisions, first.vocab_size)
 
 
 def _zero_if_nan(confidence: float) -> float:

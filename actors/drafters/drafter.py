@@ -12,17 +12,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, TypeVar
 
-import trio
-
 from actors.actor import Actor, ActorSession, Mailbox
 from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
-from protocol.copying import MAX_MATCH, Copied, CopyIndex
-from protocol.draft_plan import Need, Waiting, next_job
+from protocol.copying import MAX_MATCH, CopySearch
+from protocol.draft_plan import Standing, Task, Waiting, next_job
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
-from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
+from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.messages import Message, Proposal, Rest, Rested, Verdict
 from protocol.open_options import WorkAhead
 from protocol.prices import Prices
@@ -32,9 +30,6 @@ from protocol.trace import Event
 
 logger = logging.getLogger("outrider")
 
-# Tokens that are indexed between two checkpoints, in a few milliseconds for which trio runs nothing else; and how often
-# in a row before other sessions have a turn.
-TOKENS_PER_INDEXING, INDEXINGS_PER_TURN = 256, 16
 # A drafter that only copies rests after this many rounds in a row without a copy. In a rest, the target goes on without
 # waiting for an answer, but the next proposal may come a little late.
 MAX_IDLE_ROUNDS = 8
@@ -54,30 +49,30 @@ class DrafterSession(ActorSession):
 
     Attributes:
         policy: decides how far to draft and what to propose.
-        index: finds earlier occurrences of the text's end.
+        search: finds earlier occurrences of the text's end; None if nothing is copied.
         has_model: whether it can go on where a copy ends.
         tree: the guesses that continue the committed text.
-        is_ready: whether the drafter has read the text, and the target waits for its proposals.
+        standing: whether the target waits for its proposals.
         is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-        need: what there is to do for it, as of the last look; None for nothing until something changes.
+        task: the next job for it, as of the last look; None for none until something changes.
         num_rested: rounds of the last rest.
         num_idle_rounds: rounds in a row in which the target judged no copied token.
         verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
         part: its part in the draft steps under way; None between them.
         goes_alone: whether its next draft step is its own, because one that it shared has failed.
-        since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `need` arose.
+        since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `task` arose.
     """
 
     def __init__(self, shared: Session, policy: Policy, *, has_model: bool) -> None:
         super().__init__(shared)
         opened = shared.opened
         self.policy = policy
-        self.index = CopyIndex()
-        self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.has_model = has_model
-        self.is_ready = False
+        self.search = self._new_search() if self.copies else None
+        self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
+        self.standing = Standing.NEW
         self.is_leaving = self.goes_alone = False
-        self.need: Need | None = None
+        self.task: Task | None = None
         self.since = self.num_read_before = self.num_rested = self.num_idle_rounds = 0
         self.verdict_due_s = 0.0
         self.part: DraftPart | None = None
@@ -85,9 +80,19 @@ class DrafterSession(ActorSession):
         self._is_copying = False
 
     def waits(self, num_read: int) -> Waiting:
-        """What it waits for, given the tokens that the drafter has read so far. `need` must not be None."""
-        assert self.need is not None
-        return Waiting(self.need, self.since, num_read - self.num_read_before, self.goes_alone)
+        """What it waits for, given the tokens that the drafter has read so far. `task` must not be None."""
+        assert self.task is not None
+        return Waiting(self.task, self.since, num_read - self.num_read_before, self.goes_alone)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the target waits for proposals."""
+        return self.standing is Standing.READY
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the target has stopped waiting for a proposal, although the drafter was ready."""
+        return self.standing is Standing.LATE
 
     @property
     def has_left(self) -> bool:
@@ -99,27 +104,16 @@ class DrafterSession(ActorSession):
         """Whether tokens are copied; not if the user has fixed the lookahead of a draft model."""
         return not self.has_model or isinstance(self.policy, AutoPolicy)
 
-    @property
-    def is_indexed(self) -> bool:
-        """Whether the index has all of the text and of the user's prediction; always true if nothing is copied."""
-        index, num_reference = self.index, self._num_reference
-        return not self.copies or (len(index) >= len(self.state.committed) and index.num_reference >= num_reference)
-
-    @property
-    def _num_reference(self) -> int:
-        opened = self.shared.opened
-        prediction = opened.settings.prediction
-        return len(prediction) + min(MAX_MATCH, len(opened.prompt)) if prediction else 0
-
-    def index_some(self) -> None:
-        """Add a few hundred tokens to the index: first the user's prediction, then the committed text."""
-        opened = self.shared.opened
-        if (start := self.index.num_reference) < self._num_reference:
-            # With the end of the prompt before it, the prediction is found as soon as the text begins.
-            reference = (*opened.prompt[-MAX_MATCH:], *opened.settings.prediction)
-            self.index.append_reference(reference[start : start + TOKENS_PER_INDEXING])
-            return
-        self.index.append(self.state.committed[len(self.index) : len(self.index) + TOKENS_PER_INDEXING])
+    def _new_search(self) -> CopySearch:
+        """The search in the prompt; before it, in the user's prediction, if there is one."""
+        prompt, prediction = self.shared.opened.prompt, self.shared.opened.settings.prediction
+        search = CopySearch()
+        if prediction:
+            # With the end of the prompt before it, the prediction is found as soon as the answer begins.
+            search.append(prompt[-MAX_MATCH:])
+            search.append(prediction)
+        search.append(prompt)
+        return search
 
     def follow(self, commit: Commit) -> bool:
         """Advance the tree over a commit. True for a hit: the commit's last token was in the tree, too."""
@@ -135,20 +129,21 @@ class DrafterSession(ActorSession):
                 if not was_right:
                     break
         was_hit = self.tree.advance(commit.tokens)
-        # If the text is not indexed yet, this commit will be indexed with it.
-        if self.copies and len(self.index) == commit.start:
-            self.index.append(commit.tokens)
+        if self.search is not None:
+            self.search.append(commit.tokens)
             self.copy()
         return was_hit
 
     def copy(self) -> None:
-        """Put into the tree what followed an earlier occurrence of the text's last tokens."""
+        """Put into the tree what followed an earlier occurrence of the text's last tokens, if anything is copied."""
         policy = self.policy
+        if self.search is None:
+            return
         # One more token than may be proposed, as a guess at the token that the verdict adds.
         max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
         if self.state.remaining is not None:
             max_tokens = min(max_tokens, self.state.remaining)
-        guesses = self._guesses(max_tokens)
+        guesses = self._guesses(self.search, max_tokens)
         before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
@@ -166,27 +161,15 @@ class DrafterSession(ActorSession):
             self.policy.prices.num_copying += is_copying - self._is_copying
             self._is_copying = is_copying
 
-    def _guesses(self, num_tokens: int) -> Iterator[Guess]:
+    def _guesses(self, search: CopySearch, num_tokens: int) -> Iterator[Guess]:
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and only if there
         # is no model, which would guess better.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
-        for copied in self._longest_copy(num_tokens, shortest):
+        for copied in search.lookup(num_tokens, shortest=shortest):
             confidence = copied.confidence
-            yield Guess(copied.token, confidence, rank=COPIED - copied.kind, raw=confidence)
+            yield Guess(copied.token, confidence, raw=confidence, copy_kind=copied.kind)
             if copied.token in self.shared.opened.stop_tokens:
                 return
-
-    def _longest_copy(self, num_tokens: int, shortest: int) -> Iterator[Copied]:
-        """What followed in the text itself; or in other texts, if more of this text's last tokens occur there."""
-        own, find_copy = self.index.lookup(num_tokens, shortest=shortest), self.shared.find_copy
-        if find_copy is None:
-            return own
-        if (first := next(own, None)) is not None:
-            own, shortest = itertools.chain((first,), own), first.match_length + 1
-        # In other texts, a match of one token says too little.
-        foreign = find_copy(self.state.committed, num_tokens, max(2, shortest))
-        longer = None if shortest > MAX_MATCH else next(foreign, None)
-        return own if longer is None else itertools.chain((longer,), foreign)
 
     @property
     def max_proposal(self) -> int:
@@ -207,9 +190,7 @@ class DrafterSession(ActorSession):
         """How many tokens must be fed to draft after a node."""
         return 0
 
-    def view(
-        self, now_s: float, queue_slack_s: float = 0.0, num_to_refresh: int = 0, *, may_draft: bool = True
-    ) -> PolicyView:
+    def view(self, now_s: float, queue_slack_s: float = 0.0, *, may_draft: bool = True) -> PolicyView:
         """What the policy may look at now; with `may_draft` False, only what has been drafted by now counts."""
         part, is_verifying = self.part, self.state.phase is SessionPhase.VERIFYING
         return PolicyView(
@@ -223,7 +204,6 @@ class DrafterSession(ActorSession):
             None if part is None else part.node,
             0.0 if part is None else part.expected_end_s,
             queue_slack_s,
-            num_to_refresh,
         )
 
     def proposal(self, nodes: list[Node]) -> Proposal:
@@ -278,14 +258,14 @@ class Drafter(Actor[S]):
         if self._running:
             # The running job may be about to go on for other sessions, or may hang.
             self._take_in()
-            if session.need is not None or (session in self._running and session.has_left):
+            if session.task is not None or (session in self._running and session.has_left):
                 self._is_waited_for()
 
     def _is_waited_for(self) -> None:
         """Called when a session waits for the end of the running job."""
 
     def _take_in(self) -> None:
-        """Find out what the sessions that have changed need, except for those in the running job."""
+        """Find the next tasks of the sessions that have changed, except for those in the running job."""
         waiting = [session for session in self._changed if session not in self._running]
         for session in waiting:
             del self._changed[session]
@@ -293,41 +273,41 @@ class Drafter(Actor[S]):
             if session.id not in self._sessions:
                 continue
             try:
-                need = Need.CLOSE if session.has_left else None if session.is_leaving else self._need(session)
+                task = Task.CLOSE if session.has_left else None if session.is_leaving else self._next_task(session)
             except Exception as error:  # of any kind: it costs speed, never text
                 self._give_up(session, error)
-                need = Need.CLOSE if session.has_left else None
-            if session.need is None:
+                task = Task.CLOSE if session.has_left else None
+            if session.task is None:
                 session.since, session.num_read_before = self._num_jobs, self._num_read
-            session.need = need
+            session.task = task
 
-    def _next_job(self) -> tuple[Need, list[S]] | None:
+    def _next_job(self) -> tuple[Task, list[S]] | None:
         # Whether to draft depends on the time, which has passed since the last look.
-        self._changed.update((session, None) for session in self._sessions.values() if session.need is Need.DRAFT)
+        self._changed.update((session, None) for session in self._sessions.values() if session.task is Task.DRAFT)
         while self._changed:  # a session that is looked at may change others
             self._take_in()
-        waiting = [session for session in self._sessions.values() if session.need is not None]
+        waiting = [session for session in self._sessions.values() if session.task is not None]
         chosen = [waiting[index] for index in next_job([each.waits(self._num_read) for each in waiting], *self._limits)]
-        if not chosen or (need := chosen[0].need) is None:
+        if not chosen or (task := chosen[0].task) is None:
             return None
-        return need, chosen
+        return task, chosen
 
-    async def _work(self, need: Need, sessions: Sequence[S]) -> None:
+    async def _work(self, task: Task, sessions: Sequence[S]) -> None:
         """Do a job, and have its sessions looked at again."""
-        if need in (Need.READ, Need.DRAFT):
+        if not task.is_brief:
             self._num_jobs += 1
         num_cached = len(sessions[0].cached_tokens)
         self._running.update(dict.fromkeys(sessions))
         for session in sessions:
-            session.need = None
+            session.task = None
         try:
-            if need is Need.DRAFT:
+            if task is Task.DRAFT:
                 await self._draft(sessions)
-            elif need is Need.CLOSE:
+            elif task is Task.CLOSE:
                 await self._let_go(sessions[0])
             else:
-                await self._prepare(sessions[0], need)
-                if need is Need.READ:
+                await self._prepare(sessions[0], task)
+                if not task.is_brief:
                     self._num_read += max(0, len(sessions[0].cached_tokens) - num_cached)
         except Exception as error:  # of any kind: it costs speed, never text
             for session in list(self._running):
@@ -342,11 +322,10 @@ class Drafter(Actor[S]):
             self._forget(session)
 
     @abstractmethod
-    def _need(self, session: S) -> Need | None:
-        """What there is to do for a session that has not been left. Never waits."""
+    def _next_task(self, session: S) -> Task | None:
+        """The next job for a session that has not been left, after all that needs no job. Never waits."""
 
-    @abstractmethod
-    async def _prepare(self, session: S, need: Need) -> None:
+    async def _prepare(self, session: S, task: Task) -> None:
         """Open a session's cache, or read some of its text."""
 
     async def _draft(self, sessions: Sequence[S]) -> None:
@@ -356,14 +335,6 @@ class Drafter(Actor[S]):
     def _limits(self) -> tuple[int, int]:
         """Most sessions in the next draft step, and the tokens that may be read while it waits; see `next_job`."""
         return 1, 1
-
-    async def _index(self, session: S) -> None:
-        """Add some of a session's text to its index."""
-        for _ in range(INDEXINGS_PER_TURN):
-            if session.is_indexed or session.has_left:
-                return
-            session.index_some()
-            await trio.lowlevel.checkpoint()
 
     # --- sessions ---------------------------------------------------------------------------------
 

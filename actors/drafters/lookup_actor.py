@@ -8,7 +8,7 @@ from actors.actor import Mailbox
 from actors.drafters.drafter import Drafter, DrafterSession, MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy
-from protocol.draft_plan import Need
+from protocol.draft_plan import Standing, Task
 from protocol.errors import ProtocolError
 from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
@@ -52,19 +52,13 @@ class LookupActor(Drafter[DrafterSession]):
             policy.only_copies = True
         return DrafterSession(shared, policy, has_model=False)
 
-    def _need(self, session: DrafterSession) -> Need | None:
-        if session.is_ready:
-            return None
-        if not session.is_indexed:
-            return Need.READ
-        session.is_ready = True
-        session.copy()
-        self._target.send_nowait(Ready(session.id))
-        self._answer(session)
+    def _next_task(self, session: DrafterSession) -> Task | None:
+        if not session.is_ready:
+            session.standing = Standing.READY
+            session.copy()
+            self._target.send_nowait(Ready(session.id))
+            self._answer(session)
         return None
-
-    async def _prepare(self, session: DrafterSession, need: Need) -> None:
-        await self._index(session)
 
     def _receive(self, session: DrafterSession, message: Message) -> None:
         match message:

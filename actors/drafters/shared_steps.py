@@ -5,7 +5,7 @@ A text takes part until its draft budget is spent, or it is interrupted; the oth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -15,17 +15,15 @@ import outcome
 
 from actors.drafters.draft_steps import (
     Drafted,
+    DraftInput,
     DraftSteps,
-    FollowingStep,
     LazyGuesses,
-    NotFed,
-    StepOutcome,
     guesses_together,
 )
 from actors.model import Feed, Model, feed_each
 from actors.sampling.logits_pipeline import by_kind
 from actors.workers.worker import Job, Step
-from protocol.lookahead_tree import Node
+from protocol.lookahead_tree import Guess, Node
 from protocol.session_state import SessionPhase
 from protocol.trace import Share
 
@@ -37,7 +35,7 @@ class DraftPart:
     Attributes:
         session: of the text.
         draft_steps: of the text.
-        step: the next step. Read and written on the worker's thread once the steps have begun.
+        start: the input of the next step. Read and written on the worker's thread once the steps have begun.
         decided_in: the round of the session and its phase when the policy gave the draft budget.
         alone: whether it has its passes to itself, and its cache stays apart from those of others.
         node: the node that is being drafted after; None if its result is not wanted any more.
@@ -49,7 +47,7 @@ class DraftPart:
 
     session: int
     draft_steps: DraftSteps
-    step: FollowingStep
+    start: DraftInput
     decided_in: tuple[int, SessionPhase]
     alone: bool = False
     node: Node | None = None
@@ -59,14 +57,9 @@ class DraftPart:
     is_interrupted: bool = attrs.field(default=False, init=False)
 
     @property
-    def position(self) -> int:
-        """Position of the token that the next step guesses."""
-        return self.step.plan.keep + len(self.step.plan.feed)
-
-    @property
     def share(self) -> Share:
         """Its part in the next step."""
-        return Share(self.session, self.round, len(self.step.plan.feed))
+        return Share(self.session, self.round, len(self.start.plan.feed))
 
 
 @attrs.frozen
@@ -80,7 +73,7 @@ class PartResult:
     """
 
     part: DraftPart
-    outcome: outcome.Outcome[StepOutcome]
+    outcome: outcome.Outcome[Drafted]
     continues: bool
 
 
@@ -101,9 +94,9 @@ class SharedSteps:
 
     def by_itself(self, part: DraftPart) -> Step[PartResults]:
         """Draft one token for a text whose cache is its own."""
-        return self._of_one(part, part.draft_steps.begin(*attrs.astuple(part.step, recurse=False)))
+        return self._of_one(part, part.draft_steps.begin(part.start))
 
-    def _of_one(self, part: DraftPart, step: Step[StepOutcome]) -> Step[PartResults]:
+    def _of_one(self, part: DraftPart, step: Step[Drafted]) -> Step[PartResults]:
         results = [PartResult(part, outcome.Value(step.result), step.next_call is not None)]
         if (next_call := step.next_call) is None:
             return Step(results)
@@ -115,21 +108,21 @@ class SharedSteps:
         Raises: whatever their pass raises.
         """
         prepared = {part: outcome.capture(_prepare, part) for part in parts}
-        lazies = self._guesses(
+        guesses = self._guesses(
             [each for each, found in prepared.items() if isinstance(found, outcome.Value) and found.value is None]
         )
         results: PartResults = []
         for part, hindrance in prepared.items():
-            if part not in lazies:
-                results.append(PartResult(part, cast("outcome.Outcome[StepOutcome]", hindrance), False))
+            if part not in guesses:
+                results.append(PartResult(part, cast("outcome.Outcome[Drafted]", hindrance), False))
                 continue
-            concluded = outcome.capture(_conclude, part, lazies[part])
+            concluded = outcome.capture(_conclude, part, guesses[part])
             if isinstance(concluded, outcome.Error):
                 results.append(PartResult(part, concluded, False))
                 continue
             drafted, following = concluded.unwrap()
             continues = following is not None and not part.is_interrupted
-            part.step = following or part.step
+            part.start = following or part.start
             results.append(PartResult(part, outcome.Value(drafted), continues))
         going_on = [result.part for result in results if result.continues]
         if not going_on:
@@ -137,18 +130,18 @@ class SharedSteps:
         shares = tuple(part.share for part in going_on)
         return Step(results, partial(self.together, going_on), sum(share.num_tokens for share in shares), shares)
 
-    def _guesses(self, parts: Sequence[DraftPart]) -> dict[DraftPart, outcome.Outcome[LazyGuesses]]:
-        """Feed the texts in one pass, and evaluate their guesses."""
+    def _guesses(self, parts: Sequence[DraftPart]) -> dict[DraftPart, outcome.Outcome[Guess]]:
+        """Feed the texts in one pass, and read their guesses."""
         if not parts:
             return {}
         try:
-            feeds = [Feed(part.draft_steps.sequence, part.step.plan.feed, 1, part.alone) for part in parts]
+            feeds = [Feed(part.draft_steps.sequence, part.start.plan.feed, 1, part.alone) for part in parts]
             logits = self._model.feed_together(feeds) if self._can_share(len(feeds)) else feed_each(feeds)
             if any(part.draft_steps.shared.logits_pipeline.runs_user_code for part in parts):
                 # User code is called with evaluated arrays, so that it is not blamed for a pass that fails.
                 mx.eval(logits)
             lazies = _lazies(parts, logits)
-            mx.eval([lazy.value.arrays() for lazy in lazies.values() if isinstance(lazy, outcome.Value)])
+            mx.eval([lazy.value.arrays() for _, lazy in lazies if isinstance(lazy, outcome.Value)])
         except BaseException:
             # What is in the caches now is not known. Nobody has seen a token that was drawn from these logits, so when
             # the texts draw again, it is as if for the first time.
@@ -156,7 +149,10 @@ class SharedSteps:
             for part in parts:
                 part.draft_steps.sequence.forget()
             raise
-        return lazies
+        guesses: dict[DraftPart, outcome.Outcome[Guess]] = {}
+        for together, lazy in lazies:
+            guesses.update(zip(together, _read(together, lazy), strict=True))
+        return guesses
 
     def _can_share(self, num_texts: int) -> bool:
         if num_texts > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
@@ -164,32 +160,39 @@ class SharedSteps:
         return self.num_shared > 1
 
 
-def _prepare(part: DraftPart) -> NotFed | None:
-    return part.draft_steps.prepare(part.step.plan)
+def _prepare(part: DraftPart) -> Drafted | None:
+    return part.draft_steps.prepare(part.start.plan)
 
 
-def _lazies(parts: Sequence[DraftPart], logits: Sequence[mx.array]) -> dict[DraftPart, outcome.Outcome[LazyGuesses]]:
+def _lazies(
+    parts: Sequence[DraftPart], logits: Sequence[mx.array]
+) -> list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]]:
     """The guesses of texts of one kind by one set of array operations, and those of others each by itself."""
-    lazies: dict[DraftPart, outcome.Outcome[LazyGuesses]] = {}
+    lazies: list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]] = []
     for kind, indices in by_kind([part.draft_steps.kind for part in parts]).items():
+        together, rows = [parts[index] for index in indices], [logits[index] for index in indices]
         if isinstance(kind, int):
-            lazies[parts[kind]] = outcome.capture(_guess, parts[kind], logits[kind])
+            start, guess = together[0].start, together[0].draft_steps.guess
+            lazies.append((together, outcome.capture(guess, rows[0], start.position, start.trail, start.history)))
             continue
-        together = [parts[index] for index in indices]
-        steps, positions = [part.draft_steps for part in together], [part.position for part in together]
-        found = guesses_together(steps, [logits[index] for index in indices], positions)
-        lazies.update((part, outcome.Value(lazy)) for part, lazy in zip(together, found, strict=True))
+        steps, positions = [part.draft_steps for part in together], [part.start.position for part in together]
+        lazies.append((together, outcome.Value(guesses_together(steps, rows, positions))))
     return lazies
 
 
-def _guess(part: DraftPart, rows: mx.array) -> LazyGuesses:
-    step = part.step
-    return part.draft_steps.guess(rows, part.position, step.trail, step.history)
+def _read(parts: Sequence[DraftPart], found: outcome.Outcome[LazyGuesses]) -> Iterator[outcome.Outcome[Guess]]:
+    """The guess of each text, or the error that concerns it alone."""
+    if isinstance(found, outcome.Error):  # of a text by itself
+        yield found
+        return
+    lazy = found.unwrap()
+    for row, (part, guess) in enumerate(zip(parts, lazy.read(), strict=True)):
+        checked = outcome.capture(lazy.logit_check.check, row, part.start.position, "draft")
+        yield outcome.Value(guess) if isinstance(checked, outcome.Value) else checked
 
 
-def _conclude(part: DraftPart, lazy: outcome.Outcome[LazyGuesses]) -> tuple[Drafted, FollowingStep | None]:
-    step = part.step
-    return part.draft_steps.conclude(step.plan, lazy.unwrap(), step.trail, step.history, step.draft_budget)
+def _conclude(part: DraftPart, guess: outcome.Outcome[Guess]) -> tuple[Drafted, DraftInput | None]:
+    return part.draft_steps.conclude(part.start, guess.unwrap())
 
 
 def num_rows(job: Job[Any]) -> int:

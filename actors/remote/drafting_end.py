@@ -17,7 +17,6 @@ from actors.workers.worker import Worker
 from protocol.drafter_wire import (
     COUNTED,
     MAX_DRAWN_FROM,
-    CorpusCopy,
     DrafterLoaded,
     DrafterNotLoaded,
     DraftNews,
@@ -151,9 +150,6 @@ class DraftingEnd:
             self._sessions[message.session] = shared = Session(message, commits)
             shared.on_left = partial(self._left, message.session)
             actor.open_session(shared)
-        elif isinstance(message, CorpusCopy):
-            if (session := self._sessions.get(message.session)) is not None:
-                session.find_copy = message.find
         elif isinstance(message, FromRuntime):
             if not isinstance(message, PromptFeatures | Due):
                 self._judged(message.session)

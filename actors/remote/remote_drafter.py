@@ -12,7 +12,7 @@ import trio
 from actors.actor import Mailbox
 from actors.remote.link import BEAT_S, Link, LinkLostError, aged
 from actors.session import Session
-from protocol.drafter_wire import COUNTED, CorpusCopy, DrafterLoaded, DraftNews, LinkMessage, TargetNews, decode, encode
+from protocol.drafter_wire import COUNTED, DrafterLoaded, DraftNews, LinkMessage, TargetNews, decode, encode
 from protocol.errors import ProtocolError
 from protocol.leaving import withdrawal_elsewhere
 from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Rest, Rested, Verdict, Withdraw
@@ -148,7 +148,6 @@ class RemoteDrafter:
         self._sessions[shared.opened.session] = session
         shared.join()
         self._link.send(encode(shared.opened))
-        self._send_copy(session)
 
     def close_session(self, message: Close) -> None:
         self.send_nowait(message)
@@ -186,22 +185,12 @@ class RemoteDrafter:
             session.shared.counts.draft_failures += 1
             self._withdraw(session)
             return
-        if isinstance(message, Verdict | Rested):
-            self._send_copy(session)
         if not isinstance(message, Close):
             self._link.send(encode(message))
         if session.state.phase is SessionPhase.CLOSED:
             self._forget(session)
         if self._measured:
             self._send_news()
-
-    def _send_copy(self, session: _Relayed) -> None:
-        """Send how the text goes on in the corpus, which the other end does not have."""
-        if (find_copy := session.shared.find_copy) is None:
-            return
-        text = session.state.committed
-        if copied := tuple(find_copy(text, 1 + MAX_LOOKAHEAD, 2)):
-            self._link.send(encode(CorpusCopy(session.state.opened.session, len(text), copied)))
 
     def _note_measurement(self, measured: Measurement) -> None:
         if measured.kind not in OF_DRAFTER:  # and not what the other end has told

@@ -636,8 +636,6 @@ class TargetActor(ModelActor[TargetSession]):
             # The consumer takes an unsent commit from `shared` later: waiting for it would delay other sessions.
             shared.deliver_nowait()
             self._note(session, "finish")
-            if shared.on_finished is not None:
-                shared.on_finished(session.state.committed)
         try:
             await self._put_away(session)
         except JobError as of_closing:

@@ -486,10 +486,6 @@ class RuntimeHandle(ABC, Generic[StreamT, ManyT, ManyOrErrorsT, ConversationT, C
         """
         return self._bridge.run(self._bridge.call(self._bridge.runtime.detach_draft))
 
-    def add_corpus(self, texts: Iterable[str | Sequence[int]]) -> DoneT:
-        """Add texts that every stream may copy from; see `runtime.Runtime.add_corpus`."""
-        return self._bridge.run(self._bridge.call(partial(self._bridge.runtime.add_corpus, texts)))
-
     # --- what the runtime tells of itself ---------------------------------------------------------
 
     def statistics(self) -> Statistics:

@@ -11,9 +11,10 @@ from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings
 
-# Flags of mlx-lm's commands, and of earlier versions, for which Outrider has something else.
+# What to use in place of flags of mlx-lm's commands and of earlier versions.
 _REPLACEMENTS = {
     "--cooldown": "the contenders of `outrider bench` take turns, so a hot machine slows all of them",
+    "--copy-corpus": "it was removed; drafts are copied from the stream's own text",
     "--extra-eos-token": "--stop ends a text at a string",
     "--ignore-chat-template": "--raw leaves the chat template out",
     "--image": "models read text alone",

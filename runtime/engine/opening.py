@@ -35,7 +35,6 @@ from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import MISSING
-from protocol.copy_corpus import CopyCorpus
 from protocol.drafter_wire import VERSION, LoadDrafter
 from protocol.errors import (
     ModelError,
@@ -96,7 +95,6 @@ class OpenArguments(TypedDict, total=False):
     prefix_cache_bytes: int
     prefix_cache_dir: str | os.PathLike[str] | None
     prefix_cache_dir_bytes: int
-    copy_corpus: int
     defaults: SettingsLike | None
     generation_config: str
     chat_template_args: Mapping[str, Any] | None
@@ -472,7 +470,6 @@ async def running(
             given.max_streams,
             tokenizer if shared_tokenizer is None else shared_tokenizer,
             given.defaults,
-            CopyCorpus(given.copy_corpus) if given.copy_corpus else None,
         )
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
         # A cancellation from further out ends the actors at once, and the block maybe later.

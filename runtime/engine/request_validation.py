@@ -211,15 +211,6 @@ class RequestValidation:
         except PromptError as error:
             raise type(error)(f"as a continuation, {error}") from error
 
-    def encode_document(self, text: str | Sequence[int]) -> tuple[int, ...]:
-        """The token ids of a text to copy from. Raises: PromptError: it is neither text nor ids of the vocabulary."""
-        if isinstance(text, str) and self._tokenizer is not None:
-            text = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        try:
-            return encode_prompt(text, self._tokenizer, self._model.vocab_size)
-        except PromptError as error:
-            raise type(error)(f"in the corpus, {error}") from error
-
     def grammar(self, tools: Tools | None, prompt: tuple[int, ...]) -> tuple[Grammar, ...]:
         """The grammar of an answer to a prompt that holds the model to its tools; empty if they need none.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Never, Unpack, overload
 
@@ -15,8 +15,7 @@ from actors.drafters.draft_actor import DraftActor
 from actors.persistence.saved_sequence import SavableModel
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
-from protocol.copy_corpus import EVERYBODY, CopyCorpus
-from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SettingsError
+from protocol.errors import RuntimeBrokenError, RuntimeClosedError
 from protocol.prices import Estimates, Prices
 from protocol.scores import Score
 from protocol.settings import Settings, SettingsLike, check_vocabulary_size, keywords_of, settings_from
@@ -36,8 +35,6 @@ from runtime.loading.model_sources import Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SessionSaver
 
-# Characters of a document that are tokenised without a pause; a few milliseconds.
-_CHARACTERS_AT_ONCE = 8192
 CLOSED = "this runtime was closed; open another with runtime.open(), runtime.aio.open() or runtime.open_sync()"
 
 
@@ -83,7 +80,6 @@ class Runtime:
         max_streams: int | None,
         shared_tokenizer: TokenizerWrapper | None,
         defaults: SettingsLike | None = None,
-        corpus: CopyCorpus | None = None,
     ) -> None:
         """A runtime over actors that are serving; see `runtime.engine.opening.running`. Generations that are begun many
         at a time run in the nursery. `tokenizer` is the target's, for this runtime alone.
@@ -94,7 +90,7 @@ class Runtime:
         self._shared_tokenizer = shared_tokenizer
         self._prices = prices
         self._began = target.worker.clock()
-        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, corpus)
+        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams)
         self._validation = RequestValidation(
             target.model, tokenizer, keywords_of(defaults, "defaults"), lambda: drafter.actor is not None
         )
@@ -214,30 +210,6 @@ class Runtime:
         self.check_open()
         check = self._validation.of_many(settings, dict(overrides))
         return self._sessions.begin_many(prompts, check, max_concurrent, on_error)
-
-    async def add_corpus(self, texts: Iterable[str | Sequence[int]]) -> None:
-        """Add texts, as text or token ids, that every stream may copy from (in `serve`, those of all clients), within
-        `copy_corpus`. What was added before an error or a cancellation stays.
-
-        Raises:
-            SettingsError: the runtime was opened without a `copy_corpus`.
-            PromptError: one is neither text nor ids of the vocabulary.
-            RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
-        """
-        with self._sessions.while_open():
-            if self._sessions.corpus is None:
-                raise SettingsError(f"there is no corpus to add to; open the runtime with copy_corpus={2**28}")
-            if isinstance(texts, str):
-                raise PromptError("add_corpus takes several texts, got one; put it into a list")
-            for text in texts:
-                # A long text is tokenised in pieces, between which streams go on.
-                pieces = range(0, len(text), _CHARACTERS_AT_ONCE) if isinstance(text, str) else (None,)
-                tokens: list[int] = []
-                for begin in pieces:
-                    piece = text if begin is None else text[begin : begin + _CHARACTERS_AT_ONCE]
-                    tokens += self._validation.encode_document(piece)
-                    await trio.lowlevel.checkpoint()
-                await self._sessions.add_to_corpus(tokens, EVERYBODY)
 
     def encode(self, prompt: Prompt, /, **switches: Any) -> tuple[int, ...]:
         """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -15,7 +15,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.session import Session
 from actors.target.target_actor import TargetActor
-from protocol.copy_corpus import EVERYBODY, CopyCorpus
 from protocol.errors import OutriderError, ProtocolError, RuntimeBrokenError, RuntimeClosedError
 from protocol.messages import Close, Open
 from protocol.prices import Prices
@@ -37,9 +36,6 @@ BUFFERED_ROUNDS = 16
 
 # Tokens, of a scored text or listed as likely, that are decoded without a pause; a few milliseconds.
 _DECODED_AT_ONCE = 64
-
-# The owner of the texts that streams begun in this task copy from, and add to. A server sets it for each request.
-CORPUS_OWNER: ContextVar[bytes] = ContextVar("outrider_corpus_owner", default=EVERYBODY)
 
 NewReader = Callable[[ReasoningTracker], Reader | None]
 """Makes the reader of an answer from its reasoning, of which nothing was given yet; None if all of it is content."""
@@ -65,7 +61,6 @@ class Sessions:
 
     Attributes:
         max_streams: most sessions at work at a time, >= 1; None for no bound.
-        corpus: what sessions copy from beside their own texts, or None.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
@@ -78,8 +73,6 @@ class Sessions:
     _prices: Prices
     _nursery: trio.Nursery
     max_streams: int | None
-    corpus: CopyCorpus | None = None
-    _adding: trio.Lock = attrs.field(init=False, factory=trio.Lock)  # to the corpus
     by_id: dict[int, Session] = attrs.field(init=False, factory=dict)
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
@@ -154,14 +147,7 @@ class Sessions:
         self.check_open()
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt)
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
-        owner = CORPUS_OWNER.get()
-        # Another text of the same seed was drawn with the same random numbers: a copy of it would not be independent of
-        # the numbers that judge it.
-        is_independent = opened.settings.rule == "match" or opened.settings.seed is None
         session = Session(opened, send)
-        if self.corpus is not None:
-            session.find_copy = partial(self.corpus.lookup, owner) if is_independent else None
-            session.on_finished = partial(self._keep, opened, owner)
         session.counts.prompt_tokens = len(opened.prompt)
         format = None if tools is None else check_callable(tools, self._tokenizer)
         of_answer = partial(reader_of, format=format, tools=() if tools is None else tools.callable)
@@ -218,19 +204,6 @@ class Sessions:
             raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
         tokens = await _scored_tokens(session, self._tokenizer)
         return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
-
-    async def add_to_corpus(self, tokens: Sequence[int], owner: bytes) -> None:
-        """Add a text to the corpus, which must be there."""
-        assert self.corpus is not None
-        async with self._adding:
-            for _ in self.corpus.add(tokens, owner):
-                await trio.lowlevel.checkpoint()
-
-    def _keep(self, opened: Open, owner: bytes, text: Sequence[int]) -> None:
-        """Add the answer of a session that has finished, and its `prediction`, to the corpus."""
-        if self._closed is None:
-            for tokens in (opened.settings.prediction, text[len(opened.prompt) :]):
-                self._nursery.start_soon(self.add_to_corpus, tokens, owner)
 
     def run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; for any thread, at any moment."""

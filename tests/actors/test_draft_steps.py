@@ -44,7 +44,7 @@ from sweeps import sweep
 
 import runtime
 from actors.drafters.draft_actor import DraftActor
-from actors.drafters.draft_steps import Drafted, DraftSteps, NotFed, guesses_together
+from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps, guesses_together
 from actors.sampling.logits_pipeline import NO_HISTORY
 from actors.session import Session
 from protocol.acceptance import likeliest
@@ -390,7 +390,7 @@ class OnThread:
         self.opened = Open(0, tuple(TEXT), Settings(**settings), 7, frozenset())
         self.committed = TEXT[:settled]
         self.session = Session(self.opened, trio.open_memory_channel(0)[0])
-        self.steps = DraftSteps(self.sequence, settled, self.session, VOCAB_SIZE, 3, lambda: 0.0, chains)
+        self.steps = DraftSteps(self.sequence, settled, self.session, VOCAB_SIZE, lambda: 0.0, chains)
         plan = self.cached_tokens.plan(TEXT[:num_prefilled], num_logits=0)
         self.sequence.feed(plan.feed, 0)
         self.cached_tokens.follow(plan)
@@ -400,27 +400,27 @@ class OnThread:
         while True:
             plan = self.cached_tokens.plan(self.committed, beyond)
             tail = self.session.logits_pipeline.history(self.committed, beyond)
-            step, found = self.steps.begin(plan, 0, tail, DraftBudget(draft_budget)), list[Drafted]()
-            if not isinstance(step.result, NotFed) or not step.result.can_look_ahead:
+            step, found = self.steps.begin(DraftInput(plan, 0, tail, DraftBudget(draft_budget))), list[Drafted]()
+            if step.result.guess is not None or not step.result.can_look_ahead:
                 break
-            self.cached_tokens.rewind(step.result.length)
+            self.cached_tokens.follow(step.result.fed)
             self.sequence.check(len(self.cached_tokens))
-        while isinstance(step.result, Drafted):
+        while step.result.guess is not None:
             found.append(step.result)
             self.cached_tokens.follow(step.result.fed)
             self.sequence.check(len(self.cached_tokens))
             if step.next_call is None or len(found) == max_steps:
                 break
             step = step.next_call()
-        if isinstance(step.result, NotFed):
+        if step.result.guess is None:
             assert not step.result.can_look_ahead
-            self.cached_tokens.rewind(step.result.length)
+            self.cached_tokens.follow(step.result.fed)
         self.sequence.check(len(self.cached_tokens))
         return found
 
 
 def choices(found: Sequence[Drafted]) -> list[int]:
-    return [drafted.guesses[0].token for drafted in found]
+    return [drafted.guess.token for drafted in found]
 
 
 @sweep("settings", [{}, {"temperature": 0.7, "acceptance": "match"}])
@@ -433,9 +433,8 @@ def test_steps_that_are_launched_early_guess_the_same(name: str, settings: dict[
     assert one.cached_tokens.tokens == other.cached_tokens.tokens
     for drafted, same in zip(found, chained, strict=True):
         assert drafted.can_look_ahead == same.can_look_ahead
-        assert [guess.token for guess in drafted.guesses] == [guess.token for guess in same.guesses]
-        raw = [guess.raw for guess in drafted.guesses]
-        assert raw == pytest.approx([guess.raw for guess in same.guesses], abs=ATOL)
+        assert drafted.guess.token == same.guess.token
+        assert drafted.guess.raw == pytest.approx(same.guess.raw, abs=ATOL)
 
 
 @sweep("name", SUBJECTS)
@@ -451,9 +450,9 @@ def test_steps_that_are_interrupted_leave_the_cache_as_the_session_state_says(na
             thread.steps = attrs.evolve(thread.steps, settled=len(thread.committed))
         again = thread.draft((), 0, 1)
         (expected,) = thread.subject.rows(thread.num_prefilled, [tuple(thread.committed)])
-        tokens, shares = likeliest(expected[None, :VOCAB_SIZE], 3)
-        assert [guess.token for guess in again[0].guesses] == tokens[0].tolist()
-        assert [guess.raw for guess in again[0].guesses] == pytest.approx(shares[0].tolist(), abs=10 * ATOL)
+        token, share = likeliest(expected[None, :VOCAB_SIZE])
+        assert again[0].guess.token == token.item()
+        assert again[0].guess.raw == pytest.approx(share.item(), abs=10 * ATOL)
 
 
 def test_under_rejection_no_step_is_launched_before_the_last_is_read() -> None:
@@ -470,7 +469,7 @@ def test_a_draw_from_few_tokens_comes_with_the_probabilities_of_the_likeliest(mo
     (whole,) = thread.draft((), 0, 1)
     thread.steps = attrs.evolve(thread.steps, max_drawn_from=most)
     (cut,) = thread.draft((), 0, 1)
-    choice, probs = cut.guesses[0], whole.guesses[0].probs
+    choice, probs = cut.guess, whole.guess.probs
     assert isinstance(probs, mx.array)
     assert isinstance(choice.probs, Sparse)
     likely = mx.argsort(-probs)[:most].tolist()
@@ -549,16 +548,15 @@ def test_guesses_of_several_texts_are_those_of_each_alone(asked: dict[str, Any],
         opened = Open(seed, tuple(TEXT), Settings(**asked), seed, frozenset())
         sequence: Any = object()
         session = Session(opened, trio.open_memory_channel(0)[0])
-        steps.append(DraftSteps(sequence, 1, session, VOCAB_SIZE, 3, lambda: 0.0, False))
+        steps.append(DraftSteps(sequence, 1, session, VOCAB_SIZE, lambda: 0.0, False))
     assert len({each.kind for each in steps}) == 1
     logits = [3 * mx.random.normal((1, width), key=mx.random.key(seed)) for seed in range(4)]
     together = guesses_together(steps, logits, [9, 5, 7, 20])
-    for each, row, position, lazy in zip(steps, logits, [9, 5, 7, 20], together, strict=True):
-        assert lazy.read() == each.guess(row, position, 0, NO_HISTORY).read()
+    for each, row, position, guess in zip(steps, logits, [9, 5, 7, 20], together.read(), strict=True):
+        assert [guess] == each.guess(row, position, 0, NO_HISTORY).read()
     logits[2][0, 1] = mx.nan
-    for number, lazy in enumerate(guesses_together(steps, logits, [9, 5, 7, 20])):
-        if number == 2:
-            with pytest.raises(NotANumberError, match="position 7"):
-                lazy.check(7)
-        else:
-            lazy.check(0)
+    logit_check = guesses_together(steps, logits, [9, 5, 7, 20]).logit_check
+    with pytest.raises(NotANumberError, match="position 7"):
+        logit_check.check(2, 7, "draft")
+    for row in (0, 1, 3):
+        logit_check.check(row, 0, "draft")

@@ -319,8 +319,6 @@ async def test_an_error_in_a_drafters_decisions_ends_the_drafting_of_that_sessio
     class Erring:
         """A fixed lookahead whose n-th decision fails, or all from that one on, in the first session only."""
 
-        num_guesses = 1
-
         def __init__(self) -> None:
             self._chain = ChainPolicy(2)
             self._is_first = not policies

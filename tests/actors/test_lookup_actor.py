@@ -37,7 +37,7 @@ from scripted import (
 from sweeps import sweep
 
 from actors.actor import Mailbox
-from actors.drafters.drafter import MAX_IDLE_ROUNDS, TOKENS_PER_INDEXING
+from actors.drafters.drafter import MAX_IDLE_ROUNDS
 from actors.drafters.lookup_actor import LookupActor
 from protocol.auto_policy import UNPRICED_LOOKAHEAD
 from protocol.messages import Proposal, Verdict, Withdraw
@@ -455,28 +455,6 @@ async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_
         assert await collect(stream) == plain_text(counting(5), [2], 12)
         assert stream.statistics().draft_failures == 1
         assert await collect(other) == plain_text(counting(5), [2], 12)
-
-
-@pytest.mark.parametrize("is_predicted", [False, True])
-async def test_a_long_prompt_is_indexed_in_pieces_between_others_turns(is_predicted: bool, autojump_clock: Any) -> None:
-    target_queue = 0
-
-    async def take_turns() -> None:
-        nonlocal target_queue
-        while not simulation.instants("proposal"):
-            await trio.lowlevel.checkpoint()
-            target_queue += 1
-
-    num_pieces = 8
-    long = [1] * (num_pieces * TOKENS_PER_INDEXING)
-    async with (
-        simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation,
-        trio.open_nursery() as nursery,
-        simulation.runtime.stream([1] if is_predicted else long, prediction=long if is_predicted else ()),
-    ):
-        nursery.start_soon(take_turns)
-        await trio.sleep(1)
-    assert target_queue >= num_pieces
 
 
 CANCELLED_PROMPT = [0, 1, 2, 3, 4, 0, 1]

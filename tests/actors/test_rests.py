@@ -16,9 +16,10 @@ from scripted import PRICES, ScriptedModel, agreeing, collect, continuation, pri
 from sweeps import sweep
 
 import runtime
-from actors.drafters.draft_actor import MAX_UNREAD, DraftActor
+from actors.drafters.draft_actor import DraftActor
 from actors.workers.worker import Job
 from protocol.auto_policy import AutoPolicy
+from protocol.draft_plan import MAX_UNREAD
 from protocol.messages import TELL_BEFORE_END, Rested, Verdict
 from protocol.trace import Event
 
@@ -95,11 +96,11 @@ class _RestsUntilFarBehind(AutoPolicy):
     def should_rest(self) -> bool:
         return not self.has_rested
 
-    def should_rest_on(self, num_behind: int) -> bool:
+    def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
         self.has_rested = self.has_rested or num_behind > 300
         return not self.has_rested
 
-    def should_catch_up(self, num_tokens: int, num_rounds: int) -> bool:
+    def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
         return False
 
 

@@ -38,6 +38,10 @@ def test_the_table_leads_from_removed_names_to_existing_ones() -> None:
 OPEN = [
     ({"assistant_model": 1}, "open() has no option 'assistant_model'; it is draft= here"),
     ({"model": 1}, "open() has no option 'model'; it is target= here"),
+    (
+        {"copy_corpus": 1},
+        "open() has no option 'copy_corpus'; it was removed; drafts are copied from the stream's own ",
+    ),
     ({"prompt_lookup_num_tokens": 1}, 'it is draft= here (draft="ngram")'),
     ({"num_draft_tokens": 1}, "it is lookahead=, a setting of stream() and the like"),
     ({"temperature": 1}, "it is a setting of stream() and the like"),
@@ -154,6 +158,7 @@ def test_every_flag_of_mlx_lm_is_accepted_or_answered_with_a_hint(
         (["chat", "--extra-eos-token", "x"], "--stop ends a text at a string"),
         (["generate", "hi", "--system-prompt", "x"], "did you mean --system?"),
         (["generate", "hi", "-qa"], "--model-config '{\"quantize_activations\": true}' does it"),
+        (["serve", "--copy-corpus", "1GB"], "it was removed; drafts are copied from the stream's own text"),
     ],
 )
 def test_a_command_says_what_a_flag_is_called(arguments: list[str], hint: str, capfd: Any) -> None:

@@ -1,29 +1,24 @@
-"""The index of copies, compared with an evidently right search through the whole text; and its costs, counted."""
+"""The search for copies, compared with an evidently right one, token by token."""
 
 from __future__ import annotations
 
 import itertools
-import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
 
-from protocol import copying
-from protocol.copying import LENGTHS, MAX_MATCH, MAX_OCCURRENCES, MIN_SLOTS, Copied, CopyIndex
-from protocol.errors import ProtocolError
+from protocol.copying import MAX_MATCH, MAX_OCCURRENCES, Copied, CopySearch
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=80)
 
 
-def index_of(text: Iterable[int]) -> CopyIndex:
-    index = CopyIndex()
-    index.append(list(text))
-    return index
+def search_in(text: Iterable[int]) -> CopySearch:
+    search = CopySearch()
+    search.append(list(text))
+    return search
 
 
 def tokens_of(found: Iterable[Copied]) -> list[int]:
@@ -38,11 +33,8 @@ def searched(text: Sequence[int], num_tokens: int, shortest: int) -> list[Copied
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     lengths = {end: match_length(end) for end in range(len(text) - 1, 0, -1)}
-    # Of an n-gram that is often in a text, only the newest occurrences are compared.
-    longest_chain = max((n for n in LENGTHS if n <= max(lengths.values(), default=0)), default=0)
-    ends = [end for end, length in lengths.items() if longest_chain and length >= longest_chain][:MAX_OCCURRENCES]
-    longest = max((lengths[end] for end in ends), default=0)
-    ends = [end for end in ends if lengths[end] == longest]
+    longest = max(lengths.values(), default=0)
+    ends = [end for end, length in lengths.items() if longest and length == longest][:MAX_OCCURRENCES]
     found: list[Copied] = []
     while ends and longest >= shortest and len(found) < num_tokens:
         after = [*text, *tokens_of(found)]
@@ -57,7 +49,7 @@ def searched(text: Sequence[int], num_tokens: int, shortest: int) -> list[Copied
 
 
 def test_what_came_after_the_last_tokens_before_comes_again():
-    found = index_of([1, 2, 3, 4, 5, 1, 2]).lookup(3)
+    found = search_in([1, 2, 3, 4, 5, 1, 2]).lookup(3)
     assert list(found) == [Copied(3, 2), Copied(4, 3), Copied(5, 4)]
 
 
@@ -71,14 +63,14 @@ def test_what_came_after_the_last_tokens_before_comes_again():
     ],
 )
 def test_of_several_continuations_one_is_taken(text, expected):
-    assert list(index_of(text).lookup(1)) == [expected]
+    assert list(search_in(text).lookup(1)) == [expected]
 
 
 @sweep("period", [1, 2, 7])
 @sweep("num_tokens", [9, 16, 40])
 def test_a_text_that_repeats_itself_is_continued_beyond_its_end(period, num_tokens):
     text = list(itertools.islice(itertools.cycle(range(10, 10 + period)), num_tokens + period + 30))
-    found = list(index_of(text[:num_tokens]).lookup(period + 30))
+    found = list(search_in(text[:num_tokens]).lookup(period + 30))
     assert tokens_of(found) == text[num_tokens:]
     assert found[0].match_length == min(MAX_MATCH, num_tokens - period)
 
@@ -98,12 +90,12 @@ def lookups(draw: Callable[..., object]) -> tuple[list[list[int]], int, int]:
 @deterministic
 def test_what_is_found_is_what_a_search_through_the_whole_text_finds(drawn):
     pieces, num_tokens, shortest = drawn
-    index, text = CopyIndex(), list[int]()
+    search, text = CopySearch(), list[int]()
     for piece in [[], *pieces]:
-        index.append(piece)
+        search.append(piece)
         text += piece
-        assert len(index) == len(text)
-        assert list(index.lookup(num_tokens, shortest=shortest)) == searched(text, num_tokens, shortest)
+        assert len(search) == len(text)
+        assert list(search.lookup(num_tokens, shortest=shortest)) == searched(text, num_tokens, shortest)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=20, max_size=20), min_size=1, max_size=2), st.data())
@@ -115,26 +107,7 @@ def test_long_quotations_are_found_as_a_search_finds_them(sources, data):
         source = data.draw(st.sampled_from(sources))
         begin = data.draw(st.integers(0, 19))
         text += source[begin : begin + data.draw(st.integers(1, 20))]
-    assert list(index_of(text).lookup(25)) == searched(text, 25, 1)
-
-
-def test_what_is_found_stays_as_the_tables_grow():
-    dice = random.Random(1)
-    text = [dice.randrange(300) for _ in range(10 * MIN_SLOTS)]
-    for begin in (0, 100, MIN_SLOTS, 3 * MIN_SLOTS):
-        quoted = [*text, *text[begin : begin + 10]]
-        assert list(index_of(quoted).lookup(20)) == searched(quoted, 20, 1)
-
-
-def test_a_reference_is_searched_and_is_not_of_the_text():
-    index = CopyIndex()
-    index.append_reference([1, 2, 3])
-    index.append_reference([4, 5])
-    index.append([8, 9, 3])
-    assert (len(index), index.num_reference) == (3, 5)
-    assert list(index.lookup(2)) == [Copied(4, 1), Copied(5, 2)]
-    with pytest.raises(ProtocolError, match="comes before the text, which has 3 tokens already"):
-        index.append_reference([6])
+    assert list(search_in(text).lookup(25)) == searched(text, 25, 1)
 
 
 # --- how sure it is -------------------------------------------------------------------------------
@@ -160,64 +133,6 @@ def test_occurrences_that_agree_make_it_surer_and_those_that_do_not_less_sure(le
 
 def test_each_copied_token_is_as_sure_as_the_match_up_to_it():
     text = [1, 2, 3, 4, 5, 6, 1, 2]
-    found = list(index_of(text).lookup(4))
+    found = list(search_in(text).lookup(4))
     for place, copied in enumerate(found):
-        assert list(index_of([*text, *tokens_of(found[:place])]).lookup(1)) == [copied]
-
-
-# --- costs ----------------------------------------------------------------------------------------
-
-
-def texts(length: int) -> dict[str, list[int]]:
-    dice = random.Random(1)
-    some = [dice.randrange(50_000) for _ in range(length)]
-    return {
-        "all different": list(range(length)),
-        "one token": [5] * length,
-        "a period of seven": [i % 7 for i in range(length)],
-        "two tokens at random": [dice.randrange(2) for _ in range(length)],
-        "said twice": some[: length // 2] * 2,
-        "ever more of the same": list(itertools.islice((i for end in itertools.count() for i in range(end)), length)),
-    }
-
-
-class CountingHashes:
-    """Counts the n-grams that are looked at."""
-
-    def __init__(self) -> None:
-        self.num_hashes = 0
-
-    def __call__(self, tokens: tuple[int, ...]) -> int:
-        self.num_hashes += 1
-        return hash(tokens)
-
-
-@sweep("kind", texts(0))
-def test_the_work_of_a_token_does_not_grow_with_the_text(kind):
-    hashing = CountingHashes()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(copying, "hash", hashing, raising=False)
-        index_of(texts(5000)[kind])
-    assert hashing.num_hashes == 5000 * (len(LENGTHS) - 1)
-
-
-@pytest.mark.slow
-@sweep("kind, length", [*((kind, 4097) for kind in texts(0)), ("all different", 4095), ("all different", 6000)])
-def test_a_token_takes_at_most_64_bytes(kind, length):
-    text = texts(length)[kind]
-    index = index_of(text)
-    assert sum(map(sys.getsizeof, (index._tokens, *index._last, *index._earlier))) <= 64 * len(text)
-
-
-def test_a_lookup_reads_no_more_of_a_long_chain_than_of_a_short_one():
-    index = index_of([*[5] * 5000, *[7] * 7, 5])  # the longest match is a single token
-    reads = [0]
-
-    class Counted(list[int]):
-        def __getitem__(self, at: object) -> object:
-            reads[0] += 1
-            return super().__getitem__(at)  # type: ignore[call-overload]
-
-    index._earlier = [Counted(earlier) for earlier in index._earlier]  # type: ignore[misc]
-    list(index.lookup(64))
-    assert 0 < reads[0] <= copying.MAX_ENTRIES
+        assert list(search_in([*text, *tokens_of(found[:place])]).lookup(1)) == [copied]

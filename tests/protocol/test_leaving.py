@@ -11,7 +11,7 @@ from trees import POSITION, ROOT
 
 import protocol
 from protocol.leaving import withdrawal
-from protocol.lookahead_tree import COPIED, Guess, LookaheadTree
+from protocol.lookahead_tree import Guess, LookaheadTree
 from protocol.messages import Withdraw
 
 SESSION = 3
@@ -31,7 +31,7 @@ def tree_of(*guesses: Guess) -> LookaheadTree:
 
 
 @pytest.mark.parametrize(
-    "guesses", [(), (Guess(1, 0.5), Guess(2, 0.5)), (Guess(1, 0.5, rank=COPIED),)], ids=["nothing", "match", "text"]
+    "guesses", [(), (Guess(1, 0.5), Guess(2, 0.5)), (Guess(1, 0.5, copy_kind=0),)], ids=["nothing", "match", "text"]
 )
 def test_a_drafter_that_has_drawn_nothing_may_leave(guesses: tuple[Guess, ...]) -> None:
     assert withdrawal(SESSION, tree_of(*guesses)) == Withdraw(SESSION)
@@ -45,9 +45,10 @@ def test_a_drafter_leaves_once_verdicts_have_dropped_what_it_has_drawn() -> None
     assert withdrawal(SESSION, tree) == Withdraw(SESSION)
 
 
-def test_a_drafter_stays_for_what_it_has_drawn_after_a_correction() -> None:
+def test_a_drafter_stays_for_what_it_has_drawn_after_a_copy() -> None:
     tree = LookaheadTree(ROOT, POSITION)
-    tree.expand(tree.root, drawn(1), Guess(2, 0.1, rank=1))
+    tree.expand(tree.root, drawn(1))
+    tree.copy([Guess(2, 0.1, copy_kind=0)])
     tree.expand(tree.root.children[2], drawn(5))
     tree.advance([2])
     assert withdrawal(SESSION, tree) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import attrs
 import mlx.core as mx
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from sweeps import sweep
 from trees import POSITION, ROOT, at, tree_of
 
 from protocol.errors import ProtocolError
-from protocol.lookahead_tree import COPIED, Guess, LookaheadTree, Node
+from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.randomness import further
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
@@ -24,9 +25,9 @@ def tokens_of(nodes: list[Node]) -> list[int]:
     return [node.token for node in nodes]
 
 
+# What was drafted, and what was copied.
 FORKED = (
     ((1, 0.9), (2, 0.5), (3, 0.4)),
-    ((1, 0.9), (4, 0.3)),
     ((5, 0.1), (6, 0.8)),
 )
 
@@ -40,29 +41,12 @@ def test_a_new_tree_is_its_root_alone():
     assert (tree.chain(), tree.frontier()) == ([], [tree.root])
 
 
-def test_the_chain_follows_the_choices_also_where_a_correction_is_likelier():
-    tree = LookaheadTree(ROOT, POSITION)
-    node = tree.expand(tree.root, Guess(3, 0.2), Guess(7, 0.7, rank=1))
-    tree.expand(at(tree, 7), Guess(8, 1.0))
-    tree.expand(node, Guess(4, 0.1), Guess(9, 0.9, rank=1))
-    assert tokens_of(tree.chain()) == [3, 4]
-
-
-def test_the_chain_goes_on_from_a_correction_that_came_true():
-    tree = LookaheadTree(ROOT, POSITION)
-    tree.expand(tree.root, Guess(3, 0.5), Guess(7, 0.3, rank=1))
-    tree.expand(at(tree, 7), Guess(8, 0.9), Guess(6, 0.05, rank=1))
+def test_the_chain_goes_on_from_a_copy_that_came_true():
+    tree = tree_of(((3, 0.5),), ((7, 0.3), (8, 0.9)))
+    assert tokens_of(tree.chain()) == [3]
     assert tree.advance([7]) is True
     assert tokens_of(tree.chain()) == [8]
     assert tree.root.reach == 1.0
-
-
-def test_there_is_no_chain_below_corrections_alone():
-    tree = LookaheadTree(ROOT, POSITION)
-    assert tree.root.choice is None
-    tree.expand(tree.root, Guess(7, 0.3, rank=1))
-    assert tree.root.choice is None
-    assert tree.chain() == []
 
 
 def test_a_node_keeps_its_token_and_distribution_when_the_root_moves():
@@ -81,7 +65,7 @@ def test_a_node_keeps_its_token_and_distribution_when_the_root_moves():
 
 
 def copied(token: int, confidence: float, worth: float) -> Guess:
-    return Guess(token, confidence, rank=COPIED, worth=worth)
+    return Guess(token, confidence, copy_kind=0, worth=worth)
 
 
 @pytest.mark.parametrize("worth", [0.5, 3.0])
@@ -117,7 +101,7 @@ def test_a_drafter_that_goes_on_where_a_copy_ends_lengthens_the_chain():
     tree = LookaheadTree(ROOT, POSITION)
     tree.copy([copied(1, 0.9, 3.0), copied(2, 0.8, 2.0)])
     assert tree.frontier() == [at(tree, 1, 2), at(tree, 1), tree.root]
-    tree.expand(at(tree, 1, 2), Guess(3, 0.5), Guess(4, 0.2, rank=1))
+    tree.expand(at(tree, 1, 2), Guess(3, 0.5))
     assert tokens_of(tree.chain()) == [1, 2, 3]
     assert tree.advance([1, 2]) is True
     assert tokens_of(tree.chain()) == [3]
@@ -141,18 +125,16 @@ def test_a_trail_is_that_of_the_text_from_the_first_root_on():
 
 @given(
     verdicts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=5),
-    drafted=st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=6, max_size=6),
+    copied=st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=6, max_size=6),
 )
 @deterministic
-def test_equal_texts_have_equal_trails_by_hit_and_by_miss(verdicts, drafted):
-    """Whatever was drafted in between, and in however many steps it was committed."""
+def test_equal_texts_have_equal_trails_by_hit_and_by_miss(verdicts, copied):
+    """Whatever was copied in between, and in however many steps it was committed."""
     tree, text = LookaheadTree(ROOT, POSITION), [ROOT]
-    for verdict, path in zip([*verdicts, []], drafted, strict=False):
-        node = tree.root
-        for token in path:
-            node = node.children.get(token) or tree.expand(node, Guess(token, 0.5))
+    for verdict, path in zip([*verdicts, []], copied, strict=False):
+        tree.copy([Guess(token, 0.5, copy_kind=0) for token in path])
         assert tree.root.trail == trail_of(text)
-        assert node.trail == trail_of(text + path)
+        assert at(tree, *path).trail == trail_of(text + path)
         if verdict:
             tree.advance(verdict)
             text += verdict
@@ -169,60 +151,83 @@ def test_different_texts_have_different_trails():
 @sweep(
     ("committed", "expected"),
     [
-        ([3], [(0, 3, True), (0, 7, False), (0, 5, False)]),
-        ([3, 4], [(0, 3, True), (0, 7, False), (0, 5, False), (1, 4, True), (1, 9, False)]),
-        ([3, 9, 1], [(0, 3, True), (0, 7, False), (0, 5, False), (1, 4, False), (1, 9, True)]),
-        ([7, 2], [(0, 3, False), (0, 7, True), (0, 5, False), (1, 8, False)]),
-        ([5, 2, 4], [(0, 3, False), (0, 7, False), (0, 5, True)]),
+        ([3], [(0, 3, True)]),
+        ([3, 4], [(0, 3, True), (1, 4, True)]),
+        ([3, 9, 1], [(0, 3, True), (1, 4, False)]),
+        # What was drafted after a copy counts where the copy came true.
+        ([7, 2], [(0, 3, False), (1, 8, False)]),
+        ([7, 8, 4], [(0, 3, False), (1, 8, True)]),
         # Nothing is known about the nodes of another branch.
-        ([1, 4], [(0, 3, False), (0, 7, False), (0, 5, False)]),
+        ([1, 4], [(0, 3, False)]),
     ],
 )
 def test_every_guess_along_a_text_was_right_or_wrong(committed, expected):
-    tree = LookaheadTree(ROOT, POSITION)
-    assert list(tree.outcomes(committed)) == []
-    tree.expand(tree.root, Guess(3, 0.5), Guess(7, 0.3, rank=1), Guess(5, 0.1, rank=2))
-    tree.expand(at(tree, 3), Guess(4, 0.6), Guess(9, 0.2, rank=1))
+    tree = tree_of(((3, 0.5), (4, 0.6)), ((7, 0.3),))
     tree.expand(at(tree, 7), Guess(8, 0.9))
     assert [(i, guess.token, was_right) for i, guess, was_right in tree.outcomes(committed)] == expected
+    assert list(tree_of().outcomes(committed)) == []
 
 
 # --- any tree -------------------------------------------------------------------------------------
 
 
+@attrs.define
+class Modelled:
+    """What the model knows of a node: the confidences of its guess and its copy, and whether it is expanded."""
+
+    guess: float | None = None
+    copy: float | None = None
+    is_expanded: bool = False
+
+    @property
+    def worth(self) -> tuple[float, bool]:
+        """Of the better of both, and whether it was drafted; below 0 if there is neither."""
+        drafted, copied = (-1.0 if confidence is None else confidence for confidence in (self.guess, self.copy))
+        return max((drafted, True), (copied, False))
+
+
 class AgainstPaths(RuleBasedStateMachine):
-    """The tree behaves like a dictionary from paths to confidences."""
+    """The tree behaves like a dictionary from paths to guesses and copies."""
 
     @initialize()
     def begin(self):
         self.tree = LookaheadTree(ROOT, POSITION)
         self.nodes: dict[tuple[int, ...], Node] = {(): self.tree.root}
-        self.confidences: dict[tuple[int, ...], float] = {}
+        self.known: dict[tuple[int, ...], Modelled] = {(): Modelled()}
         self.dropped: list[Node] = []
         self.position = POSITION
 
-    @rule(
-        data=st.data(),
-        guesses=st.lists(
-            st.builds(Guess, st.integers(0, 3), st.floats(0, 1), rank=st.integers(0, 2)),
-            min_size=1,
-            max_size=3,
-            unique_by=lambda guess: guess.token,
-        ),
-    )
-    def expand(self, data, guesses):
+    def add(self, path):
+        self.known.setdefault(path, Modelled())
+        self.nodes[path] = at(self.tree, *path)
+
+    @rule(data=st.data(), token=st.integers(0, 3), confidence=st.floats(0, 1))
+    def expand(self, data, token, confidence):
         path = data.draw(st.sampled_from(sorted(self.nodes)))
-        taken = [guess.token for guess in guesses if (*path, guess.token) in self.nodes]
-        if taken:
-            with pytest.raises(ProtocolError, match=f"already has token {taken[0]}"):
-                self.tree.expand(self.nodes[path], *guesses)
-            # None of them is added, including those before the one that was rejected.
-            guesses = []
-        else:
-            assert self.tree.expand(self.nodes[path], *guesses).token == guesses[0].token
-        for guess in guesses:
-            self.nodes[*path, guess.token] = self.nodes[path].children[guess.token]
-            self.confidences[*path, guess.token] = guess.confidence
+        guess = Guess(token, confidence)
+        if self.known[path].is_expanded:
+            with pytest.raises(ProtocolError, match=f"already has a drafted token after it, and got {token}"):
+                self.tree.expand(self.nodes[path], guess)
+            return
+        assert self.tree.expand(self.nodes[path], guess).token == token
+        self.add((*path, token))
+        self.known[path].is_expanded = True
+        self.known[*path, token].guess = confidence
+
+    @rule(copied=st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1)), max_size=4))
+    def copy(self, copied):
+        self.tree.copy([Guess(token, confidence, copy_kind=0) for token, confidence in copied])
+        for path in sorted(self.known, key=len, reverse=True):
+            known = self.known[path]
+            known.copy = None
+            is_parent = any(other[: len(path)] == path for other in self.known if other != path)
+            if path and known.guess is None and not known.is_expanded and not is_parent:
+                del self.known[path]
+                self.dropped.append(self.nodes.pop(path))
+        for end in range(1, len(copied) + 1):
+            path = tuple(token for token, _ in copied[:end])
+            self.add(path)
+            self.known[path].copy = copied[end - 1][1]
 
     @precondition(lambda self: self.dropped)
     @rule(data=st.data(), token=st.integers(0, 3))
@@ -230,27 +235,22 @@ class AgainstPaths(RuleBasedStateMachine):
         with pytest.raises(ProtocolError, match="no longer in the tree"):
             self.tree.expand(data.draw(st.sampled_from(self.dropped)), Guess(token, 0.5))
 
-    @precondition(lambda self: self.confidences)
+    @precondition(lambda self: len(self.known) > 1)
     @rule(data=st.data())
     def hit(self, data):
-        self.advance(data.draw(st.sampled_from(sorted(self.confidences))))
+        self.advance(data.draw(st.sampled_from(sorted(self.known)[1:])))
 
     @rule(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple))
     def advance(self, tokens):
         is_hit = tokens in self.nodes
         assert self.tree.advance(tokens) is is_hit
-        kept = {path: node for path, node in self.nodes.items() if path[: len(tokens)] == tokens}
-        self.dropped += [node for path, node in self.nodes.items() if path not in kept]
-        self.nodes = {path[len(tokens) :]: node for path, node in kept.items()}
-        self.confidences = {
-            path[len(tokens) :]: confidence
-            for path, confidence in self.confidences.items()
-            if path in kept and path != tokens
-        }
+        self.dropped += [node for path, node in self.nodes.items() if path[: len(tokens)] != tokens]
+        self.nodes = {path[len(tokens) :]: node for path, node in self.nodes.items() if path[: len(tokens)] == tokens}
+        self.known = {path[len(tokens) :]: known for path, known in self.known.items() if path[: len(tokens)] == tokens}
         if is_hit:
             assert self.tree.root is self.nodes[()]
         else:
-            self.nodes[()] = self.tree.root
+            self.nodes[()], self.known[()] = self.tree.root, Modelled()
         assert self.tree.root.token == tokens[-1]
         self.position += len(tokens)
 
@@ -261,9 +261,9 @@ class AgainstPaths(RuleBasedStateMachine):
             assert self.tree.path(node) == list(path)
             assert self.tree.depth(node) == len(path)
             assert node.position == self.position + len(path)
-            assert node.reach == pytest.approx(
-                math.prod(self.confidences[path[: i + 1]] for i in range(len(path))), rel=1e-9, abs=1e-300
-            )
+            confidences = [max(0.0, self.known[path[: i + 1]].worth[0]) for i in range(len(path))]
+            assert node.reach == pytest.approx(math.prod(confidences), rel=1e-9, abs=1e-300)
+            assert node.is_expanded is self.known[path].is_expanded
             assert set(node.children) == {p[-1] for p in self.nodes if p and p[:-1] == path}
             assert all(self.nodes[*path, token] is child for token, child in node.children.items())
 
@@ -272,21 +272,25 @@ class AgainstPaths(RuleBasedStateMachine):
         assert not any(node.alive for node in self.dropped)
 
     @invariant()
-    def the_frontier_is_the_leaves_in_order(self):
+    def the_frontier_is_what_was_not_expanded_in_order(self):
         frontier = self.tree.frontier()
-        leaves = [node for node in self.nodes.values() if not node.children]
-        assert sorted(map(id, frontier)) == sorted(map(id, leaves))
-        assert [n.reach for n in frontier] == sorted((n.reach for n in leaves), reverse=True)
+        assert sorted(map(id, frontier)) == sorted(
+            id(node) for path, node in self.nodes.items() if not self.known[path].is_expanded
+        )
+        assert [n.open_reach for n in frontier] == sorted((n.open_reach for n in frontier), reverse=True)
 
     @invariant()
-    def the_chain_goes_down_by_the_choices(self):
-        node = self.tree.root
+    def the_chain_goes_down_by_what_is_worth_most(self):
+        path = ()
         for following in [*self.tree.chain(), None]:
-            choices = [child for child in node.children.values() if child.guess.rank == 0]
+            node = self.nodes[path]
+            worths = {token: self.known[*path, token].worth for token in node.children}
             assert node.choice is following
-            assert (following in choices) if choices else following is None
-            assert all(child.guess.confidence <= following.guess.confidence for child in choices)
-            node = following
+            if following is None:
+                assert all(worth < (0.0, False) for worth in worths.values())
+            else:
+                assert worths[following.token] == max(worths.values())
+                path = (*path, following.token)
 
 
 TestAgainstPaths = AgainstPaths.TestCase

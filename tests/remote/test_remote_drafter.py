@@ -12,7 +12,7 @@ import attrs
 import models
 import pytest
 import trio
-from drafted_runtime import PROMPTS, check_greedy, check_reuse, check_seeded, drafted
+from drafted_runtime import PROMPTS, drafted
 from drafters_elsewhere import elsewhere, simulated_worker
 from models import greedy
 from scripted import ids, priced
@@ -23,11 +23,10 @@ from trained_drafters import KINDS, make
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from protocol.drafter_wire import CorpusCopy, DraftNews, TargetNews, decode, encode
+from protocol.drafter_wire import DraftNews, TargetNews, decode, encode
 from protocol.messages import Close, Proposal, Ready, Rest, Rested, Verdict, Withdraw
 from runtime.engine.events import Events
 from runtime.engine.opening import running
-from runtime.engine.sessions import CORPUS_OWNER
 
 NUM_TOKENS = 24
 DRAFTERS: dict[str, Callable[[], Any]] = {
@@ -50,7 +49,6 @@ async def opened(
     *,
     is_elsewhere: bool = True,
     listener: Callable[[runtime.Event], None] | None = None,
-    copy_corpus: int = 0,
 ) -> AsyncIterator[tuple[runtime.Runtime, Any]]:
     """A runtime in simulated time, so that two of them draft and verify at the same moments; and the ends of a link."""
     events = Events()
@@ -59,14 +57,12 @@ async def opened(
     target, drafter = (MLXModel(built, CacheOptions()) for built in (models.llama(), draft))
     at_target = target, SimulatedWorker("target", PRICE, events)
     if not is_elsewhere:
-        async with running(
-            at_target, (drafter, SimulatedWorker("draft", PRICE, events)), events=events, copy_corpus=copy_corpus
-        ) as rt:
+        async with running(at_target, (drafter, SimulatedWorker("draft", PRICE, events)), events=events) as rt:
             yield rt, None
         return
     async with (
         elsewhere(drafter, simulated_worker(PRICE), target.vocab_size) as (there, *links),
-        running(at_target, there, events=events, copy_corpus=copy_corpus) as rt,
+        running(at_target, there, events=events) as rt,
     ):
         yield rt, links
 
@@ -109,25 +105,6 @@ async def test_each_end_tells_what_its_own_actor_has_measured(autojump_clock: An
     assert {"verify", "round"} <= by_target
     assert {"draft", "reading"} <= by_drafter
     assert not by_target & by_drafter
-
-
-async def test_what_was_answered_before_is_copied_there_too_and_for_its_owner_alone(autojump_clock: Any) -> None:
-    texts, num_copied = [], []
-    for is_elsewhere in (False, True):
-        async with opened(DRAFTERS["llama"](), is_elsewhere=is_elsewhere, copy_corpus=2**22) as (rt, links):
-            completions, num_told = [], []
-            for owner in (b"a", b"b", b"a"):
-                CORPUS_OWNER.set(owner)
-                completions.append(await rt.generate(PROMPTS[0], max_tokens=32, ignore_eos=True))
-                num_told.append(links and sum(isinstance(decode(data), CorpusCopy) for data in links[0].sent))
-        copied = [each.statistics.accepted_copied for each in completions]
-        texts.append([ids(each.tokens) for each in completions])
-        num_copied.append(copied)
-        assert copied[2] > max(copied[:2]) + 8
-    assert texts[0] == texts[1]
-    # Where both actors are woken at one moment, the order is trio's, and may decide on a token.
-    assert num_copied[0] == pytest.approx(num_copied[1], abs=1)
-    assert 0 == num_told[0] == num_told[1] < num_told[2]
 
 
 async def test_several_streams_share_draft_steps_there(autojump_clock: Any) -> None:
@@ -270,16 +247,6 @@ async def test_a_drafter_that_is_detached_proposes_what_it_has_drawn(autojump_cl
 # --- trained drafters -----------------------------------------------------------------------------
 
 OFTEN = ("mtp_deep", "dspark", "gemma4")
-
-
-@pytest.mark.slow
-@sweep("kind", ["eagle3", "dflash"])
-async def test_a_trained_drafter_is_given_its_features_there(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
-    target, price = make(kind, tmp_path), priced(draft=1.0, verify=4.0, load=0.0)
-    async with drafted(tmp_path, target, price=price, is_elsewhere=True, max_batch=4) as rt:
-        await check_greedy(rt, target, [3])
-        await check_seeded(rt, 2)
-        await check_reuse(rt, target)
 
 
 @sweep("kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS])

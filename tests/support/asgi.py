@@ -387,7 +387,6 @@ async def served(
     target: ScriptedModel,
     draft: ScriptedModel | Literal["ngram"] | None = None,
     *,
-    copy_corpus: int = 0,
     tokenizer: Letters | None = None,
     tokenising_s: float = 0.0,
     max_streams: int = 4,
@@ -403,7 +402,7 @@ async def served(
     """A server over scripted models, for simulated time; asserts on exit what `simulated` asserts.
 
     Args:
-        target, draft, copy_corpus, max_streams, price, schedule: see `simulated`.
+        target, draft, max_streams, price, schedule: see `simulated`.
         tokenising_s: seconds that the preparation of a prompt takes.
         max_waiting, limits, **service: see `Limits` and `Service`.
         small: name of the draft model.
@@ -419,7 +418,6 @@ async def served(
         price=price,
         schedule=schedule,
         defaults=settings,
-        copy_corpus=copy_corpus,
     ) as simulation:
         background = Aside(tokenising_s)
         options: Any = {"draft_name": small, "check": check, "background": background, "settings": settings}

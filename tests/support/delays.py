@@ -25,7 +25,7 @@ class RestingPolicy(ChainPolicy):
     def should_rest(self) -> bool:
         return next(self.turns)
 
-    def should_rest_on(self, num_behind: int) -> bool:
+    def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
         return next(self.turns)
 
 

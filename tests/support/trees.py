@@ -10,14 +10,16 @@ from protocol.lookahead_tree import Guess, LookaheadTree, Node
 ROOT, POSITION = 100, 9
 
 
-def tree_of(*paths: tuple[tuple[int, float], ...]) -> LookaheadTree:
-    """A tree with these paths of (token, confidence). The first child drafted at a node is its choice."""
+Path = tuple[tuple[int, float], ...]
+
+
+def tree_of(drafted: Path = (), copied: Path = ()) -> LookaheadTree:
+    """A tree with a drafted and a copied chain of (token, confidence)."""
     tree = LookaheadTree(ROOT, POSITION)
-    for path in paths:
-        node = tree.root
-        for token, confidence in path:
-            rank = len(node.children)
-            node = node.children.get(token) or tree.expand(node, Guess(token, confidence, rank=rank, raw=confidence))
+    node = tree.root
+    for token, confidence in drafted:
+        node = tree.expand(node, Guess(token, confidence, raw=confidence))
+    tree.copy([Guess(token, confidence, raw=confidence, copy_kind=0) for token, confidence in copied])
     return tree
 
 

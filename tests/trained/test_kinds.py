@@ -15,8 +15,6 @@ from drafted_runtime import (
     NUM_TOKENS,
     PROMPTS,
     check_greedy,
-    check_reuse,
-    check_seeded,
     drafted,
     features_of,
     fresh_proposals,
@@ -27,119 +25,12 @@ from sweeps import sweep
 from trained_drafters import BLOCK_SIZE, KINDS, make, write_eagle3, write_medusa
 
 import runtime
-from actors.mlx.cache_options import CacheOptions
 from actors.target.drafter_link import DrafterLink
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.features import FeatureRecorder
 
 # Tokens of the embeddings that some of the cases of MTP have.
 SIZE = 48
-# The other kinds draft by the same code.
-mostly_slow = sweep("kind", [pytest.param(kind, marks=() if kind == "eagle3" else pytest.mark.slow) for kind in KINDS])
-
-
-@sweep(
-    ("kind", "rewind"),
-    [
-        *((kind, "checkpoint") for kind in KINDS),
-        *(pytest.param(kind, "none", marks=pytest.mark.slow) for kind in KINDS),
-    ],
-)
-async def test_greedy_texts_are_the_targets_however_it_rewinds(kind: str, rewind: Any, tmp_path: Path) -> None:
-    target = make(kind, tmp_path)
-    async with drafted(tmp_path, target, cache_options=CacheOptions(rewind)) as rt:
-        await check_greedy(rt, target, [3])
-
-
-@sweep(
-    ("kind", "family"),
-    [
-        ("eagle3", "llama"),
-        ("dflash", "qwen3_next"),
-        ("gemma4", "gemma4_text"),
-        *(
-            pytest.param(kind, family, marks=pytest.mark.slow)
-            for kind, family in (
-                ("peagle", "llama"),
-                ("medusa", "gemma3_text"),
-                ("dflash", "gemma3_text"),
-                ("dspark", "lfm2"),
-                ("dflash2", "llama"),
-                ("gemma4", "gemma4"),
-                ("mtp", "qwen3_5"),
-                ("mtp_deep", "step3p5_deep"),
-            )
-        ),
-    ],
-)
-async def test_streams_at_once_have_the_texts_of_one_at_a_time(kind: str, family: str, tmp_path: Path) -> None:
-    target = make(kind, tmp_path, family=family, vocab_size=SIZE)
-    async with drafted(tmp_path, target, max_batch=8) as rt:
-        await check_seeded(rt, lookahead=2)
-        # Some that are not drafted share the passes.
-        async with trio.open_nursery() as nursery:
-            found: dict[int, list[int]] = {}
-
-            async def generate(index: int, lookahead: int) -> None:
-                asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": lookahead, "ignore_eos": True}
-                found[index] = ids((await rt.generate(PROMPTS[index % 3], **asked)).tokens)
-
-            for index in range(4):
-                nursery.start_soon(generate, index, 2 * (index % 2))
-        for index, text in found.items():
-            assert text == greedy(target, PROMPTS[index % 3], NUM_TOKENS)
-        assert (rt.statistics().rows_per_pass or 0) > 1
-
-
-@mostly_slow
-async def test_a_cancelled_text_leaves_its_beginning(kind: str, tmp_path: Path) -> None:
-    target = make(kind, tmp_path)
-    asked: dict[str, Any] = {"lookahead": 3, "ignore_eos": True, "reuse_prefix": True}
-    async with drafted(tmp_path, target) as rt:
-        for num_read in (1, 20):
-            prompt = prompt_of(40, seed=num_read, vocab_size=48)
-            async with rt.stream(prompt, max_tokens=200, **asked) as stream:
-                async for token in stream:
-                    if token.index == num_read:
-                        break
-            for longer in (prompt, [*prompt, 3, 4, 5], [*prompt, 3, 4, 9]):
-                again = await rt.generate(longer, max_tokens=12, **asked)
-                assert ids(again.tokens) == greedy(target, longer, 12)
-                assert again.statistics.draft_failures == 0
-                assert again.statistics.cached_tokens > 0
-                assert again.statistics.proposed > 0
-        assert rt.num_streams == 0
-
-
-class Fault(Exception):
-    pass
-
-
-@mostly_slow
-async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = make(kind, tmp_path)
-    async with drafted(tmp_path, target) as rt:
-        sequences = type(rt._draft.model.open_sequence(beside_another=False))
-        feed = sequences.feed
-        for at in (1, 5):
-            num_fed = 0
-
-            def failing(*arguments: Any, at: int = at) -> Any:
-                nonlocal num_fed
-                num_fed += 1
-                if num_fed == at:
-                    raise Fault
-                return feed(*arguments)
-
-            monkeypatch.setattr(sequences, "feed", failing)
-            monkeypatch.setattr(sequences, "feed_lazy", failing)
-            completion = await rt.generate(PROMPTS[1], max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True)
-            assert ids(completion.tokens) == greedy(target, PROMPTS[1], NUM_TOKENS)
-            assert completion.statistics.draft_failures == 1
-            monkeypatch.undo()
-        await check_greedy(rt, target, [3])
 
 
 @sweep(
@@ -272,13 +163,6 @@ async def test_greedy_texts_are_those_of_targets_of_every_family(
             assert found[0].proposed <= MOST[kind] * found[0].rounds
 
 
-@sweep(("kind", "family"), [("dflash", "llama"), ("mtp", "nemotron_h")])
-async def test_a_text_may_go_on_from_an_earlier_one(kind: str, family: str, tmp_path: Path) -> None:
-    target = make(kind, tmp_path, family=family, vocab_size=SIZE)
-    async with drafted(tmp_path, target) as rt:
-        await check_reuse(rt, target)
-
-
 @sweep(
     ("kind", "family"),
     [
@@ -389,17 +273,6 @@ async def test_a_drafter_with_half_of_the_vocabulary_costs_no_token(tmp_path: Pa
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     async with drafted(folder, built) as rt:
         await check_greedy(rt, built, [3, 3])
-
-
-async def test_seeded_texts_repeat(tmp_path: Path) -> None:
-    built = build("llama")
-    sampled: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.8, "seed": 11, "ignore_eos": True}
-    async with drafted(write_eagle3(tmp_path, built), built) as rt:
-        first, second = [
-            ids((await rt.generate(PROMPTS[0], lookahead=3, acceptance="rejection", **sampled)).tokens)
-            for _ in range(2)
-        ]
-    assert first == second
 
 
 async def test_a_runtime_that_closes_leaves_another_with_the_same_model_its_features(tmp_path: Path) -> None:

@@ -78,61 +78,6 @@ def test_the_same_tokens_by_other_ids_have_the_same_logits(demo_pair: Pair) -> N
     assert mx.allclose(rows, expected, atol=1e-3).item()
 
 
-@pytest.mark.parametrize("name", VOCABULARIES)
-async def test_seeded_texts_are_the_targets(pairs: dict[str, Pair], name: str) -> None:
-    target, draft = pairs[name]
-    settings: dict[str, Any] = {"temperature": 0.7, "seed": 3, "acceptance": "match", "ignore_eos": True}
-    async with runtime.open(target, draft) as rt:
-        plain, drafted = [
-            await rt.generate(DEMO_PROMPTS[1], max_tokens=NUM_TOKENS, lookahead=lookahead, **settings)
-            for lookahead in (0, 2)
-        ]
-    assert drafted.text == plain.text
-    assert drafted.statistics.accepted > 0
-
-
-async def test_drafts_are_accepted_under_the_rejection_rule(pairs: dict[str, Pair]) -> None:
-    target, draft = pairs["byte-level"]
-    async with runtime.open(target, draft) as rt:
-        completion = await rt.generate(
-            DEMO_PROMPTS[1],
-            max_tokens=NUM_TOKENS,
-            lookahead=2,
-            temperature=0.7,
-            seed=3,
-            acceptance="rejection",
-            ignore_eos=True,
-        )
-    assert completion.statistics.draft_failures == 0
-    assert completion.statistics.accepted > 0
-
-
-async def test_streams_at_once_have_the_texts_that_they_have_alone(pairs: dict[str, Pair]) -> None:
-    (target, tokenizer), draft = pairs["SentencePiece"]
-    prompts = encoded(tokenizer)
-    async with runtime.open((target, tokenizer), draft) as rt:
-        completions = await rt.generate_many(prompts, max_tokens=16, lookahead=2, ignore_eos=True)
-    for prompt, completion in zip(prompts, completions, strict=True):
-        assert [token.id for token in completion.tokens] == greedy(target, prompt, 16, clear_lead=0.0)
-        assert completion.statistics.draft_failures == 0
-
-
-async def test_a_cancelled_text_leaves_nothing_and_its_beginning_is_used_again(pairs: dict[str, Pair]) -> None:
-    (target, tokenizer), draft = pairs["byte-level"]
-    prompt = encoded(tokenizer)[0]
-    async with runtime.open((target, tokenizer), draft) as rt:
-        async with rt.stream(prompt, max_tokens=200, lookahead=3, ignore_eos=True, reuse_prefix=True) as stream:
-            async for token in stream:
-                if token.index == 10:
-                    break
-        longer = [*prompt, *greedy(target, prompt, 6, clear_lead=0.0)]
-        again = await rt.generate(longer, max_tokens=16, lookahead=3, ignore_eos=True, reuse_prefix=True)
-        assert [token.id for token in again.tokens] == greedy(target, longer, 16, clear_lead=0.0)
-        assert again.statistics.cached_tokens > 0
-        assert again.statistics.draft_failures == 0
-        assert again.statistics.proposed > 0
-
-
 async def test_a_saved_conversation_goes_on_and_the_drafter_reads_it_again(
     pairs: dict[str, Pair], tmp_path: Path
 ) -> None:

@@ -14,13 +14,13 @@ from starlette.types import Receive, Scope, Send
 from protocol.errors import OutriderError
 from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
-from runtime.engine.sessions import CORPUS_OWNER, NEW_READER
+from runtime.engine.sessions import NEW_READER
 from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
 from runtime.server.answers.body import IgnoredFields
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.sending import send_events, send_whole
-from runtime.server.connections.client import ClientGone, client_address, corpus_owner, read_body, while_there
+from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
 from runtime.server.context import SHORT, ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.metrics import RequestOutcome
@@ -136,7 +136,6 @@ class Endpoint:
         Cancellation: ends the generation.
         """
         context, outcome, client = self._context, RequestOutcome(), client_address(scope)
-        CORPUS_OWNER.set(corpus_owner(scope))
         try:
             request, make_serializer = await read_request(context, self._parse, scope, receive)
             outcome.model = model_of(context, request)

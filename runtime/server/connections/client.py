@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import zlib
 from collections.abc import Awaitable, Callable, Iterator
@@ -63,13 +62,6 @@ def client_address(scope: Scope) -> str:
     """The address of a client, without its port: behind a proxy that is not trusted, the proxy's."""
     client = scope.get("client")
     return "" if client is None else str(client[0])
-
-
-def corpus_owner(scope: Scope) -> bytes:
-    """The owner of the texts that a client's drafts may copy from: a digest of its address and API key."""
-    headers = dict(scope["headers"])
-    keys = (headers.get(b"authorization", b""), headers.get(b"x-api-key", b""))
-    return hashlib.sha256(repr((client_address(scope), *keys)).encode()).digest()
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: float, claim: Claim) -> bytes:

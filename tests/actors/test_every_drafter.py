@@ -1,0 +1,162 @@
+"""What every drafter keeps, whatever its kind: the text is the target's, and nothing is left behind.
+
+In simulated time, with real models and caches. `tests/trained`, `tests/translated` and `tests/remote` have what only
+some kinds do, and `tests/actors/test_greedy_parity.py` the families of models, on threads.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from drafted_runtime import NUM_TOKENS, PROMPTS, check_greedy, check_reuse, check_seeded
+from every_drafter import KINDS, OFTEN, at_work
+from models import greedy, prompt_of
+from scripted import ids
+from sweeps import sweep
+
+from actors.mlx.cache_options import CacheOptions
+from actors.target.drafter_link import DrafterLink
+
+every_kind = sweep("kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS])
+
+
+@sweep(
+    ("kind", "rewind"),
+    [
+        *((kind, "checkpoint") for kind in KINDS),
+        *(pytest.param(kind, "none", marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
+async def test_greedy_texts_are_the_targets_however_it_rewinds(
+    kind: str, rewind: Any, tmp_path: Path, autojump_clock: Any
+) -> None:
+    async with at_work(kind, tmp_path, cache_options=CacheOptions(rewind)) as (rt, target):
+        await check_greedy(rt, target, [3, "auto"])
+
+
+@sweep(
+    ("kind", "family"),
+    [
+        *((kind, None) for kind in OFTEN),
+        ("dflash", "qwen3_next"),
+        ("gemma4", "gemma4_text"),
+        *(pytest.param(kind, None, marks=pytest.mark.slow) for kind in ("recurrent", "sliding window")),
+        *(
+            pytest.param(kind, family, marks=pytest.mark.slow)
+            for kind, family in (
+                ("peagle", "llama"),
+                ("medusa", "gemma3_text"),
+                ("dflash", "gemma3_text"),
+                ("dspark", "lfm2"),
+                ("dflash2", "llama"),
+                ("gemma4", "gemma4"),
+                ("mtp", "qwen3_5"),
+                ("mtp_deep", "step3p5_deep"),
+            )
+        ),
+    ],
+)
+async def test_streams_at_once_have_the_texts_of_one_at_a_time(
+    kind: str, family: str | None, tmp_path: Path, autojump_clock: Any
+) -> None:
+    async with at_work(kind, tmp_path, family=family, max_batch=8) as (rt, target):
+        await check_seeded(rt, lookahead=2)
+        # Some that are not drafted share the passes.
+        async with trio.open_nursery() as nursery:
+            found: dict[int, list[int]] = {}
+
+            async def generate(index: int, lookahead: int) -> None:
+                asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": lookahead, "ignore_eos": True}
+                found[index] = ids((await rt.generate(PROMPTS[index % 3], **asked)).tokens)
+
+            for index in range(4):
+                nursery.start_soon(generate, index, 2 * (index % 2))
+        for index, text in found.items():
+            assert text == greedy(target, PROMPTS[index % 3], NUM_TOKENS)
+        assert (rt.statistics().rows_per_pass or 0) > 1
+
+
+@every_kind
+async def test_a_cancelled_text_leaves_its_beginning(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
+    asked: dict[str, Any] = {"lookahead": 3, "ignore_eos": True, "reuse_prefix": True}
+    async with at_work(kind, tmp_path) as (rt, target):
+        for num_read in (1, 20):
+            prompt = prompt_of(40, seed=num_read, vocab_size=48)
+            async with rt.stream(prompt, max_tokens=200, **asked) as stream:
+                async for token in stream:
+                    if token.index == num_read:
+                        break
+            for longer in (prompt, [*prompt, 3, 4, 5], [*prompt, 3, 4, 9]):
+                again = await rt.generate(longer, max_tokens=12, **asked)
+                assert ids(again.tokens) == greedy(target, longer, 12)
+                assert again.statistics.draft_failures == 0
+                assert again.statistics.cached_tokens > 0
+                assert again.statistics.proposed > 0 or kind == "lookup"
+        assert rt.num_streams == 0
+
+
+@every_kind
+async def test_a_text_may_go_on_from_an_earlier_one(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
+    async with at_work(kind, tmp_path) as (rt, target):
+        await check_reuse(rt, target)
+
+
+@every_kind
+async def test_texts_under_the_rejection_rule_repeat_by_their_seed(
+    kind: str, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Which tokens are proposed depends on when the target stops waiting.
+    monkeypatch.setattr(DrafterLink, "timeout_s", lambda *_: float("inf"))
+    asked: dict[str, Any] = {"max_tokens": NUM_TOKENS, "temperature": 0.8, "lookahead": 3, "ignore_eos": True}
+    async with at_work(kind, tmp_path) as (rt, _):
+        texts = [
+            ids((await rt.generate(PROMPTS[0], acceptance="rejection", seed=seed, **asked)).tokens)
+            for seed in (11, 11, 12)
+        ]
+        assert rt.statistics().draft_failures == 0
+    assert texts[0] == texts[1] != texts[2]
+
+
+class Fault(Exception):
+    pass
+
+
+@sweep("at", [1, 5])
+@sweep(
+    "kind",
+    [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS if kind != "lookup"],
+)
+async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
+    kind: str, at: int, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, num_fed = [], 0
+
+    def failing(feed: Any) -> Any:
+        def fed(*arguments: Any) -> Any:
+            nonlocal num_fed
+            num_fed += 1
+            if num_fed == at:
+                raise Fault
+            return feed(*arguments)
+
+        return fed
+
+    async with at_work(kind, tmp_path, on_drafter=made.append) as (rt, target):
+        (drafter,) = made
+        opened = drafter.open_sequence
+
+        def open_sequence(**arguments: Any) -> Any:
+            sequence = opened(**arguments)
+            for name in ("feed", "feed_lazy"):
+                setattr(sequence, name, failing(getattr(sequence, name)))
+            return sequence
+
+        monkeypatch.setattr(drafter, "open_sequence", open_sequence)
+        completion = await rt.generate(PROMPTS[1], max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True)
+        assert ids(completion.tokens) == greedy(target, PROMPTS[1], NUM_TOKENS)
+        assert completion.statistics.draft_failures == 1
+        monkeypatch.undo()
+        await check_greedy(rt, target, [3])
