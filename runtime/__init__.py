@@ -63,8 +63,8 @@ if TYPE_CHECKING:
     from runtime.generation.grammar import Grammar
     from runtime.generation.many_prompts import Completions
     from runtime.generation.reasoning import ReasoningTracker
-    from runtime.generation.token_reader import Token
     from runtime.generation.token_stream import Completion, TokenStream
+    from runtime.generation.tokens import Token
     from runtime.generation.tool_calls.events import (
         CallArguments,
         CallBegan,
@@ -117,7 +117,7 @@ _HOMES = {
     "runtime.generation.grammar": "Grammar",
     "runtime.generation.many_prompts": "Completions",
     "runtime.generation.reasoning": "ReasoningTracker",
-    "runtime.generation.token_reader": "Token",
+    "runtime.generation.tokens": "Token",
     "runtime.generation.token_stream": "Completion TokenStream",
     "runtime.generation.tool_calls.events": "CallArguments CallBegan CallBroken CallEnded ReasoningPart "
     "TextPart ToolCall",

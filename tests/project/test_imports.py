@@ -205,7 +205,7 @@ def test_only_the_application_knows_the_servers_apis(api):
 
 def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
-    makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/trio_thread.py"}
+    makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/portal.py"}
     minders = {
         "actors/distributed/connection.py",
         "actors/distributed/draft_rank_link.py",

@@ -22,7 +22,7 @@ from sweeps import sweep
 from tool_call_cases import call_format
 from tool_letters import TOOLS, USER, on_calling_server
 
-from runtime.generation.token_reader import Token
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import AnswerEvent, CallBegan, CallBroken, CallEnded, TextPart, ToolCall
 from runtime.server.answers.splitting import AnswerSplitter

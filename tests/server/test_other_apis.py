@@ -32,7 +32,7 @@ from scripted import ScriptedModel, priced
 from sweeps import sweep
 
 from protocol.settings import settings_from
-from runtime.generation.token_reader import Token
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import BegunAnswer
 from runtime.server.answers.body import parse_request

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from protocol.scores import Score
-    from runtime.generation.token_reader import Token
     from runtime.generation.token_stream import TokenStream
+    from runtime.generation.tokens import Token
     from runtime.generation.tool_calls.events import AnswerEvent
     from runtime.server.answers.preparation import Echo
     from runtime.server.errors import ErrorResponse

@@ -22,7 +22,7 @@ from runtime.generation.tool_calls.events import (
 from runtime.server.answers.request import GenerationRequest
 
 if TYPE_CHECKING:
-    from runtime.generation.token_reader import Token
+    from runtime.generation.tokens import Token
 
 
 @attrs.define

@@ -30,7 +30,7 @@ from runtime.server.anthropic.bodies import (
 from runtime.server.errors import ErrorResponse
 
 if TYPE_CHECKING:
-    from runtime.generation.token_reader import Token
+    from runtime.generation.tokens import Token
 
 
 class MessageSerializer(Serializer):

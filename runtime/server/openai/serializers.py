@@ -13,7 +13,7 @@ import attrs
 from protocol.scores import ScoredToken
 from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
-from runtime.generation.token_reader import Token
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Answer, AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
 from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer
 from runtime.server.answers.preparation import Echo

@@ -35,7 +35,7 @@ from runtime.server.responses.requests import GIVEN_BACK, ITEM, ParsedRequest, m
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
-    from runtime.generation.token_reader import Token
+    from runtime.generation.tokens import Token
 
 
 class ResponseSerializer(Serializer):
