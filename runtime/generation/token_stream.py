@@ -24,7 +24,7 @@ from runtime.generation.answers.message_reader import Reader
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import GrowingText
 from runtime.generation.tokens import Token
-from runtime.generation.tool_calls.events import Answer, CallEnded, ToolCall
+from runtime.generation.tool_calls.events import Answer, ToolCall
 
 T = TypeVar("T")
 
@@ -356,7 +356,7 @@ class TokenStream(SingleConsumer):
             is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
         )
         if self._calls is not None and self.parts is not None:
-            token = self._with_events(token, self._calls, self.parts)
+            token = self._with_deltas(token, self._calls, self.parts)
         if finish_reason is not None:
             self.finish_reason, self.stop_reason = finish_reason, commit.stop_reason
         return token
@@ -368,14 +368,14 @@ class TokenStream(SingleConsumer):
         self._num_in_first_round += self.answer.num_tokens == index
         self._session.counts.give(commit, index)
 
-    def _with_events(self, token: Token, calls: Reader, parts: Answer) -> Token:
+    def _with_deltas(self, token: Token, calls: Reader, parts: Answer) -> Token:
         was_in_block = calls.is_in_block
-        events = calls.add(token.text)
-        is_tool_call = was_in_block or calls.is_in_block or any(isinstance(event, CallEnded) for event in events)
+        deltas = calls.add(token.text)
+        is_tool_call = was_in_block or calls.is_in_block or any(delta.kind == "call_ended" for delta in deltas)
         if token.finish_reason is not None:
-            events += calls.finish(is_complete=token.is_complete)
-        parts.add(events)
-        return attrs.evolve(token, is_tool_call=is_tool_call, events=tuple(events))
+            deltas += calls.finish(is_complete=token.is_complete)
+        parts.add(deltas)
+        return attrs.evolve(token, is_tool_call=is_tool_call, deltas=tuple(deltas))
 
     def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
         return tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top)

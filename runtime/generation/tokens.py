@@ -7,7 +7,7 @@ import attrs
 from protocol.reprs import brief
 from protocol.scores import TopLogprob
 from protocol.session_state import Drafter, FinishReason
-from runtime.generation.tool_calls.events import AnswerEvent
+from runtime.generation.tool_calls.events import Delta
 
 
 @attrs.frozen
@@ -32,8 +32,7 @@ class Token:
         is_thinking: whether it belongs to the reasoning, tags included, by the tags that the tokenizer names.
         top_logprobs: the most probable tokens at its position, most probable first; as many as `logprobs` says.
         is_tool_call: whether it belongs to a tool call, markers included; for an opening marker, only its last token.
-        events: the content, reasoning and tool calls that it adds, see `runtime.generation.tool_calls.events`; empty
-            for a generation without tools.
+        deltas: the content, reasoning and tool calls that it adds; empty for a generation without tools.
     """
 
     id: int
@@ -46,7 +45,7 @@ class Token:
     stop_reason: str | int | None = None
     is_thinking: bool = False
     is_tool_call: bool = False
-    events: tuple[AnswerEvent, ...] = ()
+    deltas: tuple[Delta, ...] = ()
 
     @property
     def from_draft(self) -> bool:
@@ -59,7 +58,7 @@ class Token:
         return self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
 
     def __repr__(self) -> str:
-        usual = {field.name: field.default for field in attrs.fields(Token) if field.name != "events"}
+        usual = {field.name: field.default for field in attrs.fields(Token) if field.name != "deltas"}
         told = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
         if self.top_logprobs:
             told["top_logprobs"] = told.pop("top_logprobs")  # the longest, which may be cut, at the end

@@ -219,7 +219,7 @@ class ToolCallDelta(TypedDict):
     function: FunctionDelta
 
 
-class Delta(TypedDict):
+class MessageDelta(TypedDict):
     """The part of the message that is new in a chunk."""
 
     role: NotRequired[Literal["assistant"]]
@@ -232,7 +232,7 @@ class ChunkChoice(TypedDict):
     """The part of the choice that is new in a chunk."""
 
     index: int
-    delta: Delta
+    delta: MessageDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
 

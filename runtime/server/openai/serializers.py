@@ -14,7 +14,7 @@ from protocol.scores import ScoredToken
 from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.generation.tokens import Token
-from runtime.generation.tool_calls.events import Answer, AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
+from runtime.generation.tool_calls.events import Answer, Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer
 from runtime.server.answers.preparation import Echo
 from runtime.server.answers.token_logprobs import finite, text_tokens, token_logprobs
@@ -28,8 +28,8 @@ from runtime.server.openai.bodies import (
     ChunkChoice,
     CompletionChoice,
     CompletionLogprobs,
-    Delta,
     FunctionDelta,
+    MessageDelta,
     PromptLogprob,
     PromptLogprobs,
     Speculation,
@@ -255,7 +255,7 @@ class ChatSerializer(ChunkSerializer):
         role = []
         if tokens and self._is_first:
             self._is_first = False
-            delta: Delta = {"role": "assistant", "content": ""}
+            delta: MessageDelta = {"role": "assistant", "content": ""}
             choice: ChunkChoice = {"index": self._answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
             role.append(self._chunk([choice]))
         return [*role, *super().chunks(tokens)]
@@ -289,10 +289,10 @@ class ChatSerializer(ChunkSerializer):
 
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         parts = self._split(tokens)
-        delta: Delta = {}
-        if text := "".join(part.text for part in parts if isinstance(part, TextPart)):
+        delta: MessageDelta = {}
+        if text := "".join(part.text for part in parts if part.kind == "content"):
             delta["content"] = text
-        if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
+        if reasoning := "".join(part.text for part in parts if part.kind == "reasoning"):
             delta["reasoning_content"] = reasoning
         if calls := _call_deltas(parts):
             delta["tool_calls"] = calls
@@ -307,7 +307,7 @@ class ChatSerializer(ChunkSerializer):
     def _has_content(self, choice: Mapping[str, Any]) -> bool:
         return bool(choice["delta"] or (choice["logprobs"] or {}).get("content"))
 
-    def _split(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+    def _split(self, tokens: Sequence[Token]) -> list[Delta]:
         parts = self._answer.splitter.add(tokens)
         self._num_reasoning_tokens = self._answer.splitter.num_reasoning_tokens
         return parts
@@ -321,15 +321,16 @@ class ChatSerializer(ChunkSerializer):
         return None if content is None else {"content": content, "refusal": None}
 
 
-def _call_deltas(parts: Sequence[AnswerEvent]) -> list[ToolCallDelta]:
+def _call_deltas(parts: Sequence[Delta]) -> list[ToolCallDelta]:
     deltas: dict[int, ToolCallDelta] = {}
     for part in parts:
-        if isinstance(part, CallBegan):
-            function: FunctionDelta = {"name": part.name, "arguments": ""}
-            deltas[part.index] = {"index": part.index, "id": part.id, "type": "function", "function": function}
-        elif isinstance(part, CallArguments):
-            delta = deltas.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
-            delta["function"]["arguments"] += part.text
+        match part:
+            case Delta("call_began", index=int() as index, call=ToolCall(id, name)):
+                function: FunctionDelta = {"name": name, "arguments": ""}
+                deltas[index] = {"index": index, "id": id, "type": "function", "function": function}
+            case Delta("call_arguments", text, index=int() as index):
+                delta = deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                delta["function"]["arguments"] += text
     return list(deltas.values())
 
 
