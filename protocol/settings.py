@@ -186,9 +186,9 @@ class Settings:
             considers, prompt included, >= 1; None for the whole text.
         logits_processors: functions `f(tokens, logits)` as in mlx-lm: they take (n,) ids of the text so far, prompt
             included, and (1, V) logits of the target's width, and return (1, V) logits. One that is marked with
-            `runtime.stateless`, or has `save()` and `restore(state)` (see `runtime.Checkpointed`), runs on the models'
-            threads, in any order of texts, and also for texts that are never committed. Any other is assumed to keep a
-            state and is called on committed text only, which means a lookahead of 0.
+            `runtime.stateless`, or has `save()` and `restore(state)` (see `protocol.logits_processors.Checkpointed`),
+            runs on the models' threads, in any order of texts, and also for texts that are never committed. Any other
+            is assumed to keep a state and is called on committed text only, which means a lookahead of 0.
         sampler: a function `f(logprobs)` as in mlx-lm, which chooses in place of the temperature, the filters and the
             seed: it takes (1, V) log-probabilities of the target, after `logits_processors`, and returns (1,) ids. A
             drafted token is accepted if it is the function's choice. A function marked with `runtime.stateless` also

@@ -23,15 +23,21 @@ from protocol.reprs import shown
 from runtime.bridge.opener import make_opener
 
 if TYPE_CHECKING:
-    from runtime.aio.runtime import Completions, Conversation, Runtime, TokenStream
+    from runtime.bridge.conversation import Conversation
+    from runtime.bridge.runtime import Runtime
+    from runtime.bridge.streams import Completions, TokenStream
     from runtime.engine.opening import OpenArguments
     from runtime.loading.model_sources import Source
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
 
-# Imported when they are named, or by the trio thread.
-_HANDLES = ("Completions", "Conversation", "Runtime", "TokenStream")
-_MODULE = "runtime.aio.runtime"
+# The modules of names that are imported when they are used, or before that in trio's thread.
+_HOMES = {
+    "Completions": "runtime.bridge.streams",
+    "Conversation": "runtime.bridge.conversation",
+    "Runtime": "runtime.bridge.runtime",
+    "TokenStream": "runtime.bridge.streams",
+}
 
 
 def open(target: Source = MISSING, draft: Source | None = None, **options: Unpack[OpenArguments]) -> Opening:
@@ -76,21 +82,22 @@ class Opening:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is GeneratorExit:
             # The loop no longer runs this task, so it cannot wait.
-            self._runtime._bridge.thread.stop()
+            self._runtime._portal.thread.stop()
         else:
             await self._runtime.aclose()
 
     async def _opened(self) -> Runtime:
-        open_runtime = make_opener(self._target, self._draft, self._options, handle_module=_MODULE)
+        open_runtime = make_opener(self._target, self._draft, self._options)
         await _import_in_thread("runtime.aio.thread")
         from runtime.aio.thread import AioThread
 
         thread = AioThread(open_runtime)
         trio_runtime = await thread.start()
         # The trio thread has imported these by now, with the models' libraries that they need.
-        from runtime.aio.runtime import AioBridge, Runtime
+        from runtime.bridge.portal import Portal
+        from runtime.bridge.runtime import Runtime
 
-        return Runtime(AioBridge(thread, trio_runtime))
+        return Runtime(Portal(thread, trio_runtime))
 
 
 async def _import_in_thread(module: str) -> None:
@@ -122,9 +129,9 @@ def asyncio_loop() -> asyncio.AbstractEventLoop:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HANDLES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULE), name)
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value
 
 

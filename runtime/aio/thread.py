@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 import outcome
 import trio
 
-from protocol.errors import RuntimeClosedError
+from protocol.errors import RuntimeClosedError, WrongEventLoopError
 from runtime.aio import asyncio_loop
-from runtime.bridge.trio_thread import BridgeFuture, TrioThread
+from runtime.bridge.portal import Future, TrioThread
 from runtime.generation.feeding import feed
 
 if TYPE_CHECKING:
@@ -29,21 +29,40 @@ class AioThread(TrioThread):
     It ends by itself once the loop is closed, or the loop's thread or the main thread has ended.
     """
 
+    face = "aio"
+    consumer = "task"
+    how_to_close = "aclose()"
+    may_await = True
     interruption = asyncio.CancelledError
 
-    def __init__(self, make_manager: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
+    def __init__(self, open_runtime: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
         """As `TrioThread`. Raises: as `asyncio_loop`."""
         self.loop = asyncio_loop()
         self._owner = threading.current_thread()
-        super().__init__(make_manager)
+        super().__init__(open_runtime)
 
-    def make_future(self) -> BridgeFuture[Any]:
+    def make_future(self) -> Future[Any]:
         return self.loop.create_future()
 
-    async def wait(self, future: BridgeFuture[T]) -> T:
+    async def wait(self, future: Future[T]) -> T:
         return future.result() if future.done() else await asyncio.shield(cast("asyncio.Future[T]", future))
 
-    def _deliver(self, future: BridgeFuture[Any], value: object) -> bool:
+    async def pause(self) -> None:
+        await asyncio.sleep(0)
+
+    def check_caller(self) -> None:
+        if asyncio_loop() is not self.loop:
+            raise WrongEventLoopError(
+                "this runtime belongs to another asyncio loop; open one in this loop, or hand the work over to that one"
+            )
+
+    async def call_function(self, function: Callable[[], Any]) -> Any:
+        return await asyncio.to_thread(function)
+
+    def iterated(self, items: Any) -> AsyncIterator[Any]:
+        return items_of_loop(self.loop, aiter(items), contextvars.copy_context())
+
+    def _deliver(self, future: Future[Any], value: object) -> bool:
         def set_result() -> None:
             if not future.done():
                 future.set_result(value)

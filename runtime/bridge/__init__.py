@@ -1,8 +1,9 @@
-"""The way from a trio runtime in a thread of its own to callers outside of trio; shared by `runtime.aio` and
-`runtime.sync`, which add only how a caller waits.
+"""A trio runtime in a thread of its own, for callers outside of trio: what `runtime.aio` and `runtime.sync` share.
 
-The way of a token: the target commits a round in the trio thread; a `CommitSource` receives it for a `BridgeStream`,
-which sends everything that has arrived when the consumer requests more; `TrioThread` resolves the consumer's future; a
-`StreamHandle`, an `IteratorHandle`, turns the commit into tokens in the consumer's thread. `BridgeCall` runs single
-async functions, and `opener` opens the runtime in the thread.
+`portal` is the thread and the calls into it. `streams`, `conversation` and `runtime` are the handles, written once as
+coroutines that wait only through the portal: in asyncio they wait in its loop, in a plain thread they block. `opener`
+opens the runtime in the thread.
+
+The way of a token: the target commits a round in trio's thread; a handle that needs tokens calls there, once for all
+commits that have arrived; the tokens are decoded in the consumer's thread as it takes them.
 """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,24 +16,23 @@ if TYPE_CHECKING:
 
 
 def make_opener(
-    target: Source, draft: Source | None, options: dict[str, Any], handle_module: str
+    target: Source, draft: Source | None, options: dict[str, Any]
 ) -> Callable[[], AbstractAsyncContextManager[Runtime]]:
     """A function that opens a runtime, to be called in trio, in any thread.
 
     A model given as `(model, tokenizer)` is evaluated now, in the caller's thread: only the thread that made a lazy
     array can evaluate it.
 
-    Args:
-        target, draft, options: as for `runtime.open`.
-        handle_module: the module of the caller's handle; it is imported in the trio thread, before the models load.
+    Args: as for `runtime.open`.
     """
     evaluate_on_this_thread(target)
     evaluate_on_this_thread(draft)
 
     def open_in_trio() -> AbstractAsyncContextManager[Runtime]:
+        # The caller needs the handles next. It must find them imported.
+        from runtime.bridge import runtime as _  # noqa: F401
         from runtime.engine import opening
 
-        import_module(handle_module)
         return opening.open(target, draft, **options)
 
     return open_in_trio

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from protocol.statistics import Statistics
     from protocol.trace import Event
     from runtime.generation.text import Prompt
-    from runtime.generation.token_reader import Token
+    from runtime.generation.tokens import Token
 
 
 # --- arguments ------------------------------------------------------------------------------------

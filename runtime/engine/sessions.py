@@ -27,7 +27,6 @@ from runtime.generation.answers.message_reader import Reader
 from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
-from runtime.generation.token_reader import Arrivals, TokenReader
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
 
@@ -154,19 +153,19 @@ class Sessions:
         new_reader = NEW_READER.get() or of_answer
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = StopFinder(self._tokenizer, opened, new_reader(reasoning))
-        reader = TokenReader(
-            opened,
-            session.counts,
+        stream = TokenStream(
+            session,
+            receive,
             GrowingText(self._tokenizer, opened, new_reader(reasoning)),
             reasoning,
+            None if tools is None else of_answer(reasoning),
+            end_soon=partial(self._end_soon, opened.session),
             clock=self._target.worker.clock,
             estimates=self._prices.estimates,
-            calls=None if tools is None else of_answer(reasoning),
         )
-        arrivals = Arrivals(session, receive, partial(self._end_soon, opened.session))
         self.by_id[opened.session] = session
         self._enter(session)
-        return TokenStream(reader, arrivals)
+        return stream
 
     def begin_many(
         self, prompts: Prompts, check: PromptChecks, max_concurrent: int, on_error: OnError

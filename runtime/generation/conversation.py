@@ -203,7 +203,7 @@ class Conversation:
             raise PromptTooLongError(
                 f"the conversation has become too long: {error}, or reset the conversation"
             ) from None
-        self._state = _State(past, _Turn(said, stream.answer, stream.reader.parts, weakref.ref(stream)))
+        self._state = _State(past, _Turn(said, stream.answer, stream.parts, weakref.ref(stream)))
         return stream
 
     async def generate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Mapping
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -80,60 +79,7 @@ class PromptChecks:
             raise kind(f"prompts[{index}]: {error}") from error.__cause__
 
 
-class AwaitableCompletions(ABC, Generic[C]):
-    """Completions that can be awaited all together, or else given one by one."""
-
-    _gathered: list[C] | None = None
-    _is_gathering = False
-    _is_waiting: bool  # for the next completion
-    _num_finished: int  # completions that were given
-
-    @property
-    @abstractmethod
-    def _has_ended_early(self) -> bool:
-        """Whether this was closed or has failed, so that the next call raises the reason."""
-
-    @abstractmethod
-    async def _next(self) -> tuple[int, C] | None:
-        """The next finished completion, with the index of its prompt; None once all have been given."""
-
-    @abstractmethod
-    async def _checkpoint(self) -> None:
-        """Let the event loop run other tasks, and take a cancellation."""
-
-    def __await__(self) -> Generator[Any, None, list[C]]:
-        """All completions, in the order of the prompts. Awaiting again gives the same ones.
-
-        Raises:
-            StreamBusyError: they are being awaited, or given one by one, already.
-            RuntimeClosedError: the runtime or this was closed before all were finished.
-            RuntimeBrokenError, RewindError: the error of a stream, with a note that names the prompt.
-            PromptError, SettingsError: a prompt or its settings are invalid; the message has its index.
-            Exception: what the iterable of the prompts has raised.
-        """
-        return self._gather().__await__()
-
-    def _check_not_gathering(self) -> None:
-        if self._is_gathering and not self._has_ended_early:
-            raise StreamBusyError("these completions are awaited all together, and cannot be given one by one as well")
-
-    async def _gather(self) -> list[C]:
-        if self._gathered is not None:
-            await self._checkpoint()
-            return self._gathered
-        is_taken = self._is_waiting or self._num_finished > 0 or self._is_gathering
-        if is_taken and not self._has_ended_early:
-            raise StreamBusyError("these completions are given to somebody already, and each is given once")
-        self._is_gathering = True
-        completions: dict[int, C] = {}
-        while (following := await self._next()) is not None:
-            index, completion = following
-            completions[index] = completion
-        self._gathered = [completions[index] for index in sorted(completions)]
-        return self._gathered
-
-
-class Completions(SingleConsumer, AwaitableCompletions[C]):
+class Completions(SingleConsumer, Generic[C]):
     """The completions of many prompts: awaitable, an async iterator, and an async context manager.
 
     `await` gives the list of them, in the order of the prompts. `async for` gives pairs (index of the prompt,
@@ -159,7 +105,9 @@ class Completions(SingleConsumer, AwaitableCompletions[C]):
 
     _busy = "another task is waiting for the next completion; each is given once, to one task"
 
-    _num_finished = 0
+    _gathered: list[C] | None = None
+    _is_gathering = False
+    _num_finished = 0  # completions that were given
     _is_over = False  # all were given
 
     def __init__(
@@ -204,9 +152,26 @@ class Completions(SingleConsumer, AwaitableCompletions[C]):
         start_soon(work.run)
 
     def __repr__(self) -> str:
-        state = "over" if self._is_over else "closed" if self._is_closed else "under way"
+        return f"<outrider Completions, {self.state}>"
+
+    @property
+    def state(self) -> str:
+        """How far the generations have come, for a representation."""
+        how = "over" if self._is_over else "closed" if self._is_closed else "under way"
         of = "" if self.num_prompts is None else f" of {self.num_prompts}"
-        return f"<outrider {type(self).__name__}, {state}: {self._num_finished}{of} given>"
+        return f"{how}: {self._num_finished}{of} given"
+
+    def __await__(self) -> Generator[Any, None, list[C]]:
+        """All completions, in the order of the prompts. Awaiting again gives the same ones.
+
+        Raises:
+            StreamBusyError: they are being awaited, or given one by one, already.
+            RuntimeClosedError: the runtime or this was closed before all were finished.
+            RuntimeBrokenError, RewindError: the error of a stream, with a note that names the prompt.
+            PromptError, SettingsError: a prompt or its settings are invalid; the message has its index.
+            Exception: what the iterable of the prompts has raised.
+        """
+        return self.gather().__await__()
 
     async def __anext__(self) -> tuple[int, C]:
         """The next finished completion, with the index of its prompt.
@@ -216,10 +181,27 @@ class Completions(SingleConsumer, AwaitableCompletions[C]):
 
         Cancellation: ends all generations.
         """
-        self._check_not_gathering()
-        if (following := await self._next()) is None:
+        if self._is_gathering and not self._has_ended_early:
+            raise StreamBusyError("these completions are awaited all together, and cannot be given one by one as well")
+        if (following := await self._receive(self._next_finished)) is None:
             raise StopAsyncIteration
         return following
+
+    async def gather(self) -> list[C]:
+        """As awaiting this."""
+        if self._gathered is not None:
+            await trio.lowlevel.checkpoint()
+            return self._gathered
+        is_taken = self._is_waiting or self._num_finished > 0 or self._is_gathering
+        if is_taken and not self._has_ended_early:
+            raise StreamBusyError("these completions are given to somebody already, and each is given once")
+        self._is_gathering = True
+        completions: dict[int, C] = {}
+        while (following := await self._receive(self._next_finished)) is not None:
+            index, completion = following
+            completions[index] = completion
+        self._gathered = [completions[index] for index in sorted(completions)]
+        return self._gathered
 
     def __del__(self) -> None:
         if hasattr(self, "_work") and not self._is_closed:
@@ -227,10 +209,8 @@ class Completions(SingleConsumer, AwaitableCompletions[C]):
 
     @property
     def _has_ended_early(self) -> bool:
+        """Whether this was closed or has failed, so that the next call raises the reason."""
         return self._is_closed and not self._is_over
-
-    async def _next(self) -> tuple[int, C] | None:
-        return await self._receive(self._next_finished)
 
     async def _next_finished(self) -> tuple[int, C] | None:
         if self._is_over:
@@ -252,19 +232,6 @@ class Completions(SingleConsumer, AwaitableCompletions[C]):
         if self._is_over:
             return None
         raise self._work.error or RuntimeClosedError("the runtime was closed before all prompts were done")
-
-    def ready(self) -> list[tuple[int, C]]:
-        """All completions that have come, without waiting for further ones."""
-        ready: list[tuple[int, C]] = []
-        try:
-            while True:
-                ready.append(self._finished.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
-            self._num_finished += len(ready)
-            return ready
-
-    async def _checkpoint(self) -> None:
-        await trio.lowlevel.checkpoint()
 
     def close(self) -> None:
         if not self._is_closed:

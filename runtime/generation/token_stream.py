@@ -5,21 +5,33 @@ from __future__ import annotations
 import os
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import BinaryIO, ClassVar, Self, TypeVar
 
 import attrs
+import mlx.core as mx
 import trio
 
-from protocol.errors import StreamBusyError
+from actors.session import Session
+from protocol.errors import OutriderError, RuntimeClosedError, StreamBusyError
+from protocol.prices import Estimates
 from protocol.reprs import excerpt
-from protocol.session_state import FinishReason
+from protocol.scores import TopLogprob
+from protocol.session_state import Commit, FinishReason
 from protocol.statistics import Statistics
+from runtime.generation.answers.message_reader import Reader
 from runtime.generation.reasoning import ReasoningTracker
-from runtime.generation.token_reader import Arrivals, Token, TokenReader
-from runtime.generation.tool_calls.events import ToolCall
+from runtime.generation.text import GrowingText
+from runtime.generation.tokens import Token
+from runtime.generation.tool_calls.events import Answer, ToolCall
 
 T = TypeVar("T")
+
+STREAM_CLOSED = "this stream was closed; begin another with stream()"
+
+SessionFile = str | os.PathLike[str] | BinaryIO
+"""The file of a saved session: a path, or an open binary file, which is used from its position on."""
 
 
 class SingleConsumer(ABC):
@@ -65,48 +77,102 @@ class SingleConsumer(ABC):
             self._is_waiting = False
 
 
-_NOTHING_GIVEN = ReasoningTracker(None, ())
+class TokenStream(SingleConsumer):
+    """The tokens of one generation: an async iterator, and an async context manager.
 
+    The generation runs from the moment the stream exists, as far ahead of the consumer as its buffer allows.
 
-class StreamState(ABC):
-    """The public state of a stream, from the tokens that it has given."""
+    Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and dropping the last
+    reference (as `break` does with a stream that has no other) all end the generation. Each returns at once; the
+    models are free after the forward pass that is running.
 
-    _is_closed: bool
+    Dropping a stream that was never read or closed is a `ResourceWarning`, unless its runtime has been closed.
+
+    Attributes:
+        finish_reason: why the text ended, once its last token was given; None before, and after a cancellation.
+        stop_reason: the stop string or stop token that ended the text, as in `Token`, once its last token was given, or
+            None.
+    """
+
+    # Commits arrive in trio's thread. The consumer, who may be in another thread, decodes their tokens one by one: the
+    # texts below are those of the tokens that it was given, and the readers of tags and calls must not be ahead of it.
+
+    _busy = "another task is waiting for this stream's next token; a stream has one consumer"
+
+    _is_unread = True
+
+    def __init__(
+        self,
+        session: Session,
+        commits: trio.MemoryReceiveChannel[Commit],
+        text: GrowingText,
+        answer: ReasoningTracker,
+        calls: Reader | None,
+        *,
+        end_soon: Callable[[], None],
+        clock: Callable[[], float],
+        estimates: Callable[[], Estimates],
+    ) -> None:
+        """Made by `Sessions.begin`.
+
+        Args:
+            commits: the receiving end of the session's channel.
+            answer: splits the given tokens into reasoning and answer.
+            calls: tells content, reasoning and calls apart; None for a generation without tools.
+            end_soon: ends the session soon; may be called in any thread, and more than once.
+        """
+        self.answer = answer
+        self.parts = None if calls is None else Answer()
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self._session = session
+        self._opened = session.opened
+        self._commits = commits
+        self._text = text
+        self._calls = calls
+        self._end_soon = end_soon
+        self._clock = clock
+        self._estimates = estimates
+        self._began = clock()
+        self._arrived: deque[Commit] = deque()
+        self._num_taken = 0  # of the tokens of the first arrived commit
+        self._num_in_first_round = 0  # tokens of the first round that were given
+        self._first_at: float | None = None
+        self._last_at: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<outrider TokenStream, {self.state}>"
 
     @property
-    @abstractmethod
-    def _opened_reader(self) -> TokenReader | None:
-        """The stream's token reader; None until the prompt was checked."""
+    def state(self) -> str:
+        """How far the stream has come, for its representation."""
+        how = self.finish_reason or ("closed" if self._is_closed else "under way")
+        return f"{how}: {self.answer.num_tokens} tokens given"
 
     @property
-    def answer(self) -> ReasoningTracker:
-        """The tokens given so far, split into reasoning and answer."""
-        reader = self._opened_reader
-        return _NOTHING_GIVEN if reader is None else reader.answer
+    def session(self) -> int:
+        """The number of this generation in a trace."""
+        return self._opened.session
+
+    @property
+    def began(self) -> float:
+        """When the stream was made, in seconds on the clock of a trace's events; its generation may begin later."""
+        return self._began
 
     @property
     def content(self) -> str:
         """The text of the given tokens, without reasoning and tool calls."""
-        reader = self._opened_reader
-        return self.answer.said if reader is None or reader.parts is None else reader.parts.content
+        return self.answer.said if self.parts is None else self.parts.content
+
+    @property
+    def thinking(self) -> str:
+        """The reasoning among the given tokens."""
+        return self.answer.thinking
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """The tool calls that are complete with the given tokens, in order; empty for a generation without tools."""
-        reader = self._opened_reader
-        return () if reader is None or reader.parts is None else tuple(reader.parts.calls)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Why the text ended, once its last token was given; None before, and after a cancellation."""
-        reader = self._opened_reader
-        return None if reader is None else reader.finish_reason
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """The stop string or stop token that ended the text, as in `Token`, once its last token was given, or None."""
-        reader = self._opened_reader
-        return None if reader is None else reader.stop_reason
+        return () if self.parts is None else tuple(self.parts.calls)
 
     @property
     def tail(self) -> str:
@@ -116,22 +182,213 @@ class StreamState(ABC):
         token, unless it turns out to be a stop string; after a `break`, a cancellation or a failure, it is the rest of
         the text. It is empty once the text is over.
         """
-        reader = self._opened_reader
-        return "" if reader is None else reader.tail
+        return self._text.tail
 
     @property
     def is_closed(self) -> bool:
         """Whether no more tokens come: the last one was given, or the stream was closed or failed."""
         return self._is_closed
 
+    def statistics(self) -> Statistics:
+        """Counts and rates so far; a frozen snapshot. The time ends now, or with the last token if the stream is over.
+
+        See `runtime.Statistics`.
+        """
+        end = self._last_at if self._is_closed and self._last_at is not None else self._clock()
+        return self._session.counts.snapshot(
+            elapsed=end - self._began,
+            generation_seconds=end - self._first_at if self._first_at is not None else 0.0,
+            num_untimed=self._num_in_first_round,
+            time_to_first_token=None if self._first_at is None else self._first_at - self._began,
+            peak_memory=mx.get_peak_memory(),
+            estimates=self._estimates(),
+            lookahead=self._opened.settings.lookahead if self._opened.drafted else 0,
+        )
+
+    async def __anext__(self) -> Token:
+        """The next token.
+
+        Raises:
+            StopAsyncIteration: the text is over.
+            StreamBusyError: another task is waiting for a token of this stream.
+            RuntimeClosedError: the stream or its runtime was closed before the text was over.
+            RuntimeBrokenError: the target failed; its error is the cause.
+            RewindError: a cache did not hold the expected tokens; the tokens given before are right.
+
+        Cancellation: ends the generation.
+        """
+        self._is_unread = False
+        await self._receive(self._wait_for_token)
+        if (token := self.take()) is None:
+            raise StopAsyncIteration
+        if token.finish_reason is not None:
+            self.close()
+        return token
+
+    def __del__(self) -> None:
+        if not self._is_closed:
+            self.end()  # before the warning: whoever shows it may keep the stream
+            self._end_soon()
+            if self._is_unread and self.is_open:
+                warn_unread(self, "aclose()")
+
+    # --- in trio's thread -------------------------------------------------------------------------
+
+    async def _wait_for_token(self) -> None:
+        if self.needs_commits:
+            await self.receive()
+            if not self._arrived:
+                self.close()
+        else:
+            # A checkpoint for each token, even if several came in one commit.
+            await trio.lowlevel.checkpoint()
+
+    async def receive(self) -> None:
+        """Wait until a commit has arrived, or no more come."""
+        try:
+            commit = await self._commits.receive()
+        except trio.EndOfChannel:
+            self._receive_unsent()
+        except trio.ClosedResourceError:
+            pass  # closed by another task, while this one was waiting
+        else:
+            self._arrived.append(commit)
+            self._session.make_room()
+
+    async def receive_all(self) -> None:
+        """As `receive`, and take all commits that have arrived by then. For a consumer in another thread."""
+        if self._receive_ready() == 0:
+            await self.receive()
+            self._receive_ready()
+
+    def receive_rest(self) -> None:
+        """As `receive_all`, once trio's loop has ended; for any thread."""
+        self._receive_ready()
+        self._receive_unsent()
+
+    def _receive_ready(self) -> int:
+        """Take the commits that have arrived. Returns: how many."""
+        num_received = 0
+        while True:
+            try:
+                self._arrived.append(self._commits.receive_nowait())
+            except (trio.WouldBlock, trio.EndOfChannel, trio.ClosedResourceError):
+                return num_received
+            num_received += 1
+            if self._session.error is None:
+                self._session.make_room()
+
+    def _receive_unsent(self) -> None:
+        # The consumer still gets a commit that was not sent. It may be the end of the text, which must not count as a
+        # failure: an actor that is still at work would drop its cached tokens.
+        session = self._session
+        unsent, session.unsent = session.unsent, None
+        if unsent is not None:
+            self._arrived.append(unsent)
+        elif session.error is None:
+            session.error = RuntimeClosedError("the runtime was closed before the text was over")
+
+    def close(self) -> None:
+        self.end()
+        self._commits.close()
+        self._end_soon()
+
+    # --- in the consumer's thread -----------------------------------------------------------------
+
     @property
-    def _state(self) -> str:
-        how = self.finish_reason or ("closed" if self._is_closed else "under way")
-        return f"{how}: {self.answer.num_tokens} tokens given"
+    def is_open(self) -> bool:
+        """Whether neither the session nor its runtime has ended with an error."""
+        return self._session.error is None
+
+    @property
+    def needs_commits(self) -> bool:
+        """Whether the next token must still arrive."""
+        return not self._arrived and not self._is_closed
+
+    def take(self) -> Token | None:
+        """The next token, after commits have arrived; None once all were given.
+
+        Raises: the reason why no more tokens come, if the text is not over.
+        """
+        if self.finish_reason is not None:
+            return None
+        if self._is_closed or not self._arrived:
+            self.end()
+            raise self._error
+        return self._next_token()
+
+    def end(self) -> None:
+        """Give no more tokens."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._arrived.clear()
+        if self.finish_reason is None and self._calls is not None and self.parts is not None:
+            self.parts.add(self._calls.finish(is_complete=False))
+        self.answer.is_over = True
+
+    @property
+    def _error(self) -> OutriderError:
+        return self._session.error or RuntimeClosedError(STREAM_CLOSED)
+
+    def _next_token(self) -> Token:
+        commit, index = self._arrived[0], self._num_taken
+        self._num_taken += 1
+        is_last_in_commit = self._num_taken == len(commit.tokens)
+        finish_reason = commit.finish_reason if is_last_in_commit else None
+        if is_last_in_commit:
+            self._arrived.popleft()
+            self._num_taken = 0
+        self._count(commit, index)
+        likelihood = commit.likelihoods[index] if commit.likelihoods else None
+        is_last, is_cut = finish_reason is not None, finish_reason == "length"
+        text = self._text.add(commit.tokens[index], is_last=is_last, is_cut=is_cut)
+        position = self.answer.num_tokens
+        token = Token(
+            id=commit.tokens[index],
+            text=text,
+            index=position,
+            drafted_by=commit.drafted_by(index),
+            finish_reason=finish_reason,
+            logprob=None if likelihood is None else likelihood.logprob,
+            top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
+            stop_reason=commit.stop_reason if is_last_in_commit else None,
+            is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
+        )
+        if self._calls is not None and self.parts is not None:
+            token = self._with_deltas(token, self._calls, self.parts)
+        if finish_reason is not None:
+            self.finish_reason, self.stop_reason = finish_reason, commit.stop_reason
+        return token
+
+    def _count(self, commit: Commit, index: int) -> None:
+        self._last_at = self._clock()
+        if self._first_at is None:
+            self._first_at = self._last_at
+        self._num_in_first_round += self.answer.num_tokens == index
+        self._session.counts.give(commit, index)
+
+    def _with_deltas(self, token: Token, calls: Reader, parts: Answer) -> Token:
+        was_in_block = calls.is_in_block
+        deltas = calls.add(token.text)
+        is_tool_call = was_in_block or calls.is_in_block or any(delta.kind == "call_ended" for delta in deltas)
+        if token.finish_reason is not None:
+            deltas += calls.finish(is_complete=token.is_complete)
+        parts.add(deltas)
+        return attrs.evolve(token, is_tool_call=is_tool_call, deltas=tuple(deltas))
+
+    def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
+        return tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top)
 
 
-SessionFile = str | os.PathLike[str] | BinaryIO
-"""The file of a saved session: a path, or an open binary file, which is used from its position on."""
+def warn_unread(stream: object, how_to_close: str) -> None:
+    """Warn of a stream that was dropped unread; the last step of a stream's `__del__`."""
+    warnings.warn(
+        f"a token stream was dropped unread, which ended its generation; read it, or close it with {how_to_close}",
+        ResourceWarning,
+        stacklevel=3,
+        source=stream,
+    )
 
 
 @attrs.frozen
@@ -164,115 +421,6 @@ class Completion:
         return f"<outrider Completion, {self.finish_reason}{at}: {len(self.tokens)} tokens, {excerpt(self.text, 60)}>"
 
 
-class TokenStream(StreamState, SingleConsumer):
-    """The tokens of one generation: an async iterator, and an async context manager.
-
-    The generation runs from the moment the stream exists, as far ahead of the consumer as its buffer allows.
-
-    Cancellation: leaving `async with`, `aclose`, a cancel scope around a waiting `__anext__`, and dropping the last
-    reference (as `break` does with a stream that has no other) all end the generation. Each returns at once; the
-    models are free after the forward pass that is running.
-
-    Dropping a stream that was never read or closed is a `ResourceWarning`, unless its runtime has been closed.
-
-    Attributes:
-        reader: turns commits into tokens; for the thread that consumes the stream.
-        arrivals: the commits that arrive; for trio's thread. `runtime.bridge` uses the two in different threads.
-    """
-
-    _busy = "another task is waiting for this stream's next token; a stream has one consumer"
-
-    _is_unread = True
-
-    def __init__(self, reader: TokenReader, arrivals: Arrivals) -> None:
-        self.reader = reader
-        self.arrivals = arrivals
-
-    def __repr__(self) -> str:
-        return f"<outrider TokenStream, {self._state}>"
-
-    @property
-    def session(self) -> int:
-        """The number of this generation in a trace."""
-        return self.reader.opened.session
-
-    @property
-    def began(self) -> float:
-        """When the stream was made, in seconds on the clock of a trace's events; its generation may begin later."""
-        return self.reader.began
-
-    @property
-    def _opened_reader(self) -> TokenReader:
-        return self.reader
-
-    async def __anext__(self) -> Token:
-        """The next token.
-
-        Raises:
-            StopAsyncIteration: the text is over.
-            StreamBusyError: another task is waiting for a token of this stream.
-            RuntimeClosedError: the stream or its runtime was closed before the text was over.
-            RuntimeBrokenError: the target failed; its error is the cause.
-            RewindError: a cache did not hold the expected tokens; the tokens given before are right.
-
-        Cancellation: ends the generation.
-        """
-        self._is_unread = False
-        await self._receive(self._wait_for_token)
-        token = self.reader.next_token()
-        if token.finish_reason is not None:
-            self.close()
-        return token
-
-    def __del__(self) -> None:
-        if not self._is_closed:
-            self.reader.end()
-            self.arrivals.hang_up()
-            self._is_closed = True  # whoever shows the warning may keep the stream
-            if self._is_unread and self.arrivals.is_open:
-                warn_unread(self, "aclose()")
-
-    def statistics(self) -> Statistics:
-        """Counts and rates so far; a frozen snapshot."""
-        return self.reader.statistics(is_over=self._is_closed)
-
-    async def _wait_for_token(self) -> None:
-        if self.reader.finish_reason is not None:
-            await trio.lowlevel.checkpoint()
-            raise StopAsyncIteration
-        if self._is_closed:
-            raise self.arrivals.error
-        if self.reader.has_more:
-            # A checkpoint for each token, even if several came in one commit.
-            await trio.lowlevel.checkpoint()
-            return
-        commit = await self.arrivals.receive()
-        if commit is None:
-            self.close()
-            raise self.arrivals.error
-        self.reader.begin_commit(commit)
-
-    def close(self) -> None:
-        self.reader.end()
-        self.hang_up()
-
-    def hang_up(self) -> None:
-        """Receive no more commits. `runtime.bridge` may still read those that have arrived."""
-        if not self._is_closed:
-            self._is_closed = True
-            self.arrivals.close()
-
-
-def warn_unread(stream: object, how_to_close: str) -> None:
-    """Warn of a stream that was dropped unread; the last step of a stream's `__del__`."""
-    warnings.warn(
-        f"a token stream was dropped unread, which ended its generation; read it, or close it with {how_to_close}",
-        ResourceWarning,
-        stacklevel=3,
-        source=stream,
-    )
-
-
 async def complete(stream: TokenStream) -> Completion:
     """Read a stream to its end. Raises, cancellation: as `TokenStream.__anext__`."""
     async with stream:
@@ -288,7 +436,7 @@ def completion_of(stream: TokenStream, tokens: Sequence[Token]) -> Completion:
         finish_reason=stream.finish_reason,
         statistics=stream.statistics(),
         stop_reason=stream.stop_reason,
-        thinking=stream.answer.thinking,
+        thinking=stream.thinking,
         content=stream.content,
         tool_calls=stream.tool_calls,
     )

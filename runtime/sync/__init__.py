@@ -20,11 +20,12 @@ from protocol.argument_aliases import MISSING
 from protocol.errors import WrongEventLoopError
 from protocol.settings import SettingsLike, settings_from, with_overrides
 from runtime.bridge.opener import make_opener
+from runtime.bridge.portal import Portal
 from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSettings
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion
 from runtime.loading.model_sources import Source
-from runtime.sync.runtime import Conversation, Runtime, SyncBridge, SyncThread, TokenStream, run_blocking
+from runtime.sync.runtime import Conversation, Runtime, SyncThread, TokenStream, run_blocking
 
 __all__ = ["Conversation", "Runtime", "TokenStream", "generate_sync", "open_sync"]
 
@@ -46,9 +47,9 @@ def open_sync(target: Source = MISSING, draft: Source | None = None, **options: 
     Interrupting: a Ctrl-C while loading is raised after the load, once the models are released.
     """
     check_no_event_loop("open_sync")
-    open_runtime = make_opener(target, draft, dict(options), handle_module=__name__)
+    open_runtime = make_opener(target, draft, dict(options))
     thread = SyncThread(open_runtime)
-    return Runtime(SyncBridge(thread, run_blocking(thread.start())))
+    return Runtime(Portal(thread, run_blocking(thread.start())))
 
 
 def generate_sync(

@@ -1,26 +1,35 @@
-"""A runtime for plain threads, which block for its results; its models work in the threads of a trio loop."""
+"""A runtime for plain threads, which block for its results; its models work in the threads of a trio loop.
+
+The handles of `runtime.bridge` do the work. Their coroutines block where they wait, so each runs to its end at once.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Never, Self, TypeVar, cast
+from functools import wraps
+from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
 
 import trio
 
-from protocol.errors import PromptError, StreamBusyError, WrongEventLoopError
-from protocol.scores import Score
-from runtime.bridge.handles import ConversationHandle, IteratorHandle, RuntimeHandle, StreamHandle
-from runtime.bridge.runtime_bridge import RuntimeBridge
-from runtime.bridge.trio_thread import BridgeCall, BridgeFuture, TrioThread
-from runtime.generation.conversation import Conversation as TrioConversation
-from runtime.generation.many_prompts import Completions
-from runtime.generation.token_reader import Token
-from runtime.generation.token_stream import Completion
-from runtime.generation.tool_calls.functions import Functions
+from protocol.errors import PromptError, WrongEventLoopError
+from protocol.statistics import Statistics
+from runtime.bridge.conversation import Conversation as ConversationHandle
+from runtime.bridge.portal import Future, Portal, TrioThread
+from runtime.bridge.runtime import Runtime as RuntimeHandle
+from runtime.bridge.runtime import RuntimeState
+from runtime.bridge.streams import Completions, StreamState
+from runtime.bridge.streams import TokenStream as StreamHandle
+from runtime.generation.conversation import Message
+from runtime.generation.many_prompts import C
+from runtime.generation.token_stream import TokenStream as TrioTokenStream
+from runtime.generation.tokens import Token
+from runtime.generation.tool_calls.events import ToolCall
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
-Item = TypeVar("Item")
+H = TypeVar("H")
 
 
 class BlockingFuture(Generic[T]):
@@ -59,16 +68,32 @@ class BlockingFuture(Generic[T]):
 class SyncThread(TrioThread):
     """A trio thread that one thread starts, and any thread uses and stops. It ends with the main thread."""
 
+    face = "sync"
+    consumer = "thread"
+    how_to_close = "close()"
+    may_await = False
     interruption = KeyboardInterrupt
 
-    def make_future(self) -> BridgeFuture[Any]:
+    def make_future(self) -> Future[Any]:
         return BlockingFuture[Any]()
 
-    async def wait(self, future: BridgeFuture[T]) -> T:
+    async def wait(self, future: Future[T]) -> T:
         assert isinstance(future, BlockingFuture)
         return cast(T, future.wait())
 
-    def _deliver(self, future: BridgeFuture[Any], value: object) -> bool:
+    async def pause(self) -> None:
+        """Nothing: there are no other tasks."""
+
+    def check_caller(self) -> None:
+        check_not_in_trio("this")
+
+    async def call_function(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def iterated(self, items: Any) -> Never:
+        raise PromptError("prompts are an async iterable, and there is no event loop here; give a list or a generator")
+
+    def _deliver(self, future: Future[Any], value: object) -> bool:
         if not future.done():
             future.set_result(value)
         return True
@@ -76,54 +101,6 @@ class SyncThread(TrioThread):
     def _has_callers(self) -> bool:
         # At its exit, the interpreter joins this thread, after the main thread has ended.
         return threading.main_thread().is_alive()
-
-
-def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits with `SyncThread.wait`, and so blocks."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        return cast(T, end.value)
-    raise AssertionError("a coroutine has waited in a plain thread")
-
-
-class SyncBridge(RuntimeBridge):
-    """`RuntimeBridge` for plain threads.
-
-    The trio thread stops once the bridge is dropped: the runtime's handle, its streams and its conversations refer to
-    the bridge, and nothing in the trio thread does.
-    """
-
-    face = "sync"
-    how_to_close = "close()"
-    may_await = False
-
-    def __del__(self) -> None:
-        self.thread.stop()
-
-    def check_caller(self) -> None:
-        check_not_in_trio("this")
-
-    async def call_result(self, call: BridgeCall[T]) -> T:
-        try:
-            await self.thread.wait(call.done)
-        except BaseException:  # a Ctrl-C; a second one is raised at once
-            call.cancel()
-            await self.thread.wait(call.done)
-            raise
-        return call.result()
-
-    async def pause(self) -> None:
-        """Nothing: there are no other tasks."""
-
-    async def call_function(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return run_blocking(coroutine)
-
-    def iterated(self, items: Any) -> Never:
-        raise PromptError("prompts are an async iterable, and there is no event loop here; give a list or a generator")
 
 
 def check_not_in_trio(what: str) -> None:
@@ -135,92 +112,138 @@ def check_not_in_trio(what: str) -> None:
         )
 
 
-class BlockingIteration(IteratorHandle[Any, Any, Item]):
-    """An `IteratorHandle` as an iterator and context manager, for one thread at a time."""
-
-    _bridge: SyncBridge
-
-    def __init__(self, bridge: SyncBridge, make_source: Callable[[], Any]) -> None:
-        """As `IteratorHandle`; blocks until the source was made, and raises what making it raised."""
-        super().__init__(bridge, make_source)
-        self._in_use = threading.Lock()
-        try:
-            run_blocking(self._wait_opened())
-        except BaseException:  # a Ctrl-C, too
-            self._close()
-            raise
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Item:
-        """The next item.
-
-        Raises: as `__anext__` of the class of the same name in `runtime`, and:
-            StreamBusyError: another thread is waiting for an item.
-
-        Interrupting: a Ctrl-C ends the generation, or all of them.
-        """
-        is_ours = False
-        try:
-            is_ours = self._in_use.acquire(blocking=False)
-            if is_ours:
-                self._is_unread = False
-                item = run_blocking(self._next())
-                if item is None:
-                    raise StopIteration
-                return item
-        except BaseException:
-            # Any exception, StopIteration and a Ctrl-C included, ends the iteration.
-            self._close()
-            raise
-        finally:
-            if is_ours:
-                self._in_use.release()
-        raise StreamBusyError("another thread is waiting for the next item; a stream has one consumer")
-
-    def close(self) -> None:
-        """End the generation, or all of them. Returns at once; closing again does nothing. For any thread."""
-        self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._close()
+def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits with `SyncThread.wait`, and so blocks."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    raise AssertionError("a coroutine has waited in a plain thread")
 
 
-class TokenStream(BlockingIteration[Token], StreamHandle):
+def waited(method: Callable[Concatenate[H, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[H, P], T]:
+    """A function that runs an async method to its end."""
+
+    @wraps(method)
+    def call(handle: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run_blocking(method(handle, *args, **kwargs))
+
+    return call
+
+
+def giving(made: Callable[[T], R], method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[Any, P], R]:
+    """A method that returns what `made` makes of the result of the handle's method."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return made(method(self._handle, *args, **kwargs))
+
+    return call
+
+
+def blocking(method: Callable[Concatenate[H, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """A method that runs an async method of the handle to its end."""
+    return giving(lambda result: result, waited(method))
+
+
+def gathered(completions: Completions[C]) -> list[C]:
+    """All completions, in the order of the prompts, once they are finished."""
+
+    async def gather() -> list[C]:
+        return await completions
+
+    return run_blocking(gather())
+
+
+class TokenStream(StreamState):
     """The tokens of one generation, for one thread at a time: `runtime.TokenStream` as an iterator and context manager.
 
     Another thread may call `close` while one waits for a token. A Ctrl-C has the effect of a cancellation there.
     """
 
+    def __init__(self, handle: StreamHandle) -> None:
+        """Blocks until the prompt was checked. Raises: as `runtime.Runtime.stream`."""
+        self._handle = handle
+        run_blocking(handle.opened())
 
-class Conversation(ConversationHandle[TokenStream, Completion, int, bool]):
-    """`runtime.Conversation` for plain threads; one thread at a time uses it."""
+    def __repr__(self) -> str:
+        return repr(self._handle)
 
-    _stream_handle = TokenStream
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Token:
+        """The next token.
+
+        Raises: as `runtime.TokenStream.__anext__`; StreamBusyError: another thread is waiting for one.
+
+        Interrupting: a Ctrl-C ends the generation.
+        """
+        try:
+            return run_blocking(self._handle.__anext__())
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """End the generation. Returns at once; closing again does nothing. For any thread."""
+        self._handle._close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close_answer()
+        self.close()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._handle.is_closed
+
+    def statistics(self) -> Statistics:
+        return self._handle.statistics()
+
+    @property
+    def _stream(self) -> TrioTokenStream | None:
+        return self._handle._stream
 
 
-class Runtime(
-    RuntimeHandle[
-        TokenStream,
-        list[Completion],
-        list[Completion | Exception],
-        Conversation,
-        Completion,
-        Score,
-        Conversation,
-        None,
-    ]
-):
+class Conversation:
+    """`runtime.Conversation` for plain threads; one thread at a time uses it."""
+
+    generate = blocking(ConversationHandle.generate)
+    call_tools = blocking(ConversationHandle.call_tools)
+    save = blocking(ConversationHandle.save)
+    stream = giving(TokenStream, ConversationHandle.stream)
+
+    def __init__(self, handle: ConversationHandle) -> None:
+        """Blocks until the conversation was made. Raises: as `runtime.Runtime.conversation`."""
+        self._handle = handle
+        run_blocking(handle.made())
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+    @property
+    def messages(self) -> list[Message]:
+        """A copy of the messages so far, as in `runtime.Conversation.messages`."""
+        return self._handle.messages
+
+    @property
+    def pending_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of the last answer whose results the model was not told yet; empty during an answer."""
+        return self._handle.pending_calls
+
+    def reset(self) -> None:
+        """Forget everything but the system message. Raises: as `save`."""
+        self._handle.reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle._close_answer()
+
+
+class Runtime(RuntimeState):
     """A target and a draft model at work, for plain threads: a context manager, made by `open_sync`.
 
     Its methods are those of `runtime.Runtime`, and block. Meanwhile, a Ctrl-C has the effect of a cancellation there.
@@ -228,9 +251,18 @@ class Runtime(
     Raises: WrongEventLoopError: a method is called while trio is running in this thread, and would be blocked.
     """
 
-    _bridge: SyncBridge
-    _stream_handle = TokenStream
-    _conversation_handle = Conversation
+    stream = giving(TokenStream, RuntimeHandle.stream)
+    generate = blocking(RuntimeHandle.generate)
+    generate_many = giving(gathered, RuntimeHandle.generate_many)
+    score = blocking(RuntimeHandle.score)
+    conversation = giving(Conversation, RuntimeHandle.conversation)
+    load = giving(Conversation, waited(RuntimeHandle.load))
+    attach_draft = blocking(RuntimeHandle.attach_draft)
+    detach_draft = blocking(RuntimeHandle.detach_draft)
+
+    def __init__(self, portal: Portal) -> None:
+        super().__init__(portal)
+        self._handle = RuntimeHandle(portal)
 
     def close(self) -> None:
         """Close the runtime: end every stream, wait for the running forward passes (at most one a model), and join the
@@ -239,25 +271,10 @@ class Runtime(
         Interrupting: a Ctrl-C is raised once the runtime is closed.
         """
         check_not_in_trio("close()")
-        run_blocking(self._bridge.thread.stop_and_join())
+        run_blocking(self._portal.thread.stop_and_join())
 
     def __enter__(self) -> Runtime:
         return self
 
     def __exit__(self, *_: object) -> None:
-        run_blocking(self._bridge.thread.stop_and_join())
-
-    def _completions(self, begin: Callable[[], Completions[Any]]) -> list[Any]:
-        async def complete_all() -> list[Any]:
-            return await begin()
-
-        return run_blocking(self._bridge.call(complete_all))
-
-    def _new_conversation(
-        self, functions: Functions, system: str | None, make: Callable[[], TrioConversation]
-    ) -> Conversation:
-        async def made() -> TrioConversation:
-            return make()
-
-        conversation = run_blocking(self._bridge.call(made))
-        return Conversation(self._bridge, functions, system, conversation.make_new, conversation)
+        run_blocking(self._portal.thread.stop_and_join())

@@ -37,7 +37,7 @@ from scripted import read_into
 
 import runtime
 from protocol.trace import Event, Instant, Span
-from runtime.bridge.trio_thread import TrioThread
+from runtime.bridge.portal import TrioThread
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
 
@@ -670,9 +670,9 @@ def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch
     crossings = []
     resolve = TrioThread.resolve
 
-    def counted(self: Any, future: Any, value: Any) -> None:
-        crossings.append(value)
-        resolve(self, future, value)
+    def counted(self: Any, future: Any) -> None:
+        crossings.append(future)
+        resolve(self, future)
 
     monkeypatch.setattr(TrioThread, "resolve", counted)
 

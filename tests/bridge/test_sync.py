@@ -89,7 +89,7 @@ def test_a_stream_has_one_consumer() -> None:
         held.block()
         stream = rt.stream(PROMPT, **LONG)
         waiting = pool.submit(lambda: [next(stream).id for _ in range(40)])
-        while not stream._in_use.locked():
+        while not stream._handle._in_use.locked():
             pass  # until that thread waits: no token comes before `release`
         with pytest.raises(runtime.StreamBusyError, match="another thread"):
             next(stream)
@@ -251,7 +251,7 @@ def test_ctrl_c_leaves_the_block_after_the_pass_however_often() -> None:
         with opened(held) as rt:
 
             def interrupt_the_leaving() -> None:
-                while not rt._bridge.thread._is_stopping:
+                while not rt._portal.thread._is_stopping:
                     pass
                 press_ctrl_c()
                 held.release()

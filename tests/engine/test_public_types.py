@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 import typing
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any, ForwardRef
 
 import attrs
@@ -84,7 +87,13 @@ def test_keywords_are_typed(function: Callable[..., Any], expected: str) -> None
     assert keywords.annotation == expected
 
 
+API_PAGES = (Path(__file__).parents[2] / "docs" / "api").glob("*.md")
+PATHS = re.findall(
+    r"^::: (.+)\.(\w+)$", "\n".join(page.read_text(encoding="utf-8") for page in API_PAGES), re.MULTILINE
+)
+DESCRIBED = {name: getattr(import_module(module), name) for module, name in PATHS}
 NAMES = {
+    **DESCRIBED,
     **{name: getattr(runtime, name) for name in runtime.__all__},
     # Names that modules import for type checkers only.
     **{"mx": mx, "Module": nn.Module, "Source": Source, "OpenArguments": OpenArguments},
@@ -123,9 +132,10 @@ def returned(face: Any) -> Iterator[tuple[str, type]]:
 
 
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__name__)
-def test_every_type_that_the_public_face_gives_can_be_imported_from_it(face: Any) -> None:
+def test_every_type_that_the_public_face_gives_is_public_or_described_with_its_module(face: Any) -> None:
     # The types of the handles are `runtime.aio.Runtime` and the like.
     public = {getattr(home, name) for home in FACES for name in home.__all__}
+    public |= set(DESCRIBED.values())
     missing = {
         f"{where}: {found.__name__}"
         for where, found in returned(face)

@@ -189,10 +189,3 @@ async def test_settings_are_checked_with_what_overrides_them() -> None:
             rt.stream(PROMPT, tool_choise="auto")  # type: ignore[call-arg]
         with pytest.raises(runtime.SettingsError, match="did you mean 'max_concurrent'"):
             rt.generate_many([PROMPT], max_concurent=2)  # type: ignore[call-arg]
-
-
-async def test_the_former_name_of_keep_open_still_works_and_names_the_new_one() -> None:
-    with pytest.warns(DeprecationWarning, match=r"runtime.keep_open.*`outrider serve`") as caught:
-        serve = runtime.serve
-    assert serve is runtime.keep_open
-    assert caught[0].filename == __file__

@@ -341,8 +341,8 @@ async def test_a_consumer_that_is_overtaken_while_it_takes_a_commit_gets_the_res
     async with simulated(ScriptedModel(truthful)) as simulation:
         stream = simulation.runtime.stream([1], max_tokens=num_tokens, lookahead=0)
         await trio.sleep(10_000)  # until the channel is full, and one more commit waits
-        taken = stream.arrivals._commits.receive_nowait()
+        taken = stream._commits.receive_nowait()
         # Before the consumer tells that it has taken something, the target hands over what waited.
         simulation.runtime._target._deliver()
-        stream.arrivals._session.make_room()
+        stream._session.make_room()
         assert list(taken.tokens) + await collect(stream) == continuation([1], num_tokens)

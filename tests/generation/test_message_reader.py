@@ -20,7 +20,7 @@ from runtime.generation.answers.message_reader import MessageReader, Reader
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import call_format as format_of
-from runtime.generation.tool_calls.events import Answer, AnswerEvent
+from runtime.generation.tool_calls.events import Answer, Delta
 
 
 class HarmonyTokenizer:
@@ -43,7 +43,7 @@ def kimi() -> Reader:
     return AnswerReader(tags=tags, dropped=dropped, format=call_format("kimi_k3"), tools=TOOLS)
 
 
-def events_of(reader: Reader, text: str, size: int, *, is_complete: bool = True) -> list[AnswerEvent]:
+def events_of(reader: Reader, text: str, size: int, *, is_complete: bool = True) -> list[Delta]:
     events = [event for at in range(0, len(text), size) for event in reader.add(text[at : at + size])]
     return events + reader.finish(is_complete=is_complete)
 
@@ -172,8 +172,8 @@ def test_each_cut_of_an_answer_gives_what_was_written_so_far() -> None:
 def test_text_and_arguments_come_as_they_are_written() -> None:
     reader, came = harmony(), []
     for piece in (f"{ANALYSIS}Hm", "!", NEXT + CALL, '{"a":', ' "x"', "}"):
-        came.append([getattr(event, "text", None) for event in reader.add(piece)])
-    assert came == [["Hm"], ["!"], [None], ['{"a":'], [' "x"'], ["}"]]
+        came.append([delta.text for delta in reader.add(piece)])
+    assert came == [["Hm"], ["!"], [""], ['{"a":'], [' "x"'], ["}"]]
     assert reader.is_in_block
 
 

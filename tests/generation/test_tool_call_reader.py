@@ -15,23 +15,12 @@ from sweeps import sweep
 from tool_call_cases import BLOCKS, FORMATS, MALFORMED, TOOLS, block, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.generation.tool_calls.events import (
-    Answer,
-    AnswerEvent,
-    CallArguments,
-    CallBegan,
-    CallBroken,
-    CallEnded,
-    ReasoningPart,
-    TextPart,
-)
+from runtime.generation.tool_calls.events import Answer, Delta
 
 TAGS = ("<t>", "</t>")
 
 
-def events_of(
-    pieces: Iterable[str], format: str | None, *, is_complete: bool = True, **options: Any
-) -> list[AnswerEvent]:
+def events_of(pieces: Iterable[str], format: str | None, *, is_complete: bool = True, **options: Any) -> list[Delta]:
     counter = iter(range(1000))
     reader = AnswerReader(
         format=None if format is None else call_format(format),
@@ -43,43 +32,41 @@ def events_of(
     return events + reader.finish(is_complete=is_complete)
 
 
-def joined(events: Iterable[AnswerEvent]) -> list[Any]:
+def joined(events: Iterable[Delta]) -> list[Any]:
     """Events, with consecutive texts as one."""
     parts: list[Any] = []
     for event in events:
         match event:
-            case TextPart(text) | ReasoningPart(text):
-                if parts and parts[-1][0] is type(event):
+            case Delta("content" | "reasoning" as kind, text):
+                if parts and parts[-1][0] == kind:
                     parts[-1][1] += text
                 elif text:
-                    parts.append([type(event), text])
-            case CallArguments(index, text):
-                if parts[-1][:2] == [CallArguments, index]:
+                    parts.append([kind, text])
+            case Delta("call_arguments", text, index=index):
+                if parts[-1][:2] == ["call_arguments", index]:
                     parts[-1][2] += text
                 else:
-                    parts.append([CallArguments, index, text])
-            case CallBegan(index, id, name):
-                parts.append([CallBegan, index, id, name])
-            case CallEnded(index, call):
-                parts.append([CallEnded, index, call])
-            case CallBroken(index, given):
-                parts.append([CallBroken, index, given])
+                    parts.append(["call_arguments", index, text])
+            case Delta("call_began" | "call_ended" as kind, index=index, call=call):
+                parts.append([kind, index, call])
+            case Delta("call_broken", text, index=index):
+                parts.append(["call_broken", index, text])
     return parts
 
 
-def answer_of(events: Iterable[AnswerEvent]) -> Answer:
+def answer_of(events: Iterable[Delta]) -> Answer:
     answer = Answer()
     answer.add(events)
     return answer
 
 
-def source(events: Iterable[AnswerEvent]) -> str:
+def source(events: Iterable[Delta]) -> str:
     return "".join(event.source for event in events)
 
 
-def cut_off(events: Iterable[AnswerEvent]) -> str:
+def cut_off(events: Iterable[Delta]) -> str:
     """The text of the call within which the answer was cut off; "" without one."""
-    return "".join(event.given for event in events if isinstance(event, CallBroken) and event.cut_off is not None)
+    return "".join(event.text for event in events if event.kind == "call_broken" and event.call is not None)
 
 
 def in_pieces(text: str, size: int) -> list[str]:
@@ -129,7 +116,7 @@ def test_arguments_come_as_they_are_written(format: str):
     arguments = ""
     for i, character in enumerate(text, start=1):
         for event in reader.add(character):
-            if isinstance(event, CallArguments):
+            if event.kind == "call_arguments":
                 arguments += event.text
         begin = text.index('{"a"')
         written = text[begin:i]
@@ -181,7 +168,7 @@ def test_whitespace_around_calls_is_not_content():
 def test_calls_have_consecutive_numbers_and_ids_of_their_own():
     call = block("json_tools", '{"name": "multiply", "arguments": {}}')
     events = events_of([call * 3], "json_tools")
-    assert [(event.index, event.id) for event in events if isinstance(event, CallBegan)] == [
+    assert [(event.index, event.call.id) for event in events if event.kind == "call_began"] == [
         (0, "id0"),
         (1, "id1"),
         (2, "id2"),
@@ -235,9 +222,9 @@ def test_text_and_calls_always_give_back_what_was_generated(format: str | None, 
     # Each call that begins ends or breaks, with the arguments that were given.
     parts = joined(whole)
     for began, arguments, ended in zip(parts, parts[1:], parts[2:], strict=False):
-        if began[0] is CallBegan and ended[0] is CallEnded:
-            assert (ended[2].id, ended[2].name, ended[2].arguments) == (began[2], began[3], arguments[2])
-    num_begun = sum(part[0] is CallBegan for part in parts)
-    assert num_begun == sum(part[0] in (CallEnded, CallBroken) for part in parts)
+        if began[0] == "call_began" and ended[0] == "call_ended":
+            assert (ended[2].id, ended[2].name, ended[2].arguments) == (began[2].id, began[2].name, arguments[2])
+    num_begun = sum(part[0] == "call_began" for part in parts)
+    assert num_begun == sum(part[0] in ("call_ended", "call_broken") for part in parts)
     for call in answer_of(whole).calls:
         assert isinstance(call.values, dict)

@@ -50,9 +50,9 @@ async def test_tokens_of_a_call_are_told_apart() -> None:
             tokens = [token async for token in stream]
         assert "".join(token.text for token in tokens if token.is_tool_call).endswith("</tool_call>")
         assert "Let me see." in "".join(token.text for token in tokens if not token.is_tool_call)
-        events = [event for token in tokens for event in token.events]
-        assert "".join(event.source for event in events) == "".join(token.text for token in tokens)
-        arguments = [event.text for event in events if isinstance(event, runtime.CallArguments)]
+        deltas = [delta for token in tokens for delta in token.deltas]
+        assert "".join(delta.source for delta in deltas) == "".join(token.text for token in tokens)
+        arguments = [delta.text for delta in deltas if delta.kind == "call_arguments"]
         assert len(arguments) > 1
         assert "".join(arguments) == '{"city": "Oslo"}'
         [call] = stream.tool_calls
@@ -69,7 +69,7 @@ async def test_the_template_is_told_of_the_tools_and_without_them_nothing_is_tol
         none = await rt.generate([USER], tools=[weather], tool_choice="none", **speaks(OSLO))
         for completion in (plain, none):
             assert (completion.text, completion.content, completion.tool_calls) == (OSLO, OSLO, ())
-            assert not any(token.is_tool_call or token.events for token in completion.tokens)
+            assert not any(token.is_tool_call or token.deltas for token in completion.tokens)
         assert told.statistics.prompt_tokens > plain.statistics.prompt_tokens == none.statistics.prompt_tokens
 
 

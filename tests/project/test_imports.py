@@ -204,7 +204,7 @@ def test_only_the_application_knows_the_servers_apis(api):
 
 def test_three_modules_know_threads_and_some_mind_that_there_are_several():
     threads = importers("threading", "_thread", "queue", "concurrent", "multiprocessing")
-    makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/trio_thread.py"}
+    makers = {"actors/workers/thread_pool.py", "actors/workers/thread_worker.py", "runtime/bridge/portal.py"}
     minders = {
         "actors/distributed/connection.py",
         "actors/distributed/draft_rank_link.py",
@@ -216,6 +216,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/workers/core_sharing.py",
         "runtime/aio/__init__.py",
         "runtime/aio/thread.py",
+        "runtime/bridge/streams.py",
         "runtime/engine/drafter_slot.py",
         "runtime/engine/sessions.py",
         "runtime/generation/grammar.py",
@@ -229,7 +230,6 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
 def test_only_the_bridge_knows_asyncio():
     assert importers("asyncio") == {
         "runtime/aio/__init__.py",
-        "runtime/aio/runtime.py",
         "runtime/aio/thread.py",
         "runtime/sync/__init__.py",
     }

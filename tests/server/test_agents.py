@@ -22,9 +22,9 @@ from sweeps import sweep
 from tool_call_cases import call_format
 from tool_letters import TOOLS, USER, on_calling_server
 
-from runtime.generation.token_reader import Token
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.generation.tool_calls.events import AnswerEvent, CallBegan, CallBroken, CallEnded, TextPart, ToolCall
+from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.limits import Limits
 from runtime.server.responses.offered_tools import OfferedTools
@@ -331,7 +331,7 @@ async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(se
 def test_a_required_call_that_is_cut_in_its_name_is_one_of_the_function_so_begun() -> None:
     required = [ToolCall(id, name, "") for id, name in (("c", "weather"), ("d", "wealth"), ("e", "clock"))]
 
-    def events_of(written: str) -> list[AnswerEvent]:
+    def events_of(written: str) -> list[Delta]:
         splitter = AnswerSplitter(AnswerReader(format=call_format("json_tools"), tools=TOOLS), required)
         return splitter.add([Token(0, written, 0, drafted_by=None, finish_reason="length")])
 
@@ -339,10 +339,10 @@ def test_a_required_call_that_is_cut_in_its_name_is_one_of_the_function_so_begun
         head = f'<tool_call>\n{{"name": "{begun}'
         events = events_of(head)
         if call is None:
-            assert {type(event) for event in events} == {TextPart}
+            assert {event.kind for event in events} == {"content"}
         else:
-            assert events == [CallBegan(0, call.id, call.name, head), CallBroken(0, head, cut_off=call)]
-    assert isinstance(events_of(calls("weather"))[-1], CallEnded)
+            assert events == [Delta("call_began", "", head, 0, call), Delta("call_broken", head, "", 0, call)]
+    assert events_of(calls("weather"))[-1].kind == "call_ended"
 
 
 # --- bodies ---------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from tool_call_cases import TOOLS, call_format
 from tool_letters import OSLO, USER, on_calling_server
 from tool_letters import TOOLS as TOLD
 
-from runtime.generation.token_reader import Token
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.answers.body import parse_request

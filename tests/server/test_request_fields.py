@@ -29,7 +29,7 @@ from scripted import ScriptedModel, hashed
 from sweeps import sweep
 from transformers import AddedToken
 
-from runtime.generation.token_reader import Token
+from runtime.generation.tokens import Token
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.preparation import min_tokens
 from runtime.server.answers.splitting import ShownTokens

@@ -20,8 +20,8 @@ from runtime.terminal.display import OutputError, check_place
 
 if TYPE_CHECKING:
     from protocol.scores import TopLogprob
-    from runtime.generation.token_reader import Token
     from runtime.generation.token_stream import Completion
+    from runtime.generation.tokens import Token
 
 # What names a line, in the order in which it is looked for; the second is that of OpenAI's batches.
 _NAMES = ("id", "custom_id")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from protocol.stop_strings import StopMatcher
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.tool_calls.events import AnswerEvent, TextPart
+from runtime.generation.tool_calls.events import Delta
 
 
 class ContentStops:
@@ -72,11 +72,11 @@ class ContentStops:
         self._pending += piece
         return self._pass(self._reader.add(piece))
 
-    def _pass(self, events: Iterable[AnswerEvent]) -> str:
+    def _pass(self, events: Iterable[Delta]) -> str:
         """The text to give with events, up to a stop string."""
         num_given = 0
         for event in events:
-            content = event.text if isinstance(event, TextPart) and event.source else ""
+            content = event.text if event.kind == "content" and event.source else ""
             if num_around := len(event.source) - len(content):
                 num_given += len(self._flushed()) + num_around
             num_given += len(content) if self._matcher is None else len(self._matcher.add(content))

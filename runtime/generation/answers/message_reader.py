@@ -12,16 +12,7 @@ from runtime.generation.answers.message_format import MAX_HEADER_CHARS, MessageF
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.argument_values import kind_of
 from runtime.generation.tool_calls.call_format import CallFormat
-from runtime.generation.tool_calls.events import (
-    AnswerEvent,
-    CallArguments,
-    CallBegan,
-    CallBroken,
-    CallEnded,
-    ReasoningPart,
-    TextPart,
-    ToolCall,
-)
+from runtime.generation.tool_calls.events import Delta, DeltaKind, ToolCall
 
 # Between two messages of one kind, which have no text between them.
 _BETWEEN = "\n\n"
@@ -58,11 +49,11 @@ class MessageReader:
         self._names = {tool["function"]["name"] for tool in tools} if format is not None else set()
         self._new_id = new_id or (format.new_id if format is not None else str)
         self._end = re.compile("|".join(map(re.escape, messages.ends)))
-        self._events: list[AnswerEvent] = []
+        self._deltas: list[Delta] = []
         self._unread = ""
         self._num_begun = 0
         self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
-        self._given: set[type[AnswerEvent]] = set()  # kinds of text that some message had
+        self._given: set[DeltaKind] = set()  # kinds of text that some message had
         self._is_first_piece = False  # whether nothing was given of the message
         self._num_calls = self._num_before_block = 0
         self._call: ToolCall | None = None
@@ -90,14 +81,14 @@ class MessageReader:
         """Whether the text so far ends within a call."""
         return self._call is not None or (self._block is not None and self._block.is_in_block)
 
-    def add(self, text: str) -> list[AnswerEvent]:
+    def add(self, text: str) -> list[Delta]:
         """See `AnswerReader.add`."""
         self._unread += text
         while self._read():
             pass
-        return self._take_events()
+        return self._take_deltas()
 
-    def finish(self, *, is_complete: bool) -> list[AnswerEvent]:
+    def finish(self, *, is_complete: bool) -> list[Delta]:
         """See `AnswerReader.finish`."""
         rest, self._unread = self._unread, ""
         if self._read == self._read_message:
@@ -112,9 +103,9 @@ class MessageReader:
         else:
             self._give_content(rest[self._num_begun :])
         if self._left_out:
-            self._events.append(TextPart("", self._left_out))
+            self._deltas.append(Delta("content", "", self._left_out))
             self._left_out = ""
-        return self._take_events()
+        return self._take_deltas()
 
     # --- each state takes text from `_unread`, and returns whether there is more to do ------------------
 
@@ -191,17 +182,17 @@ class MessageReader:
         self._read = self._read_header
 
     def _give_content(self, text: str) -> None:
-        self._give_part(TextPart, text)
+        self._give_part("content", text)
 
     def _give_reasoning(self, text: str) -> None:
-        self._give_part(ReasoningPart, text)
+        self._give_part("reasoning", text)
 
-    def _give_part(self, kind: type[TextPart] | type[ReasoningPart], text: str) -> None:
+    def _give_part(self, kind: DeltaKind, text: str) -> None:
         if not text:
             return
         if self._is_first_piece and kind in self._given:
-            self._events.append(kind(_BETWEEN, ""))
-        self._events.append(kind(text, self._left_out + text))
+            self._deltas.append(Delta(kind, _BETWEEN, ""))
+        self._deltas.append(Delta(kind, text, self._left_out + text))
         self._left_out, self._is_first_piece = "", False
         self._given.add(kind)
 
@@ -214,22 +205,22 @@ class MessageReader:
             self._num_before_block = self._num_calls
         self._take_from_block(self._block.add(text))
 
-    def _take_from_block(self, events: Iterable[AnswerEvent]) -> None:
-        for event in events:
-            if not isinstance(event, (TextPart, ReasoningPart)):
-                event = attrs.evolve(event, index=self._num_before_block + event.index)
-                self._num_calls = event.index + 1
+    def _take_from_block(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if delta.index is not None:
+                self._num_calls = self._num_before_block + delta.index + 1
+                delta = attrs.evolve(delta, index=self._num_calls - 1)
             if self._left_out:
-                event = attrs.evolve(event, source=self._left_out + event.source)
+                delta = attrs.evolve(delta, source=self._left_out + delta.source)
                 self._left_out = ""
-            self._events.append(event)
+            self._deltas.append(delta)
 
     # --- calls that are messages ------------------------------------------------------------------------
 
     def _begin_call(self, name: str, header: str) -> None:
         self._call = ToolCall(self._new_id(), name, "")
         self._call_source, self._left_out = self._left_out + header, ""
-        self._events.append(CallBegan(self._num_calls, self._call.id, name, self._call_source))
+        self._deltas.append(Delta("call_began", "", self._call_source, self._num_calls, self._call))
         self._give = self._give_arguments
 
     def _give_arguments(self, text: str) -> None:
@@ -237,7 +228,7 @@ class MessageReader:
         if text:
             self._call = attrs.evolve(self._call, arguments=self._call.arguments + text)
             self._call_source += text
-            self._events.append(CallArguments(self._num_calls, text, text))
+            self._deltas.append(Delta("call_arguments", text, text, self._num_calls))
 
     def _end_call(self, source: str, *, is_complete: bool) -> str:
         """End the call; returns what is left of `source`, which is its end."""
@@ -245,20 +236,20 @@ class MessageReader:
         call, index, self._call = self._call, self._num_calls, None
         self._num_calls += 1
         if not is_complete:
-            self._events.append(CallBroken(index, self._call_source, "", call))
+            self._deltas.append(Delta("call_broken", self._call_source, "", index, call))
             return source
         if not call.arguments.strip():
             call = attrs.evolve(call, arguments=call.arguments + "{}")
-            self._events.append(CallArguments(index, "{}", ""))
+            self._deltas.append(Delta("call_arguments", "{}", "", index))
         if kind_of(call.arguments.strip(_SPACE_OF_JSON)) == "object":
-            self._events.append(CallEnded(index, call, source))
+            self._deltas.append(Delta("call_ended", "", source, index, call))
             return ""
-        self._events.append(CallBroken(index, self._call_source))
+        self._deltas.append(Delta("call_broken", self._call_source, "", index))
         return source
 
-    def _take_events(self) -> list[AnswerEvent]:
-        events, self._events = self._events, []
-        return events
+    def _take_deltas(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
 
 Reader = AnswerReader | MessageReader

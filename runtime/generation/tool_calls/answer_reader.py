@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import attrs
+
 from runtime.generation.tool_calls.call_format import CallFormat, ParsedCall
 from runtime.generation.tool_calls.call_reader import CallReader, CutOffError
-from runtime.generation.tool_calls.events import (
-    AnswerEvent,
-    CallArguments,
-    CallBegan,
-    CallBroken,
-    CallEnded,
-    ReasoningPart,
-    TextPart,
-    ToolCall,
-)
+from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
 
 # Texts that look like a block of calls and are none are searched for calls themselves: each of at most so many
@@ -71,7 +64,7 @@ class AnswerReader:
         self._new_id = new_id or (format.new_id if format is not None else str)
         self._num_calls = 0
         self._num_long = 0  # texts above `_SHORT` that were no calls
-        self._events: list[AnswerEvent] = []
+        self._deltas: list[Delta] = []
         self.is_reasoning = is_thinking
         self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
         self._space = ""  # whitespace at the end of the text so far, which may be left out
@@ -80,7 +73,8 @@ class AnswerReader:
         self._may_reason = True  # whether reasoning may begin here
         self._is_unclosed = False  # whether a call has ended the reasoning
         self._follows_call = False  # whether only whitespace has come since a call
-        self._call: CallBegan | None = None  # whose arguments are given while they are written
+        self._call: ToolCall | None = None  # whose arguments are given while they are written
+        self._index = 0  # of that call
         self._arguments: list[str] = []  # parts of its arguments
         self._given: list[str] = []  # and of the text of its events
         self._steps = self._read()
@@ -95,13 +89,13 @@ class AnswerReader:
         """Whether the text so far ends within a call, malformed or not."""
         return self._calls is not None and self._calls.is_in_call
 
-    def add(self, text: str) -> list[AnswerEvent]:
+    def add(self, text: str) -> list[Delta]:
         """Take the next piece of the text; returns the events that are certain now."""
         self._text.feed(text)
         next(self._steps, None)
-        return self._take_events()
+        return self._take_deltas()
 
-    def finish(self, *, is_complete: bool) -> list[AnswerEvent]:
+    def finish(self, *, is_complete: bool) -> list[Delta]:
         """The last events; a block that lacks only its end counts if the model has ended the text."""
         self._text.end(is_complete=is_complete)
         next(self._steps, None)
@@ -109,7 +103,7 @@ class AnswerReader:
             self._leave_out_space()
         if self._space or self._left_out:
             self._give_space()
-        return self._take_events()
+        return self._take_deltas()
 
     # --- the answer -------------------------------------------------------------------------------
 
@@ -157,7 +151,7 @@ class AnswerReader:
         """Give a malformed call as content, up to the end of its block: what looks like a call in it is none."""
         assert self._calls is not None
         if self._call is not None:
-            self._events.append(CallBroken(self._call.index, "".join(self._given)))
+            self._deltas.append(Delta("call_broken", "".join(self._given), "", self._index))
             self._call, self._follows_call, self._may_reason = None, False, False
         # What was read twice was read to the end of the answer.
         self._num_long += self._calls.num_retried > _SHORT
@@ -196,8 +190,7 @@ class AnswerReader:
     def _give(self, text: str) -> None:
         if not (kept := self._stripped(text)):
             return
-        part = ReasoningPart if self.is_reasoning else TextPart
-        self._events.append(part(kept, self._left_out + kept))
+        self._deltas.append(Delta("reasoning" if self.is_reasoning else "content", kept, self._left_out + kept))
         self._left_out, self._follows_call = "", False
         self._may_reason &= not kept.strip()
 
@@ -213,7 +206,7 @@ class AnswerReader:
         return kept
 
     def _give_space(self) -> None:
-        self._events.append(TextPart(self._space, self._left_out + self._space))
+        self._deltas.append(Delta("content", self._space, self._left_out + self._space))
         self._space = self._left_out = ""
 
     def _leave_out_space(self) -> None:
@@ -229,7 +222,7 @@ class AnswerReader:
         """Further text of its arguments, which is returned."""
         assert self._call is not None
         text = self._text.pop()
-        self._events.append(CallArguments(self._call.index, text, text))
+        self._deltas.append(Delta("call_arguments", text, text, self._index))
         self._arguments.append(text)
         self._given.append(text)
         return text
@@ -237,47 +230,50 @@ class AnswerReader:
     def end_call(self) -> None:
         """The end of that call."""
         assert self._call is not None
-        call = ToolCall(self._call.id, self._call.name, "".join(self._arguments))
-        self._events.append(CallEnded(self._call.index, call, self._text.pop()))
+        call = attrs.evolve(self._call, arguments="".join(self._arguments))
+        self._deltas.append(Delta("call_ended", "", self._text.pop(), self._index, call))
         self._call = None
 
     def give_calls(self, calls: Sequence[ParsedCall]) -> None:
         """Whole calls; the first one has the source of all."""
         for parsed in calls:
             call = self._begin(parsed.name, parsed.id)
-            self._events.append(CallArguments(call.index, parsed.arguments, ""))
-            self._events.append(CallEnded(call.index, ToolCall(call.id, call.name, parsed.arguments), ""))
+            self._deltas.append(Delta("call_arguments", parsed.arguments, "", self._index))
+            self._deltas.append(
+                Delta("call_ended", "", "", self._index, attrs.evolve(call, arguments=parsed.arguments))
+            )
             self._call = None
 
     def end_block(self) -> None:
         """The end of a block, after its last call."""
         self._left_out += self._text.pop()
 
-    def _begin(self, name: str, id: str | None) -> CallBegan:
+    def _begin(self, name: str, id: str | None) -> ToolCall:
         if self.is_reasoning:
             self._leave_out_space()
         source, self._space = self._space + self._text.pop(), ""
-        self._call = CallBegan(self._num_calls, id or self._new_id(), name, self._left_out + source)
-        self._events.append(self._call)
+        call = self._call = ToolCall(id or self._new_id(), name, "")
+        self._index = self._num_calls
+        self._deltas.append(Delta("call_began", "", self._left_out + source, self._index, call))
         self._arguments, self._given, self._left_out = [], [source], ""
         self._num_calls += 1
         self._is_unclosed |= self.is_reasoning
         self.is_reasoning = False
         self._keeps_space = self._may_reason = self._follows_call = True
-        return self._call
+        return call
 
     def _cut_off(self, parsed: ParsedCall | None) -> None:
         call = self._call
         if parsed is not None:
             call = self._begin(parsed.name, parsed.id)
-            self._events.append(CallArguments(call.index, parsed.arguments, ""))
+            self._deltas.append(Delta("call_arguments", parsed.arguments, "", self._index))
             self._arguments = [parsed.arguments]
         assert call is not None
         rest = self._text.pop_rest()
-        partial = ToolCall(call.id, call.name, "".join(self._arguments))
-        self._events.append(CallBroken(call.index, "".join(self._given) + rest, rest, partial))
+        given, partial = "".join(self._given) + rest, attrs.evolve(call, arguments="".join(self._arguments))
+        self._deltas.append(Delta("call_broken", given, rest, self._index, partial))
         self._call = None
 
-    def _take_events(self) -> list[AnswerEvent]:
-        events, self._events = self._events, []
-        return events
+    def _take_deltas(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas

@@ -1,17 +1,19 @@
-"""The events of an answer that is read while it is generated: content, reasoning, and tool calls.
+"""The deltas of an answer that is read while it is generated: content, reasoning, and tool calls.
 
-The `source` texts of all events add up to the text that was generated.
+The `source` texts of all deltas add up to the text that was generated.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import attrs
 
 from protocol.reprs import excerpt
+
+DeltaKind = Literal["content", "reasoning", "call_began", "call_arguments", "call_ended", "call_broken"]
 
 
 @attrs.frozen
@@ -43,78 +45,40 @@ class ToolCall:
 
 
 @attrs.frozen
-class TextPart:
-    """Text of the answer; `source` also has whitespace around calls, which is not part of the answer."""
-
-    text: str
-    source: str
-
-
-@attrs.frozen
-class ReasoningPart:
-    """Text of the reasoning; `source` also has the tags, and the whitespace beside them."""
-
-    text: str
-    source: str
-
-
-@attrs.frozen
-class CallBegan:
-    """A call whose name is known; `index` counts the calls of the answer from 0."""
-
-    index: int
-    id: str
-    name: str
-    source: str
-
-
-@attrs.frozen
-class CallArguments:
-    """Further text of a call's arguments; the texts of one call add up to a JSON object, unless the call breaks."""
-
-    index: int
-    text: str
-    source: str
-
-
-@attrs.frozen
-class CallEnded:
-    """The end of a call."""
-
-    index: int
-    call: ToolCall
-    source: str
-
-
-@attrs.frozen
-class CallBroken:
-    """A call that has begun and turns out malformed, or is cut off by the end of the answer.
-
-    A consumer that can take a malformed call back shows `given` as content; the rest of it follows as content.
+class Delta:
+    """A piece of an answer, given while the answer is generated.
 
     Attributes:
-        given: the text of the call's events, this one included.
-        cut_off: if the answer ended within the call: the call as far as it was written, with the beginning of a JSON
-            object as its arguments; no content follows. None for a malformed call.
+        kind: "content" and "reasoning": further `text` of the answer and of its reasoning.
+            "call_began": the name of a call is known; `call` has its id and name, and no arguments yet.
+            "call_arguments": further `text` of a call's arguments; the texts of one call add up to a JSON object,
+            unless the call breaks.
+            "call_ended": `call` is complete.
+            "call_broken": a call that has begun is malformed, or is cut off by the end of the answer. A consumer that
+            can take a malformed call back shows `text`, what was generated of the call, as content; the rest of it
+            follows as content. For a call that is cut off, `call` is the call as far as it was written, with the
+            beginning of a JSON object as its arguments, and no content follows; for a malformed one it is None.
+        text: see `kind`.
+        source: the generated text that the delta stands for, with tags, markers and whitespace that `text` leaves out.
+        index: counts the calls of the answer from 0; None for content and reasoning.
+        call: see `kind`.
     """
 
-    index: int
-    given: str
-    source: str = ""
-    cut_off: ToolCall | None = None
-
-
-AnswerEvent = TextPart | ReasoningPart | CallBegan | CallArguments | CallEnded | CallBroken
+    kind: DeltaKind
+    text: str
+    source: str
+    index: int | None = None
+    call: ToolCall | None = None
 
 
 @attrs.define
 class Answer:
-    """An answer as far as its events have come.
+    """An answer as far as its deltas have come.
 
     Attributes:
         content: with the text of malformed calls.
         calls: the complete ones.
-        cut_call: the call within which the answer was cut off, if any; see `CallBroken.cut_off`.
+        cut_call: the call within which the answer was cut off, if any; see `Delta.kind`.
     """
 
     content: str = ""
@@ -122,17 +86,17 @@ class Answer:
     calls: list[ToolCall] = attrs.field(factory=list)
     cut_call: ToolCall | None = None
 
-    def add(self, events: Iterable[AnswerEvent]) -> None:
-        """Add the next events."""
-        for event in events:
-            match event:
-                case TextPart(text):
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Add the next deltas."""
+        for delta in deltas:
+            match delta:
+                case Delta("content", text):
                     self.content += text
-                case ReasoningPart(text):
+                case Delta("reasoning", text):
                     self.reasoning += text
-                case CallEnded(call=call):
+                case Delta("call_ended", call=ToolCall() as call):
                     self.calls.append(call)
-                case CallBroken(cut_off=ToolCall() as call):
+                case Delta("call_broken", call=ToolCall() as call):
                     self.cut_call = call
-                case CallBroken(given=given):
-                    self.content += given
+                case Delta("call_broken", text):
+                    self.content += text

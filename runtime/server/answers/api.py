@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from protocol.scores import Score
-    from runtime.generation.token_reader import Token
     from runtime.generation.token_stream import TokenStream
-    from runtime.generation.tool_calls.events import AnswerEvent
+    from runtime.generation.tokens import Token
+    from runtime.generation.tool_calls.events import Delta
     from runtime.server.answers.preparation import Echo
     from runtime.server.errors import ErrorResponse
     from runtime.server.timelines import Timeline
@@ -75,7 +75,7 @@ class Serializer(ABC):
         self._shown = ShownTokens(answer.request, answer.tokenizer)
         self._last_token: Token | None = None
 
-    def _parts(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+    def _parts(self, tokens: Sequence[Token]) -> list[Delta]:
         tokens = self._shown(tokens)
         self._last_token = tokens[-1] if tokens else self._last_token
         return self._answer.splitter.add(tokens)

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from protocol.errors import OutriderError
-from runtime.generation.token_reader import Token
+from runtime.generation.tokens import Token
 from runtime.server.answers.api import Choices, Event
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import error_response_of

@@ -10,19 +10,11 @@ import attrs
 from runtime.generation.answers.message_format import message_format
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import tags_of
-from runtime.generation.tool_calls.events import (
-    AnswerEvent,
-    CallBegan,
-    CallBroken,
-    CallEnded,
-    ReasoningPart,
-    TextPart,
-    ToolCall,
-)
+from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.request import GenerationRequest
 
 if TYPE_CHECKING:
-    from runtime.generation.token_reader import Token
+    from runtime.generation.tokens import Token
 
 
 @attrs.define
@@ -42,9 +34,9 @@ class AnswerSplitter:
     _has_begun_call: bool = attrs.field(init=False, default=False)
     _has_left: bool = attrs.field(init=False, default=False)  # reasoning that was not closed, by a call
 
-    def add(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+    def add(self, tokens: Sequence[Token]) -> list[Delta]:
         """The parts that the next tokens add. Text that may be the beginning of a tag or a call is withheld."""
-        parts: list[AnswerEvent] = []
+        parts: list[Delta] = []
         # What may be reasoning is read token by token, since a call may end it.
         num_alone = max((i for i, token in enumerate(tokens, start=1) if token.is_thinking), default=0)
         for some in (*([token] for token in tokens[:num_alone]), tokens[num_alone:]):
@@ -54,16 +46,16 @@ class AnswerSplitter:
                 self._has_left = token.is_thinking and (self._has_left or self._reader.is_in_block)
         if tokens and tokens[-1].finish_reason is not None:
             last = self._reader.finish(is_complete=tokens[-1].is_complete)
-            self._has_begun_call |= any(isinstance(part, CallBegan) for part in (*parts, *last))
+            self._has_begun_call |= any(part.kind == "call_began" for part in (*parts, *last))
             is_head = not tokens[-1].is_complete and not self._has_begun_call
             parts += self._begun_call(last) if is_head else last
-        self._has_begun_call |= any(isinstance(part, CallBegan) for part in parts)
-        self.has_calls |= any(isinstance(part, CallEnded) for part in parts)
-        return [part for part in parts if not isinstance(part, (TextPart, ReasoningPart)) or part.text]
+        self._has_begun_call |= any(part.kind == "call_began" for part in parts)
+        self.has_calls |= any(part.kind == "call_ended" for part in parts)
+        return [part for part in parts if part.index is not None or part.text]
 
-    def _begun_call(self, parts: Sequence[AnswerEvent]) -> list[AnswerEvent]:
+    def _begun_call(self, parts: Sequence[Delta]) -> list[Delta]:
         """The last parts of an answer that ends in the name of a required call, with the call in place of its text."""
-        text = "".join(part.source for part in parts if isinstance(part, TextPart))
+        text = "".join(part.source for part in parts if part.kind == "content")
         by_length: dict[int, list[ToolCall]] = {}
         for call in self.required:
             begun = [n for n in range(1, len(call.name)) if text.endswith(call.name[:n])]
@@ -73,8 +65,8 @@ class AnswerSplitter:
         if longest == 0 or len(by_length[longest]) > 1:
             return list(parts)
         (call,) = by_length[longest]
-        others = [part for part in parts if not isinstance(part, TextPart)]
-        return [*others, CallBegan(0, call.id, call.name, text), CallBroken(0, text, cut_off=call)]
+        others = [part for part in parts if part.kind != "content"]
+        return [*others, Delta("call_began", "", text, 0, call), Delta("call_broken", text, "", 0, call)]
 
     def is_reasoning(self, token: Token) -> bool:
         """Whether the last token, or the next one, is reasoning: between its tags, and before a call that ends it."""

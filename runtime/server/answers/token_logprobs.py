@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from runtime.generation.token_reader import Token
+    from runtime.generation.tokens import Token
 
 
 # In place of minus infinity, which JSON does not have; OpenAI's own.

@@ -8,15 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from protocol.statistics import Statistics
-from runtime.generation.tool_calls.events import (
-    CallArguments,
-    CallBegan,
-    CallBroken,
-    CallEnded,
-    ReasoningPart,
-    TextPart,
-    ToolCall,
-)
+from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
@@ -28,7 +20,7 @@ from runtime.server.anthropic.bodies import (
 from runtime.server.errors import ErrorResponse
 
 if TYPE_CHECKING:
-    from runtime.generation.token_reader import Token
+    from runtime.generation.tokens import Token
 
 
 _Event = dict[str, Any]
@@ -99,27 +91,27 @@ class MessageSerializer(Serializer):
     def _added(self, tokens: Sequence[Token]) -> Iterator[_Event]:
         for part in self._parts(tokens):
             match part:
-                case CallBegan(id=id, name=name):
+                case Delta("call_began", call=ToolCall(id, name)):
                     yield from self._begun({"type": "tool_use", "id": id, "name": name, "input": {}})
-                case CallArguments(text=text):
+                case Delta("call_arguments", text):
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
-                case CallEnded(call=call):
+                case Delta("call_ended", call=ToolCall() as call):
                     self._block["input"] = call.values
                     yield from self._stopped()
-                case CallBroken(cut_off=ToolCall()):
+                case Delta("call_broken", call=ToolCall()):
                     # The beginning of a JSON object is no input; the stop reason says that there was more.
                     yield from self._stopped()
-                case CallBroken(given=given):
+                case Delta("call_broken", given):
                     # Events cannot be taken back, but the block can.
                     yield from self._stopped()
                     self._content.pop()
                     yield from self._text(given)
-                case ReasoningPart(text=text):
+                case Delta("reasoning", text):
                     if not self._is_open or self._block["type"] != "thinking":
                         yield from self._begun({"type": "thinking", "thinking": "", "signature": ""})
                     self._block["thinking"] += text
                     yield self._delta({"type": "thinking_delta", "thinking": text})
-                case TextPart(text=text):
+                case Delta("content", text):
                     yield from self._text(text)
 
     def _text(self, text: str) -> Iterator[_Event]:

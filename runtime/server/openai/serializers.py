@@ -13,8 +13,8 @@ import attrs
 from protocol.scores import ScoredToken
 from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
-from runtime.generation.token_reader import Token
-from runtime.generation.tool_calls.events import Answer, AnswerEvent, CallArguments, CallBegan, ReasoningPart, TextPart
+from runtime.generation.tokens import Token
+from runtime.generation.tool_calls.events import Answer, Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer
 from runtime.server.answers.preparation import Echo
 from runtime.server.answers.token_logprobs import finite, text_tokens, token_logprobs
@@ -285,9 +285,9 @@ class ChatSerializer(ChunkSerializer):
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         parts = self._split(tokens)
         delta: dict[str, Any] = {}
-        if text := "".join(part.text for part in parts if isinstance(part, TextPart)):
+        if text := "".join(part.text for part in parts if part.kind == "content"):
             delta["content"] = text
-        if reasoning := "".join(part.text for part in parts if isinstance(part, ReasoningPart)):
+        if reasoning := "".join(part.text for part in parts if part.kind == "reasoning"):
             delta["reasoning_content"] = reasoning
         if calls := _call_deltas(parts):
             delta["tool_calls"] = calls
@@ -302,7 +302,7 @@ class ChatSerializer(ChunkSerializer):
     def _has_content(self, choice: Mapping[str, Any]) -> bool:
         return bool(choice["delta"] or (choice["logprobs"] or {}).get("content"))
 
-    def _split(self, tokens: Sequence[Token]) -> list[AnswerEvent]:
+    def _split(self, tokens: Sequence[Token]) -> list[Delta]:
         parts = self._answer.splitter.add(tokens)
         self._num_reasoning_tokens = self._answer.splitter.num_reasoning_tokens
         return parts
@@ -316,15 +316,16 @@ class ChatSerializer(ChunkSerializer):
         return None if content is None else {"content": content, "refusal": None}
 
 
-def _call_deltas(parts: Sequence[AnswerEvent]) -> list[dict[str, Any]]:
+def _call_deltas(parts: Sequence[Delta]) -> list[dict[str, Any]]:
     deltas: dict[int, dict[str, Any]] = {}
     for part in parts:
-        if isinstance(part, CallBegan):
-            function = {"name": part.name, "arguments": ""}
-            deltas[part.index] = {"index": part.index, "id": part.id, "type": "function", "function": function}
-        elif isinstance(part, CallArguments):
-            delta = deltas.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
-            delta["function"]["arguments"] += part.text
+        match part:
+            case Delta("call_began", index=int() as index, call=ToolCall(id, name)):
+                function = {"name": name, "arguments": ""}
+                deltas[index] = {"index": index, "id": id, "type": "function", "function": function}
+            case Delta("call_arguments", text, index=int() as index):
+                delta = deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                delta["function"]["arguments"] += text
     return list(deltas.values())
 
 

@@ -9,16 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from protocol.statistics import Statistics
-from runtime.generation.tool_calls.events import (
-    AnswerEvent,
-    CallArguments,
-    CallBegan,
-    CallBroken,
-    CallEnded,
-    ReasoningPart,
-    TextPart,
-    ToolCall,
-)
+from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Event, Serializer, event_json
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
@@ -35,7 +26,7 @@ from runtime.server.responses.requests import GIVEN_BACK, ITEM, ParsedRequest, m
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
 if TYPE_CHECKING:
-    from runtime.generation.token_reader import Token
+    from runtime.generation.tokens import Token
 
 
 class ResponseSerializer(Serializer):
@@ -92,38 +83,38 @@ class ResponseSerializer(Serializer):
             for part in self._parts(some):
                 yield from self._add(part)
 
-    def _add(self, part: AnswerEvent) -> Iterator[Event]:
+    def _add(self, part: Delta) -> Iterator[Event]:
         match part:
-            case TextPart(text=text):
+            case Delta("content", text):
                 yield from self._text("message", text)
-            case ReasoningPart(text=text):
+            case Delta("reasoning", text):
                 self._withheld.clear()
                 yield from self._text("reasoning", text)
-            case CallBegan(id=id, name=name):
+            case Delta("call_began", call=ToolCall(id, name)):
                 self._of_call, self._withheld = self._withheld, []
                 self._called = self._parsed.tools.by_name.get(name)
                 if self._called is None or self._called.type == "function":
                     place = {"name": name} if self._called is None else self._called.place
                     yield from self._begin("fc", type="function_call", call_id=id, **place, arguments="")
-            case CallArguments(text=text):
+            case Delta("call_arguments", text):
                 self._of_call += self._withheld
                 self._withheld.clear()
                 if self._called is None or self._called.type == "function":
                     self._item["arguments"] += text
                     yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
-            case CallEnded(call=call):
+            case Delta("call_ended", call=ToolCall() as call):
                 self._withheld.clear()
                 if self._called is not None and self._called.type != "function":
                     yield from self._other_call(self._called, call)
                 else:
                     yield from self._done("completed")
-            case CallBroken(cut_off=ToolCall() as call):
+            case Delta("call_broken", call=ToolCall() as call):
                 self._withheld.clear()
                 if self._called is not None and self._called.type != "function":
                     yield from self._other_call(self._called, call, "incomplete")
                 else:
                     yield from self._done("incomplete")
-            case CallBroken(given=given):
+            case Delta("call_broken", given):
                 if self._called is None or self._called.type == "function":
                     # Events cannot be taken back, but a client does not answer a call whose last event is missing.
                     self._is_open = False

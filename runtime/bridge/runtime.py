@@ -1,0 +1,235 @@
+"""A handle on a runtime in trio's thread, for callers elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from functools import partial, wraps
+from typing import Any, Concatenate, Never, ParamSpec, TypeVar, Unpack, cast
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from protocol.argument_aliases import MISSING
+from protocol.settings import SettingsLike, with_overrides
+from protocol.settings_keywords import SettingsArguments
+from protocol.statistics import Statistics
+from runtime.bridge.conversation import Conversation
+from runtime.bridge.opener import evaluate_on_this_thread
+from runtime.bridge.portal import Portal
+from runtime.bridge.streams import Completions, TokenStream
+from runtime.engine.runtime import Health
+from runtime.engine.runtime import Runtime as TrioRuntime
+from runtime.generation.conversation import turn_settings
+from runtime.generation.many_prompts import (
+    C,
+    ManyPrompt,
+    OnError,
+    Prompts,
+    check_arguments,
+    is_async,
+    is_list,
+    with_settings,
+)
+from runtime.generation.many_prompts import Completions as TrioCompletions
+from runtime.generation.text import Prompt
+from runtime.generation.token_stream import Completion, SessionFile
+from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.tools import StreamArguments, split_tools
+from runtime.loading.model_sources import Source
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_trio(
+    method: Callable[Concatenate[TrioRuntime, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Runtime, P], Coroutine[Any, Any, T]]:
+    """A method that calls a method of `runtime.Runtime` in trio's thread: the same arguments, result and errors."""
+
+    @wraps(method)
+    async def call(self: Runtime, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        copies = {name: copied(value) for name, value in kwargs.items()}
+        return await self._portal.call(partial(method, self._portal.runtime, *map(copied, args), **copies))
+
+    return call
+
+
+def of_many(
+    method: Callable[Concatenate[TrioRuntime, P], TrioCompletions[C]],
+) -> Callable[Concatenate[Runtime, P], Completions[C]]:
+    """`Runtime.generate_many`, from that of `runtime.Runtime`."""
+
+    @wraps(method)
+    def generate_many(
+        self: Runtime,
+        prompts: Prompts,
+        settings: SettingsLike | None = None,
+        *,
+        max_concurrent: int = 8,
+        on_error: OnError = "raise",
+        **overrides: Any,
+    ) -> Completions[C]:
+        arguments = self._checked(settings, overrides)
+        check_arguments(max_concurrent, on_error)
+        copies = self._portal.thread.iterated(prompts) if is_async(prompts) else copied_prompts(prompts)
+        begin: Any = partial(method, self._portal.runtime)
+        return Completions(
+            self._portal, partial(begin, copies, max_concurrent=max_concurrent, on_error=on_error, **arguments)
+        )
+
+    return generate_many  # type: ignore[return-value]  # its arguments are those of the method
+
+
+class RuntimeState:
+    """What a handle on a runtime tells of it, at any time and in any thread."""
+
+    def __init__(self, portal: Portal) -> None:
+        self._portal = portal
+
+    def __repr__(self) -> str:
+        return repr(self._portal.runtime)
+
+    def statistics(self) -> Statistics:
+        """As `runtime.Runtime.statistics`. For a round that ends at this moment, only some figures may be counted yet;
+        no count ever falls.
+        """
+        return self._portal.runtime.statistics()
+
+    def health(self) -> Health:
+        """As `runtime.Runtime.health`."""
+        return self._portal.runtime.health()
+
+    @property
+    def tokenizer(self) -> TokenizerWrapper | None:
+        """The target's tokenizer, as mlx-lm wraps it."""
+        return self._portal.runtime.tokenizer
+
+    @property
+    def max_streams(self) -> int | None:
+        """Maximum number of concurrent streams; None for no bound."""
+        return self._portal.runtime.max_streams
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that are under way; one that begins or ends at this moment may or may not be counted."""
+        return self._portal.runtime.num_streams
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that wait because `max_streams` others are at work; as inexact as `num_streams`."""
+        return self._portal.runtime.num_waiting
+
+
+class Runtime(RuntimeState):
+    """A target and a draft model at work, for one asyncio loop; made by `runtime.aio.open`.
+
+    Its methods take, return and raise what those of `runtime.Runtime` do, and a cancellation does what it does there.
+    Prompts are checked off the loop, since tokenising a long prompt takes time: `async with`, `TokenStream.opened` or
+    the first `__anext__` raises the `PromptError` of a stream.
+
+    Raises: WrongEventLoopError: a method is called in a loop other than the one in which the runtime was opened.
+    """
+
+    async def aclose(self) -> None:
+        """Close the runtime: end every stream, wait for the running forward passes (at most one a model), and join the
+        threads. Closing again does nothing; a second call waits for the first.
+
+        Cancellation: raised once the runtime is closed.
+        """
+        self._portal.thread.check_caller()
+        await self._portal.thread.stop_and_join()
+
+    # --- generations ------------------------------------------------------------------------------
+
+    def stream(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
+    ) -> TokenStream:
+        """Begin a generation, which a cancellation ends; see `runtime.Runtime.stream`."""
+        arguments = self._checked(settings, overrides)
+        return TokenStream(self._portal, partial(self._portal.runtime.stream, copied(prompt), **arguments))
+
+    async def generate(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
+    ) -> Completion:
+        """Generate a whole text; see `runtime.Runtime.generate`."""
+        return await self.stream(prompt, settings, **overrides).read_whole()
+
+    generate_many = of_many(TrioRuntime.generate_many)
+    score = in_trio(TrioRuntime.score)
+
+    # --- conversations and saved sessions ---------------------------------------------------------
+
+    def conversation(
+        self,
+        system: str | None = None,
+        settings: SettingsLike | None = None,
+        *,
+        thinking: bool | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        **overrides: Unpack[SettingsArguments],
+    ) -> Conversation:
+        """Begin a conversation; see `runtime.Runtime.conversation`.
+
+        Raises: as there. In asyncio, the first turn raises what the chat template does not accept. And:
+            SettingsError: a function is async, and without an event loop nothing would await it.
+        """
+        keywords = turn_settings(settings, overrides)
+        self._portal.check_open()
+        self._portal.runtime.check_settings(keywords)
+        functions = Functions(tools, may_be_async=self._portal.thread.may_await)
+        begin = self._portal.runtime.conversation
+        make = partial(begin, system, thinking=thinking, tools=functions.listed, **keywords)
+        return Conversation(self._portal, functions, system, make)
+
+    async def load(
+        self,
+        path: SessionFile,
+        *,
+        any_draft: bool = False,
+        tools: Sequence[Callable[..., Any]] = (),
+        **overrides: Unpack[SettingsArguments],
+    ) -> Conversation:
+        """Load a conversation from a file, and continue it; see `runtime.Runtime.load`."""
+        functions = Functions(tools, may_be_async=self._portal.thread.may_await)
+        load = self._portal.runtime.load
+        loaded = await self._portal.call(partial(load, path, any_draft=any_draft, tools=functions.listed, **overrides))
+        first = loaded.messages[:1]
+        system = first[0]["content"] if first and first[0]["role"] == "system" else None
+        conversation = Conversation(self._portal, functions, system, loaded.make_new, loaded)
+        await conversation.made()
+        return conversation
+
+    # --- the drafter ------------------------------------------------------------------------------
+
+    async def attach_draft(self, /, draft: Source = MISSING, **unknown: Never) -> None:
+        """Load a draft model into the open runtime; see `runtime.Runtime.attach_draft`."""
+        evaluate_on_this_thread(draft)
+        await self._portal.call(partial(self._portal.runtime.attach_draft, draft, **unknown))
+
+    detach_draft = in_trio(TrioRuntime.detach_draft)
+
+    def _checked(self, settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a stream. This checks the tools and the settings."""
+        tools, keywords = split_tools(overrides)
+        keywords = with_overrides(settings, keywords)
+        self._portal.check_open()
+        self._portal.runtime.check_settings(keywords)
+        return {**keywords, **tools}
+
+
+def copied_prompts(prompts: Prompts) -> Prompts:
+    """Copies of many prompts, iterated over now. What is no list of prompts stays as it is."""
+
+    def copied_prompt(prompt: ManyPrompt) -> ManyPrompt:
+        alone, settings = with_settings(prompt)
+        return (copied(alone), dict(settings)) if settings else copied(alone)
+
+    return [copied_prompt(prompt) for prompt in cast(Iterable[ManyPrompt], prompts)] if is_list(prompts) else prompts
+
+
+def copied(argument: Any) -> Any:
+    """A copy of an argument, such as a prompt, that the caller cannot change any more, and that any thread can read."""
+    if hasattr(argument, "tolist"):
+        return argument.tolist()
+    if isinstance(argument, list):
+        return [dict(item) if isinstance(item, Mapping) else item for item in argument]
+    return argument
