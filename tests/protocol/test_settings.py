@@ -113,7 +113,7 @@ def test_a_bad_value_is_refused_by_name_with_its_bound_everywhere(name: str, val
     if option.in_requests and name not in IN_ANOTHER_FORM and is_json(value):
         body = json.dumps({"prompt": "hi", name: value}).encode()
         with pytest.raises((ErrorResponse, SettingsError)) as refused:
-            settings_from(parse_request(CompletionRequest, body).settings())
+            settings_from(dict(parse_request(CompletionRequest, body).generation().settings))
         assert name in str(refused.value)
 
 
