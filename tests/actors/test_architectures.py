@@ -29,9 +29,10 @@ from architectures import (
     kinds,
 )
 from completions import ids
+from greedy_pair import CLEAR_LEAD, NUM_TOKENS, greedy_text
+from greedy_pair import SHORT_PROMPT as PROMPT
 from mlx_lm.models.cache import make_prompt_cache
 from models import assert_leads
-from plain_decoding import CLEAR_LEAD, NUM_TOKENS, PROMPT, greedy_text
 from simulated_worker import SimulatedWorker
 from sweeps import sweep
 

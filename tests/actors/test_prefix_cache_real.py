@@ -11,8 +11,8 @@ import pytest
 import trio
 from architectures import ARCHITECTURES, OF_ALL_CACHES, build
 from completions import ids
+from greedy_pair import greedy_text
 from models import Shifted, gemma3_text, greedy, llama, mamba, near, prompt_of, sliding_llama
-from plain_decoding import greedy_text
 from prefills import Prefills
 from sweeps import sweep
 

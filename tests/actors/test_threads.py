@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
+from greedy_pair import target
 from models import llama, prompt_of, save
 
 import runtime
@@ -19,11 +18,6 @@ from protocol.statistics import Counts
 from runtime.loading.tokenizers import copy_of
 
 PROMPT = tuple(prompt_of(9))
-
-
-@functools.cache
-def target() -> nn.Module:
-    return llama()
 
 
 async def test_no_thread_sees_fewer_tokens_than_there_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from calling_models import calling_pair, calling_tokenizer
-from chat_models import says
+from chat_models import calling_pair, calling_tokenizer, says
 from faces import all_of, got, next_of, on_every_face, within
 
 import runtime

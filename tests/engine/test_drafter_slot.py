@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import greedy_pair
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -18,7 +19,8 @@ import trio
 import trio.testing
 from blocking_models import BlockingModel
 from faces import got, on_every_face, within
-from models import greedy, llama, near, prompt_of, save
+from greedy_pair import drafter, target
+from models import prompt_of, save
 from scripted import ScriptedModel, agreeing, collect, continuation, priced, run, simulated, text_of, truthful
 from scripted_sequence import EmptyFeatures
 from simulated_worker import SimulatedWorker
@@ -34,21 +36,6 @@ PROMPT = tuple(prompt_of(17))
 SETTINGS: dict[str, Any] = {"max_tokens": 12, "lookahead": 3}
 
 
-@functools.cache
-def target() -> nn.Module:
-    return llama()
-
-
-@functools.cache
-def text() -> list[int]:
-    return greedy(target(), PROMPT, 12)
-
-
-@functools.cache
-def drafter() -> nn.Module:
-    return near(llama(), noise=0.05)
-
-
 def draft_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "outrider-draft"]
 
@@ -56,7 +43,7 @@ def draft_threads() -> list[str]:
 async def drafted(rt: Any) -> int:
     """The number of drafted tokens of a text; asserts that the text is right."""
     completion = await got(rt.generate(PROMPT, **SETTINGS))
-    assert [token.id for token in completion.tokens] == text()
+    assert [token.id for token in completion.tokens] == greedy_pair.text(12, PROMPT)
     assert completion.statistics.draft_failures == 0
     return sum(token.from_draft for token in completion.tokens)
 
@@ -198,9 +185,9 @@ async def test_a_stream_that_waits_for_its_place_begins_undrafted_once_the_draft
         first, second = rt.stream(PROMPT, **SETTINGS), rt.stream(PROMPT, **SETTINGS)
         assert rt.num_waiting == 1
         await rt.detach_draft()
-        assert [token.id async for token in first] == text()
+        assert [token.id async for token in first] == greedy_pair.text(12, PROMPT)
         tokens = [token async for token in second]
-        assert [token.id for token in tokens] == text()
+        assert [token.id for token in tokens] == greedy_pair.text(12, PROMPT)
         assert not any(token.from_draft for token in tokens)
 
 

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from typing import Any
 
-import mlx.nn as nn
 import pytest
 from faces import all_of, got, on_every_face, within
-from models import VOCAB_SIZE, llama
+from greedy_pair import target
+from models import VOCAB_SIZE
 from sweeps import sweep
 
 import runtime
 import runtime.aio
 
 PROMPT = [1, 2, 3]
-
-
-@functools.cache
-def target() -> nn.Module:
-    return llama()
 
 
 def texts(completions: list[runtime.Completion]) -> list[list[int]]:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import trio
-from calling_models import calling_pair, calling_tokenizer
-from chat_models import says
+from chat_models import calling_pair, calling_tokenizer, says
 from sweeps import sweep
 
 import runtime

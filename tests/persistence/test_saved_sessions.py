@@ -22,7 +22,6 @@ from command_line import piped, save_model
 from completions import ids
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import gemma3_text, llama, near
-from save_interrupts import cancel_at
 from sweeps import sweep
 
 import runtime
@@ -407,6 +406,35 @@ async def test_files_are_written_and_read_beside_the_event_loop(
                 await entered.wait()
                 assert len((await rt.generate("Hello", **GREEDY | {"max_tokens": 2})).tokens) == 2
                 go_on.set()
+
+
+def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancel `scope` at the `step`-th point of a save or load: jobs of a model, calls in a thread, checks in it."""
+    count = -1
+
+    def count_up() -> None:
+        nonlocal count
+        count += 1
+        if count == step:
+            scope.cancel()
+
+    run, run_sync, check = saved_sequence._run, trio.to_thread.run_sync, trio.from_thread.check_cancelled
+
+    async def noted_run(*args: Any) -> Any:
+        count_up()
+        return await run(*args)
+
+    async def noted_run_sync(*args: Any) -> Any:
+        count_up()
+        return await run_sync(*args)
+
+    def noted_check() -> None:
+        trio.from_thread.run_sync(count_up)
+        check()
+
+    monkeypatch.setattr(saved_sequence, "_run", noted_run)
+    monkeypatch.setattr(trio.to_thread, "run_sync", noted_run_sync)
+    monkeypatch.setattr(trio.from_thread, "check_cancelled", noted_check)
 
 
 # The steps: each model's caches, found and copied a layer at a time, and its fingerprint; the vocabulary, the writing

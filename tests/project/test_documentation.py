@@ -32,8 +32,7 @@ from typing import Any
 import attrs
 import pytest
 import trio
-from calling_models import calling_pair, calling_tokenizer
-from chat_models import says
+from chat_models import calling_pair, calling_tokenizer, says
 from served_command import serving
 from sweeps import sweep
 

@@ -12,7 +12,7 @@ import pytest
 import trio
 from asgi import CHAT, COMPLETIONS, HELLO, MESSAGES, RESPONSES, ScriptedCheck, ask, real_server
 from assembled import text_of
-from calling_models import calling_pair
+from chat_models import calling_pair
 from sweeps import sweep
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel

@@ -24,7 +24,7 @@ from asgi import (
     watched_streams,
 )
 from assembled import text_of
-from calling_models import calling_tokenizer
+from chat_models import calling_tokenizer
 from scripted import ScriptedModel, hashed
 from sweeps import sweep
 from transformers import AddedToken

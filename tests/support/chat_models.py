@@ -1,4 +1,4 @@
-"""A scripted chat model: its tokenizer, chat templates, and its answers."""
+"""Scripted chat models with real weights behind their scripts: tokenizers, chat templates, answers and calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 from models import llama, near
 from transformers import AutoTokenizer
 
@@ -82,3 +83,43 @@ def _draft() -> nn.Module:
 def pair(of: nn.Module | None = None, *, thinks: bool = False, template: str | None = TEMPLATE) -> Iterator[Any]:
     model, draft = (target(), _draft()) if of is None else (of, near(of, noise=0.05))
     return iter([(model, tokenizer(template, thinks=thinks)), (draft, None)])
+
+
+# --- a model that calls tools, as Qwen does --------------------------------------------------------
+
+CALLING_TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool.function.name }} {% endfor -%}
+{%- for message in messages -%}
+<|{{ message.role }}|>{{ message.content or "" }}
+{%- for call in message.tool_calls or [] -%}
+<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor %}<|endoftext|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}
+"""
+
+
+@functools.cache
+def calling_tokenizer(*, thinks: bool = True) -> TokenizerWrapper:
+    """The demo pair's tokenizer with a chat template that has tools."""
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens([*ROLES, *(["<think>", "</think>"] if thinks else []), "<|tool|>"], special_tokens=True)
+    base.chat_template = CALLING_TEMPLATE
+    return TokenizerWrapper(
+        base,
+        tool_parser=json_tools.parse_tool_call,
+        tool_call_start=json_tools.tool_call_start,
+        tool_call_end=json_tools.tool_call_end,
+    )
+
+
+@functools.cache
+def _calling_models() -> tuple[Any, Any]:
+    target = llama(0, vocab_size=4102)
+    return target, near(target, noise=0.05)
+
+
+def calling_pair(*, thinks: bool = True) -> Iterator[Any]:
+    """A target and a draft model, as the loader gives them."""
+    target, draft = _calling_models()
+    return iter([(target, calling_tokenizer(thinks=thinks)), (draft, None)])
