@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.generation.chat_template.known import ANSWER_MARK, QUESTION, USER_MARK, AnswerStart, known_of, tried
+from runtime.generation.chat_template.known import ANSWER_MARK, QUESTION, USER_MARK, AnswerStart, known_of, tried_with
 from runtime.generation.chat_template.switches import thinking_switch
 from runtime.generation.chat_template.tags import last_index, tags_of
 
@@ -21,15 +21,15 @@ def answer_start(tokenizer: Any) -> AnswerStart | None:
 
 
 def _found_start(tokenizer: Any) -> AnswerStart | None:
-    ended = tried(tokenizer, QUESTION, add_generation_prompt=False)
+    ended = tried_with(tokenizer, QUESTION, add_generation_prompt=False)
     switch, prompts = thinking_switch(tokenizer), []
     for variables in [{}] if switch is None else [{}, {switch.name: switch.on}, {switch.name: switch.off}]:
-        text = tried(tokenizer, QUESTION, **variables)
+        text = tried_with(tokenizer, QUESTION, **variables)
         if text is not None and ended is not None:
             prompts.append(text.removeprefix(ended) if text.startswith(ended) else text.rpartition(USER_MARK)[2])
     if not any(prompts):
         # The template has no generation prompt: an answer begins where the question ends.
-        text = tried(tokenizer, QUESTION, {"role": "assistant", "content": ANSWER_MARK}) or ""
+        text = tried_with(tokenizer, QUESTION, {"role": "assistant", "content": ANSWER_MARK}) or ""
         prompts = [text.partition(USER_MARK)[2].rpartition(ANSWER_MARK)[0]]
     tags = tags_of(tokenizer)
     found = tuple(dict.fromkeys(prompt for prompt in prompts if prompt.strip()))

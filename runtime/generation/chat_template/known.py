@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import attrs
 
-from runtime.generation.chat_template.probes import Needs
+from runtime.generation.chat_template.probes import Needs, tried
 from runtime.generation.chat_template.repairs import Chat, Message
 
 # Texts by which the places of messages in a rendered text are found.
@@ -69,9 +70,6 @@ def plain(tokenizer: Any, switches: Mapping[str, Any], chat: Chat) -> str:
     return cast(str, tokenizer.apply_chat_template([dict(message) for message in chat.messages], **variables))
 
 
-def tried(tokenizer: Any, *messages: Message, **switches: Any) -> str | None:
-    """The text of a chat; None if the template raises an error."""
-    try:
-        return plain(tokenizer, switches, Chat(messages))
-    except Exception:
-        return None
+def tried_with(tokenizer: Any, *messages: Message, **switches: Any) -> str | None:
+    """The text of messages with variables of the template; None if it raises an error."""
+    return tried(partial(plain, tokenizer, switches), Chat(messages))

@@ -65,16 +65,12 @@ def _tool(parameters: Any, **function: Any) -> Message:
 _TOOL = _tool({"type": "object", "properties": {"city": _CITY}, "required": ["city"]}, description="a tool")
 
 
-@attrs.frozen
-class Probe:
-    """A chat, and the texts of it that a template must write, in this order."""
-
-    messages: tuple[Message, ...]
-    marks: tuple[str, ...] = ()
+# A chat, and the texts of it that a template must write, in this order.
+Probe = tuple[tuple[Message, ...], tuple[str, ...]]
 
 
 def _probe(*messages: Message, marks: str = "") -> Probe:
-    return Probe(messages, tuple(marks.split()))
+    return messages, tuple(marks.split())
 
 
 _ANSWERED = (_user("userone"), _says("answerone"))
@@ -195,7 +191,7 @@ def needs_of(render: Render, *, has_tools: bool, calls_in_content: Repair | None
     writes_arguments = writes_calls(*first) or (not takes_calls and writes_calls(calls_as_text))
     always: set[Repair] = set(first if takes_calls else ())
     on_error: set[Repair] = set(first)
-    cases = [(Chat(probe.messages, tools), probe.marks) for probe in _PROBES]
+    cases = [(Chat(messages, tools), marks) for messages, marks in _PROBES]
     cases += [(Chat((_user("userone"),), (tool,)), ("markedtool",)) for tool in _TOOLS if has_tools]
     for chat, marks in cases:
         if not writes_arguments:
@@ -230,13 +226,14 @@ def needed_of(repairs: Sequence[Repair], takes: Callable[[Chat], bool], chat: Ch
 
 def _takes(render: Render, chat: Chat, marks: Sequence[str] = ()) -> bool:
     """Whether a template writes a chat, with these texts in this order."""
-    if (text := _tried(render, chat)) is None:
+    if (text := tried(render, chat)) is None:
         return False
     places = [text.find(mark) for mark in marks]
     return -1 not in places and places == sorted(places)
 
 
-def _tried(render: Render, chat: Chat) -> str | None:
+def tried(render: Render, chat: Chat) -> str | None:
+    """The text of a chat; None if the template raises an error."""
     # The template is third-party code, written for certain messages; it may raise anything for others.
     try:
         return render(chat)
@@ -250,24 +247,24 @@ def _tried(render: Render, chat: Chat) -> str | None:
 def needed_for_texts(repairs: Sequence[Repair], render: Render, chat: Chat) -> list[Repair]:
     """As `needed_of`: those without any of which the template raises, or leaves out what it writes after them all."""
     whole = repaired(chat, repairs)
-    if (text := _tried(render, whole)) is None:
+    if (text := tried(render, whole)) is None:
         return []
     own = _words_of(chat)
     # Repairs add words, as to say whose result a text is.
     wanted = (_words(text) - (_words_of(whole) - own)) & own
-    return needed_of(repairs, lambda changed: _has(_tried(render, changed), wanted), chat)
+    return needed_of(repairs, lambda changed: _has(tried(render, changed), wanted), chat)
 
 
 def without_loss(repairs: Sequence[Repair], render: Render, chat: Chat) -> Chat:
     """The chat after those of some repairs after which the template leaves out nothing that it writes without them."""
     whole = repaired(chat, repairs)
-    if whole == chat or (text := _tried(render, chat)) is None:
+    if whole == chat or (text := tried(render, chat)) is None:
         return whole
     wanted = _words(text) & _words_of(chat)
     fewer = ([each for each in repairs if each is not repair] for repair in _IN_DOUBT if repair in repairs)
     for kept in (repairs, *fewer):
         changed = repaired(chat, kept)
-        after = _tried(render, changed)
+        after = tried(render, changed)
         if after is None or _has(after, wanted):
             return changed
     return chat

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from protocol.errors import PromptError
 from runtime.generation.answers.message_format import message_format
 from runtime.generation.chat_template.known import ANSWER_MARK, known_of, plain
-from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, without_loss
+from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, tried, without_loss
 from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message, Repair, calls_in_content
 from runtime.generation.chat_template.switches import with_known_effort, with_own_switch
 from runtime.generation.chat_template.tags import tags_of
@@ -63,8 +62,8 @@ def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, A
         if needed := needed_for_texts(repairs, render, shaped):
             shaped = repaired(shaped, needed)
             break
-    with suppress(Exception):
-        return render(shaped)
+    if (text := tried(render, shaped)) is not None:
+        return text
     reason = textwrap.shorten(str(refusal), 300, placeholder="…")  # transformers may quote the whole chat
     raise PromptError(f"the chat template does not take these messages: {reason}") from refusal
 

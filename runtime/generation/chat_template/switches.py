@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.generation.chat_template.known import QUESTION, USER_MARK, ThinkingSwitch, known_of, tried
+from runtime.generation.chat_template.known import QUESTION, USER_MARK, ThinkingSwitch, known_of, tried_with
 
 # Names of switches and their values for on and off. The last ones are also levels of effort in other templates.
 _SWITCHES = (
@@ -34,7 +34,7 @@ def _found_switch(tokenizer: Any, template: Any) -> ThinkingSwitch | None:
     sources = template.values() if isinstance(template, Mapping) else [template]
     names = {name: None for text in sources if isinstance(text, str) for name in _SWITCH_NAME.findall(text)}
     for switch in (*_SWITCHES, *(ThinkingSwitch(name, True, False) for name in names), *_EFFORT_SWITCHES):
-        on, off = (tried(tokenizer, QUESTION, **{switch.name: value}) for value in (switch.on, switch.off))
+        on, off = (tried_with(tokenizer, QUESTION, **{switch.name: value}) for value in (switch.on, switch.off))
         if on is None or off is None:
             continue
         if switch not in _SWITCHES:
@@ -90,5 +90,5 @@ def _nearest_effort(tokenizer: Any, effort: str) -> str | None:
         level = _EFFORTS.index(effort.lower())
         downwards = _EFFORTS[:0:-1]  # without "none"
         efforts += sorted(downwards, key=lambda other: abs(_EFFORTS.index(other) - level))
-    taken = (each for each in efforts if tried(tokenizer, QUESTION, reasoning_effort=each) is not None)
+    taken = (each for each in efforts if tried_with(tokenizer, QUESTION, reasoning_effort=each) is not None)
     return next(taken, None)

@@ -214,9 +214,20 @@ class AnswerReader:
 
     # --- calls, as their reader gives them --------------------------------------------------------
 
-    def begin_call(self, name: str, id: str | None) -> None:
+    def begin_call(self, name: str, id: str | None) -> ToolCall:
         """The head of a call, whose arguments are given as they come."""
-        self._begin(name, id)
+        if self.is_reasoning:
+            self._leave_out_space()
+        source, self._space = self._space + self._text.pop(), ""
+        call = self._call = ToolCall(id or self._new_id(), name, "")
+        self._index = self._num_calls
+        self._deltas.append(Delta("call_began", "", self._left_out + source, self._index, call))
+        self._arguments, self._given, self._left_out = [], [source], ""
+        self._num_calls += 1
+        self._is_unclosed |= self.is_reasoning
+        self.is_reasoning = False
+        self._keeps_space = self._may_reason = self._follows_call = True
+        return call
 
     def add_arguments(self) -> str:
         """Further text of its arguments, which is returned."""
@@ -237,7 +248,7 @@ class AnswerReader:
     def give_calls(self, calls: Sequence[ParsedCall]) -> None:
         """Whole calls; the first one has the source of all."""
         for parsed in calls:
-            call = self._begin(parsed.name, parsed.id)
+            call = self.begin_call(parsed.name, parsed.id)
             self._deltas.append(Delta("call_arguments", parsed.arguments, "", self._index))
             self._deltas.append(
                 Delta("call_ended", "", "", self._index, attrs.evolve(call, arguments=parsed.arguments))
@@ -248,24 +259,10 @@ class AnswerReader:
         """The end of a block, after its last call."""
         self._left_out += self._text.pop()
 
-    def _begin(self, name: str, id: str | None) -> ToolCall:
-        if self.is_reasoning:
-            self._leave_out_space()
-        source, self._space = self._space + self._text.pop(), ""
-        call = self._call = ToolCall(id or self._new_id(), name, "")
-        self._index = self._num_calls
-        self._deltas.append(Delta("call_began", "", self._left_out + source, self._index, call))
-        self._arguments, self._given, self._left_out = [], [source], ""
-        self._num_calls += 1
-        self._is_unclosed |= self.is_reasoning
-        self.is_reasoning = False
-        self._keeps_space = self._may_reason = self._follows_call = True
-        return call
-
     def _cut_off(self, parsed: ParsedCall | None) -> None:
         call = self._call
         if parsed is not None:
-            call = self._begin(parsed.name, parsed.id)
+            call = self.begin_call(parsed.name, parsed.id)
             self._deltas.append(Delta("call_arguments", parsed.arguments, "", self._index))
             self._arguments = [parsed.arguments]
         assert call is not None

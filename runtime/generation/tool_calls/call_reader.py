@@ -38,7 +38,6 @@ _OF_NAMES = frozenset(string.ascii_letters + string.digits + "_.:-")
 _OF_WORDS = _OF_NAMES | {"+"}
 _STRING_PARTS = Markers(('"', "\\"))
 _MEMBERS = frozenset(("name", "id", "type", "arguments"))  # of a call that is an object
-_NEWLINES = ("\r\n", "\n")
 
 
 class CutOffError(Exception):
@@ -503,8 +502,8 @@ class CallReader:
             end = layout.quotation[1] + end
         else:
             text.back(place)
-            if layout.key.endswith("\n"):
-                yield from text.accept_any(_NEWLINES)
+            if layout.key.endswith("\n") and not (yield from text.accept("\r\n")):
+                yield from text.accept("\n")
         begin, num_open, num_ends, is_ambiguous = text.take(), 0, 0, False
         self.has_begun = True
         pairs = self._pairs_markers and not is_quoted

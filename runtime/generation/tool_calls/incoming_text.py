@@ -178,13 +178,6 @@ class IncomingText:
                 return False
             yield
 
-    def accept_any(self, texts: Collection[str]) -> Steps[str]:
-        """Pass the first of some texts that comes next, and return it; "" if none does."""
-        for text in texts:
-            if text and (yield from self.accept(text)):
-                return text
-        return ""
-
     def space(self) -> Steps[None]:
         """Pass white space."""
         end = self.at + _MAX_SPACE
