@@ -255,6 +255,17 @@ class Benchmark(ABC):
                         self.turns.setdefault((repeat, index), {})[contender] = run
 
 
+async def plain_text(
+    runner: ContenderRunner, prompt: tuple[int, ...], length: Length, plain: Contender = PLAIN
+) -> tuple[int, ...]:
+    """The text that plain decoding gives a prompt. Raises: ModelError: mlx-lm cannot decode with the target."""
+    try:
+        run = await runner.run(plain, [prompt], length, with_prompts=True)
+    except JobError as error:
+        raise plain_failed(error) from error.__cause__
+    return run.texts[0]
+
+
 def plain_failed(error: JobError) -> ModelError:
     """The error when plain decoding fails. It ends a benchmark, since everything is compared with plain decoding."""
     return ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}")

@@ -11,13 +11,12 @@ from typing import Any
 
 import attrs
 
-from actors.workers.worker import JobError
 from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, plain_failed, without_repeats
-from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Length, Lookahead, Prompts
+from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, plain_text, without_repeats
+from runtime.bench.contenders import BATCHED, Contender, ContenderRunner, Kind, Length, Lookahead, Prompts
 from runtime.bench.figures import Report, Row
 from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
@@ -90,11 +89,7 @@ class ManyStreams(Benchmark):
         prompts = prompts[: max(self.plan.streams)]
         for number, prompt in enumerate(prompts, start=1):
             on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
-            try:
-                run = await runner.run(PLAIN, [prompt], length, with_prompts=True)
-            except JobError as error:
-                raise plain_failed(error) from error.__cause__
-            alone += run.texts
+            alone.append(await plain_text(runner, prompt, length))
 
         def case(streams: int) -> Case:
             name = "1 stream" if streams == 1 else f"{streams} streams"

@@ -19,7 +19,7 @@ from protocol.reprs import shown
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, without_repeats
+from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, plain_text, without_repeats
 from runtime.bench.contenders import (
     PLAIN,
     PLAIN_ON_RANKS,
@@ -144,8 +144,8 @@ class OneStream(Benchmark):
             for turn in range(len(prompt.turns)):
                 if turn > 0:
                     on_progress(f"answering turn {turn} of prompt {number} plainly")
-                    run = await runner.run(self.contenders[0], cases[-1].prompts, length, with_prompts=True)
-                    answers.append(models.tokenizer.decode([token for token in run.texts[0] if token not in ends]))
+                    answer = await plain_text(runner, cases[-1].prompts[0], length, self.contenders[0])
+                    answers.append(models.tokenizer.decode([token for token in answer if token not in ends]))
                 text = prompt.at(turn, answers, has_template=models.has_template)
                 encoded = models.encoded([text], plan.max_tokens)
                 cases.append(Case(f"prompt {len(cases) + 1} of {num_turns}", self.contenders, encoded, length))
