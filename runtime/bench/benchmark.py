@@ -84,15 +84,33 @@ class Plan:
             raise must_be("dtype", f"one of {', '.join(DTYPES)} or None", dtype)
 
 
+@attrs.frozen
+class Case:
+    """What contenders decode in one turn.
+
+    Attributes:
+        name: in a progress line.
+        contenders: those that take part; with the first one's texts the others' are compared, unless it has
+            `expected` ones.
+        prompts: token ids.
+    """
+
+    name: str
+    contenders: Sequence[Contender]
+    prompts: Prompts
+    length: Length
+    expected: Sequence[tuple[int, ...]] | None = None
+
+
 class Benchmark(ABC):
     """A benchmark, and what it has measured so far; `result` may be called at any time.
 
-    A case is a number: the index of a prompt's turn, or a number of streams. Contenders take turns on the same cases,
-    so that disturbances of the machine hit all of them alike.
+    Contenders take turns on the same cases, so that disturbances of the machine hit all of them alike.
 
     Attributes:
         contenders: in the order of the rows.
-        turns: runs by (repeat, case); a turn that was interrupted lacks some.
+        cases: empty before the models are loaded.
+        turns: runs by (repeat, index of the case); a turn that was interrupted lacks some.
         failures: why a contender cannot run. The others go on.
         about: see `LoadedModels.about`; empty before the models are loaded.
         draft_names: paths or hub ids of the drafters that were loaded.
@@ -103,8 +121,9 @@ class Benchmark(ABC):
     with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
     prefix_cache_bytes: ClassVar[int] = 0
 
-    def __init__(self, plan: Plan, cases: Sequence[int], contenders: Sequence[Contender], warm_up: Sequence[int]):
-        self.plan, self.cases, self.contenders, self._warm_up = plan, cases, contenders, warm_up
+    def __init__(self, plan: Plan, contenders: Sequence[Contender]) -> None:
+        self.plan, self.contenders = plan, contenders
+        self.cases: list[Case] = []
         self.turns: dict[tuple[int, int], dict[Contender, Run]] = {}
         self.failures: dict[Contender, str] = {}
         self.about: dict[str, Any] = {}
@@ -112,17 +131,11 @@ class Benchmark(ABC):
 
     # --- what each benchmark decides --------------------------------------------------------------
 
-    def contenders_of(self, case: int) -> list[Contender]:
-        """The contenders that take part in a case."""
-        return list(self.contenders)
-
     @abstractmethod
-    def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
-        """The prompts that are decoded in a case."""
-
-    @abstractmethod
-    def _described(self, case: int) -> str:
-        """A case in a progress line."""
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+    ) -> tuple[list[Case], list[Case]]:
+        """The cases that warm up, and those that are measured. `prompts` are the first turns, as token ids."""
 
     @abstractmethod
     def result(self) -> dict[str, Any]:
@@ -131,10 +144,6 @@ class Benchmark(ABC):
     @abstractmethod
     def report(self, result: Mapping[str, Any]) -> Report:
         """The report of a result."""
-
-    def expected(self, case: int) -> Sequence[tuple[int, ...]]:
-        """The texts that a case should have."""
-        return ()
 
     def value(self, runs: Sequence[Run]) -> float | None:
         """The value to compare: here tokens per second."""
@@ -148,13 +157,13 @@ class Benchmark(ABC):
         return {
             (repeat, case): turn
             for (repeat, case), turn in self.turns.items()
-            if all(each in turn for each in self.contenders_of(case) if each not in self.failures)
+            if all(each in turn for each in self.cases[case].contenders if each not in self.failures)
         }
 
     @property
     def is_complete(self) -> bool:
         """Whether everything was measured."""
-        return len(self.complete) == self.plan.repeats * len(self.cases)
+        return len(self.complete) == self.plan.repeats * len(self.cases) > 0
 
     @property
     def repeats_done(self) -> int:
@@ -181,12 +190,11 @@ class Benchmark(ABC):
 
         In low precision a pass of another width, or over more texts, may decide a near-tie differently.
         """
-        runs = self.runs(contender, cases)
-        pairs = [
-            (text, should)
-            for (_, case), run in runs.items()
-            for text, should in zip(run.texts, self.expected(case), strict=True)
-        ]
+        pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for (repeat, index), run in self.runs(contender, cases).items():
+            case = self.cases[index]
+            expected = case.expected or self.turns[repeat, index][case.contenders[0]].texts
+            pairs += zip(run.texts, expected, strict=True)
         same = None if self.plan.temperature > 0 else sum(text == should for text, should in pairs)
         return {"same_texts": same, "num_texts": len(pairs)}
 
@@ -216,46 +224,46 @@ class Benchmark(ABC):
             encoded = models.encoded(first_turns, plan.max_tokens)
             runner = ContenderRunner(models)
             await runner.open_runtimes(stack, self.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
-            prompts = await self._prepare(runner, models, encoded, on_progress)
-            await self._take_turns(runner, prompts, on_progress)
+            warm_up, self.cases = await self._prepare(runner, models, encoded, on_progress)
+            await self._take_turns(runner, warm_up, on_progress)
         return self.result()
 
     def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
         """The contenders, once the models are loaded."""
         return self.contenders
 
-    async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
-    ) -> Prompts:
-        """Called before the first turn. Returns: the prompts as token ids; here those of the first turns."""
-        return first_turns
-
-    def _length(self, case: int) -> Length:
-        return Length(self.plan.max_tokens, self.plan.temperature)
-
-    async def _take_turns(self, runner: ContenderRunner, prompts: Prompts, on_progress: Progress) -> None:
-        turns: list[tuple[int | None, int]] = [(None, case) for case in self._warm_up]
-        turns += [(repeat, case) for repeat in range(self.plan.repeats) for case in self.cases]
-        num_runs, number, began = sum(len(self.contenders_of(case)) for _, case in turns), 0, time.perf_counter()
-        for turn, (repeat, case) in enumerate(turns):
+    async def _take_turns(self, runner: ContenderRunner, warm_up: Sequence[Case], on_progress: Progress) -> None:
+        turns: list[tuple[int | None, int, Case]] = [(None, index, case) for index, case in enumerate(warm_up)]
+        turns += [(repeat, i, case) for repeat in range(self.plan.repeats) for i, case in enumerate(self.cases)]
+        num_runs, number, began = sum(len(case.contenders) for _, _, case in turns), 0, time.perf_counter()
+        for turn, (repeat, index, case) in enumerate(turns):
             when = "warming up" if repeat is None else f"repeat {repeat + 1} of {self.plan.repeats}"
-            for contender in running_order(self.contenders_of(case), turn):
+            for contender in running_order(case.contenders, turn):
                 left = time_left(time.perf_counter() - began, number / num_runs)
                 number += 1
                 if contender in self.failures:
                     continue
-                on_progress(f"{when}, {self._described(case)}: {contender.name} ({number} of {num_runs} runs{left})")
+                on_progress(f"{when}, {case.name}: {contender.name} ({number} of {num_runs} runs{left})")
                 try:
-                    run = await runner.run(
-                        contender, self._prompts_of(case, prompts), self._length(case), with_prompts=self.with_prompts
-                    )
+                    run = await runner.run(contender, case.prompts, case.length, with_prompts=self.with_prompts)
                 except JobError as error:
                     if contender == PLAIN:
                         raise plain_failed(error) from error.__cause__
                     self.failures[contender] = str(error.__cause__)
                 else:
                     if repeat is not None:
-                        self.turns.setdefault((repeat, case), {})[contender] = run
+                        self.turns.setdefault((repeat, index), {})[contender] = run
+
+
+async def plain_text(
+    runner: ContenderRunner, prompt: tuple[int, ...], length: Length, plain: Contender = PLAIN
+) -> tuple[int, ...]:
+    """The text that plain decoding gives a prompt. Raises: ModelError: mlx-lm cannot decode with the target."""
+    try:
+        run = await runner.run(plain, [prompt], length, with_prompts=True)
+    except JobError as error:
+        raise plain_failed(error) from error.__cause__
+    return run.texts[0]
 
 
 def plain_failed(error: JobError) -> ModelError:

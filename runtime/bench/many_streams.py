@@ -6,18 +6,17 @@ Compare only ratios within one such benchmark.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
-from actors.workers.worker import JobError
 from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Plan, Progress, plain_failed, without_repeats
-from runtime.bench.contenders import BATCHED, PLAIN, Contender, ContenderRunner, Kind, Lookahead, Prompts
+from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, plain_text, without_repeats
+from runtime.bench.contenders import BATCHED, Contender, ContenderRunner, Kind, Length, Lookahead, Prompts
 from runtime.bench.figures import Report, Row
 from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
@@ -71,59 +70,48 @@ class StreamsPlan(Plan):
 
 
 class ManyStreams(Benchmark):
-    """Speeds are tokens of all streams per second, from the call to the last token, prompts included.
-
-    Attributes:
-        alone: the text that each prompt has in mlx-lm's plain decoding.
-    """
+    """Speeds are tokens of all streams per second, from the call to the last token, prompts included."""
 
     plan: StreamsPlan
 
     def __init__(self, plan: StreamsPlan) -> None:
-        super().__init__(plan, plan.streams, plan.contenders, warm_up=[min(2, max(plan.streams))])
-        self.alone: list[tuple[int, ...]] = []
+        super().__init__(plan, plan.contenders)
 
     async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
         """Have all contenders decode all numbers of streams, in turn. It raises what `OneStream.measure` does."""
         return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
 
     async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
-    ) -> Prompts:
-        prompts = first_turns[: max(self.cases)]
+        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+    ) -> tuple[list[Case], list[Case]]:
+        """A case for each number of streams, whose texts should be those of mlx-lm's plain decoding."""
+        length, alone = Length(self.plan.max_tokens, self.plan.temperature), list[tuple[int, ...]]()
+        prompts = prompts[: max(self.plan.streams)]
         for number, prompt in enumerate(prompts, start=1):
             on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
-            try:
-                run = await runner.run(PLAIN, [prompt], self._length(0), with_prompts=True)
-            except JobError as error:
-                raise plain_failed(error) from error.__cause__
-            self.alone += run.texts
-        return prompts
+            alone.append(await plain_text(runner, prompt, length))
 
-    def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
-        return [prompts[n % len(prompts)] for n in range(case)]
+        def case(streams: int) -> Case:
+            name = "1 stream" if streams == 1 else f"{streams} streams"
+            which = [n % len(prompts) for n in range(streams)]
+            return Case(name, self.contenders, [prompts[n] for n in which], length, [alone[n] for n in which])
 
-    def _described(self, case: int) -> str:
-        return "1 stream" if case == 1 else f"{case} streams"
-
-    def expected(self, case: int) -> Sequence[tuple[int, ...]]:
-        """The text that each prompt has alone."""
-        return self._prompts_of(case, self.alone)
+        return [case(min(2, max(self.plan.streams)))], list(map(case, self.plan.streams))
 
     def result(self) -> dict[str, Any]:
         """See `Benchmark.result`; there is a row for each contender and number of streams."""
-        rows = [self._row(contender, streams) for streams in self.cases for contender in self.contenders]
-        return {**self._facts(), "streams": list(self.cases), "rows": rows}
+        rows = [self._row(contender, index) for index in range(len(self.plan.streams)) for contender in self.contenders]
+        return {**self._facts(), "streams": list(self.plan.streams), "rows": rows}
 
-    def _row(self, contender: Contender, streams: int) -> Row:
-        runs, values = self.runs(contender, [streams]).values(), self.values(contender, [streams])
+    def _row(self, contender: Contender, index: int) -> Row:
+        runs, values = self.runs(contender, [index]).values(), self.values(contender, [index])
 
         def versus(kind: Kind) -> float | None:
             other = streams_contender(kind, contender.lookahead)
-            return None if contender == BATCHED else self.versus(contender, other, [streams])
+            return None if contender == BATCHED else self.versus(contender, other, [index])
 
         return {
-            "streams": streams,
+            "streams": self.plan.streams[index],
             "name": contender.name,
             "kind": contender.kind,
             "lookahead": contender.lookahead,
@@ -131,13 +119,13 @@ class ManyStreams(Benchmark):
             **figures.spread(values),
             "vs_one_after_another": versus("one after another"),
             "vs_in_turns": versus("in turns"),
-            "vs_batched": self.versus(contender, BATCHED, [streams]),
+            "vs_batched": self.versus(contender, BATCHED, [index]),
             "rows_per_pass": figures.share(runs, "pass_rows", "passes"),
             "first_token": figures.median([first for run in runs for first in run.first_tokens]),
             "tokens_per_round": figures.ratio(sum(run.num_tokens for run in runs), figures.total(runs, "rounds")),
             "acceptance": figures.share(runs, "accepted", "accepted", "rejected"),
             "hit_rate": figures.share(runs, "lookahead_hits", "lookahead_hits", "lookahead_misses"),
-            **self.same_texts(contender, [streams]),
+            **self.same_texts(contender, [index]),
             "failure": self.failures.get(contender),
         }
 

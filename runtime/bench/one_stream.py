@@ -19,7 +19,7 @@ from protocol.reprs import shown
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Plan, Progress, without_repeats
+from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, plain_text, without_repeats
 from runtime.bench.contenders import (
     PLAIN,
     PLAIN_ON_RANKS,
@@ -91,10 +91,9 @@ class OneStream(Benchmark):
     prefix_cache_bytes = PREFIX_CACHE_BYTES
 
     def __init__(self, plan: OneStreamPlan) -> None:
-        # By case: (prompt, turn).
-        self._places = [(i, turn) for i, prompt in enumerate(plan.prompts) for turn in range(len(prompt.turns))]
-        self._ends: frozenset[int] = frozenset()
-        super().__init__(plan, range(len(self._places)), plan.contenders(), warm_up=[0])
+        super().__init__(plan, plan.contenders())
+        # By case.
+        self._kinds = [prompt.category for prompt in plan.prompts for _ in prompt.turns]
 
     async def measure(
         self,
@@ -134,37 +133,29 @@ class OneStream(Benchmark):
         return self.plan.contenders(names, of_mlx_lm, is_on_ranks=models.group is not None)
 
     async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, first_turns: Prompts, on_progress: Progress
-    ) -> Prompts:
-        """A prompt for each turn. The answers before it are those of plain decoding, for all contenders."""
-        self._ends = frozenset(getattr(models.tokenizer, "eos_token_ids", ()))
-        found, answers = list[tuple[int, ...]](), list[str]()
-        for case, (i, turn) in enumerate(self._places):
-            if turn == 0:
-                answers = []
-            else:
-                on_progress(f"answering turn {turn} of prompt {i + 1} plainly")
-                run = await runner.run(self.contenders[0], [found[-1]], self._length(case - 1), with_prompts=True)
-                answers.append(models.tokenizer.decode([token for token in run.texts[0] if token not in self._ends]))
-            prompt = self.plan.prompts[i].at(turn, answers, has_template=models.has_template)
-            found += models.encoded([prompt], self.plan.max_tokens)
-        return found
-
-    def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
-        return [prompts[case]]
-
-    def _length(self, case: int) -> Length:
-        has_answers = self.plan.prompts[self._places[case][0]].has_answers
-        return Length(self.plan.max_tokens, self.plan.temperature, self._ends if has_answers else frozenset())
-
-    def _described(self, case: int) -> str:
-        return f"prompt {case + 1} of {len(self.cases)}"
-
-    def expected(self, case: int) -> Sequence[tuple[int, ...]]:
-        """The plain text, which is the same in all repeats."""
-        return next(turn[self.contenders[0]].texts for (_, other), turn in self.complete.items() if other == case)
+        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+    ) -> tuple[list[Case], list[Case]]:
+        """A case for each turn. The answers before it are those of plain decoding, for all contenders."""
+        plan, cases, num_turns = self.plan, list[Case](), len(self._kinds)
+        ends = frozenset(getattr(models.tokenizer, "eos_token_ids", ()))
+        for number, prompt in enumerate(plan.prompts, start=1):
+            length = Length(plan.max_tokens, plan.temperature, ends if prompt.has_answers else frozenset())
+            answers: list[str] = []
+            for turn in range(len(prompt.turns)):
+                if turn > 0:
+                    on_progress(f"answering turn {turn} of prompt {number} plainly")
+                    answer = await plain_text(runner, cases[-1].prompts[0], length, self.contenders[0])
+                    answers.append(models.tokenizer.decode([token for token in answer if token not in ends]))
+                text = prompt.at(turn, answers, has_template=models.has_template)
+                encoded = models.encoded([text], plan.max_tokens)
+                cases.append(Case(f"prompt {len(cases) + 1} of {num_turns}", self.contenders, encoded, length))
+        return cases[:1], cases
 
     # --- figures ----------------------------------------------------------------------------------
+
+    @property
+    def _all(self) -> Sequence[int]:
+        return range(len(self.cases))
 
     def result(self) -> dict[str, Any]:
         """See `Benchmark.result`. `categories` has a row for each kind of text and contender of this runtime."""
@@ -180,12 +171,12 @@ class OneStream(Benchmark):
     def _best_speculative(self) -> Contender | None:
         """mlx-lm's fastest speculative decoding, chosen in hindsight."""
         speculative = [each for each in self.contenders if each.engine == "mlx-lm" and each != PLAIN]
-        medians = {each: figures.median(self.values(each, self.cases)) or 0.0 for each in speculative}
+        medians = {each: figures.median(self.values(each, self._all)) or 0.0 for each in speculative}
         best = max(medians, key=lambda each: medians[each], default=None)
         return best if best is not None and medians[best] else None
 
     def _row(self, contender: Contender, best: Contender | None) -> Row:
-        runs, values = self.runs(contender, self.cases).values(), self.values(contender, self.cases)
+        runs, values = self.runs(contender, self._all).values(), self.values(contender, self._all)
         drafts = contender.draft or self.about.get("draft")
         return {
             "name": contender.name,
@@ -194,21 +185,20 @@ class OneStream(Benchmark):
             "lookahead": contender.lookahead,
             "speeds": values,
             **figures.spread(values),
-            "vs_plain": self.versus(contender, self.contenders[0], self.cases),
-            "vs_best_speculative": None if best is None else self.versus(contender, best, self.cases),
+            "vs_plain": self.versus(contender, self.contenders[0], self._all),
+            "vs_best_speculative": None if best is None else self.versus(contender, best, self._all),
             "acceptance": figures.share(runs, "accepted", "accepted", "rejected"),
             "copy_acceptance": figures.share(runs, "accepted_copied", "accepted_copied", "rejected_copied"),
             "tokens_per_round": figures.ratio(sum(run.num_tokens for run in runs), figures.total(runs, "rounds")),
             "hit_rate": figures.share(runs, "lookahead_hits", "lookahead_hits", "lookahead_misses"),
-            **self.same_texts(contender, self.cases),
+            **self.same_texts(contender, self._all),
             "failure": self.failures.get(contender),
         }
 
     def _categories(self) -> Iterator[Row]:
-        of_case = [self.plan.prompts[i].category for i, _ in self._places]
-        kinds = without_repeats(filter(None, of_case))
-        cases_of = {kind: [case for case in self.cases if of_case[case] == kind] for kind in kinds}
-        for kind, cases in (cases_of | ({"all": list(self.cases)} if len(kinds) > 1 else {})).items():
+        kinds = without_repeats(filter(None, self._kinds))
+        cases_of = {kind: [case for case in self._all if self._kinds[case] == kind] for kind in kinds}
+        for kind, cases in (cases_of | ({"all": self._all} if len(kinds) > 1 else {})).items():
             for contender in self.contenders:
                 if contender.engine == "outrider" and contender != self.contenders[0]:
                     yield {"category": kind, "name": contender.name, **self._of_kind(contender, cases)}

@@ -14,10 +14,10 @@ from mlx.nn.layers.base import Module
 
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Plan, Progress, without_repeats
-from runtime.bench.contenders import BATCHED, Contender, Prompts, Run
+from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, without_repeats
+from runtime.bench.contenders import BATCHED, Contender, ContenderRunner, Length, Prompts, Run
 from runtime.bench.figures import Report, Row
-from runtime.bench.loaded_models import ONLY_DRAFT
+from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.bench.many_streams import MAX_STREAMS
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.bench.small_models import VOCAB_SIZE, small_model
@@ -56,21 +56,18 @@ class Overhead(Benchmark):
     plan: OverheadPlan
 
     def __init__(self, plan: OverheadPlan) -> None:
-        super().__init__(plan, plan.streams, CONTENDERS, warm_up=plan.streams)
+        super().__init__(plan, CONTENDERS)
 
     async def measure(self, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
         """Have every contender decode every number of streams, in turn. Cancelled, `result` has what was measured."""
         return await self._measure((smallest_model(0), None), {ONLY_DRAFT: (smallest_model(1), None)}, on_progress)
 
-    def contenders_of(self, case: int) -> list[Contender]:
-        """See `Benchmark.contenders_of`: `generate_step` decodes one stream."""
-        return [each for each in self.contenders if case == 1 or each != STEP_BY_STEP]
-
-    def _prompts_of(self, case: int, prompts: Prompts) -> Prompts:
-        return prompts[:case]
-
-    def _described(self, case: int) -> str:
-        return f"{case} at once"
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+    ) -> tuple[list[Case], list[Case]]:
+        length = Length(self.plan.max_tokens)
+        cases = [Case(f"{n} at once", contenders_of(n), prompts[:n], length) for n in self.plan.streams]
+        return cases, cases
 
     def value(self, runs: Sequence[Run]) -> float | None:
         """See `Benchmark.value`."""
@@ -79,18 +76,19 @@ class Overhead(Benchmark):
 
     def result(self) -> dict[str, Any]:
         """See `Benchmark.result`."""
-        rows = [self._row(contender, case) for case in self.cases for contender in self.contenders_of(case)]
+        streams = enumerate(self.plan.streams)
+        rows = [self._row(contender, index, n) for index, n in streams for contender in contenders_of(n)]
         return {**self._facts(), "rows": rows}
 
-    def _row(self, contender: Contender, streams: int) -> Row:
-        values = self.values(contender, [streams])
+    def _row(self, contender: Contender, index: int, streams: int) -> Row:
+        values = self.values(contender, [index])
         return {
             "streams": streams,
             "name": contender.name,
             "microseconds": values,
             **figures.spread(values),
             # Over `generate_step` for one stream, else over `BatchGenerator`.
-            "vs_mlx_lm": self.versus(contender, self.contenders_of(streams)[0], [streams]),
+            "vs_mlx_lm": self.versus(contender, contenders_of(streams)[0], [index]),
             "failure": self.failures.get(contender),
         }
 
@@ -111,6 +109,11 @@ class Overhead(Benchmark):
         )
         table = Table(("streams", "", "µs a token", "× mlx-lm"), rows, 2)
         return Report([("bench", about)], [("Figures", table)], [note, *figures.failures(result)])
+
+
+def contenders_of(streams: int) -> list[Contender]:
+    """Those that decode a number of streams: `generate_step` decodes one."""
+    return [each for each in CONTENDERS if streams == 1 or each != STEP_BY_STEP]
 
 
 def smallest_model(seed: int) -> Module:

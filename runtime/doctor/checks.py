@@ -20,7 +20,7 @@ import runtime
 from actors.mlx.memory import recommended_working_set
 from actors.sampling.logit_check import LogitCheck
 from protocol.errors import ModelError, OutriderError
-from protocol.settings import AUTO_DRAFT, NGRAM
+from protocol.settings import AUTO_DRAFT, MTP, NGRAM
 from runtime.bench.small_models import FAMILIES, VOCAB_SIZE, nearby_model, small_model, weights_of
 from runtime.generation.token_stream import Completion
 from runtime.loading.demo import DEMO_PROMPTS
@@ -65,7 +65,10 @@ def load_subject(target: Source, draft: Source | None) -> Subject:
     mx.eval(model)
     texts = (DEMO_PROMPTS[0], "".join(DEMO_PROMPTS))
     prompts = [(1, 2, 3, 1, 2)] if tokenizer is None else [tuple(tokenizer.encode(text)) for text in texts]
-    return Subject((model, tokenizer), NGRAM if draft in (None, AUTO_DRAFT) else draft, prompts)
+    # The texts must be right with any drafter; "mtp" needs the target's files.
+    if draft is None or str(draft) in (AUTO_DRAFT, MTP):
+        draft = NGRAM
+    return Subject((model, tokenizer), draft, prompts)
 
 
 def _of(model: Module) -> list[mx.array]:

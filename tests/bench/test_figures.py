@@ -9,12 +9,12 @@ import pytest
 from sweeps import sweep
 
 import runtime
-from runtime.bench.benchmark import running_order, time_left
-from runtime.bench.contenders import BATCHED, PLAIN, Contender, Run
+from runtime.bench.benchmark import Benchmark, Case, running_order, time_left
+from runtime.bench.contenders import BATCHED, PLAIN, Contender, Length, Run
 from runtime.bench.figures import failures, median, ratio, share, spread, total
 from runtime.bench.many_streams import ManyStreams, StreamsPlan, streams_contender
 from runtime.bench.one_stream import OneStream, OneStreamPlan, named_drafts
-from runtime.bench.overhead import CONTENDERS, Overhead, OverheadPlan
+from runtime.bench.overhead import CONTENDERS, Overhead, OverheadPlan, contenders_of
 from runtime.bench.prompt_files import BenchPrompt
 
 ABOUT = {"target": "t", "draft": "d", "dtypes": {"target": ["float32"]}, "machine": {"device": "cpu"}, "num_ranks": 1}
@@ -54,6 +54,13 @@ def test_the_time_that_is_left_follows_from_what_is_done(seconds: float, done: f
     assert time_left(seconds, done) == said
 
 
+def prepared(benchmark: Benchmark, num_cases: int, **more: Any) -> Any:
+    """A benchmark whose models are loaded, with cases of all contenders."""
+    benchmark.about = ABOUT
+    benchmark.cases = [Case("", benchmark.contenders, (), Length(16), **more) for _ in range(num_cases)]
+    return benchmark
+
+
 # --- one stream -----------------------------------------------------------------------------------
 
 
@@ -71,8 +78,7 @@ def scripted(**changes: Any) -> OneStream:
     """Two repeats of two prompts. Plain decoding takes a second, then two; mlx-lm's best half a second, Outrider a
     quarter.
     """
-    measured = OneStream(small(**changes))
-    measured.about = ABOUT
+    measured: OneStream = prepared(OneStream(small(**changes)), 2)
     of_ours = {"lookahead_hits": 3, "lookahead_misses": 1, "accepted_copied": 2, "rejected_copied": 0, "passes": 2}
     for repeat, prompt in itertools.product(range(2), range(2)):
         measured.turns[repeat, prompt] = {
@@ -160,8 +166,7 @@ def test_who_cannot_run_holds_up_nobody() -> None:
 
 def test_kinds_of_text_have_medians_of_their_prompts_with_quartiles() -> None:
     talk, code = BenchPrompt(("one", "two"), "talk", is_chat=True), BenchPrompt(([1, 2],), "code")
-    measured = OneStream(small(prompts=[talk, code], repeats=1, num_draft_tokens=()))
-    measured.about = ABOUT
+    measured = prepared(OneStream(small(prompts=[talk, code], repeats=1, num_draft_tokens=())), 3)
     # Speeds of 10, 10 and 10 tokens per second plainly, and of 20, 40 and 10.
     for case, seconds in enumerate((0.5, 0.25, 1.0)):
         copied = {"accepted": 2, "accepted_copied": case, "rejected_copied": 0, "passes": 4}
@@ -180,8 +185,8 @@ def test_kinds_of_text_have_medians_of_their_prompts_with_quartiles() -> None:
 
 
 def test_an_answer_of_one_token_has_no_speed_and_hides_no_other() -> None:
-    measured = OneStream(small(prompts=[BenchPrompt(("hi",), "talk", is_chat=True)] * 2, num_draft_tokens=()))
-    measured.about = ABOUT
+    prompts = [BenchPrompt(("hi",), "talk", is_chat=True)] * 2
+    measured = prepared(OneStream(small(prompts=prompts, num_draft_tokens=())), 2)
     for case, timed in enumerate((0, 10)):
         run = Run(((7,),), 0.0 if timed == 0 else 1.0, timed)
         measured.turns[0, case] = {PLAIN: run, OURS: run}
@@ -225,15 +230,14 @@ def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_co
 
 
 def test_streams_are_held_to_the_same_ones_in_other_ways() -> None:
-    measured = ManyStreams(StreamsPlan(streams=(2,), repeats=2))
-    measured.about, measured.alone = ABOUT, [(7, 8)]  # both streams have the same prompt
+    measured = prepared(ManyStreams(StreamsPlan(streams=(2,), repeats=2)), 1, expected=[(7, 8), (7, 8)])
 
     def streams(seconds: float, text: tuple[int, ...] = (7, 8), **counts: int) -> Run:
         return Run(((7, 8), text), seconds, num_timed=4, first_tokens=(0.5, 1.5), counts=counts)
 
     for repeat in range(2):
         counts = {"rounds": 2, "accepted": 3, "rejected": 3, "passes": 2, "pass_rows": 2}
-        measured.turns[repeat, 2] = {
+        measured.turns[repeat, 0] = {
             ONE_BY_ONE: streams(1.0 + repeat, **counts),
             IN_TURNS: streams(0.75, **counts),
             AT_ONCE: streams(0.5, **counts | {"passes": 1}),
@@ -253,13 +257,14 @@ def test_streams_are_held_to_the_same_ones_in_other_ways() -> None:
 def test_one_stream_is_compared_with_generate_step_and_more_with_batches() -> None:
     overhead = Overhead(OverheadPlan(streams=(1, 2), repeats=3))
     overhead.about = ABOUT
+    overhead.cases = [Case("", contenders_of(streams), (), Length(16)) for streams in (1, 2)]
     for repeat, factor in enumerate((1.0, 3.0)):
         for place, streams in enumerate((1, 2)):
-            overhead.turns[repeat, streams] = {
+            overhead.turns[repeat, place] = {
                 contender: Run((), 1e-6 * factor * (10 + 5 * place + i), 1)
-                for i, contender in enumerate(overhead.contenders_of(streams))
+                for i, contender in enumerate(contenders_of(streams))
             }
-    overhead.turns[2, 1] = {CONTENDERS[0]: Run((), 1.0, 1)}  # interrupted
+    overhead.turns[2, 0] = {CONTENDERS[0]: Run((), 1.0, 1)}  # interrupted
     result = overhead.result()
     assert (result["repeats_done"], result["is_complete"]) == (2, False)
     names = [row["name"] for row in result["rows"]]

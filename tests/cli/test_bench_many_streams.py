@@ -38,8 +38,8 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     result = await measured.measure((target, None), (draft, None))
     assert (result["is_complete"], result["repeats_done"], result["streams"]) == (True, 1, [1, 4])
     alone = [tuple(greedy(target, prompt, 16)) for prompt in PROMPTS]
-    assert measured.alone == alone
-    for (_, streams), turn in measured.turns.items():
+    for (_, index), turn in measured.turns.items():
+        streams = (1, 4)[index]
         assert set(turn) == set(measured.contenders)
         for way, group in turn.items():
             # The fourth stream begins with the first prompt again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import random
 import tempfile
@@ -30,6 +31,7 @@ import runtime
 import runtime.doctor.ranks
 import runtime.doctor.report
 import runtime.ranks.leading
+import runtime.terminal.display
 from actors.mlx.sequence import MLXSequence
 from protocol.text_ledger import TextLedger
 from runtime.cli.main import main as outrider
@@ -443,6 +445,7 @@ def command(give: Give, arguments: tuple[str, ...], how: str = "") -> None:
         elif how == "decodes":
             MLXSequence.feed_lazy = _fail
     runtime.doctor.report.load_of_others = lambda: None  # of other tests
+    runtime.terminal.display.LOG_INTERVAL_S = math.inf  # slow machines print progress otherwise
     os.environ["COLUMNS"] = "1000"  # so that nothing is folded
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
