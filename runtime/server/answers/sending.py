@@ -56,7 +56,7 @@ async def send_whole(
     for index, choice in enumerate(choices.begun):
         choice.finish(tokens[index])
     num_named = request.num_named * sum(map(len, tokens.values()))
-    is_long = num_named > SHORT_RESPONSE or request.num_named_with_prompt > 0
+    is_long = num_named > SHORT_RESPONSE or request.num_scored is not None
     whole = partial(choices.begun[0].serializer.whole_of, choices.begun)
     body = await _made(lambda: _body_json(whole()).encode(), is_long, in_thread)
     response = Response(body, media_type="application/json")
