@@ -25,7 +25,7 @@ from runtime.server.admission import RequestAdmission
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
 from runtime.server.anthropic.bodies import AnthropicModel, AnthropicModelList, model_of, models_of
-from runtime.server.context import SHORT, ServerContext
+from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.fair_threads import Background, in_thread
 from runtime.server.limits import Limits
@@ -109,7 +109,7 @@ def application(models: ModelPool, service: Service, *, background: Background =
 
     async def openapi(request: Request) -> Response:
         # In a thread, and only when asked for: pydantic takes a while to make the schemas the first time.
-        return JSONResponse(await context.in_thread(described, SHORT + 1))
+        return JSONResponse(await context.in_thread(described))
 
     app = Starlette(
         routes=[

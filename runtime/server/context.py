@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -52,8 +53,8 @@ class ServerContext:
     _long_jobs: trio.CapacityLimiter = attrs.Factory(lambda: trio.CapacityLimiter(_NUM_THREADS))
     _kept: dict[type, Any] = attrs.field(init=False, factory=dict)
 
-    async def in_thread(self, do: Callable[[], T], length: int) -> T:
-        """The result of a function that works on `length` bytes, characters or tokens, in another thread.
+    async def in_thread(self, do: Callable[[], T], length: float = math.inf) -> T:
+        """The result of a function that works on `length` bytes, characters or tokens, run in another thread.
 
         Cancellation: the function still runs to its end, so it must use no model; meanwhile it counts as a job.
         """

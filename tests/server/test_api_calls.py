@@ -1,4 +1,4 @@
-"""Tool calls in the other APIs: an answer in pieces of every size, as events and as a whole."""
+"""Tool calls in each API: an answer in pieces of every size, as events and as a whole."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from asgi import COUNT_TOKENS, MESSAGES, RESPONSES, Served
-from assembled import assembled_message, assembled_response, partial, text_of_message, text_of_response
+from assembled import assembled_chat, assembled_message, assembled_response, partial, text_of_message, text_of_response
 from sweeps import sweep
 from tool_call_cases import TOOLS, call_format
 from tool_letters import OSLO, USER, on_calling_server
 from tool_letters import TOOLS as TOLD
 
+from protocol.prices import Estimates
+from protocol.statistics import Counts
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.server.answers.api import BegunAnswer, Event, Serializer
@@ -24,6 +26,7 @@ from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.serializer import MessageSerializer
 from runtime.server.openai.requests import ChatRequest
+from runtime.server.openai.serializers import ChatSerializer
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer
 from runtime.server.responses.store import ResponseStore
@@ -32,7 +35,7 @@ FIRST = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_ca
 SECOND = '<tool_call>{"name": "search", "arguments": {"query": "a } b", "tags": []}}</tool_call>'
 BROKEN = '<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": }}</tool_call>'
 
-STATISTICS: Any = SimpleNamespace(prompt_tokens=7, cached_tokens=2, generated_tokens=5)
+STATISTICS = Counts(prompt_tokens=7, cached_tokens=2, generated_tokens=5).snapshot(estimates=Estimates(*[0.0] * 7))
 
 # What the model writes, whether it ends by itself, and the text and the calls in it.
 CASES = {
@@ -69,11 +72,45 @@ def streamed(serializer: Serializer, tokens: list[Token]) -> list[Any]:
     for token in tokens:
         events += serializer.events([token], STATISTICS)
     events += serializer.last_events(STATISTICS)
-    return [json.loads(event.encoded().partition("data: ")[2]) for event in events]
+    sent = [event.encoded().partition("data: ")[2] for event in events]
+    return [json.loads(data) for data in sent if data != "[DONE]\n\n"]
 
 
 every_case = sweep("case", CASES)
 sizes = sweep("size", [1, 2, 7, 1000])
+
+
+@every_case
+@sizes
+def test_calls_are_tool_calls_of_a_chat(case: str, size: int) -> None:
+    text, is_complete, said, calls = CASES[case]
+    tokens = tokens_of(text, size, is_complete=is_complete)
+    body = parse_request(ChatRequest, b'{"messages": [{"role": "user", "content": "a"}]}')
+
+    def serializer() -> ChatSerializer:
+        return ChatSerializer(body, answer(body.generation()))
+
+    whole: Any = serializer().whole(tokens, STATISTICS)
+    for each in (whole, assembled_chat([event for event in streamed(serializer(), tokens) if "choices" in event])):
+        (choice,) = each["choices"]
+        found = [dict(call["function"]) for call in choice["message"].get("tool_calls", ())]
+        if each is whole or case != "a malformed call":  # its beginning was given as a call
+            assert (choice["message"]["content"] or "").strip() == said
+        if not is_complete:
+            assert found.pop()["arguments"] == text[text.rindex("{") :]
+        if each is not whole:
+            # A call that breaks cannot be taken back; its arguments are no JSON.
+            found = [call for call in found if is_json(call["arguments"])]
+        assert [(call["name"], json.loads(call["arguments"])) for call in found] == calls
+        assert choice["finish_reason"] == ("length" if not is_complete else "tool_calls" if calls else "stop")
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 @every_case

@@ -2,74 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from typing import Any
 
 from asgi import CHAT, RESPONSES, STREAMED, ScriptedCheck, Served, looping, simulated_server
 from scripted import ScriptedModel
 from sweeps import sweep
-from tool_letters import ASKED, CLOCK, OSLO, TOOLS, USER, ToolLetters, on_calling_server, serve_calls
-
-
-def message_of(events: Sequence[Any]) -> tuple[dict[str, Any], str | None]:
-    """The message that chunks add up to, and the finish reason."""
-    message: dict[str, Any] = {"content": "", "calls": []}
-    reason = None
-    for event in events:
-        for choice in event["choices"]:
-            delta = choice["delta"]
-            assert reason is None
-            assert delta or choice["finish_reason"]
-            message["content"] += delta.get("content", "")
-            for call in delta.get("tool_calls", ()):
-                if call["index"] == len(message["calls"]):
-                    assert call["type"] == "function"
-                    message["calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
-                else:
-                    assert call.keys() == {"index", "function"}
-                    assert call["function"].keys() == {"arguments"}
-                message["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
-            reason = choice["finish_reason"]
-    return message, reason
-
-
-@sweep("lookahead", [0, 4])
-@sweep(
-    ("says", "content", "calls"),
-    [
-        (OSLO, None, [("weather", {"city": "oslo"})]),
-        ("i look.\n\n".replace("\n", " ") + OSLO, "i look.", [("weather", {"city": "oslo"})]),
-        (OSLO + CLOCK + " ", None, [("weather", {"city": "oslo"}), ("clock", {})]),
-        ("no call", "no call", []),
-        ('<tool_call>{"name": oslo}</tool_call> so', '<tool_call>{"name": oslo}</tool_call> so', []),
-        ('<tool_call>{"name": "weather", "arguments": {"city": oslo', None, []),
-    ],
-)
-def test_calls_come_apart_from_content(says: str, content: str | None, calls: Any, lookahead: int) -> None:
-    content = says if content is None and not calls else content
-
-    async def test(server: Served) -> None:
-        asked = {**ASKED, "lookahead": lookahead}
-        whole = (await server.ask(CHAT, asked)).json["choices"][0]
-        message = whole["message"]
-        assert message["content"] == content
-        given = message.get("tool_calls", [])
-        assert [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in given] == calls
-        assert [call["type"] for call in given] == ["function"] * len(calls)
-        assert len({call["id"] for call in given}) == len(calls)
-        assert whole["finish_reason"] == ("tool_calls" if calls else "stop")
-        streamed = await server.ask(CHAT, {**asked, "stream": True})
-        same, reason = message_of(streamed.events)
-        assert reason == whole["finish_reason"]
-        assert [(call["name"], call["arguments"]) for call in same["calls"] if calls] == [
-            (call["function"]["name"], call["function"]["arguments"]) for call in given
-        ]
-        if not same["calls"] or calls:
-            assert same["content"] == (content or "")
-        assert server.tokenizer.told == [TOOLS, TOOLS]
-
-    serve_calls(test, says, has_drafter=lookahead > 0)
+from tool_letters import ASKED, OSLO, TOOLS, USER, ToolLetters, on_calling_server, serve_calls
 
 
 @on_calling_server(OSLO)

@@ -120,16 +120,26 @@ def text_of_response(response: Any) -> str:
 
 def assembled_chat(events: list[Any]) -> Any:
     """The body that the chunks of a chat with one choice add up to, as clients assemble it."""
-    message: dict[str, Any] = {"content": ""}
+    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    calls = message["tool_calls"]
     reason, usage = None, None
     for event in events:
         usage = event.get("usage", usage)
         for choice in event["choices"]:
             assert reason is None
+            assert choice["delta"] or choice["finish_reason"]
             reason = choice["finish_reason"]
             for name in ("content", "reasoning_content"):
                 if name in choice["delta"]:
                     message[name] = message.get(name, "") + choice["delta"][name]
+            for call in choice["delta"].get("tool_calls", ()):
+                if call["index"] == len(calls):
+                    assert call["type"] == "function"
+                    calls.append({"id": call["id"], "function": {**call["function"], "arguments": ""}})
+                else:
+                    assert call.keys() == {"index", "function"}
+                    assert call["function"].keys() == {"arguments"}
+                calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
     return {**events[0], "choices": [{"message": message, "finish_reason": reason}], "usage": usage}
 
 

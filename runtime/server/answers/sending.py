@@ -18,11 +18,12 @@ from runtime.server.answers.api import Choices, Event
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import error_response_of
 
-# Most tokens of a response that is made on trio's thread: with log-probabilities, it takes a few milliseconds.
+# Most tokens of a response, or with log-probabilities of its events, that are made on trio's thread at once: it takes a
+# few milliseconds.
 SHORT_RESPONSE = 512
 
-InThread = Callable[[Callable[[], bytes], int], Awaitable[bytes]]
-"""Runs a function that works on so many tokens in another thread; see `ServerContext.in_thread`."""
+InThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
+"""Runs a function in another thread; see `ServerContext.in_thread`."""
 
 _body_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
@@ -54,21 +55,18 @@ async def send_whole(
         return failures[0]
     for index, choice in enumerate(choices.begun):
         choice.finish(tokens[index])
-    num_named = sum(
-        request.num_named_with_prompt * choice.statistics().prompt_tokens + request.num_named * len(choice.tokens)
-        for choice in choices.begun
-    )
+    num_named = request.num_named * sum(map(len, tokens.values()))
+    is_long = num_named > SHORT_RESPONSE or request.num_scored is not None
     whole = partial(choices.begun[0].serializer.whole_of, choices.begun)
-    body = await _made(lambda: _body_json(whole()).encode(), num_named, in_thread)
+    body = await _made(lambda: _body_json(whole()).encode(), is_long, in_thread)
     response = Response(body, media_type="application/json")
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
     return None
 
 
-async def _made(make: Callable[[], bytes], num_named: int, in_thread: InThread) -> bytes:
-    """What a function makes that names so many tokens."""
-    return make() if num_named <= SHORT_RESPONSE else await in_thread(make, num_named)
+async def _made(make: Callable[[], bytes], is_long: bool, in_thread: InThread) -> bytes:
+    return await in_thread(make) if is_long else make()
 
 
 async def send_events(
@@ -86,19 +84,19 @@ async def send_events(
     written_at = trio.current_time()
 
     async def write(
-        events: Callable[[], Iterable[Event]], *, num_named: int = 0, otherwise: str = "", is_last: bool = False
+        events: Callable[[], Iterable[Event]], *, is_long: bool = False, otherwise: str = "", is_last: bool = False
     ) -> None:
         nonlocal written_at
-        made = await _made(lambda: "".join(event.encoded() for event in events()).encode(), num_named, in_thread)
+        made = await _made(lambda: "".join(event.encoded() for event in events()).encode(), is_long, in_thread)
         body = made or otherwise.encode()
         if body or is_last:
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
             written_at = trio.current_time()
 
-    # An event may repeat log-probabilities: of the prompt before the answer, or of the answer at its end.
-    num_repeated = 0 if request.num_logprobs is None else request.num_named
+    # Events may be long with the log-probabilities of the prompt before an answer, or of the answer at its end.
+    has_logprobs = request.num_logprobs is not None
     num_introduced = 0
-    num_echoed: dict[int, int] = {}  # tokens that a choice's next events name because they begin with the prompt
+    echoing: set[int] = set()  # choices whose next events begin with the prompt
 
     async def introduce() -> None:
         """Write the first events of the choices that have begun since the last call, one choice after the other."""
@@ -106,11 +104,10 @@ async def send_events(
         while num_introduced < len(choices.begun):
             index, choice = num_introduced, choices.begun[num_introduced]
             num_introduced += 1
-            statistics = choice.statistics()
-            if request.echoes:
-                num_echoed[index] = num_repeated * statistics.prompt_tokens
-            make = partial(choice.serializer.first_events, statistics)
-            await write(make, num_named=num_echoed.pop(index, 0) if choice.stream is None else 0)
+            if request.echoes and choice.stream is not None:
+                echoing.add(index)
+            make = partial(choice.serializer.first_events, choice.statistics())
+            await write(make, is_long=has_logprobs and choice.stream is None)
 
     first = choices.begun[0].serializer
     headers = [(b"content-type", first.content_type), *_EVENT_HEADERS]
@@ -123,7 +120,8 @@ async def send_events(
             for index, tokens in batch.items():
                 choice = choices.begun[index]
                 make = partial(choice.serializer.events, tokens, choice.statistics())
-                await write(make, num_named=num_echoed.pop(index, 0))
+                await write(make, is_long=has_logprobs and index in echoing)
+                echoing.discard(index)
             # Also where the text of all tokens is withheld, as that of a long call may be.
             if trio.current_time() - written_at >= first.interval_s:
                 idle_events = partial(first.idle_events, choices.begun[0].statistics())
@@ -132,12 +130,13 @@ async def send_events(
         await introduce()  # those for which nothing was generated
     for choice in choices.begun:
         choice.finish(())
-    num_named = num_repeated * sum(choice.statistics().generated_tokens for choice in choices.begun)
+    num_named = request.num_named * sum(choice.statistics().generated_tokens for choice in choices.begun)
+    is_long = has_logprobs and num_named > SHORT_RESPONSE
     if failures:
         error = error_response_of(failures[0])
-        await write(partial(first.error_events, error), num_named=num_named, is_last=True)
+        await write(partial(first.error_events, error), is_long=is_long, is_last=True)
         return failures[0]
-    await write(partial(first.last_events_of, choices.begun), num_named=num_named, is_last=True)
+    await write(partial(first.last_events_of, choices.begun), is_long=is_long, is_last=True)
     return None
 
 
