@@ -59,7 +59,7 @@ class PolicyView:
 
 
 class Policy(Protocol):
-    """Decides for one session. Unless it says otherwise, what was drafted is kept, and there are no rests."""
+    """Decides for one session. Unless it says otherwise, there are no rests."""
 
     @property
     def works_ahead(self) -> bool:

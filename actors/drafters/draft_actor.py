@@ -1,4 +1,8 @@
-"""The drafter with a draft model: grows the lookahead tree, also while the target verifies, and proposes from it."""
+"""The drafter with a draft model: grows the lookahead tree, also while the target verifies, and proposes from it.
+
+Its loop finds the next task of each session that has changed, decides on the next job (`protocol.draft_plan`), and has
+it done. All waiting is in one place.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
 from protocol.draft_budget import EMPTY_BUDGET
-from protocol.draft_plan import MAX_UNREAD, Notice, Standing, Task, next_step
+from protocol.draft_plan import MAX_UNREAD, Notice, Standing, Task, next_job, next_step
 from protocol.errors import ProtocolError
 from protocol.lookahead_policy import ChainPolicy
 from protocol.lookahead_tree import Node
@@ -97,6 +101,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._most_together = max_batch  # fewer after a shared step has failed, as if it had been too large
         prices.drafts_together = self._steps.num_shared > 1
         self._under_way: Steps[PartResults] | None = None
+        self._running: dict[DraftSession, None] = {}  # the sessions of the running job
+        self._num_jobs = self._num_read = 0
 
     @property
     def is_alive(self) -> bool:
@@ -115,9 +121,82 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self.take_messages()
         super().close_session(message)
 
+    # --- the loop ---------------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        if job := self._next_job():
+            await self._work(*job)
+        else:
+            await self._wait()
+
+    def _look_at(self, session: DraftSession) -> None:
+        super()._look_at(session)
+        if self._running:
+            # The running job may be about to go on for other sessions, or may hang.
+            self._take_in()
+            if session.task is not None or (session in self._running and session.has_left):
+                if self._under_way is not None:
+                    self._under_way.interrupt()
+                self.worker.watch()
+
+    def _take_in(self) -> None:
+        """Find the next tasks of the sessions that have changed, except for those in the running job."""
+        waiting = [session for session in self._changed if session not in self._running]
+        for session in waiting:
+            del self._changed[session]
+        for session in waiting:
+            if session.id not in self._sessions:
+                continue
+            try:
+                task = Task.CLOSE if session.has_left else None if session.is_leaving else self._next_task(session)
+            except Exception as error:  # of any kind: it costs speed, never text
+                self._give_up(session, error)
+                task = Task.CLOSE if session.has_left else None
+            if session.task is None:
+                session.since, session.num_read_before = self._num_jobs, self._num_read
+            session.task = task
+
+    def _next_job(self) -> tuple[Task, list[DraftSession]] | None:
+        # Whether to draft depends on the time, which has passed since the last look.
+        self._changed.update((session, None) for session in self._sessions.values() if session.task is Task.DRAFT)
+        while self._changed:  # a session that is looked at may change others
+            self._take_in()
+        waiting = [session for session in self._sessions.values() if session.task is not None]
+        most = min(self._steps.num_shared, self._most_together)
+        found = next_job([each.waits(self._num_read) for each in waiting], most, self.chunk_size())
+        chosen = [waiting[index] for index in found]
+        if not chosen or (task := chosen[0].task) is None:
+            return None
+        return task, chosen
+
+    async def _work(self, task: Task, sessions: Sequence[DraftSession]) -> None:
+        """Do a job, and have its sessions looked at again."""
+        if not task.is_brief:
+            self._num_jobs += 1
+        num_cached = len(sessions[0].cached_tokens)
+        self._running.update(dict.fromkeys(sessions))
+        for session in sessions:
+            session.task = None
+        try:
+            if task is Task.DRAFT:
+                await self._draft(sessions)
+            elif task is Task.CLOSE:
+                await self._let_go(sessions[0])
+            else:
+                await self._prepare(sessions[0], task)
+                if not task.is_brief:
+                    self._num_read += max(0, len(sessions[0].cached_tokens) - num_cached)
+        except Exception as error:  # of any kind: it costs speed, never text
+            for session in list(self._running):
+                self._give_up(session, error)
+        finally:
+            self._running.clear()
+            self._changed.update(dict.fromkeys(sessions))
+
     # --- what there is to do ----------------------------------------------------------------------
 
     def _next_task(self, session: DraftSession) -> Task | None:
+        """The next job for a session that goes on, after all that needs no job. Never waits."""
         while True:
             if session.begins_with_rest is None and session.sequence is None and not session.is_past_context:
                 session.begins_with_rest = self._begins_with_rest(session)
@@ -172,13 +251,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         session.catches_up = session.num_behind > MAX_UNREAD
         return session.catches_up
 
-    @property
-    def _limits(self) -> tuple[int, int]:
-        return min(self._steps.num_shared, self._most_together), self.chunk_size()
-
     # --- the jobs ---------------------------------------------------------------------------------
 
     async def _prepare(self, session: DraftSession, task: Task) -> None:
+        """Open a session's cache, hand its prompt on, or read some of its text."""
         read: Job[Any] | None = None
         match task:
             case Task.OPEN:
@@ -381,11 +457,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         parts = (each.part for each in self._running)
         if self._under_way is not None and all(part is None or part.is_interrupted for part in parts):
             self._under_way.interrupt()
-
-    def _is_waited_for(self) -> None:
-        if self._under_way is not None:
-            self._under_way.interrupt()
-        self.worker.watch()
 
     # --- turns and messages -----------------------------------------------------------------------
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import attrs
+
 from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession
+from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from protocol.auto_policy import AutoPolicy
-from protocol.draft_plan import MAX_BEHIND_WHEN_READY, Facts
-from protocol.lookahead_policy import Policy
+from protocol.draft_plan import MAX_BEHIND_WHEN_READY, Facts, Task, Waiting
+from protocol.lookahead_policy import Policy, PolicyView
 from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Features, Proposal
 from protocol.session_state import Commit, SessionPhase
@@ -29,7 +32,11 @@ class DraftSession(DrafterSession):
         catches_up: whether the drafter is to read, during a rest, what the target has committed.
         was_prompt_cached: whether the target had the whole prompt cached, and so has no features of it.
         begins_with_rest: whether it begins with a rest, in which its prompt is not read; None until that is decided.
+        task: the next job for it, as of the last look; None for none until something changes.
         node: the node to draft after next, as of the last look.
+        part: its part in the draft steps under way; None between them.
+        goes_alone: whether its next draft step is its own, because one that it shared has failed.
+        since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `task` arose.
     """
 
     def __init__(self, shared: Session, context_length: int | None, policy: Policy) -> None:
@@ -41,9 +48,18 @@ class DraftSession(DrafterSession):
         self.only_copies = False
         self.was_prompt_cached = False
         self.begins_with_rest: bool | None = None
+        self.task: Task | None = None
         self.node: Node | None = None
+        self.part: DraftPart | None = None
+        self.goes_alone = False
+        self.since = self.num_read_before = 0
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
+
+    def waits(self, num_read: int) -> Waiting:
+        """What it waits for, given the tokens that the drafter has read so far. `task` must not be None."""
+        assert self.task is not None
+        return Waiting(self.task, self.since, num_read - self.num_read_before, self.goes_alone)
 
     def take_features(self, features: Features | None) -> None:
         """Take the target's features, if a message had some."""
@@ -177,6 +193,13 @@ class DraftSession(DrafterSession):
     def calibrated(self, guess: Guess) -> Guess:
         """A guess with the confidence that the calibration gives it."""
         return self.policy.drafted(guess) if isinstance(self.policy, AutoPolicy) else guess
+
+    def view(self, now_s: float, queue_slack_s: float = 0.0, *, may_draft: bool = True) -> PolicyView:
+        """See `DrafterSession.view`."""
+        view = super().view(now_s, queue_slack_s, may_draft=may_draft)
+        if (part := self.part) is None:
+            return view
+        return attrs.evolve(view, drafting_node=part.node, drafting_until_s=part.expected_end_s)
 
     def num_to_feed(self, node: Node) -> int:
         return len(self.cached_tokens.plan(self.state.committed, self.tree.path(node)).feed)

@@ -1,23 +1,20 @@
-"""The base classes of the drafters: their loop, proposals, rests, and leaving a session to the target.
+"""The base classes of the drafters: copies, proposals, rests, and leaving a session to the target.
 
-A drafter takes messages in as they come, and answers at once if it can. Its loop finds out what each session that has
-changed needs, decides on the next job (`protocol.draft_plan`), and has it done. All waiting is in one place.
+A drafter takes messages in as they come, and answers at once if it can.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeVar
 
 from actors.actor import Actor, ActorSession, Mailbox
-from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.copying import MAX_MATCH, CopySearch
-from protocol.draft_plan import Standing, Task, Waiting, next_job
+from protocol.draft_plan import Standing
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
@@ -26,7 +23,6 @@ from protocol.open_options import WorkAhead
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD, Settings
-from protocol.trace import Event
 
 logger = logging.getLogger("outrider")
 
@@ -54,13 +50,9 @@ class DrafterSession(ActorSession):
         tree: the guesses that continue the committed text.
         standing: whether the target waits for its proposals.
         is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-        task: the next job for it, as of the last look; None for none until something changes.
         num_rested: rounds of the last rest.
         num_idle_rounds: rounds in a row in which the target judged no copied token.
         verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
-        part: its part in the draft steps under way; None between them.
-        goes_alone: whether its next draft step is its own, because one that it shared has failed.
-        since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `task` arose.
     """
 
     def __init__(self, shared: Session, policy: Policy, *, has_model: bool) -> None:
@@ -71,18 +63,11 @@ class DrafterSession(ActorSession):
         self.search = self._new_search() if self.copies else None
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.standing = Standing.NEW
-        self.is_leaving = self.goes_alone = False
-        self.task: Task | None = None
-        self.since = self.num_read_before = self.num_rested = self.num_idle_rounds = 0
+        self.is_leaving = False
+        self.num_rested = self.num_idle_rounds = 0
         self.verdict_due_s = 0.0
-        self.part: DraftPart | None = None
         self._copied: list[Guess] = []  # after the root
         self._is_copying = False
-
-    def waits(self, num_read: int) -> Waiting:
-        """What it waits for, given the tokens that the drafter has read so far. `task` must not be None."""
-        assert self.task is not None
-        return Waiting(self.task, self.since, num_read - self.num_read_before, self.goes_alone)
 
     @property
     def is_ready(self) -> bool:
@@ -192,7 +177,7 @@ class DrafterSession(ActorSession):
 
     def view(self, now_s: float, queue_slack_s: float = 0.0, *, may_draft: bool = True) -> PolicyView:
         """What the policy may look at now; with `may_draft` False, only what has been drafted by now counts."""
-        part, is_verifying = self.part, self.state.phase is SessionPhase.VERIFYING
+        is_verifying = self.state.phase is SessionPhase.VERIFYING
         return PolicyView(
             self.tree,
             self.max_proposal,
@@ -200,10 +185,8 @@ class DrafterSession(ActorSession):
             self.can_continue if may_draft else lambda _: False,
             self.num_to_feed,
             now_s,
-            self.verdict_due_s if is_verifying else None,
-            None if part is None else part.node,
-            0.0 if part is None else part.expected_end_s,
-            queue_slack_s,
+            verdict_due_s=self.verdict_due_s if is_verifying else None,
+            queue_slack_s=queue_slack_s,
         )
 
     def proposal(self, nodes: list[Node]) -> Proposal:
@@ -236,107 +219,14 @@ class Drafter(Actor[S]):
     max_rest_rounds: ClassVar[int]
     _target: Mailbox
 
-    def __init__(self, on_event: Callable[[Event], None], prices: Prices, clock: Callable[[], float]) -> None:
-        super().__init__(on_event, prices, clock)
-        self._running: dict[S, None] = {}  # the sessions of the running job
-        self._num_jobs = self._num_read = 0
-
-    # --- the loop ---------------------------------------------------------------------------------
-
-    async def _turn(self) -> None:
-        if job := self._next_job():
-            await self._work(*job)
-        else:
-            await self._wait()
-
     def _forget(self, session: S) -> None:
         super()._forget(session)
         session.count_copying(False)
-
-    def _look_at(self, session: S) -> None:
-        super()._look_at(session)
-        if self._running:
-            # The running job may be about to go on for other sessions, or may hang.
-            self._take_in()
-            if session.task is not None or (session in self._running and session.has_left):
-                self._is_waited_for()
-
-    def _is_waited_for(self) -> None:
-        """Called when a session waits for the end of the running job."""
-
-    def _take_in(self) -> None:
-        """Find the next tasks of the sessions that have changed, except for those in the running job."""
-        waiting = [session for session in self._changed if session not in self._running]
-        for session in waiting:
-            del self._changed[session]
-        for session in waiting:
-            if session.id not in self._sessions:
-                continue
-            try:
-                task = Task.CLOSE if session.has_left else None if session.is_leaving else self._next_task(session)
-            except Exception as error:  # of any kind: it costs speed, never text
-                self._give_up(session, error)
-                task = Task.CLOSE if session.has_left else None
-            if session.task is None:
-                session.since, session.num_read_before = self._num_jobs, self._num_read
-            session.task = task
-
-    def _next_job(self) -> tuple[Task, list[S]] | None:
-        # Whether to draft depends on the time, which has passed since the last look.
-        self._changed.update((session, None) for session in self._sessions.values() if session.task is Task.DRAFT)
-        while self._changed:  # a session that is looked at may change others
-            self._take_in()
-        waiting = [session for session in self._sessions.values() if session.task is not None]
-        chosen = [waiting[index] for index in next_job([each.waits(self._num_read) for each in waiting], *self._limits)]
-        if not chosen or (task := chosen[0].task) is None:
-            return None
-        return task, chosen
-
-    async def _work(self, task: Task, sessions: Sequence[S]) -> None:
-        """Do a job, and have its sessions looked at again."""
-        if not task.is_brief:
-            self._num_jobs += 1
-        num_cached = len(sessions[0].cached_tokens)
-        self._running.update(dict.fromkeys(sessions))
-        for session in sessions:
-            session.task = None
-        try:
-            if task is Task.DRAFT:
-                await self._draft(sessions)
-            elif task is Task.CLOSE:
-                await self._let_go(sessions[0])
-            else:
-                await self._prepare(sessions[0], task)
-                if not task.is_brief:
-                    self._num_read += max(0, len(sessions[0].cached_tokens) - num_cached)
-        except Exception as error:  # of any kind: it costs speed, never text
-            for session in list(self._running):
-                self._give_up(session, error)
-        finally:
-            self._running.clear()
-            self._changed.update(dict.fromkeys(sessions))
 
     async def _let_go(self, session: S) -> None:
         """End the work on a session."""
         if session.id in self._sessions:
             self._forget(session)
-
-    @abstractmethod
-    def _next_task(self, session: S) -> Task | None:
-        """The next job for a session that has not been left, after all that needs no job. Never waits."""
-
-    async def _prepare(self, session: S, task: Task) -> None:
-        """Open a session's cache, or read some of its text."""
-
-    async def _draft(self, sessions: Sequence[S]) -> None:
-        """Draft for sessions."""
-
-    @property
-    def _limits(self) -> tuple[int, int]:
-        """Most sessions in the next draft step, and the tokens that may be read while it waits; see `next_job`."""
-        return 1, 1
-
-    # --- sessions ---------------------------------------------------------------------------------
 
     def _hand_over(self, message: Message) -> None:
         session = self._sessions.get(message.session)

@@ -8,7 +8,7 @@ from actors.actor import Mailbox
 from actors.drafters.drafter import Drafter, DrafterSession, MakePolicy, policy_by_settings
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy
-from protocol.draft_plan import Standing, Task
+from protocol.draft_plan import Standing
 from protocol.errors import ProtocolError
 from protocol.messages import Due, Message, Overdue, Ready, Rested, Verdict
 from protocol.prices import Prices
@@ -52,13 +52,25 @@ class LookupActor(Drafter[DrafterSession]):
             policy.only_copies = True
         return DrafterSession(shared, policy, has_model=False)
 
-    def _next_task(self, session: DrafterSession) -> Task | None:
-        if not session.is_ready:
-            session.standing = Standing.READY
+    async def _turn(self) -> None:
+        if not self._changed:
+            await self._wait()
+        while self._changed:
+            session = next(iter(self._changed))
+            del self._changed[session]
+            if not (session.has_left or session.is_ready):
+                self._begin(session)
+            if session.has_left:
+                await self._let_go(session)
+
+    def _begin(self, session: DrafterSession) -> None:
+        session.standing = Standing.READY
+        self._target.send_nowait(Ready(session.id))
+        try:
             session.copy()
-            self._target.send_nowait(Ready(session.id))
             self._answer(session)
-        return None
+        except Exception as error:  # of any kind: it costs speed, never text
+            self._give_up(session, error)
 
     def _receive(self, session: DrafterSession, message: Message) -> None:
         match message:

@@ -46,7 +46,7 @@ NEAR = tuple(tuple(0.6 * p + 0.4 * q for p, q in zip(*rows, strict=True)) for ro
 # Of a trained drafter that reads more than one hidden state of its own.
 STALE = tuple(tuple(0.2 * p + 0.8 * q for p, q in zip(*rows, strict=True)) for rows in zip(TARGET, DRAFT, strict=True))
 DEEPEST = 4
-NUM_TOKENS = 1000
+NUM_TOKENS = 1500
 
 Allows = Callable[[PolicyView, Node], bool]
 
@@ -283,7 +283,7 @@ def test_under_match_a_seeds_text_hangs_on_no_policy() -> None:
 @pytest.mark.slow
 def test_neighbours_with_their_own_draws_leave_shared_texts_alone() -> None:
     """What a neighbour drew decides when passes begin, how wide they are, and what is left out of a proposal."""
-    num_tokens = NUM_TOKENS // 2
+    num_tokens = 2 * NUM_TOKENS // 3
     neighbours = [Hostile(admits=goes_by_the_token, dice=random.Random(n)) for n in range(2)]
     free = iter(neighbours)
 
