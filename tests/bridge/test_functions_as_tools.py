@@ -1,4 +1,4 @@
-"""Conversations that call Python functions, on asyncio and in plain threads: where, and how that ends."""
+"""Conversations that call Python functions: where, and how that ends."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def results_in(conversation: runtime.aio.Conversation | runtime.sync.Conversatio
 
 @on_every_face
 async def test_functions_are_called_and_the_model_goes_on_with_their_results(open: Any) -> None:
-    is_async = open is runtime.aio.open
+    is_async = open is not runtime.open_sync
     tools = [where, where_wrapped, *([where_async] if is_async else ()), fails]
     asked = "".join(call_of(tool.__name__) for tool in tools[:-1]) + call_of("fails", '{"city": "Oslo"}')
     async with within(open(*calling_pair())) as rt:
