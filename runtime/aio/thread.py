@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import outcome
 import trio
@@ -16,10 +16,8 @@ import trio
 from protocol.errors import RuntimeClosedError, WrongEventLoopError
 from runtime.aio import asyncio_loop
 from runtime.bridge.portal import Future, TrioThread
+from runtime.engine.runtime import Runtime
 from runtime.generation.feeding import feed
-
-if TYPE_CHECKING:
-    from runtime.engine.runtime import Runtime
 
 T = TypeVar("T")
 

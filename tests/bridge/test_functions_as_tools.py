@@ -7,6 +7,8 @@ import io
 import threading
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
 from calling_models import calling_pair, calling_tokenizer
 from chat_models import says
@@ -30,7 +32,7 @@ def where() -> str:
 
 async def where_async() -> list[str]:
     """The name of the thread, in a list."""
-    await asyncio.sleep(0)
+    await anyio.lowlevel.checkpoint()
     return [threading.current_thread().name]
 
 
