@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 from protocol.argument_aliases import MISSING
 from protocol.errors import WrongEventLoopError
 from protocol.reprs import shown
-from runtime.bridge.opener import make_opener
 
 if TYPE_CHECKING:
     from runtime.bridge.conversation import Conversation
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "open"]
 
-# The modules of names that are imported when they are used, or before that in trio's thread.
+# The modules of names that are imported when they are used.
 _HOMES = {
     "Completions": "runtime.bridge.streams",
     "Conversation": "runtime.bridge.conversation",
@@ -87,23 +86,27 @@ class Opening:
             await self._runtime.aclose()
 
     async def _opened(self) -> Runtime:
-        open_runtime = make_opener(self._target, self._draft, self._options)
-        await _import_in_thread("runtime.aio.thread")
+        await _import_in_thread()
         from runtime.aio.thread import AioThread
+        from runtime.bridge.runtime import Runtime, opened
 
-        thread = AioThread(open_runtime)
-        trio_runtime = await thread.start()
-        # The trio thread has imported these by now, with the models' libraries that they need.
-        from runtime.bridge.portal import Portal
-        from runtime.bridge.runtime import Runtime
-
-        return Runtime(Portal(thread, trio_runtime))
+        return Runtime(await opened(AioThread, self._target, self._draft, self._options))
 
 
-async def _import_in_thread(module: str) -> None:
-    """Import a module without blocking the loop. Raises: as `asyncio_loop`."""
+async def _import_in_thread() -> None:
+    """Import the handles and the models' libraries without blocking the loop. Raises: as `asyncio_loop`."""
+
+    def import_handles() -> None:
+        from actors.workers.thread_pool import release_streams
+
+        try:
+            import_module("runtime.aio.thread")
+            import_module("runtime.bridge.runtime")
+        finally:
+            release_streams()
+
     executor = ThreadPoolExecutor(1, "outrider-import")
-    imported = asyncio_loop().run_in_executor(executor, import_module, module)
+    imported = asyncio_loop().run_in_executor(executor, import_handles)
     try:
         await imported
     finally:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import math
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import outcome
 import trio
@@ -15,10 +16,8 @@ import trio
 from protocol.errors import RuntimeClosedError, WrongEventLoopError
 from runtime.aio import asyncio_loop
 from runtime.bridge.portal import Future, TrioThread
+from runtime.engine.runtime import Runtime
 from runtime.generation.feeding import feed
-
-if TYPE_CHECKING:
-    from runtime.engine.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -80,8 +79,8 @@ class AioThread(TrioThread):
 
 
 class LoopTask(Generic[T]):
-    """A task of an asyncio loop that advances an async iterator, one item for each request of the trio thread, and
-    closes it at its end. It begins with the first request.
+    """A task of an asyncio loop that advances an async iterator, one item for each request of trio's thread, and closes
+    it at its end. It begins with the first request.
     """
 
     _running: ClassVar[set[asyncio.Task[bool]]] = set()  # a loop refers to its tasks only weakly
@@ -89,42 +88,33 @@ class LoopTask(Generic[T]):
     def __init__(self, loop: asyncio.AbstractEventLoop, items: AsyncIterator[T], context: contextvars.Context) -> None:
         self._loop, self._items, self._context = loop, items, context
         self._trio_token = trio.lowlevel.current_trio_token()
-        self._arrived: outcome.Outcome[T] | None = None
-        self._has_arrived = trio.Event()
+        # Items, and then the iterator's error, or None for its end.
+        self._arrive, self._arrived = trio.open_memory_channel[outcome.Outcome[T] | None](math.inf)
         self._task: asyncio.Task[bool] | None = None
         self._requested = asyncio.Event()
         self._is_waiting = False  # for a request
         self._is_closed = False
-        self._last: tuple[outcome.Outcome[T] | None] | None = None  # what was sent when the task ended
 
-    # --- in the trio thread -----------------------------------------------------------------------
+    # --- in trio's thread -------------------------------------------------------------------------
 
     async def request(self) -> outcome.Outcome[T] | None:
         """The next item, or the iterator's error; None if there are no more. Raises: RuntimeClosedError: no loop."""
-        self._has_arrived, self._arrived = trio.Event(), None
         try:
             self._loop.call_soon_threadsafe(self._begin_or_go_on)
         except RuntimeError:
             raise RuntimeClosedError("the asyncio loop of the prompts is closed") from None
-        await self._has_arrived.wait()
-        return self._arrived
+        return await self._arrived.receive()
 
     def close(self) -> None:
         """End the task soon."""
         with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._close)
 
-    def _arrive(self, arrived: outcome.Outcome[T] | None) -> None:
-        self._arrived = arrived
-        self._has_arrived.set()
-
     # --- in the loop ------------------------------------------------------------------------------
 
     def _begin_or_go_on(self) -> None:
         self._requested.set()
-        if self._last is not None:
-            self._send(*self._last)  # it has ended without a request, as with a timeout of the iterator's own
-        elif self._task is None:
+        if self._task is None:
             taking = feed(self._items, self._next_request, self._give, asyncio.CancelledError)
             self._task = self._loop.create_task(taking, context=self._context)
             self._running.add(self._task)
@@ -144,7 +134,7 @@ class LoopTask(Generic[T]):
 
     def _send(self, arrived: outcome.Outcome[T] | None) -> None:
         with suppress(trio.RunFinishedError):
-            self._trio_token.run_sync_soon(self._arrive, arrived)
+            self._trio_token.run_sync_soon(self._arrive.send_nowait, arrived)
 
     def _close(self) -> None:
         self._is_closed = True
@@ -156,17 +146,16 @@ class LoopTask(Generic[T]):
     def _end(self, task: asyncio.Task[bool]) -> None:
         self._running.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is None and not task.cancelled():
-            self._last = (None,)
-        elif isinstance(error, Exception):
-            self._last = (outcome.Error(error),)
-        else:
-            cancelled = RuntimeClosedError("the asyncio loop has cancelled the iteration over the prompts")
-            self._last = (outcome.Error(cancelled),)
         if self._is_closed and error is not None:
             what = "an async iterable of prompts raised an error while it was closed"
             self._loop.call_exception_handler({"message": what, "exception": error, "task": task})
-        self._send(*self._last)
+        if error is None and not task.cancelled():
+            self._send(None)
+        elif isinstance(error, Exception):
+            self._send(outcome.Error(error))
+        else:
+            cancelled = RuntimeClosedError("the asyncio loop has cancelled the iteration over the prompts")
+            self._send(outcome.Error(cancelled))
 
 
 async def items_of_loop(

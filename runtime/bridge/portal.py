@@ -7,22 +7,19 @@ callers, and neither event loop has to handle the other's signals or shutdown.
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import outcome
 import trio
 
+from actors.workers.thread_pool import release_streams
 from protocol.errors import RuntimeClosedError
 from runtime.engine.nursery import BackgroundNursery
-
-if TYPE_CHECKING:
-    from runtime.engine.runtime import Runtime
+from runtime.engine.runtime import CLOSED, Runtime
 
 T = TypeVar("T")
 
@@ -190,8 +187,7 @@ class TrioThread(ABC):
 
     def _run(self) -> None:
         self._outcome = outcome.capture(trio.run, self._main)
-        if "mlx.core" in sys.modules:  # it may have been imported in this thread
-            import_module("actors.workers.thread_pool").release_streams()
+        release_streams()
         # In this order: a caller that waits for the start then finds that the thread has ended.
         self.resolve(self._ended)
         self.resolve(self._started)
@@ -248,7 +244,7 @@ class Call(Generic[T]):
         try:
             thread.run_soon(self._start)
         except trio.RunFinishedError:
-            raise closed_error() from None
+            raise RuntimeClosedError(CLOSED) from None
 
     async def result(self) -> T:
         """Wait, and return the value. Raises: the error. An interruption leaves the function running."""
@@ -276,7 +272,7 @@ class Call(Generic[T]):
                     self._thread.nursery.start_soon(self._run, started)
                     return
                 started.close()
-                self.error = closed_error()
+                self.error = RuntimeClosedError(CLOSED)
             else:
                 self.value = started
         self._thread.resolve(self.done)
@@ -347,10 +343,3 @@ class Portal:
         """Raises: WrongEventLoopError: this is not the caller's event loop; otherwise as `Runtime.check_open`."""
         self.thread.check_caller()
         self.runtime.check_open()
-
-
-def closed_error() -> RuntimeClosedError:
-    """The error of a call after the runtime was closed."""
-    from runtime.engine.runtime import CLOSED  # here, because it imports the models' libraries
-
-    return RuntimeClosedError(CLOSED)

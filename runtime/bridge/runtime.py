@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial, wraps
 from typing import Any, Concatenate, Never, ParamSpec, TypeVar, Unpack, cast
 
+import mlx.core as mx
+from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.argument_aliases import MISSING
@@ -13,9 +16,9 @@ from protocol.settings import SettingsLike, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from protocol.statistics import Statistics
 from runtime.bridge.conversation import Conversation
-from runtime.bridge.opener import evaluate_on_this_thread
-from runtime.bridge.portal import Portal
+from runtime.bridge.portal import Portal, TrioThread
 from runtime.bridge.streams import Completions, TokenStream
+from runtime.engine import opening
 from runtime.engine.runtime import Health
 from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.conversation import turn_settings
@@ -38,6 +41,26 @@ from runtime.loading.model_sources import Source
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+OpenRuntime = Callable[[], AbstractAsyncContextManager[TrioRuntime]]
+
+
+async def opened(
+    make_thread: Callable[[OpenRuntime], TrioThread], target: Source, draft: Source | None, options: dict[str, Any]
+) -> Portal:
+    """Open a runtime in a trio thread. Args, Raises: as `runtime.open`."""
+    evaluate_on_this_thread(target)
+    evaluate_on_this_thread(draft)
+    thread = make_thread(partial(opening.open, target, draft, **options))
+    return Portal(thread, await thread.start())
+
+
+def evaluate_on_this_thread(source: Source | None) -> None:
+    """Evaluate a model that is given as `(model, tokenizer)`: only the thread that made a lazy array can."""
+    # `open` raises ModelError for anything that is no model.
+    if isinstance(source, tuple) and source and isinstance(source[0], Module):
+        mx.eval(source[0])
 
 
 def in_trio(

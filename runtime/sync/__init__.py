@@ -19,8 +19,7 @@ import trio
 from protocol.argument_aliases import MISSING
 from protocol.errors import WrongEventLoopError
 from protocol.settings import SettingsLike, settings_from, with_overrides
-from runtime.bridge.opener import make_opener
-from runtime.bridge.portal import Portal
+from runtime.bridge.runtime import opened
 from runtime.engine.opening import OPTIONS, OpenArguments, OpenArgumentsAndSettings
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion
@@ -47,9 +46,7 @@ def open_sync(target: Source = MISSING, draft: Source | None = None, **options: 
     Interrupting: a Ctrl-C while loading is raised after the load, once the models are released.
     """
     check_no_event_loop("open_sync")
-    open_runtime = make_opener(target, draft, dict(options))
-    thread = SyncThread(open_runtime)
-    return Runtime(Portal(thread, run_blocking(thread.start())))
+    return Runtime(run_blocking(opened(SyncThread, target, draft, dict(options))))
 
 
 def generate_sync(

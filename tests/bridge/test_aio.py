@@ -36,7 +36,7 @@ from polling import until_in_asyncio
 from scripted import read_into
 
 import runtime
-from protocol.trace import Event, Instant, Span
+from protocol.trace import Event, Span
 from runtime.bridge.portal import TrioThread
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
@@ -127,59 +127,6 @@ class Trace:
         spans = [event for event in list(self.events) if isinstance(event, Span)]
         ours = [[(s.actor, s.session) for s in spans if s.kind == kind] for kind in ("open", "close")]
         return sorted(ours[0]) == sorted(ours[1])
-
-
-def test_many_streams_at_once_have_each_their_own_text_and_places_are_kept(run: Run) -> None:
-    prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
-    trace = Trace()
-
-    async def main() -> None:
-        async with opened(max_streams=2, trace=trace) as rt:
-            streams = [rt.stream(prompt, max_tokens=12) for prompt in prompts]
-            await streams[-1].opened()
-            assert (rt.num_streams, rt.num_waiting) == (2, 3)
-
-            async def read(stream: runtime.aio.TokenStream) -> list[int]:
-                return [token.id async for token in stream]
-
-            texts = await asyncio.gather(*map(read, streams))
-            assert texts == [text(12, prompt) for prompt in prompts]
-
-    run(main)
-    # Streams begin in the order of the calls.
-    began = [e.session for e in trace.events if isinstance(e, Instant) and (e.actor, e.kind) == ("target", "open")]
-    assert began == sorted(began) == list(range(5))
-
-
-# --- errors ---------------------------------------------------------------------------------------
-
-
-def test_an_error_in_the_body_passes_as_it_is(run: Run) -> None:
-    error = ValueError("the body's own")
-
-    async def main() -> None:
-        async with opened() as rt:
-            async for _ in rt.stream(PROMPT, **LONG):
-                raise error
-
-    with pytest.raises(ValueError, match="the body's own") as raised:
-        run(main)
-    assert raised.value is error
-
-
-@in_asyncio
-async def test_a_stream_has_one_consumer() -> None:
-    held = BlockingModel(target())
-    async with opened(held) as rt:
-        held.block()
-        stream = rt.stream(PROMPT, **LONG)
-        assert stream.statistics().generated_tokens == 0  # its prompt was not checked yet
-        first = asyncio.create_task(anext(stream))
-        await held.blocked_in_asyncio()
-        with pytest.raises(runtime.StreamBusyError):
-            await anext(stream)
-        held.release()
-        assert (await first).id == text(1)[0]
 
 
 # --- which loop -----------------------------------------------------------------------------------
@@ -281,59 +228,7 @@ async def by_an_anyio_scope(rt: runtime.aio.Runtime, due: Awaitable[None]) -> No
         group.cancel_scope.cancel()
 
 
-async def by_aclose(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
-    stream = rt.stream(PROMPT, **LONG)
-    await due
-    await stream.aclose()
-    await stream.aclose()
-    with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
-        await anext(stream)
-
-
-async def by_aclose_while_another_task_waits(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
-    stream = rt.stream(PROMPT, **LONG)
-
-    async def read() -> None:
-        with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
-            async for _ in stream:
-                pass
-
-    task = asyncio.create_task(read())
-    await due
-    await stream.aclose()
-    await task
-
-
-async def by_leaving(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
-    async with rt.stream(PROMPT, **LONG):
-        await due
-
-
-async def by_dropping(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
-    stream = rt.stream(PROMPT, **LONG)
-    await due
-    with pytest.warns(ResourceWarning, match="dropped unread"):
-        del stream
-    collect_garbage()
-
-
-async def by_breaking_out(rt: runtime.aio.Runtime, due: Awaitable[None]) -> None:
-    async for _ in rt.stream(PROMPT, **LONG):
-        await due
-        break
-
-
-WAYS = [
-    by_cancelling_the_task,
-    by_cancelling_a_completion,
-    by_timeout,
-    by_an_anyio_scope,
-    by_aclose,
-    by_aclose_while_another_task_waits,
-    by_leaving,
-    by_dropping,
-    by_breaking_out,
-]
+WAYS = [by_cancelling_the_task, by_cancelling_a_completion, by_timeout, by_an_anyio_scope]
 
 
 @on_both_loops
@@ -341,10 +236,8 @@ WAYS = [
 @in_asyncio
 async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(when: str) -> None:
     trace, held = Trace(), BlockingModel(target())
-    # During prefill no token was given yet, so there is no loop body to break out of.
-    ways = [way for way in WAYS if when == "decode" or way is not by_breaking_out]
     async with opened(held, trace=trace, prefix_cache_bytes=0) as rt:
-        for number, way in enumerate(ways):
+        for number, way in enumerate(WAYS):
             session = 2 * number  # behind each comes the next text
             with released_on_exit(held):
                 # The prompt has four chunks.
@@ -376,36 +269,6 @@ async def test_a_stream_that_waits_for_a_place_can_be_cancelled() -> None:
             held.release()
             assert [token.id async for token in first] == text(12)
             assert {event.session for event in trace.events} <= {None, 0}
-
-
-# --- leaving --------------------------------------------------------------------------------------
-
-
-@on_both_loops
-@in_asyncio
-async def test_leaving_tells_who_waits_and_what_was_committed_can_still_be_read() -> None:
-    held = BlockingModel(target())
-    async with opened(held) as rt:
-        unread = rt.stream(PROMPT, **LONG)
-        await unread.opened()
-        read = rt.stream(PROMPT, **LONG)
-        for _ in range(5):
-            await anext(read)
-        held.block()  # or these could have their tokens before the runtime is left
-        waiting = asyncio.create_task(anext(rt.stream(prompt_of(401), prefill_step_size=1)))
-        waiting_for_many = asyncio.ensure_future(anext(rt.generate_many([prompt_of(401)], prefill_step_size=1)))
-        await held.blocked_in_asyncio()
-        await turns()
-        held.release()
-    for stream, first in ((unread, 0), (read, 5)):
-        got: list[int] = []
-        with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed"):
-            await read_into(got, stream)
-        assert got == text(100)[first : first + len(got)]
-    with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed"):
-        await waiting
-    with pytest.raises(runtime.RuntimeClosedError):
-        await waiting_for_many
 
 
 @on_both_loops

@@ -1,8 +1,14 @@
-"""What a runtime does alike on asyncio and in plain threads, with real threads and tiny real models."""
+"""What a runtime does alike in trio, on asyncio and in plain threads, with real threads and tiny real models.
+
+To show that a call returns at once, a model blocks in the middle of a forward pass until after the call: a call that
+waited for the model would hang.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +16,10 @@ import chat_models
 import mlx.core as mx
 import pytest
 import trio
+from blocking_models import BlockingModel, released_on_exit
 from completions import ids
-from faces import all_of, got, next_of, on_every_face, within
+from faces import Face, all_of, closed, got, next_of, on_every_face, within
+from garbage import collect_garbage
 from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Wrapped, llama, prompt_of, save
 
@@ -113,8 +121,6 @@ async def test_bad_input_is_an_error_before_any_model_work(open: Any) -> None:
                     raise AssertionError("should not be reached")
         with pytest.raises(runtime.PromptError, match="tokenizer"):
             await got(rt.conversation().generate("hello"))
-        with pytest.raises(runtime.SettingsError, match="max_tokens"):
-            rt.conversation(max_tokens=0)
         for prompts, settings, complaint in (
             ([PROMPT, []], {}, r"prompts\[1\].*empty"),
             ("one", {}, "sequence of prompts"),
@@ -125,6 +131,9 @@ async def test_bad_input_is_an_error_before_any_model_work(open: Any) -> None:
         assert passes(events) == []
         await the_next_text_is_right(rt)
         assert passes(events) != []
+    async with talking(open) as rt:
+        with pytest.raises(runtime.SettingsError, match="max_tokens"):
+            rt.conversation(max_tokens=0)
 
 
 @on_every_face
@@ -138,7 +147,8 @@ async def test_an_error_in_opening_comes_out_as_itself(open: Any, tmp_path: Path
         (tmp_path, {}, runtime.ModelError, "config.json"),
     ):
         with pytest.raises(kind, match=complaint) as raised:
-            await got(open(given, **options))
+            async with within(open(given, **options)):
+                raise AssertionError("should not be reached")
         assert (raised.value.__cause__ is not None) == (given is tmp_path)
 
 
@@ -161,6 +171,161 @@ async def test_a_target_that_fails_ends_every_stream_with_its_error_as_the_cause
             assert isinstance(raised.value.__cause__, RuntimeError)
         with pytest.raises(runtime.RuntimeBrokenError):
             rt.stream(PROMPT)
+
+
+def target_passes(events: list[Event]) -> list[Event]:
+    return [event for event in passes(events) if event.actor == "target"]
+
+
+# --- ways to end a stream -------------------------------------------------------------------------
+
+Way = Callable[[Face, Callable[[], Any], Callable[[], Awaitable[None]]], Awaitable[None]]
+
+
+async def by_closing(face: Face, begin: Callable[[], Any], due: Callable[[], Awaitable[None]]) -> None:
+    stream = begin()
+    await due()
+    await closed(stream)
+    await closed(stream)
+    with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+        await next_of(stream)
+
+
+async def by_closing_while_another_waits(
+    face: Face, begin: Callable[[], Any], due: Callable[[], Awaitable[None]]
+) -> None:
+    stream = begin()
+    waiting = face.start(partial(all_of, stream))
+    await due()
+    await closed(stream)
+    with pytest.raises(runtime.RuntimeClosedError, match="this stream was closed"):
+        await face.result(waiting)
+
+
+async def by_leaving(face: Face, begin: Callable[[], Any], due: Callable[[], Awaitable[None]]) -> None:
+    async with within(begin()):
+        await due()
+
+
+async def by_dropping(face: Face, begin: Callable[[], Any], due: Callable[[], Awaitable[None]]) -> None:
+    stream = begin()
+    await due()
+    with pytest.warns(ResourceWarning, match="dropped unread"):
+        del stream
+
+
+async def by_breaking_out(face: Face, begin: Callable[[], Any], due: Callable[[], Awaitable[None]]) -> None:
+    stream = begin()
+    await next_of(stream)
+    await due()
+
+
+async def by_raising(face: Face, begin: Callable[[], Any], due: Callable[[], Awaitable[None]]) -> None:
+    error = ValueError("the consumer's own")
+
+    async def read() -> None:
+        async with within(begin()) as stream:
+            await next_of(stream)
+            await due()
+            raise error
+
+    with pytest.raises(ValueError, match="the consumer's own") as raised:
+        await read()
+    assert raised.value is error
+
+
+WAYS: list[Way] = [by_closing, by_closing_while_another_waits, by_leaving, by_dropping, by_breaking_out, by_raising]
+WAYS_AFTER_A_TOKEN = (by_breaking_out, by_raising)
+
+
+@on_every_face
+async def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other(face: Face) -> None:
+    held, events = BlockingModel(target()), list[Event]()
+    async with opened(face.open, held, trace=events.append, prefix_cache_bytes=0) as rt:
+        for after in (1, 6):  # in the middle of the prompt, and past it
+            for way in WAYS if after == 6 else [way for way in WAYS if way not in WAYS_AFTER_A_TOKEN]:
+                with released_on_exit(held):
+                    events.clear()
+                    held.block(after=after)
+                    await way(face, partial(rt.stream, PROMPT, **LONG), partial(face.until, held.is_blocked))
+                    await face.until(lambda: rt.num_streams == 0)
+                    before = target_passes(events)
+                    held.release()
+                    collect_garbage()
+                    await the_next_text_is_right(rt)
+                    session = before[0].session
+                    ours = [event for event in target_passes(events) if event.session == session]
+                    # At most the running one: one job of the target may make two forward passes.
+                    assert len(ours) <= len(before) + 1, way
+
+
+@on_every_face
+async def test_a_stream_has_one_consumer(face: Face) -> None:
+    held = BlockingModel(target())
+    async with opened(face.open, held) as rt:
+        with released_on_exit(held):
+            held.block()
+            stream = rt.stream(PROMPT, max_tokens=12)
+            assert stream.statistics().generated_tokens == 0
+            waiting = face.start(partial(all_of, stream))
+            await face.until(held.is_blocked)
+            await face.until(lambda: is_being_read(stream))
+            with pytest.raises(runtime.StreamBusyError, match=r"another (task|thread) is waiting"):
+                await next_of(stream)
+            held.release()
+            assert [token.id for token in await face.result(waiting)] == text(12)
+
+
+def is_being_read(stream: Any) -> bool:
+    if isinstance(stream, runtime.TokenStream):
+        return stream._is_waiting
+    return getattr(stream, "_handle", stream)._in_use.locked()
+
+
+@on_every_face
+async def test_several_streams_at_once_have_each_their_own_text(face: Face) -> None:
+    async with opened(face.open, max_streams=2) as rt:
+        tasks = [face.start(partial(read_ids, rt, prompt)) for prompt in PROMPTS]
+        found = [await face.result(task) for task in tasks]
+        assert found == [text(12, prompt) for prompt in PROMPTS]
+        assert rt.statistics().generated_tokens == 12 * len(PROMPTS)
+
+
+async def read_ids(rt: Any, prompt: Any) -> list[int]:
+    return [token.id for token in await all_of(rt.stream(prompt, max_tokens=12))]
+
+
+async def read_into(found: list[int], stream: Any) -> None:
+    while True:
+        found.append((await next_of(stream)).id)
+
+
+@on_every_face
+async def test_leaving_tells_whoever_waits_and_what_was_committed_can_still_be_read(face: Face) -> None:
+    held = BlockingModel(target())
+    async with opened(face.open, held) as rt:
+        with released_on_exit(held):
+            unread = rt.stream(PROMPT, **LONG)
+            read = rt.stream(PROMPT, **LONG)
+            for _ in range(5):
+                await next_of(read)
+            held.block()
+            waiting = face.start(partial(read_ids, rt, prompt_of(401)))
+            await face.until(held.is_blocked)
+            closing = face.start(partial(closed, rt))
+            held.release()
+            await face.result(closing)
+    for stream, first in ((unread, 0), (read, 5)):
+        found: list[int] = []
+        with pytest.raises(runtime.RuntimeClosedError, match="runtime was closed"):
+            await read_into(found, stream)
+        assert found == text(100)[first : first + len(found)]
+    with pytest.raises(runtime.RuntimeClosedError, match="runtime was closed"):
+        await face.result(waiting)
+    await closed(rt)
+    for use in (rt.stream, rt.generate, lambda prompt: rt.generate_many([prompt])):
+        with pytest.raises(runtime.RuntimeClosedError, match="open another"):
+            await got(use(PROMPT))
 
 
 # --- many prompts ---------------------------------------------------------------------------------

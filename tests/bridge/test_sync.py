@@ -11,8 +11,6 @@ import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,7 +21,6 @@ from blocking_models import BlockingModel, released_on_exit
 from completions import ids
 from garbage import collect_garbage
 from greedy_pair import PROMPT, drafter, target, text
-from models import prompt_of
 from our_threads import outrider_threads
 
 import runtime
@@ -67,36 +64,6 @@ def press_ctrl_c() -> None:
 # --- threads --------------------------------------------------------------------------------------
 
 
-def test_several_threads_stream_at_once_over_one_handle() -> None:
-    prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(6)]
-    all_begun = threading.Barrier(len(prompts))
-
-    with opened() as rt, ThreadPoolExecutor(len(prompts)) as pool:
-
-        def read(prompt: tuple[int, ...]) -> list[int]:
-            stream = rt.stream(prompt, max_tokens=16)
-            first = next(stream)
-            all_begun.wait()
-            return [first.id, *(token.id for token in stream)]
-
-        assert list(pool.map(read, prompts)) == [text(16, prompt) for prompt in prompts]
-        assert rt.statistics().generated_tokens == 6 * 16
-
-
-def test_a_stream_has_one_consumer() -> None:
-    held = BlockingModel(target())
-    with opened(held) as rt, released_on_exit(held), ThreadPoolExecutor(1) as pool:
-        held.block()
-        stream = rt.stream(PROMPT, **LONG)
-        waiting = pool.submit(lambda: [next(stream).id for _ in range(40)])
-        while not stream._handle._in_use.locked():
-            pass  # until that thread waits: no token comes before `release`
-        with pytest.raises(runtime.StreamBusyError, match="another thread"):
-            next(stream)
-        held.release()
-        assert waiting.result() == text(40)
-
-
 def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it() -> None:
     rt = opened()
     stream = rt.stream(PROMPT, max_tokens=12, **SETTINGS)
@@ -111,106 +78,6 @@ def test_a_handle_that_nobody_holds_closes_itself_and_a_stream_holds_it() -> Non
         # The other threads belong to a pool, and stay idle. The timeout only keeps a failing test from hanging.
         if thread.name == "outrider-trio":
             thread.join(60)
-
-
-def test_leaving_tells_whoever_waits_and_closing_twice_is_closing_once() -> None:
-    held = BlockingModel(target())
-    with ThreadPoolExecutor(2) as pool:
-        with opened(held) as rt, released_on_exit(held):
-            held.block(after=3)
-            waiting = pool.submit(lambda: list(rt.stream(PROMPT, **LONG)))
-            held.wait_blocked()
-            closing = pool.submit(rt.close)
-        closing.result()
-        with pytest.raises(runtime.RuntimeClosedError, match="runtime was closed"):
-            waiting.result()
-    assert outrider_threads() == []
-    rt.close()
-    calls = (rt.stream, rt.generate, lambda prompt: rt.generate_many([prompt]))
-    for call in calls:
-        with pytest.raises(runtime.RuntimeClosedError, match="open another"):
-            call(PROMPT)
-    assert rt.statistics().prompt_tokens == len(PROMPT)
-
-
-# --- ways to end a stream -------------------------------------------------------------------------
-
-Way = Callable[[Callable[[], Any], Callable[[], None]], None]
-
-
-def by_close(begin: Callable[[], Any], due: Callable[[], None]) -> None:
-    stream = begin()
-    due()
-    stream.close()
-    stream.close()
-    with pytest.raises(runtime.RuntimeClosedError, match="stream was closed"):
-        next(stream)
-
-
-def by_close_while_another_thread_waits(begin: Callable[[], Any], due: Callable[[], None]) -> None:
-    stream = begin()
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(lambda: list(stream))
-        due()
-        stream.close()
-        with pytest.raises(runtime.RuntimeClosedError, match="stream was closed"):
-            waiting.result()
-
-
-def by_leaving(begin: Callable[[], Any], due: Callable[[], None]) -> None:
-    with begin():
-        due()
-
-
-def by_dropping(begin: Callable[[], Any], due: Callable[[], None]) -> None:
-    stream = begin()
-    due()
-    with pytest.warns(ResourceWarning, match="dropped unread"):
-        del stream
-    collect_garbage()
-
-
-def by_breaking_out(begin: Callable[[], Any], due: Callable[[], None]) -> None:
-    for _ in begin():
-        due()
-        break
-
-
-def by_raising(begin: Callable[[], Any], due: Callable[[], None]) -> None:
-    def read() -> None:
-        for _ in begin():
-            due()
-            raise ValueError("the consumer's own")
-
-    with pytest.raises(ValueError, match="the consumer's own"):
-        read()
-
-
-WAYS: list[Way] = [
-    by_close,
-    by_close_while_another_thread_waits,
-    by_leaving,
-    by_dropping,
-    by_breaking_out,
-    by_raising,
-]
-
-
-def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other() -> None:
-    held, passes = BlockingModel(target()), Passes()
-    with opened(held, trace=passes, prefix_cache_bytes=0) as rt, released_on_exit(held):
-        for way in WAYS:
-            passes.num_of.clear()
-            held.block(after=6)  # past the prompt
-            way(partial(rt.stream, PROMPT, **LONG), held.wait_blocked)
-            while rt.num_streams > 0:
-                pass  # until the trio thread has ended the session
-            session, num_passes = min(passes.num_of.items())
-            held.release()
-            collect_garbage()
-            the_next_text_is_right(rt)
-            # At most the running one: one job of the target may make two forward passes.
-            assert passes.num_of[session] <= num_passes + 1, way
 
 
 # --- Ctrl-C ---------------------------------------------------------------------------------------

@@ -273,34 +273,6 @@ def layer_classes(model: nn.Module) -> list[type]:
     return [type(layer) for layer in model.layers]
 
 
-async def test_leaving_with_streams_half_read_ends_them_and_leaves_nothing() -> None:
-    trigger = Trigger()
-    async with runtime.open(*pair(), trace=trigger) as rt:
-        streams = [rt.stream(PROMPT, max_tokens=400) for _ in range(3)]
-        for stream in streams:
-            await anext(stream)
-    nothing_is_left(trigger)
-    for stream in streams:
-        with pytest.raises(runtime.RuntimeClosedError, match=r"runtime was closed.*runtime\.open"):
-            async for _ in stream:
-                pass
-
-
-async def test_an_error_in_the_body_passes_as_it_is() -> None:
-    trigger = Trigger()
-    error = ValueError("the body's own")
-
-    async def body() -> None:
-        async with runtime.open(*pair(), trace=trigger) as rt:
-            async for _ in rt.stream(PROMPT, max_tokens=400):
-                raise error
-
-    with pytest.raises(ValueError, match="the body's own") as raised:
-        await body()
-    assert raised.value is error
-    nothing_is_left(trigger)
-
-
 async def test_a_trace_function_that_raises_costs_nothing_but_the_trace(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[Event] = []
 

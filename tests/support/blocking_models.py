@@ -31,6 +31,9 @@ class BlockingModel(Wrapped):
         self._when_blocked = when_blocked
         self._num_passes_left = after
 
+    def is_blocked(self) -> bool:
+        return self._is_blocked.is_set()
+
     def wait_blocked(self) -> None:
         self._is_blocked.wait()
 

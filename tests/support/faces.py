@@ -1,4 +1,4 @@
-"""Tests of what a runtime does alike on asyncio, on uvloop and in plain threads; some also in trio."""
+"""The faces of the runtime: in trio, on asyncio and uvloop, and in plain threads; for tests of what they do alike."""
 
 from __future__ import annotations
 
@@ -7,39 +7,132 @@ import contextlib
 import functools
 import inspect
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import outcome
 import pytest
+import trio
 import uvloop
 from our_threads import outrider_threads
+from polling import until_in_asyncio, until_in_trio
 from sweeps import sweep
 
 import runtime
 
-LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+Test = Callable[..., Coroutine[Any, Any, Any]]
 
 
-def on_every_face(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Any]:
-    """Run an async test of `open` with each face, and check that no thread is left.
+class TrioFace:
+    """Trio. Tests wait with `until`, and have other tasks or threads run with `start` and `result`."""
+
+    open = staticmethod(runtime.open)
+
+    def run(self, test: Test) -> None:
+        async def main() -> None:
+            async with trio.open_nursery() as self._nursery:
+                await test()
+
+        trio.run(main)
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        await until_in_trio(holds)
+
+    def start(self, function: Test) -> Any:
+        outcomes: list[outcome.Outcome[Any]] = []
+
+        async def run() -> None:
+            outcomes.append(await outcome.acapture(function))
+
+        self._nursery.start_soon(run)
+        return outcomes
+
+    async def result(self, task: Any) -> Any:
+        await self.until(lambda: bool(task))
+        return task[0].unwrap()
+
+
+class AsyncioFace:
+    """Asyncio, or uvloop."""
+
+    open = staticmethod(runtime.aio.open)
+
+    def __init__(self, loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+        self._loop_factory = loop_factory
+
+    def run(self, test: Test) -> None:
+        with asyncio.Runner(loop_factory=self._loop_factory) as runner:
+            runner.run(test())
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        await until_in_asyncio(holds)
+
+    def start(self, function: Test) -> Any:
+        return asyncio.ensure_future(function())
+
+    async def result(self, task: Any) -> Any:
+        return await task
+
+
+class ThreadsFace:
+    """Plain threads: coroutines of tests never wait, so each runs to its end at once."""
+
+    open = staticmethod(runtime.open_sync)
+
+    def run(self, test: Test) -> Any:
+        with pytest.raises(StopIteration) as raised:
+            test().send(None)
+        return raised.value.value
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            pass
+
+    def start(self, function: Test) -> Future[Any]:
+        pool = ThreadPoolExecutor(1)
+        task = pool.submit(self._run_to_end, function)
+        pool.shutdown(wait=False)
+        return task
+
+    async def result(self, task: Future[Any]) -> Any:
+        return task.result()
+
+    def _run_to_end(self, function: Test) -> Any:
+        try:
+            function().send(None)
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("a coroutine has waited in a plain thread")
+
+
+Face = TrioFace | AsyncioFace | ThreadsFace
+FACES: dict[str, Callable[[], Face]] = {
+    "trio": TrioFace,
+    "asyncio": lambda: AsyncioFace(asyncio.new_event_loop),
+    "threads": ThreadsFace,
+    "uvloop": lambda: AsyncioFace(uvloop.new_event_loop),
+}
+
+
+def on_every_face(test: Test) -> Callable[..., Any]:
+    """Run an async test of `open`, or of `face`, with each face, and check that no thread is left.
 
     It uses what waits, and is a coroutine only in an event loop, by the functions below.
     """
+    signature = inspect.signature(test)
+    takes = [name for name in ("open", "face") if name in signature.parameters]
 
-    def run(face: str, **given: Any) -> None:
-        if face in LOOPS:
-            with asyncio.Runner(loop_factory=LOOPS[face]) as runner:
-                runner.run(test(open=runtime.aio.open, **given))
-        else:
-            with pytest.raises(StopIteration):  # nothing waits
-                test(open=runtime.open_sync, **given).send(None)
+    def run(name: str, **given: Any) -> None:
+        face = FACES[name]()
+        ours = {"open": face.open, "face": face}
+        face.run(functools.partial(test, **{each: ours[each] for each in takes}, **given))
         assert outrider_threads() == []
 
     functools.update_wrapper(run, test)
-    signature = inspect.signature(test)
-    names = ["face", *(name for name in signature.parameters if name != "open")]
+    names = ["name", *(name for name in signature.parameters if name not in takes)]
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return sweep("face", ["asyncio", "threads", pytest.param("uvloop", marks=pytest.mark.slow)])(run)
+    return sweep("name", ["trio", "asyncio", "threads", pytest.param("uvloop", marks=pytest.mark.slow)])(run)
 
 
 async def got(result: Any) -> Any:
@@ -55,6 +148,11 @@ async def next_of(stream: Any) -> Any:
 async def all_of(stream: Any) -> list[Any]:
     """The items that are left."""
     return [item async for item in stream] if hasattr(stream, "__anext__") else list(stream)
+
+
+async def closed(thing: Any) -> None:
+    """Close a stream or a runtime."""
+    await got(thing.aclose() if hasattr(thing, "aclose") else thing.close())
 
 
 @contextlib.asynccontextmanager
