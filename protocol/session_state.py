@@ -257,33 +257,6 @@ class SessionState:
         self._begin_round(rested.round + 1)
         return True
 
-    def commit_own(self, token: int) -> Commit:
-        """Commit a token of the target's own, for which there is room, as `apply` does for a verdict without drafts.
-
-        The fast path of plain decoding, for a session that is UNDRAFTED, so that there is no drafter to tell.
-        """
-        start, phase = len(self.committed), self.phase
-        if phase is not SessionPhase.UNDRAFTED:
-            raise ProtocolError(f"session {self.opened.session} is {phase.value}, and cannot commit a token by itself")
-        finish_reason: FinishReason | None = None
-        stop_reason: int | None = None
-        if token in self.opened.stop_tokens:
-            finish_reason = "stop"
-            stop_reason = token if token in self.opened.settings.stop_tokens else None
-        elif start + 1 == self._max_committed:
-            finish_reason = "length"
-        commit = Commit(
-            self.opened.session,
-            self.round,
-            start,
-            (token,),
-            0,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-        )
-        self._commit(commit)
-        return commit
-
     def _commit(self, commit: Commit) -> None:
         self.committed += commit.tokens
         self.outstanding = None  # it was judged, or its drafter has left

@@ -500,22 +500,16 @@ class TargetActor(ModelActor[TargetSession]):
 
     def _commit(self, session: TargetSession, result: RowResult) -> Commit:
         """Commit the tokens of a round, and tell the drafter."""
-        state = session.state
+        state, verdict = session.state, session.verdict(result)
         is_drafted, proposal = state.phase is not SessionPhase.UNDRAFTED, state.outstanding
-        is_own = not (is_drafted or proposal or session.shared.find_stop or result.likelihoods)
-        if is_own and result.token is not None:
-            commit = state.commit_own(result.token)
-        else:
-            verdict = session.verdict(result)
-            applied = state.apply(verdict)
-            if applied is None:
-                raise ProtocolError(f"the target's own {verdict!r} was stale")
-            commit = applied
-            if is_drafted:
-                self.drafter.send_verdict(session, verdict, commit)
-                # Not while a late drafter still has tokens to propose: it may be late because of which tokens it drew.
-                if session.decodes_alone and not (proposal and proposal.tokens):
-                    self.drafter.leave_behind(session)
+        commit = state.apply(verdict)
+        if commit is None:
+            raise ProtocolError(f"the target's own {verdict!r} was stale")
+        if is_drafted:
+            self.drafter.send_verdict(session, verdict, commit)
+            # Not while a late drafter still has tokens to propose: it may be late because of which tokens it drew.
+            if session.decodes_alone and not (proposal and proposal.tokens):
+                self.drafter.leave_behind(session)
         self._note(session, "verdict", round=commit.round, num_tokens=commit.num_from_draft, commit=commit)
         return commit
 

@@ -379,7 +379,7 @@ def test_only_a_stop_token_of_the_user_is_a_reason(token, named, stop_reason):
 class TwoCopies(RuleBasedStateMachine):
     """The drafter's copy and the target's, over a channel that delays and duplicates messages.
 
-    At any time the target may stop waiting for the drafter and go on alone, also while a proposal is under way.
+    At any time the target may go on alone, also while a proposal is under way or has arrived.
 
     Messages in one direction arrive in the order in which they were sent, as over a memory channel, except a
     withdrawal, which may overtake others. A message that has arrived may arrive again, at any later time, any number of
@@ -454,9 +454,12 @@ class TwoCopies(RuleBasedStateMachine):
         assert self.drafter.phase is SessionPhase.RESTING
         self.to_target.append(message)
 
-    @precondition(lambda self: self.target.phase in (SessionPhase.PROPOSING, SessionPhase.RESTING))
+    @precondition(
+        lambda self: self.target.phase in (SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING)
+    )
     @rule(num_rounds=st.integers(1, 4))
-    def wait_no_longer(self, num_rounds):
+    def go_on_alone(self, num_rounds):
+        # It waits no longer for a proposal, or its pass over one has failed.
         message = Overdue(SESSION, max(self.target.round, self.target.rests_until) + num_rounds)
         assert self.target.rest(message)
         assert self.target.phase is SessionPhase.RESTING
@@ -650,24 +653,3 @@ def hear(of: SessionState, message: Proposal | Verdict | Rested) -> Commit | boo
 
 TestTwoCopies = TwoCopies.TestCase
 TestTwoCopies.settings = settings(deadline=None, derandomize=True, max_examples=70, stateful_step_count=40)
-
-
-@given(
-    tokens=st.lists(st.integers(0, 5), min_size=1, max_size=12),
-    bound=st.none() | st.integers(1, 12),
-    stops=st.frozensets(st.integers(0, 5), max_size=2),
-    named=st.booleans(),
-)
-@settings(deadline=None)
-def test_a_token_of_the_targets_own_is_committed_as_by_a_verdict_on_nothing(tokens, bound, stops, named):
-    settings = Settings(stop_tokens=tuple(sorted(stops)) if named else ())
-    about = opened(max_tokens=bound, stop_tokens=stops, drafted=False)
-    about = attrs.evolve(about, settings=attrs.evolve(settings, max_tokens=bound))
-    one, other = SessionState(about), SessionState(about)
-    for token in tokens:
-        if one.phase is SessionPhase.CLOSED:
-            with pytest.raises(ProtocolError, match="cannot commit a token by itself"):
-                one.commit_own(token)
-            break
-        assert one.commit_own(token) == other.apply(verdict(other, 0, token))
-        assert snapshot(one) == snapshot(other)
