@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeVar
 
 from actors.actor import Actor, ActorSession, Mailbox
+from actors.drafters.copy_search import CopySearch
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
-from protocol.copying import MAX_MATCH, CopySearch
+from protocol.copying import MAX_MATCH
 from protocol.draft_plan import Standing
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
