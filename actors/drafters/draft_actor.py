@@ -42,7 +42,7 @@ from protocol.trace import Event
 
 # Most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
 MAX_ROWS = 32
-# With at least this many texts, each begins with a rest in which its prompt is not read.
+# With at least this many sessions, each begins with a rest in which its prompt is not read.
 MANY_TEXTS = 4
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
@@ -221,14 +221,14 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                     return step
 
     def _begins_with_rest(self, session: DraftSession) -> bool:
-        """Whether a text begins with a rest, in which its prompt is not read: because drafting does not pay, or because
-        so many texts begin together that reading their prompts here would delay the first tokens of all.
+        """Whether a session begins with a rest, in which its prompt is not read: because drafting does not pay, or
+        because so many sessions begin together that reading their prompts here would delay the first tokens of all.
 
         Never for a drafter that reads features: those come with the prompt, and are read as they come.
         """
         if not isinstance(session.policy, AutoPolicy) or isinstance(self.model, TrainedDrafter):
             return False
-        # Of texts that begin together: the target has not counted them yet.
+        # The target has not counted sessions that begin together yet.
         num_texts = min(sum(not each.has_left for each in self._sessions.values()), self._steps.num_shared)
         self.prices.num_texts = max(self.prices.num_texts, num_texts)
         return self.prices.num_texts >= MANY_TEXTS or session.policy.should_rest()

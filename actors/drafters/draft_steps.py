@@ -233,7 +233,7 @@ class DraftSteps:
 
     @property
     def kind(self) -> Hashable | None:
-        """What texts must have in common to be drafted for together; None for one that is drafted for by itself."""
+        """What sessions must have in common to share array operations; None for one that shares none."""
         shared = self.shared
         settings, kind = shared.opened.settings, shared.logits_pipeline.kind
         if kind is None or settings.rule != "match" or isinstance(self.sequence, FeatureInput):
@@ -258,10 +258,10 @@ class DraftSteps:
 
 @attrs.frozen
 class LazyGuesses:
-    """Guesses at the next token of n texts, which may not be computed yet.
+    """Guesses at the next tokens of n sessions, which may not be computed yet.
 
     Attributes:
-        choices: (n,) the drafter's choice for each text.
+        choices: (n,) the drafter's choice for each session.
         confidences: (n,) its confidence in each.
         logit_check: of the draft model's own rows.
         probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule. n is 1.
@@ -284,7 +284,7 @@ class LazyGuesses:
         return [array for array in arrays if array is not None]
 
     def read(self) -> list[Guess]:
-        """The guess of each text. Reads arrays back, which should have been evaluated together before."""
+        """The guess of each session. Reads arrays back, which should have been evaluated together before."""
         tokens = cast(list[int], self.choices.tolist())
         confidences = list(map(_zero_if_nan, cast(list[float], self.confidences.tolist())))
         # Where processors have left no token, none is likely, whatever the drafter estimates.
@@ -307,10 +307,10 @@ def guesses_by_match(
 
 
 def guesses_together(steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]) -> LazyGuesses:
-    """Guesses for texts of one kind (`DraftSteps.kind`), as one set of array operations; each as for its text alone.
+    """Guesses for sessions of one kind (`DraftSteps.kind`), as one set of array operations; each as if it were alone.
 
     Args:
-        steps: of the texts.
+        steps: of the sessions.
         logits: (1, V) of the draft model after each.
         positions: of the tokens that come next.
     """

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, TypeVar
 
 from actors.actor import Actor, ActorSession, Mailbox
+from actors.drafters.copy_search import CopySearch
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
-from protocol.copying import MAX_MATCH, CopySearch
+from protocol.copying import MAX_MATCH
 from protocol.draft_plan import Standing
 from protocol.leaving import withdrawal
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
@@ -29,7 +30,7 @@ logger = logging.getLogger("outrider")
 # A drafter that only copies rests after this many rounds in a row without a copy. In a rest, the target goes on without
 # waiting for an answer, but the next proposal may come a little late.
 MAX_IDLE_ROUNDS = 8
-# A text counts as having something to copy if the first copied token is at least this likely.
+# A session counts as having something to copy if the first copied token is at least this likely.
 LIKELY = 0.5
 
 MakePolicy = Callable[[Settings, Prices], Policy]
@@ -132,7 +133,7 @@ class DrafterSession(ActorSession):
         before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
-            # A text that rests takes part in no pass over proposals.
+            # A session that rests takes part in no pass over proposals.
             is_awake = self.state.phase is not SessionPhase.RESTING
             self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
         else:
@@ -141,7 +142,7 @@ class DrafterSession(ActorSession):
             self.tree.copy(self._copied)
 
     def count_copying(self, is_copying: bool) -> None:
-        """Count the text among those with something to copy, or no longer; one of a fixed lookahead never counts."""
+        """Count the session among those with something to copy, or no longer; one of a fixed lookahead never counts."""
         if isinstance(self.policy, AutoPolicy):
             self.policy.prices.num_copying += is_copying - self._is_copying
             self._is_copying = is_copying
@@ -294,7 +295,7 @@ class Drafter(Actor[S]):
 
     @property
     def _max_idle_rounds(self) -> int:
-        """`MAX_IDLE_ROUNDS`, and fewer where several texts share passes: all of them wait for the one that is awake."""
+        """`MAX_IDLE_ROUNDS`, and fewer where several sessions share passes: all wait for the one that is awake."""
         return 2 * MAX_IDLE_ROUNDS // max(2, self.prices.num_texts)
 
     def _follow(self, session: S, message: Verdict | Rested) -> Commit | None:

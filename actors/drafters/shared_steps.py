@@ -1,6 +1,6 @@
-"""Draft steps of several texts on the draft model's thread: each step is one forward pass over all that take part.
+"""Draft steps of several sessions on the draft model's thread: each step is one forward pass over all that take part.
 
-A text takes part until its draft budget is spent, or it is interrupted; the others go on.
+A session takes part until its draft budget is spent, or it is interrupted; the others go on.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from protocol.trace import Share
 
 @attrs.define(eq=False)
 class DraftPart:
-    """One text's part in draft steps.
+    """One session's part in draft steps.
 
     Attributes:
-        session: of the text.
-        draft_steps: of the text.
+        session: its id.
+        draft_steps: the steps of this session.
         start: the input of the next step. Read and written on the worker's thread once the steps have begun.
         decided_in: the round of the session and its phase when the policy gave the draft budget.
         alone: whether it has its passes to itself, and its cache stays apart from those of others.
@@ -64,11 +64,11 @@ class DraftPart:
 
 @attrs.frozen
 class PartResult:
-    """The result of a step for one text.
+    """The result of a step for one session.
 
     Attributes:
-        part: of the text.
-        outcome: of the step, or the error that concerns this text alone.
+        part: of the session.
+        outcome: of the step, or the error that concerns this session alone.
         continues: whether it takes part in the next step, if there is one.
     """
 
@@ -84,16 +84,16 @@ class SharedSteps:
     """The draft steps of one draft model.
 
     Attributes:
-        num_shared: most texts in one step; 1 once it is known that texts of the model cannot share passes.
+        num_shared: most sessions in one step; 1 once it is known that the model's cached sequences cannot share passes.
     """
 
     def __init__(self, model: Model, max_batch: int) -> None:
-        """Of a model on its thread, for steps of at most `max_batch` texts, >= 1."""
+        """Of a model on its thread, for steps of at most `max_batch` sessions, >= 1."""
         self.num_shared = max_batch
         self._model = model
 
     def by_itself(self, part: DraftPart) -> Step[PartResults]:
-        """Draft one token for a text whose cache is its own."""
+        """Draft one token for a session whose cache is its own."""
         return self._of_one(part, part.draft_steps.begin(part.start))
 
     def _of_one(self, part: DraftPart, step: Step[Drafted]) -> Step[PartResults]:
@@ -103,7 +103,7 @@ class SharedSteps:
         return Step(results, lambda: self._of_one(part, next_call()), step.num_tokens)
 
     def together(self, parts: Sequence[DraftPart]) -> Step[PartResults]:
-        """Draft one token for each text.
+        """Draft one token for each session.
 
         Raises: whatever their pass raises.
         """
@@ -131,7 +131,7 @@ class SharedSteps:
         return Step(results, partial(self.together, going_on), sum(share.num_tokens for share in shares), shares)
 
     def _guesses(self, parts: Sequence[DraftPart]) -> dict[DraftPart, outcome.Outcome[Guess]]:
-        """Feed the texts in one pass, and read their guesses."""
+        """Feed the sessions' sequences in one pass, and read their guesses."""
         if not parts:
             return {}
         try:
@@ -144,7 +144,7 @@ class SharedSteps:
             mx.eval([lazy.value.arrays() for _, lazy in lazies if isinstance(lazy, outcome.Value)])
         except BaseException:
             # What is in the caches now is not known. Nobody has seen a token that was drawn from these logits, so when
-            # the texts draw again, it is as if for the first time.
+            # the sessions draw again, it is as if for the first time.
             self._model.abandon_shared()
             for part in parts:
                 part.draft_steps.sequence.forget()
@@ -154,8 +154,8 @@ class SharedSteps:
             guesses.update(zip(together, _read(together, lazy), strict=True))
         return guesses
 
-    def _can_share(self, num_texts: int) -> bool:
-        if num_texts > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
+    def _can_share(self, num_sessions: int) -> bool:
+        if num_sessions > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
             self.num_shared = 1
         return self.num_shared > 1
 
@@ -167,7 +167,7 @@ def _prepare(part: DraftPart) -> Drafted | None:
 def _lazies(
     parts: Sequence[DraftPart], logits: Sequence[mx.array]
 ) -> list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]]:
-    """The guesses of texts of one kind by one set of array operations, and those of others each by itself."""
+    """The guesses of sessions of one kind by one set of array operations, and those of others each by itself."""
     lazies: list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]] = []
     for kind, indices in by_kind([part.draft_steps.kind for part in parts]).items():
         together, rows = [parts[index] for index in indices], [logits[index] for index in indices]
@@ -181,8 +181,8 @@ def _lazies(
 
 
 def _read(parts: Sequence[DraftPart], found: outcome.Outcome[LazyGuesses]) -> Iterator[outcome.Outcome[Guess]]:
-    """The guess of each text, or the error that concerns it alone."""
-    if isinstance(found, outcome.Error):  # of a text by itself
+    """The guess of each session, or the error that concerns it alone."""
+    if isinstance(found, outcome.Error):  # of a session by itself
         yield found
         return
     lazy = found.unwrap()
@@ -196,5 +196,5 @@ def _conclude(part: DraftPart, guess: outcome.Outcome[Guess]) -> tuple[Drafted, 
 
 
 def num_rows(job: Job[Any]) -> int:
-    """Rows that a step computes: as many for each text as for the widest, because the others are padded."""
+    """Rows that a step computes: as many for each session as for the widest, because the others are padded."""
     return len(job.shares) * max(share.num_tokens for share in job.shares) if job.shares else job.num_tokens

@@ -67,6 +67,7 @@ class DraftingEnd:
         return decode(await self._link.receive())
 
     def answer(self, message: DrafterLoaded | DrafterNotLoaded) -> None:
+        """Tell the runtime whether the drafter is loaded."""
         self._link.send(encode(message))
 
     def warn(self, text: str) -> None:

@@ -94,11 +94,13 @@ class Sessions:
 
     @property
     def num_streams(self) -> int:
+        """Sessions that are at work for somebody."""
         # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
         return sum(not session.is_unwanted for session in list(self.by_id.values())) - self.num_waiting
 
     @property
     def num_waiting(self) -> int:
+        """Sessions that wait for admission."""
         return sum(not session.is_unwanted for session in list(self._waiting.values()))
 
     def counts(self) -> Counts:

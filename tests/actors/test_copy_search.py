@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
 
-from protocol.copying import MAX_MATCH, MAX_OCCURRENCES, Copied, CopySearch
+from actors.drafters.copy_search import MAX_OCCURRENCES, CopySearch
+from protocol.copying import MAX_MATCH, Copied
 
 deterministic = settings(deadline=None, derandomize=True, max_examples=80)
 
