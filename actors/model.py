@@ -166,7 +166,7 @@ class ReusableSequence(CachedSequence):
 
     @abstractmethod
     def reusable_length(self, num_common: int, num_read: int) -> int:
-        """How many tokens another text can reuse, with the same result as if they were fed anew: the largest length in
+        """How many tokens another text can reuse, with the same result as if they were fed again: the largest length in
         [0, num_common] that `reuse` can rewind to.
 
         Args:

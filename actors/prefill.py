@@ -71,7 +71,7 @@ async def prefill_chunk(
 
 
 def tokens_per_pass(setting: int | Literal["auto"], sequence: CachedSequence) -> int | Literal["auto"]:
-    """Tokens in a pass; "auto" if measured prices decide anew for each pass."""
+    """Tokens in a pass; "auto" if measured prices decide for each pass."""
     return FIXED_CHUNK_TOKENS if setting == "auto" and sequence.depends_on_passes else setting
 
 

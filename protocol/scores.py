@@ -80,10 +80,15 @@ class ScoredToken:
     top_logprobs: tuple[TopLogprob, ...] = ()
 
     def __repr__(self) -> str:
-        told: dict[str, Any] = {"id": self.id, "text": self.text, "logprob": self.logprob, "is_greedy": self.is_greedy}
+        shown: dict[str, Any] = {
+            "id": self.id,
+            "text": self.text,
+            "logprob": self.logprob,
+            "is_greedy": self.is_greedy,
+        }
         if self.top_logprobs:
-            told["top_logprobs"] = self.top_logprobs
-        return brief("ScoredToken", told)
+            shown["top_logprobs"] = self.top_logprobs
+        return brief("ScoredToken", shown)
 
 
 @attrs.frozen

@@ -363,8 +363,8 @@ class Settings:
     def __repr__(self) -> str:
         """The settings that differ from their defaults."""
         usual = {field.name: field.default for field in attrs.fields(Settings)} | {"logit_bias": {}}
-        told = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
-        return brief("Settings", told)
+        changed = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
+        return brief("Settings", changed)
 
     @property
     def rule(self) -> Literal["match", "rejection"]:

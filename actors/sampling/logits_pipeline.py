@@ -211,7 +211,7 @@ def _filters(settings: Settings) -> list[Filter]:
     return filters
 
 
-# mlx-lm's `apply_min_p` and `apply_xtc` are compiled anew for each value of their thresholds, which takes a second on a
+# mlx-lm's `apply_min_p` and `apply_xtc` are compiled for each value of their thresholds, which takes a second on a
 # CPU, and happens under a lock on Metal. These two are not compiled.
 
 

@@ -1,6 +1,6 @@
 """The training of an EAGLE-3 drafter, from its target's hidden states and logits of batches of text.
 
-Nothing of a batch is kept: the target computes each one anew, so that no hidden states are stored on disk.
+Nothing of a batch is kept: the target computes each one again, so that no hidden states are stored on disk.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class RequestValidation:
         """
         if tools is not None and isinstance(prompt, str):
             raise PromptError(
-                "tools are told to the model by its chat template, and this prompt is text; give chat messages, or the "
+                "the chat template describes tools to the model, and this prompt is text; give chat messages, or the "
                 "token ids of a prompt that has the tools"
             )
         context_length = self._model.context_length

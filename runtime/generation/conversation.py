@@ -312,7 +312,7 @@ class Conversation:
             self._prompt([{"role": "user", "content": "?"}])
         if self._thinking is not None and not (has_template and thinking_switch(self._tokenizer)):
             raise SettingsError(
-                f"thinking={self._thinking} cannot be told to this model: its tokenizer has no chat template with such "
+                f"thinking={self._thinking} has no effect on this model: its tokenizer has no chat template with such "
                 "a switch; leave it out"
             )
 

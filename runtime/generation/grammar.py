@@ -176,7 +176,7 @@ class Grammar:
 
     def save(self) -> _State | None:
         """The state after the last call. None, which begins a new text, if there was no call since the last `save`."""
-        # Each `save` of a stream but the first follows a call, so each stream begins anew.
+        # Each `save` of a stream but the first follows a call, so each stream begins with a new state.
         here = self._thread_state
         state = None if here.is_saved else here.state
         here.is_saved = True

@@ -59,7 +59,7 @@ class Token:
 
     def __repr__(self) -> str:
         usual = {field.name: field.default for field in attrs.fields(Token) if field.name != "deltas"}
-        told = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
+        changed = {name: getattr(self, name) for name, default in usual.items() if getattr(self, name) != default}
         if self.top_logprobs:
-            told["top_logprobs"] = told.pop("top_logprobs")  # the longest, which may be cut, at the end
-        return brief("Token", told)
+            changed["top_logprobs"] = changed.pop("top_logprobs")  # the longest, which may be cut, at the end
+        return brief("Token", changed)

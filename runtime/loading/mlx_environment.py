@@ -22,7 +22,7 @@ VALUES = {
     # encoder MLX raises "Cache thrashing", and the encoder stays broken (mlx #4326).
     "MLX_CUDA_GRAPH_CACHE_SIZE": "2000",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
-    # cuDNN's attention is planned anew for each number of cached tokens, unless one token is read: on an H100 every
+    # cuDNN's attention is planned again for each number of cached tokens, unless one token is read: on an H100 every
     # verify pass took 75 ms instead of 5. Without it, a chunk of a long prompt takes longer (60 ms instead of 19, for
     # 2,048 tokens after 14,000 in eight layers as wide as an 8B model's), but not the first time: a plan takes 70.
     "MLX_CUDA_USE_CUDNN_SDPA": "0",

@@ -23,18 +23,6 @@ _BLANK = "\u2581"  # in tokenizers in the way of SentencePiece
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def check_vocabularies(target: TokenizerWrapper, draft: TokenizerWrapper, remedy: str) -> None:
-    """Check that two tokenizers have the same token for each id.
-
-    Ids that only one of them has are harmless: the target never accepts an id that it does not know, and padding rows
-    at the end of an embedding have no token at all.
-
-    Raises: VocabularyMismatchError: an id that both have stands for different tokens, or they share no id.
-    """
-    if (difference := _difference(target, draft)) is not None:
-        raise VocabularyMismatchError(f"{difference}; {remedy}")
-
-
 def vocabulary_map(
     target: TokenizerWrapper, target_size: int, draft: TokenizerWrapper, draft_size: int
 ) -> VocabularyMap | None:

@@ -72,7 +72,7 @@ async def read(path: SessionFile) -> SavedSession:
     """Read a session, in another thread; see `session_file.read`. A cancellation strikes every few megabytes."""
     contents = await trio.to_thread.run_sync(session_file.read, path, trio.from_thread.check_cancelled)
     if "stream" in contents.content:  # of a version that saved these, too
-        raise SessionFileError(f"{named(path)} has a running stream, not a conversation; generate its text anew")
+        raise SessionFileError(f"{named(path)} has a running stream, not a conversation; generate it again")
     try:
         return _session(contents)
     except _Unexpected as error:
@@ -333,7 +333,7 @@ class SessionSaver:
                 f"{named(path)} was saved with its target on {was}, and here it is on {now}; load it on {was}"
             )
         present = await saved_sequence.identify(self.target)
-        remedy = "open that one as the target, or begin the conversation anew"
+        remedy = "open that one as the target, or begin a new conversation"
         check_model(path, "target", session.target.fingerprint, present, remedy)
         check_cache_options(path, session.cache_options, self._cache_options)
         if session.draft is None:
@@ -348,7 +348,7 @@ class SessionSaver:
         if any_draft and session.draft.fingerprint.difference(of_draft) is not None:
             logger.info("what another draft model had cached for session %s is left out", where)
             return attrs.evolve(session, draft=None)
-        remedy = "open that one as the draft, or load with any_draft=True to have this one read the text anew"
+        remedy = "open that one as the draft, or load with any_draft=True to have this one read the text again"
         check_model(path, "draft", session.draft.fingerprint, of_draft, remedy)
         return session
 

@@ -161,7 +161,7 @@ def test_a_cut_answer_is_said_to_be_and_more_continues_it(
     [
         (["--max-tokens", "0"], "--max-tokens must be"),
         (["--target", "/nowhere"], "does not exist"),
-        (["--target", "demo", "--thinking"], "thinking=True cannot be told"),
+        (["--target", "demo", "--thinking"], "thinking=True has no effect"),
     ],
 )
 def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, complaint: str, capfd: Any) -> None:

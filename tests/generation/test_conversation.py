@@ -240,7 +240,7 @@ async def test_what_is_wrong_is_said_as_the_conversation_is_made() -> None:
         ({"reuse_prefix": False}, runtime.SettingsError, "always reuses"),
         ({"system": ["You are brief."]}, runtime.PromptError, "system must be text"),
         ({"thinking": "yes"}, runtime.SettingsError, "thinking must be True, False"),
-        ({"thinking": False}, runtime.SettingsError, "thinking=False cannot be told"),
+        ({"thinking": False}, runtime.SettingsError, "thinking=False has no effect"),
     ]
     async with runtime.open(*pair()) as rt:
         for options, error, message in wrong:
@@ -287,7 +287,7 @@ async def test_without_a_chat_template_a_conversation_is_a_running_text() -> Non
             text += said + completion.text
         assert "".join(message["content"] for message in conversation.messages) == text
         assert completion.statistics.cached_tokens > 0
-        with pytest.raises(runtime.SettingsError, match="thinking=True cannot be told"):
+        with pytest.raises(runtime.SettingsError, match="thinking=True has no effect"):
             rt.conversation(thinking=True)
 
 

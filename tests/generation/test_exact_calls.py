@@ -22,7 +22,7 @@ def function(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-TEXT, ANY = {"type": "string"}, {}
+TEXT = {"type": "string"}
 TOOLS = [
     function("write", path=TEXT, content=TEXT),
     function("run", command=TEXT, flags={"type": "array"}, n={"type": "integer"}, yes={"type": "boolean"}),

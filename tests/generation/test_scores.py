@@ -205,8 +205,6 @@ async def test_texts_are_tokenised_as_one_and_split_as_the_harness_does() -> Non
 
 # --- errors ---------------------------------------------------------------------------------------
 
-CONTEXT = 512  # of the tiny models
-
 
 NOT_SCORED: list[tuple[Any, Any, type[Exception], str]] = [
     ([1, 2], [], runtime.PromptError, "as a continuation, the prompt is empty"),

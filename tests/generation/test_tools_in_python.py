@@ -94,7 +94,7 @@ async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
 
     async with runtime.open(*calling_pair()) as rt:
         for tools, says_what in (
-            ([bare], "the function 'bare' cannot be told to a model"),
+            ([bare], "the function 'bare' cannot be described to a model"),
             ("weather", "tools must be a list"),
             ([5], r"tools\[0\] must be a mapping"),
         ):
@@ -289,7 +289,7 @@ async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own() -
         prompts = [[USER], ([USER], {"tools": [clock], **speaks(hour)}), ([USER], {"tools": None, **speaks("dry")})]
         completions = await rt.generate_many(prompts, tools=[weather], **speaks(OSLO))
         assert [[call.name for call in each.tool_calls] for each in completions] == [["weather"], ["clock"], []]
-        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]: tools are told .* this prompt is text"):
+        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]: the chat template .* prompt is text"):
             rt.generate_many([[USER], "weather?"], tools=[weather])
         with pytest.raises(runtime.SettingsError, match=r"prompts\[0\]: tool_choice 'required' needs tools"):
             rt.generate_many([([USER], {"tool_choice": "required"})])

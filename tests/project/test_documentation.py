@@ -48,7 +48,6 @@ from runtime.loading.named_models import INSTALL
 ROOT = Path(__file__).parents[2]
 GUIDES = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *GUIDES]
-SETTINGS = attrs.fields_dict(runtime.Settings)
 STREAM = StreamArguments.__annotations__
 
 BLOCK = re.compile(r"(?:^<!-- (\w+: \w+) -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -129,7 +129,7 @@ class MessageReader:
             self._begin_call(header.recipient, text[begin:end])
             begin = end
         elif header.kind == "call":
-            # Of a tool that the model was not told of, such as those that it was trained with.
+            # Of a tool that was not offered to the model, such as those that it was trained with.
             is_reasoning = "<|channel|>analysis" in text[:end]
             self._give = self._give_reasoning if is_reasoning else self._give_content
             end = end if is_reasoning else begin

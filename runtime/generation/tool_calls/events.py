@@ -22,7 +22,7 @@ class ToolCall:
 
     Attributes:
         id: names the call in the message with its result.
-        name: of the function; the model may also name one that it was not told of.
+        name: of the function; the model may also name one that it was not offered.
         arguments: a JSON object, as text.
     """
 

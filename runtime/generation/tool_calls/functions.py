@@ -33,8 +33,8 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise SettingsError(
-            f"the function {name!r} cannot be told to a model: {error}; give each parameter a type, and describe the "
-            'function and each of them (section "Args:") in its docstring'
+            f"the function {name!r} cannot be described to a model: {error}; give each parameter a type, and describe "
+            'the function and each of them (section "Args:") in its docstring'
         ) from error
     schema["function"].pop("return", None)
     return schema

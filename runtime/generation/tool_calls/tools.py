@@ -28,7 +28,7 @@ class Tools:
         listed: in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
         choice: "auto": the model decides; "required": it must call one; a name: it must call that function.
         is_parallel: whether the answer may have more than one call.
-        allowed: the names of those that may be called; the model is told of all. None for all.
+        allowed: the names of those that may be called; all are described to the model. None for all.
     """
 
     listed: tuple[Mapping[str, Any], ...]
@@ -78,8 +78,8 @@ class StreamArguments(SettingsArguments, total=False):
     """The keyword arguments of `Runtime.stream`: settings, and tools.
 
     Attributes:
-        tools: functions that the model may call: Python functions, of which the model is told the signature and the
-            docstring; or in OpenAI's form. The stream calls none of them.
+        tools: functions that the model may call: Python functions, whose signature and docstring are described to the
+            model; or in OpenAI's form. The stream calls none of them.
         tool_choice: "auto", the default: the model decides; "required": it must call one; the name of one that it must
             call; "none": as without tools.
         parallel_tool_calls: whether there may be several calls in one answer; by default only with "auto". If a call is
