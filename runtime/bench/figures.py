@@ -61,7 +61,8 @@ def spread_cell(row: Row) -> str:
     """Median, minimum and maximum of a row; why there are none if it has none."""
     if row["median"] is None:
         return "–" if row["failure"] is None else "failed"
-    return f"{row['median']:.1f} ({row['low']:.0f}–{row['high']:.0f})"
+    form = ".0f" if row["median"] >= 10 else ".1f"
+    return f"{row['median']:.1f} ({row['low']:{form}}–{row['high']:{form}})"
 
 
 def same_cell(row: Row) -> str:

@@ -220,7 +220,8 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
     draft = models.draft
     pair = (lambda: (models.target, draft)) if arguments.shape is None else _shaped(arguments, models)
     benchmark, measure = _benchmark(arguments, models)
-    models.print_default()
+    if not arguments.overhead and arguments.shape is None:
+        models.print_default()
     models.use_device()
     outcome = CommandOutcome()
 

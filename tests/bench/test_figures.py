@@ -251,7 +251,7 @@ def test_streams_are_held_to_the_same_ones_in_other_ways() -> None:
     assert (at_once["tokens_per_round"], at_once["acceptance"], at_once["first_token"]) == (2.0, 0.5, 1.0)
     assert [row["same_texts"] for row in (one_by_one, batched)] == [4, 2]
     (_, table), *_ = measured.report(measured.result()).tables
-    assert table.rows[2] == ("2", "at once", "8.0 (8–8)", "2.67", "1.50", "0.50", "2.00", "1000 ms", "4/4")
+    assert table.rows[2] == ("2", "at once", "8.0 (8.0–8.0)", "2.67", "1.50", "0.50", "2.00", "1000 ms", "4/4")
 
 
 def test_one_stream_is_compared_with_generate_step_and_more_with_batches() -> None:

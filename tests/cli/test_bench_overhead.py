@@ -17,7 +17,7 @@ OURS = ["outrider plain", "outrider resting", "outrider lookahead 2"]
 def test_the_command_prints_a_row_for_each_way_and_number_of_streams(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["bench", "--overhead", "--streams", "1,3", "--max-tokens", "16", "--repeats", "1"]
     out, err = ran(capsys, *command)
-    assert err == ""
+    assert "the target is" not in err  # it has models of its own
     _, table, notes = out.split("\n\n", 2)
     names = [re.split(r" {2,}", line)[1] for line in table.splitlines()[2:]]
     assert names == ["mlx-lm generate_step", "mlx-lm BatchGenerator", *OURS, "mlx-lm BatchGenerator", *OURS]

@@ -32,6 +32,8 @@ from actors.mlx.model import MLXModel
 from actors.model import RewindMode
 from runtime.cli import main as cli
 from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
+from runtime.loading import named_models
+from runtime.loading.named_models import NamedModel
 from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, PassTime, medians, time_passes
 
 NUM_TIMES = 3
@@ -125,6 +127,15 @@ def test_a_model_alone_is_told_what_could_draft_for_it(capsys: pytest.CaptureFix
     conclusion = capsys.readouterr().out.partition("conclusion")[2]
     assert f"--draft {draft} (" in conclusion
     assert "--draft ngram" in conclusion
+
+
+def test_a_default_target_that_lookup_drafts_for_is_examined_alone(
+    capsys: pytest.CaptureFixture[str], target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = NamedModel("smollm2", Path(target), "ngram", "a chat model")
+    monkeypatch.setattr(named_models, "_smollm2", lambda: named)
+    assert cli.main(["doctor"]) == 0
+    assert list(sections(capsys.readouterr().out)) == ["target", "machine", "conclusion"]
 
 
 def test_options_of_caches_reach_the_model(capsys: pytest.CaptureFixture[str], target: str) -> None:
