@@ -79,7 +79,8 @@ class ActorSession:
         is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
         reading, awaits: its reading of its prompt, for which others may wait; another session's, for which it waits.
-        is_brought_back: whether what was stored of its prompt is in the prefix cache; None if that was not looked for.
+        is_disk_searched: whether the stored part of its prompt, if any, has been loaded into the prefix cache; None
+            before that has begun.
         prompt_features: the target's hidden states of the prompt, until they are handed on.
     """
 
@@ -95,7 +96,7 @@ class ActorSession:
         self.reading: PromptReading | None = None
         self.awaits: PromptReading | None = None
         self.read_prompt: ReadPrompt | None = None
-        self.is_brought_back: bool | None = None
+        self.is_disk_searched: bool | None = None
         self.prompt_features: Features | None = None
 
     @property
@@ -387,11 +388,11 @@ class ModelActor(Actor[S]):
             session.reading = PromptReading(prompt, self._prompt_readings)
         if self._unwanted(session):
             return False
-        if session.is_brought_back is None and (store := self.prefix_cache.store) is not None:
+        if session.is_disk_searched is None and (store := self.prefix_cache.store) is not None:
             assert self._nursery is not None
-            session.is_brought_back = False
+            session.is_disk_searched = False
             self._nursery.start_soon(self._bring_back, session, store)
-        return session.is_brought_back is not False
+        return session.is_disk_searched is not False
 
     def _prompt_was_read(self, session: S, read: ReadPrompt | None) -> None:
         session.awaits, session.read_prompt = None, read
@@ -405,7 +406,7 @@ class ModelActor(Actor[S]):
             await store.bring_back(opened.prompt[: opened.num_read + 1], beside_another=session.beside_another)
         except Exception as error:  # of any kind: it must not reach the other sessions
             self._fail(session, error)
-        session.is_brought_back = True
+        session.is_disk_searched = True
         self._look_at(session)
 
     async def _open_sequence(self, session: S) -> CachedSequence:

@@ -225,7 +225,7 @@ class Rested:
     """What the target has committed in some rounds of a rest: one message, instead of a verdict for each round.
 
     Attributes:
-        round: the last of these rounds; the first is the next one of which the drafter has not been told.
+        round: the last of these rounds; the first is the next one that was not reported to the drafter yet.
         start: absolute position of the first token.
         tokens: at least one a round.
     """
@@ -263,7 +263,7 @@ class Due:
     (A token that ends the text also ends the chain, so its proposal is ready earlier.)
 
     Attributes:
-        is_late: whether the drafter has taken too long. If so, the target decodes alone until it hears `Ready` again.
+        is_late: whether the drafter has taken too long. If so, the target decodes alone until the next `Ready`.
     """
 
     session: int = attrs.field(validator=ge(0))

@@ -63,15 +63,15 @@ class DrafterLink:
         """Tell the drafter of a verdict; of those in a rest, in one message shortly before it ends. Never waits."""
         state = session.state
         if verdict.features is None and state.phase is SessionPhase.RESTING:
-            session.untold += commit.tokens
+            session.unreported += commit.tokens
             if state.rests_until - state.round > TELL_BEFORE_END:
                 return
-            tokens, session.untold = session.untold, ()
+            tokens, session.unreported = session.unreported, ()
             self.send(Rested(session.id, commit.round, state.next_position - len(tokens), tokens))
             return
-        if session.untold:
+        if session.unreported:
             # These are from before this round, which ends the rest or the text.
-            tokens, session.untold = session.untold, ()
+            tokens, session.unreported = session.unreported, ()
             self.send(Rested(session.id, commit.round - 1, commit.start - len(tokens), tokens))
         self.send(verdict)
 

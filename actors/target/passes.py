@@ -32,6 +32,8 @@ from protocol.errors import ProcessorError
 from protocol.messages import Features, Likelihood, Open, Proposal
 from protocol.trace import Share
 
+NOTHING_FED = FeedPlan(0, ())
+
 
 @attrs.define(eq=False)
 class Row:
@@ -59,7 +61,7 @@ class Row:
     sequence: CachedSequence
     opened: Open
     logits_pipeline: LogitsPipeline
-    plan: FeedPlan = attrs.field(factory=lambda: FeedPlan(0, ()))
+    plan: FeedPlan = NOTHING_FED
     proposal: Proposal | None = None
     history: TokenHistory = NO_HISTORY
     settle: bool = False
@@ -157,7 +159,7 @@ class RowResult:
     num_accepted: int = 0
     token: int | None = None
     num_judged: int = 0
-    fed: FeedPlan = attrs.field(factory=lambda: FeedPlan(0, ()))
+    fed: FeedPlan = NOTHING_FED
     length: int = 0
     single_step: bool = False
     likelihoods: tuple[Likelihood, ...] = ()

@@ -30,7 +30,7 @@ from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Share
 
-Errand = Callable[[TargetSession], Awaitable[None]]
+BriefJob = Callable[[TargetSession], Awaitable[None]]
 
 
 @attrs.define(eq=False)
@@ -64,7 +64,7 @@ class TargetActor(ModelActor[TargetSession]):
 
     A session goes through these steps, each a job of the loop: open its cache, read its prompt, hand the read prompt to
     whoever waits for it, run the rounds, close the cache. Opening, handing on and closing take almost no time and are
-    done first (`_errands`). `protocol.pass_plan.next_pass` decides which pass is next.
+    done first (`_brief_jobs`). `protocol.pass_plan.next_pass` decides which pass is next.
 
     Attributes:
         drafter: the link to the drafter, which is missing until `DrafterLink.attach`.
@@ -107,7 +107,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._pass_began_s = 0.0  # when the last pass that was not plain was handed to the worker
         self._texts: dict[int, TargetSession] = {}  # whose rounds are run, by id
         self._reading = Reading(model, worker, self.chunk_size, max_batch)
-        self._errands: dict[TargetSession, Errand] = {}
+        self._brief_jobs: dict[TargetSession, BriefJob] = {}
         # A session whose prompt is read is in `_ready` if its next round can begin, in the order in which they became
         # ready, else in `_waiting`, for its drafter or consumer.
         self._ready: dict[TargetSession, Turn] = {}
@@ -137,9 +137,9 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _turn(self) -> None:
         self._take_in()
-        if self._errands:
-            session = next(iter(self._errands))
-            await self._run_errand(session, self._errands.pop(session))
+        if self._brief_jobs:
+            session = next(iter(self._brief_jobs))
+            await self._run_brief_job(session, self._brief_jobs.pop(session))
             return
         view, until_s = self._view()
         job, texts = next_pass(view), list(self._ready)
@@ -171,19 +171,19 @@ class TargetActor(ModelActor[TargetSession]):
 
     def _take_in_one(self, session: TargetSession) -> None:
         if session.has_ended:
-            self._errands[session] = self._let_go
+            self._brief_jobs[session] = self._let_go
         elif session.sequence is None:
             if self._may_open(session):
-                self._errands[session] = self._open
+                self._brief_jobs[session] = self._open
         elif session.id in self._texts:
             self._take_in_round(session)
         elif session.num_to_read > 0:
             self._reading.prompts.setdefault(session)
         elif not session.has_read_prompt:
-            self._errands[session] = self._end_prompt
+            self._brief_jobs[session] = self._end_prompt
         else:
             session.state.close(Close(session.id))
-            self._errands[session] = self._let_go
+            self._brief_jobs[session] = self._let_go
 
     def _take_in_round(self, session: TargetSession) -> None:
         if (turn := self._ready.get(session)) is not None:
@@ -206,7 +206,7 @@ class TargetActor(ModelActor[TargetSession]):
         if session.awaits_proposal_since_s is None:
             session.awaits_proposal_since_s = self.worker.clock()
             session.was_asked = False
-        # Computed anew each time, since it depends on whether the drafter is ready.
+        # Computed each time, since it depends on whether the drafter is ready.
         session.proposal_due_s = session.awaits_proposal_since_s + self.drafter.timeout_s(session)
 
     def _make_ready(self, session: TargetSession) -> None:
@@ -578,9 +578,9 @@ class TargetActor(ModelActor[TargetSession]):
 
     # --- before and after the rounds ----------------------------------------------------------------
 
-    async def _run_errand(self, session: TargetSession, errand: Errand) -> None:
+    async def _run_brief_job(self, session: TargetSession, job: BriefJob) -> None:
         try:
-            await errand(session)
+            await job(session)
         except Exception as error:  # of any kind: it ends this session, and the others go on
             self._end(session, error)
         self._look_at(session)
@@ -616,7 +616,7 @@ class TargetActor(ModelActor[TargetSession]):
             self.drafter.send(PromptFeatures(session.id, session.prompt_features))
 
     async def _let_go(self, session: TargetSession) -> None:
-        self._errands.pop(session, None)
+        self._brief_jobs.pop(session, None)
         self._reading.prompts.pop(session, None)
         self._waiting.pop(session, None)
         if self._ready.pop(session, None) is not None:

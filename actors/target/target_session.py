@@ -36,7 +36,7 @@ class TargetSession(ActorSession):
         was_hurried: whether it was asked because other texts wait.
         is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
         decodes_alone: whether the target goes on without the drafter until the drafter is ready.
-        untold: tokens that were committed in a rest, and that the drafter has not been told of.
+        unreported: tokens that were committed in a rest, and not sent to the drafter yet.
         round_began_s, busy_before_s: when the round began, and the worker's busy seconds by then.
         ended_s: when the last pass over proposals ended; None once the next round is ready.
         last_ready: the round that took part in it.
@@ -64,7 +64,7 @@ class TargetSession(ActorSession):
         self.was_asked = self.was_hurried = False
         self.is_drafter_ready = False
         self.decodes_alone = False
-        self.untold: tuple[int, ...] = ()
+        self.unreported: tuple[int, ...] = ()
         self.round_began_s = self.busy_before_s = 0.0
         self.ended_s: float | None = None
         self.last_ready = ReadyRound(1)
