@@ -43,7 +43,8 @@ def open(target: Source = MISSING, draft: Source | None = None, **options: Unpac
     """`runtime.open` for asyncio: load the models, and serve them until the runtime is closed.
 
     `async with runtime.aio.open(…) as rt` closes the runtime at the end of the block; `rt = await
-    runtime.aio.open(…)` leaves that to `await rt.aclose()`.
+    runtime.aio.open(…)` leaves that to `await rt.aclose()`, or to dropping the last reference to the runtime, its
+    streams and its conversations.
 
     Args: as for `runtime.open`. A model given as `(model, tokenizer)` is evaluated first, in the caller's thread: no
         other thread can evaluate its lazy arrays. A trace function is called in another thread.

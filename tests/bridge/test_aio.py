@@ -404,6 +404,18 @@ async def test_a_runtime_that_was_awaited_works_until_it_is_closed() -> None:
         assert outrider_threads() == []
 
 
+@in_asyncio
+async def test_a_runtime_that_nobody_holds_closes_itself_and_a_stream_holds_it() -> None:
+    rt = await opened()
+    stream = rt.stream(PROMPT, max_tokens=12)
+    del rt
+    collect_garbage()
+    assert [token.id async for token in stream] == text(12)
+    del stream
+    collect_garbage()
+    join_the_trio_thread()
+
+
 @on_both_loops
 @in_asyncio
 async def test_a_cancelled_closing_goes_on_to_the_end() -> None:
