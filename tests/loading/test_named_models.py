@@ -12,6 +12,7 @@ from command_line import ran
 
 import runtime
 from runtime.loading import named_models
+from runtime.loading.model_files import folder_of
 from runtime.loading.model_sources import check_source
 from runtime.loading.named_models import default_model, named_model
 
@@ -31,7 +32,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_demo_pair_has_a_name_in_programs_and_on_the_command_line(capfd: Any) -> None:
     assert check_source("target", "demo") == runtime.DEMO_TARGET
-    assert str(check_source("target", runtime.ModelSpec("demo", quantize=4))) == str(runtime.DEMO_TARGET)
+    spec = runtime.ModelSpec("demo", quantize=4)
+    assert str(check_source("target", spec)) == str(runtime.DEMO_TARGET)
+    assert folder_of("demo") == folder_of(spec) == runtime.DEMO_TARGET
+    assert folder_of(Path("demo")) is None
     named = ran(capfd, *ASKED, "--target", "demo", "--json")
     assert named.err == ""
     by_default = ran(capfd, *ASKED, "--json")
