@@ -31,9 +31,9 @@ class OpenOptions:
     """The arguments of `runtime.open`, checked as far as that is possible without the models.
 
     Attributes:
-        target: a path or hub id for `mlx_lm.load`; a `ModelSpec`, for a model with an adapter, a revision or other
-            options of `mlx_lm.load`; or a pair `(model, tokenizer)`. If the tokenizer is None, prompts are token ids
-            and texts stay empty.
+        target: a path or hub id for `mlx_lm.load`, or "smollm2" or "demo"; a `ModelSpec`, for a model with an adapter,
+            a revision or other options of `mlx_lm.load`; or a pair `(model, tokenizer)`. If the tokenizer is None,
+            prompts are token ids and texts stay empty.
         draft: likewise, also with another vocabulary; or the folder of a drafter that was trained for the target
             (EAGLE-3, Medusa, an MTP layer); or "mtp" for the MTP layer in the target's own files; or "auto" for one of
             these that is on this disk and fits the target (`runtime.suggest_draft`), or none, which is logged; or

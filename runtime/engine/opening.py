@@ -56,7 +56,7 @@ from runtime.engine.nursery import BackgroundNursery, interrupts_unwrapped
 from runtime.engine.runtime import CLOSED, Runtime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import TokenStream
-from runtime.loading.model_files import folder_of, sampling_defaults
+from runtime.loading.model_files import sampling_defaults
 from runtime.loading.model_sources import (
     Loaded,
     Source,
@@ -168,7 +168,7 @@ async def open(
         if given.max_streams == "auto":
             options["max_streams"] = AUTO_TURNS if max_batch == 1 else max(AUTO_TURNS, min(AUTO_STREAMS, max_batch))
         asks = given.generation_config == "auto"
-        sampling = sampling_defaults(folder_of(sources["target"])) if asks else {}
+        sampling = sampling_defaults(loaded.folder) if asks else {}
         options["defaults"] = {**sampling, **keywords_of(given.defaults, "defaults")}
         if has_model:
             await _time_models(at_target, at_draft, prices)

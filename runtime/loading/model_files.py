@@ -24,6 +24,7 @@ from protocol.reprs import excerpt, shown_path
 from protocol.settings import settings_from
 from runtime.loading.gguf.names import is_gguf, parts_of
 from runtime.loading.model_spec import ModelSpec
+from runtime.loading.named_models import named_model
 
 # Weights in other formats.
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.npz", "*.safetensors")
@@ -54,6 +55,8 @@ def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
     """
     if isinstance(source, tuple):
         return None
+    if (named := named_model(source.path if isinstance(source, ModelSpec) else source)) is not None:
+        return named.target
     path = Path(str(source)).expanduser()
     with suppress(OSError):  # such as a name that is too long for a path
         if path.is_dir() or (is_gguf(path) and path.is_file()):

