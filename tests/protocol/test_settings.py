@@ -140,7 +140,7 @@ def test_a_bad_option_of_open_is_refused_by_name_with_its_bound(name: str, value
         OpenOptions(**{"target": "/no/such/model", name: value})
     text = None if name in ("max_streams", "max_batch") else typed(options_of(OpenOptions)[name].form, value)
     if text is not None:
-        assert cli.main(["chat", f"{flag(name)}={text}"]) == 2
+        assert cli.main(["chat", f"{flag(name)}={text}", "--target", "demo"]) == 2
         assert capfd.readouterr().err.startswith(f"outrider: error: {flag(name)} must be ")
 
 
