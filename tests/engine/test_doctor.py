@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import socket
@@ -49,6 +50,7 @@ def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with nothing else to do."""
     monkeypatch.setattr(os, "getloadavg", lambda: (0.9, 0.9, 0.9))
+    monkeypatch.setattr("runtime.terminal.display.LOG_INTERVAL_S", math.inf)  # no progress of a slow one
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +88,7 @@ def assert_measured(passes: dict[int, PassTime]) -> None:
 
 @pytest.mark.slow
 def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
-    found = doctor(capsys)
+    found = doctor(capsys, "--target", "demo")
     assert list(found) == ["target", "draft", "pair", "machine", "conclusion"]
     for section, layers, symbol in (("target", 7, "T_v"), ("draft", 2, "T_d")):
         about = found[section]
