@@ -29,9 +29,13 @@ async def main() -> None:
             assert_type(completion.text, str)
     async with runtime.aio.open("target") as other:
         assert_type(await other.generate("Hello"), runtime.Completion)
+        async for _, found in other.generate_many(["Hello"], on_error="return"):
+            assert_type(found, runtime.Completion | Exception)
 
 
 with runtime.open_sync("target") as third:
+    assert_type(third.generate_many(["Hello"]), list[runtime.Completion])
+    assert_type(third.conversation("Be kind.").generate("Hello"), runtime.Completion)
     third.stream("Hello", max_tokens="8")  # wrong: not a number
 """
 WRONG = len(PROGRAM.splitlines())
