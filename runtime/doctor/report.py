@@ -234,7 +234,7 @@ async def _examine_drafter(
         if target.tokenizer is not None and target.model.num_ranks == 1:
             beginnings = [target.tokenizer.encode(text) for text in BEGINNINGS]
             rows += agreement_rows(target.model, beginnings, model, decode_s)
-        rows += _times_of(passes, "T_d", lambda width: "a draft step" if width == 1 else f"a refresh of {width}")
+        rows += _times_of(passes, "T_d", lambda width: "a draft step" if width == 1 else f"reading {width} tokens")
         return ExaminedDrafter(rows, passes)
 
     return await worker.run(Job("load", examine_here))

@@ -51,7 +51,7 @@ async def test_the_bundled_trained_drafter(monkeypatch: pytest.MonkeyPatch):
     assert rows["weights"].startswith("5.")
     assert " MB, " in rows["weights"]
     assert rows["a draft step"].startswith("T_d(1) = ")
-    assert rows["a refresh of 9"].startswith("T_d(9) = ")
+    assert rows["reading 9 tokens"].startswith("T_d(9) = ")
     agreed = {name: row for name, row in rows.items() if name.startswith("agrees")}
     shares = {name: int(row.removeprefix("with ").partition("%")[0]) for name, row in agreed.items()}
     assert list(shares) == [
