@@ -372,7 +372,6 @@ class TargetActor(ModelActor[TargetSession]):
         if planned:
             self._pass_began_s = self.worker.clock()
             await self._run(planned, ready_s)
-            self._exchange()
             for session, turn in self._ready.items():
                 if turn.since_s < self._pass_began_s and not turn.round.was_passed_over:
                     self._ready[session] = attrs.evolve(turn, round=attrs.evolve(turn.round, was_passed_over=True))
@@ -464,6 +463,10 @@ class TargetActor(ModelActor[TargetSession]):
             running.steps.interrupt()
         if goes_on:
             self._target_queue.begin_again(job.ended)
+        if not running.is_plain:
+            # Before the task that waits for the pass goes on: the drafter's loop may run first.
+            self._end_job(sessions)
+            self._exchange()
 
     def _apply(self, session: TargetSession, job: Job[Any], result: RowResult, *, is_plain: bool) -> bool:
         """Apply a session's result of a pass. Returns: whether another pass without drafts may follow at once."""
