@@ -17,7 +17,13 @@ class OutriderError(Exception):
 
 
 class SettingsError(OutriderError, ValueError):
-    """A setting or option is unknown, of the wrong type, or out of its range. Raised before any model work."""
+    """A setting or option is unknown, of the wrong type, or out of its range. Raised before any model work.
+
+    Attributes:
+        is_of_file: whether the option stands in a file, where it has its name in Python.
+    """
+
+    is_of_file = False
 
 
 class PromptError(OutriderError, ValueError):

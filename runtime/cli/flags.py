@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from protocol.argument_aliases import ALIASES, meant
-from protocol.errors import OutriderError
+from protocol.errors import OutriderError, SettingsError
 from protocol.open_options import OpenOptions
 from protocol.options import options_of
 from protocol.settings import Settings
@@ -68,6 +68,8 @@ _MENTIONS = _mentions()
 
 def in_flags(error: OutriderError) -> str:
     """The message of an error with flags where it names options: `--kv-bits 2` for `kv_bits=2`."""
+    if isinstance(error, SettingsError) and error.is_of_file:
+        return str(error)
 
     def spelled(mention: re.Match[str]) -> str:
         name, value = mention[1] or mention[2] or mention[4], mention[3]

@@ -92,7 +92,7 @@ class Operation:
             content = {"application/json": {"schema": _ref(self.response)}}
         described: dict[str, Any] = {"operationId": self.id, "summary": self.summary}
         if self.is_streamed:
-            content["text/event-stream"] = {"schema": {"type": "string"}}
+            content["text/event-stream"] = {"schema": {}}  # events of any form
             described["description"] = (
                 "With stream: true, the answer comes as server-sent events. Disconnecting cancels it."
             )

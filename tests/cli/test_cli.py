@@ -94,7 +94,7 @@ def test_a_text_keeps_to_the_json_schema_in_a_file(tmp_path, capfd):
     asked = ["x = json.dumps(", "--json-schema", str(tmp_path / "schema.json")]
     assert json_here(capfd, *asked) in ({"größe": 1}, {"größe": 2})
     # The text is cut off and no JSON.
-    cut_off = [*asked, "--max-tokens", "3"]
+    cut_off = [*asked, "--target", "demo", "--max-tokens", "3"]
     said = "outrider: error: the JSON is incomplete, cut off at 3 tokens; raise --max-tokens\n"
     assert run_here(capfd, *cut_off, status=1).err == said
     out, err = run_here(capfd, *cut_off, "--json", status=1)

@@ -95,7 +95,7 @@ async def test_nothing_is_named_where_nothing_was_ignored(server: Served) -> Non
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"temprature": 1}, "temprature", "no field \"temprature\" here; did you mean 'temperature'?"),
     ({"max_new_tokens": 1}, "max_new_tokens", "did you mean 'max_tokens'?"),
-    ({"draft_tokens": 1}, "draft_tokens", "did you mean 'lookahead'?"),
+    ({"look_ahead": 1}, "look_ahead", "did you mean 'lookahead'?"),
     ({"zzz": 1}, "zzz", "leave it out"),
     ({"web_search_options": {}}, "web_search_options", "the server searches nothing; leave it out"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", 'no field "x" here'),

@@ -108,8 +108,8 @@ def test_every_response_is_as_described_and_every_described_response_is_given() 
 def test_a_field_that_is_not_described_is_noticed_in_every_part_of_a_response() -> None:
     description = description_with_key()
     schemas = description["components"]["schemas"]
-    # Requests say themselves that they take no other fields.
-    names = [name for name, schema in schemas.items() if "additionalProperties" not in schema]
+    # Requests say themselves that they take no other fields. A response that has failed comes as an event.
+    names = [name for name in schemas if "additionalProperties" not in schemas[name] and name != "ResponseFailure"]
     assert len(names) > 20
     reached = {path: schemas_of(description, operations) for path, operations in description["paths"].items()}
     for name in names:

@@ -19,6 +19,8 @@ from actors.mlx.model import MLXModel
 from actors.translated.translated_model import TranslatedModel
 from protocol.vocabulary_map import VocabularyMap
 
+# Of the cases of MTP layers, some of which have an embedding of their own.
+MTP_VOCAB_SIZE = 48
 PRICE = priced(draft=1.0, verify=4.0, load=0.0)
 
 
@@ -61,7 +63,7 @@ async def at_work(kind: str, folder: Path, *, family: str | None = None, **optio
         target = llama()
         source = UNTRAINED[kind]
     else:
-        target = make(kind, folder, family=family)
+        target = make(kind, folder, family=family, vocab_size=MTP_VOCAB_SIZE)
     options = {"max_batch": 1, "price": PRICE} | options
     async with drafted(source, target, is_elsewhere=kind == "elsewhere", **options) as rt:
         yield rt, target

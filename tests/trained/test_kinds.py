@@ -229,6 +229,13 @@ async def test_another_target_is_refused_with_what_differs(
             raise AssertionError("should not be reached")
 
 
+async def test_an_embedding_without_some_of_the_targets_ids_is_refused(tmp_path: Path) -> None:
+    target = make("mtp_deep", tmp_path, family="step3p5_deep", vocab_size=64)
+    with pytest.raises(runtime.ModelError, match=r"the embedding of draft .* has 48 ids, and its target 64"):
+        async with runtime.open((target, None), tmp_path):
+            raise AssertionError("should not be reached")
+
+
 @sweep(
     ("family", "changes", "said"),
     [

@@ -280,6 +280,13 @@ def _layer(
             f"them; one with {len(small.layers)} is supported"
         )
     model = MTP(family, small, args)
+    for part, name in (("embedding", f"{_EMBEDDING}weight"), ("head", f"{_HEAD}weight")):
+        # An index out of bounds would read other memory.
+        if family.brings_own and name in weights and (num_ids := weights[name].shape[0]) < args["vocab_size"]:
+            raise ModelError(
+                f"the {part} of {files.named} has {num_ids} ids, and its target {args['vocab_size']}; it was made for "
+                "another one"
+            )
     if family.brings_own and (embedding := weights.get(f"{_EMBEDDING}weight")) is not None:
         model.embedding = Embedding(embedding.shape[0], hidden_size)
     if family.brings_own and (head := weights.get(f"{_HEAD}weight")) is not None:

@@ -45,3 +45,5 @@ class ModelLoadError(OutriderError):
 
 class ConfigFileError(SettingsError):
     """Something is wrong in the file of a server's models; the message names file, table and key."""
+
+    is_of_file = True

@@ -140,13 +140,12 @@ class CompletionChoice(TypedDict):
 
 
 class Completion(_Response):
-    """A response of `/v1/completions`, or a chunk: `usage` and `timings` are in the last one, or in all."""
+    """A response of `/v1/completions`."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: NotRequired[Usage]
     timings: NotRequired[Timings]
-    speculation: NotRequired[Speculation]
 
 
 # --- /v1/chat/completions -------------------------------------------------------------------------
