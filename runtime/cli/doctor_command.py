@@ -110,8 +110,9 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
 
             for name, faults in run_checks(models.target, models.draft, display.show_activity).items():
                 checks.append(("FAILED" if faults else "passed", "; ".join([name, *faults])))
+        # `load` is that from before the checks, which are work of our own.
         options = {"is_for_report": path is not None, "on_progress": display.show_activity, **models.options}
-        diagnosis = trio.run(partial(examine, models.target, models.draft, **options))
+        diagnosis = trio.run(partial(examine, models.target, models.draft, load=load, **options))
     sections = report(diagnosis)
     if checks:
         sections.insert(-1, ("checks", checks))

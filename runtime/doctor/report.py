@@ -112,6 +112,7 @@ async def examine(
     draft: Source | None = None,
     *,
     group: RankGroup | None = None,
+    load: str | None = None,
     is_for_report: bool = False,
     on_progress: Callable[[str], None] = lambda _: None,
     **cache_options: Any,
@@ -122,6 +123,7 @@ async def examine(
         target, draft: as for `runtime.open`.
         group: the ranks that the target is sharded over, as for `runtime.open`; the others call `runtime.follow`
             meanwhile.
+        load: see `Diagnosis`.
         is_for_report: whether to time passes of more widths, and passes that texts share, for `price_tables`.
         on_progress: called with a description of each step before it starts.
         **cache_options: options of `runtime.open`: rewind, max_kv_size, kv_bits, kv_group_size, quantized_kv_start.
@@ -134,7 +136,6 @@ async def examine(
     Cancellation: takes effect after the current load or timing.
     """
     sources, options = check_examined(target, draft, group=group, **cache_options)
-    load = load_of_others()
     async with AsyncExitStack() as stack:
         worker = await stack.enter_async_context(worker_for(lambda _: None, group, None))
         if group is not None:
