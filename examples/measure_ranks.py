@@ -36,6 +36,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import runtime
 from actors.distributed.rank_address import rank_address
+from actors.distributed.rank_group import RankGroup
 from runtime.bench.small_models import small_model
 
 TOKEN = 7
@@ -99,7 +100,7 @@ async def rounds(model: Module, width: int, num_rounds: int, group: object) -> t
     return [after.ended - after.began for _, after in pairs], [after.ended - before.ended for before, after in pairs]
 
 
-def times_of(arguments: argparse.Namespace, group: runtime.RankGroup | None = None) -> Times | None:
+def times_of(arguments: argparse.Namespace, group: RankGroup | None = None) -> Times | None:
     """The times on one process, or on the ranks of a group; None on ranks other than 0."""
     alone, model = (llama(arguments.hidden_size, arguments.layers) for _ in range(2))
     if group is not None:

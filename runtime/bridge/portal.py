@@ -248,8 +248,7 @@ class Call(Generic[T]):
 
     async def result(self) -> T:
         """Wait, and return the value. Raises: the error. An interruption leaves the function running."""
-        if not self.done.done():
-            await self._thread.wait(self.done)
+        await self._thread.wait(self.done)
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]  # None is a T then

@@ -33,6 +33,5 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]  # adds its arguments, other than the BLAS
     run: Callable[[argparse.Namespace], CommandOutcome]
     common: str = ""  # the common flags, which `--help` shows; with "" it shows all
-    computes: bool = True  # whether it computes in this process, and so takes `--blas`
     follow: Callable[[argparse.Namespace, Models], None] | None = None
     check_for_ranks: Callable[[argparse.Namespace], None] = lambda _: None

@@ -83,10 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             print_stderr(parser.format_help(), end="")
             return MISUSED
-        if arguments.command.computes:
-            blas.check_environment()
-            if arguments.blas is not None:
-                blas.load_before_mlx(arguments.blas)
+        blas.check_environment()
+        if arguments.blas is not None:
+            blas.load_before_mlx(arguments.blas)
         if ranks.join_if_several(arguments):
             ranks.follow(arguments, models_of(arguments))
             return 0
@@ -120,13 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         )
         of_command.set_defaults(command=command)
         command.add_arguments(of_command)
-        if command.computes:
-            of_command.add_argument(
-                "--blas",
-                metavar="BLAS",
-                help='BLAS to use on Linux in place of MLX\'s own: "openblas" or the path of a library '
-                f"(default: {blas.VARIABLE}, else MLX's own)",
-            )
+        of_command.add_argument(
+            "--blas",
+            metavar="BLAS",
+            help='BLAS to use on Linux in place of MLX\'s own: "openblas" or the path of a library '
+            f"(default: {blas.VARIABLE}, else MLX's own)",
+        )
     return parser
 
 

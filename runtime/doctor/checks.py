@@ -54,7 +54,8 @@ def load_subject(target: Source, draft: Source | None) -> Subject:
     """
     model, tokenizer = read_lazily(target)
     needed = sum(
-        4 * weight.size if mx.issubdtype(weight.dtype, mx.floating) else weight.nbytes for weight in _of(model)
+        4 * weight.size if mx.issubdtype(weight.dtype, mx.floating) else weight.nbytes
+        for _, weight in weights_of(model)
     )
     if (limit := recommended_working_set()) is not None and needed > limit:
         raise ModelError(
@@ -69,10 +70,6 @@ def load_subject(target: Source, draft: Source | None) -> Subject:
     if draft is None or str(draft) in (AUTO_DRAFT, MTP):
         draft = NGRAM
     return Subject((model, tokenizer), draft, prompts)
-
-
-def _of(model: Module) -> list[mx.array]:
-    return [weight for _, weight in weights_of(model)]
 
 
 def greedy_texts(subject: Subject) -> Iterable[str]:

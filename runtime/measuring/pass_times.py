@@ -45,14 +45,13 @@ def time_passes(
     shared: bool = False,
     repeats: int = REPEATS,
     num_context: int = CONTEXT_TOKENS,
-    within_s: float = WITHIN_S,
 ) -> dict[int, PassTime]:
     """Time forward passes of several widths, each in [1, 64], by width.
 
     Args:
         shared: whether a pass of width n is shared by n texts, which must be able to share passes, with one token each;
             else it is over n tokens of one text, and the widths take turns.
-        repeats: of each width; fewer, but at least one, if they take longer than `within_s` seconds.
+        repeats: of each width; fewer, but at least one, if they take longer than `WITHIN_S` seconds.
         num_context: tokens in the cache of each text when a pass is timed.
     """
     if shared:
@@ -63,7 +62,7 @@ def time_passes(
     # The first pass of a width compiles kernels, and is not counted.
     for repeat in range(1 + repeats):
         for width in widths if repeat % 2 == 0 else reversed(widths):
-            if repeat > 1 and time.perf_counter() - began_all > within_s:
+            if repeat > 1 and time.perf_counter() - began_all > WITHIN_S:
                 break
             rewind_mode = sequence.prepare(width, num_context)
             seconds = _timed(partial(sequence.feed, (1,) * width, width))

@@ -69,15 +69,15 @@ class Person:
 
 
 @asynccontextmanager
-async def at_a_terminal(*arguments: str, shows: str = "> ", status: int = 0) -> AsyncIterator[Person]:
-    """A person who has waited for what the command `shows`; the command must then end with `status`."""
+async def at_a_terminal(*arguments: str, status: int = 0) -> AsyncIterator[Person]:
+    """A person who has waited for the prompt; the command must then end with `status`."""
     async with (
         terminal() as (screen, given),
         outrider("chat", *arguments, stdin=given, stdout=given, stderr=given) as process,
     ):
         os.close(given)
         person = Person(process, screen)
-        person.greeting = await person.sees(shows)
+        person.greeting = await person.sees("> ")
         yield person
         person.farewell = person._unseen + await read_all(screen)
         assert not any(word in person.farewell for word in ("Traceback", "error"))

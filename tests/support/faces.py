@@ -80,9 +80,11 @@ class ThreadsFace:
     open = staticmethod(runtime.open_sync)
 
     def run(self, test: Test) -> Any:
-        with pytest.raises(StopIteration) as raised:
+        try:
             test().send(None)
-        return raised.value.value
+        except StopIteration as end:
+            return end.value
+        raise AssertionError("a coroutine has waited in a plain thread")
 
     async def until(self, holds: Callable[[], bool]) -> None:
         while not holds():
@@ -90,19 +92,12 @@ class ThreadsFace:
 
     def start(self, function: Test) -> Future[Any]:
         pool = ThreadPoolExecutor(1)
-        task = pool.submit(self._run_to_end, function)
+        task = pool.submit(self.run, function)
         pool.shutdown(wait=False)
         return task
 
     async def result(self, task: Future[Any]) -> Any:
         return task.result()
-
-    def _run_to_end(self, function: Test) -> Any:
-        try:
-            function().send(None)
-        except StopIteration as end:
-            return end.value
-        raise AssertionError("a coroutine has waited in a plain thread")
 
 
 Face = TrioFace | AsyncioFace | ThreadsFace

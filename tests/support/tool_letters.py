@@ -14,7 +14,6 @@ USER = {"role": "user", "content": "weather"}
 TOOLS = [tool("weather", city="string"), tool("clock")]
 ASKED: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "max_tokens": 300}
 OSLO = '<tool_call>{"name": "weather", "arguments": {"city": "oslo"}}</tool_call>'
-CLOCK = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
 
 
 class ToolLetters(Letters):

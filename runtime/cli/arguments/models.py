@@ -96,7 +96,6 @@ def add_models(
     without: Collection[str] = (),
     draft_help: str | None = None,
     target_first: bool = False,
-    as_they_are: bool = False,
     several_drafts: bool = False,
     samples: bool = False,
 ) -> None:
@@ -106,7 +105,6 @@ def add_models(
         without: options that the command does not have.
         draft_help: help of `--draft`, if the command does not accept all its values.
         target_first: whether the target may also be given without a flag.
-        as_they_are: whether the command loads models as their files are, without adapters and the like.
         several_drafts: whether `--draft` may be given more than once.
         samples: whether texts are sampled as the target's generation_config.json says, unless settings are given.
     """
@@ -124,8 +122,7 @@ def add_models(
         or 'path or hub id of the drafter; "auto" for one on this disk that fits the target, if any; "ngram" for '
         'prompt lookup; "none" for plain decoding (default: the drafter of "smollm2" or "demo", else none)',
     )
-    if not as_they_are:
-        add_loading(parser)
+    add_loading(parser)
     group = parser.add_argument_group("caches and devices")
     for name, option in OPTIONS.items():
         if name not in without:

@@ -163,11 +163,11 @@ class StructuredOutputs(Body):
                 yield Constraint(kind, value, "structured_outputs")
 
 
-def format_constraint(format: ResponseFormat | None) -> Constraint | None:
-    """The constraint that a `response_format` stands for; None for any text."""
+def format_constraint(format: ResponseFormat | NamedSchema | None) -> Constraint | None:
+    """The constraint that a `response_format` stands for, or a schema in its place; None for any text."""
     match format:
-        case SchemaJson(json_schema=named):
-            return Constraint("json", named.schema_, "response_format")
+        case SchemaJson(json_schema=NamedSchema(schema_=schema)) | NamedSchema(schema_=schema):
+            return Constraint("json", schema, "response_format")
         case AnyJson():
             return Constraint("json", ANY_OBJECT, "response_format")
     return None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 
 import trio
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
 from protocol.errors import OutriderError
@@ -24,9 +23,6 @@ SHORT_RESPONSE = 512
 
 InThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 """Runs a function in another thread; see `ServerContext.in_thread`."""
-
-_body_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-
 
 # Most tokens of a response, with the likely others that they name, that wait for a client slower than the models; some
 # 5 MB. An answer within this bound ends and makes room for the next stream whether or not its client reads.
@@ -58,7 +54,7 @@ async def send_whole(
     num_named = request.num_named * sum(map(len, tokens.values()))
     is_long = num_named > SHORT_RESPONSE or request.num_scored is not None
     whole = partial(choices.begun[0].serializer.whole_of, choices.begun)
-    body = await _made(lambda: _body_json(whole()).encode(), is_long, in_thread)
+    body = await _made(lambda: bytes(JSONResponse(whole()).body), is_long, in_thread)
     response = Response(body, media_type="application/json")
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})

@@ -270,10 +270,6 @@ class Connection:
                 num_bytes += len(data)
 
 
-def _http() -> h11.Connection:
-    return h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
-
-
 def _scope(request: h11.Request, addresses: dict[str, Any]) -> Scope:
     headers = list(request.headers)
     if any(name == b"transfer-encoding" for name, _ in headers):

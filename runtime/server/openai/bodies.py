@@ -1,4 +1,4 @@
-"""Response bodies and chunks, in OpenAI's format and with extensions of our own."""
+"""Response bodies in OpenAI's format, and extensions of our own, also of chunks."""
 
 from __future__ import annotations
 

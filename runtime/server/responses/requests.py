@@ -13,9 +13,15 @@ from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack, p
 from runtime.server.answers.chat import ChatBody, Effort, call_of
 from runtime.server.answers.client_tools import custom_arguments, label_of
 from runtime.server.answers.content import Content, Part, check_asked, joined, line_of, type_of
-from runtime.server.answers.request import AnyJson, AnyText, GenerationRequest, MaxTokens, NamedSchema
+from runtime.server.answers.request import (
+    AnyJson,
+    AnyText,
+    GenerationRequest,
+    MaxTokens,
+    NamedSchema,
+    format_constraint,
+)
 from runtime.server.errors import ErrorResponse, short_json
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
 from runtime.server.responses.offered_tools import CALLABLE, OfferedTools
 from runtime.server.responses.store import ResponseStore
 
@@ -373,16 +379,10 @@ def _generation(request: ResponsesRequest, messages: list[dict[str, Any]], tools
         raise ErrorResponse(400, "input must have at least one message; add it", param="input")
     functions, choice = tools.chosen(request.tool_choice)
     effort = None if request.reasoning is None else request.reasoning.effort
-    format = None
-    match request.text.format if request.text is not None else None:
-        case JsonSchemaFormat(schema_=schema):
-            format = Constraint("json", schema, "response_format")
-        case AnyJson():
-            format = Constraint("json", ANY_OBJECT, "response_format")
     return request.request_of(
         prompt_field="input",
         chat=request.chat_of(list(messages), functions, choice, request.parallel_tool_calls, effort=effort),
-        format=format,
+        format=format_constraint(None if request.text is None else request.text.format),
         num_logprobs=(request.top_logprobs or 0) if request.has_logprobs else None,
         max_tokens=request.max_output_tokens,
         max_tokens_field="max_output_tokens",
