@@ -252,10 +252,12 @@ def _by_match(
     if chosen is None:
         decisions = [decision for each in proposed for decision in each.decisions] if temperature > 0 else []
         chosen = choices_together(logits, "match", temperature, decisions)
-    choice_of_rows = chosen
+    choice_of_rows, has_drafted = chosen, any(each.drafted for each in proposed)
 
     def read() -> list[Judgement]:
         ids, begin, judgements = cast(list[int], choice_of_rows.tolist()), 0, []
+        if not has_drafted:
+            return [Judgement(0, token) for token in ids]
         for each in proposed:
             own = ids[begin : begin + each.num_rows]
             begin += each.num_rows

@@ -271,17 +271,17 @@ class SessionState:
             self.phase = SessionPhase.PROPOSING
 
     def _cut(self, verdict: Verdict, proposed: tuple[int, ...]) -> Commit:
+        opened, outstanding, remaining = self.opened, self.outstanding, self.remaining
         tokens = proposed[: verdict.num_accepted]
         if verdict.token is not None:
             tokens += (verdict.token,)
-        remaining = self.remaining
         num_tokens = len(tokens) if remaining is None else min(len(tokens), remaining)
         finish_reason: FinishReason | None = "length" if remaining is not None and num_tokens == remaining else None
         stop_reason: str | int | None = None
         for i, token in enumerate(tokens[:num_tokens]):
-            if token in self.opened.stop_tokens:
+            if token in opened.stop_tokens:
                 num_tokens, finish_reason = i + 1, "stop"
-                stop_reason = token if token in self.opened.settings.stop_tokens else None
+                stop_reason = token if token in opened.settings.stop_tokens else None
                 break
         if verdict.stop is not None:
             if verdict.stop.num_tokens > num_tokens:
@@ -292,13 +292,13 @@ class SessionState:
             num_judged = verdict.num_judged
         has_own_token = num_tokens == verdict.num_accepted + 1  # the verdict's own token was not cut off
         return Commit(
-            session=verdict.session,
-            round=verdict.round,
-            start=verdict.start,
-            tokens=tokens[:num_tokens],
+            verdict.session,
+            verdict.round,
+            verdict.start,
+            tokens[:num_tokens],
             num_from_draft=min(num_tokens, verdict.num_accepted),
             num_rejected=num_judged - verdict.num_accepted if has_own_token else 0,
-            num_stale=min(num_judged, self.outstanding.num_stale if self.outstanding else 0),
+            num_stale=min(num_judged, outstanding.num_stale) if outstanding else 0,
             bonus=has_own_token and num_judged > 0 and num_judged == verdict.num_accepted,
             single_step=verdict.single_step,
             settles=verdict.settles,
@@ -306,7 +306,7 @@ class SessionState:
             finish_reason=finish_reason,
             likelihoods=verdict.likelihoods[:num_tokens],
             stop_reason=stop_reason,
-            copied=self.outstanding.copied[:num_judged] if self.outstanding else (),
+            copied=outstanding.copied[:num_judged] if outstanding else (),
         )
 
     def _move(self, message: Message) -> None:

@@ -12,7 +12,7 @@ from typing import cast
 import attrs
 import mlx.core as mx
 
-from protocol.errors import NotANumberError, OutriderError, ProcessorError
+from protocol.errors import NotANumberError, ProcessorError
 
 
 @attrs.define
@@ -47,31 +47,22 @@ class LogitCheck:
         return self._values
 
     def check(self, row: int, position: int, role: str) -> None:
-        """Raise the `error`, if there is one."""
-        if (error := self.error(row, position, role)) is not None:
-            raise error
+        """Check that a token can be chosen from a row, for the token at an absolute position.
 
-    def error(self, row: int, position: int, role: str) -> OutriderError | None:
-        """The error if no token can be chosen from a row, for the token at an absolute position: a `ProcessorError` if
-        the model's own logits are numbers.
+        Raises: NotANumberError: the model's own logits are no numbers. ProcessorError: only the processed ones are.
         """
         own, *processed = self._read()[row]
         if not math.isfinite(own):
-            return not_a_number(own, position, role)
-        if not processed or math.isfinite(processed[0]):
-            return None
-        return ProcessorError(
-            f"logits processors, penalties and logit_bias leave {_named(processed[0])} for the token at position "
-            f"{position}; forbid tokens with -inf, and leave at least one logit finite"
-        )
-
-
-def not_a_number(largest: float, position: int, role: str) -> NotANumberError:
-    """The error of a row of a model's own logits whose largest is not finite."""
-    return NotANumberError(
-        f"the {role} model gave {_named(largest)} for the token at position {position}; usually numbers have "
-        "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it again"
-    )
+            raise NotANumberError(
+                f"the {role} model gave {_named(own)} for the token at position {position}; usually numbers have "
+                "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it "
+                "again"
+            )
+        if processed and not math.isfinite(processed[0]):
+            raise ProcessorError(
+                f"logits processors, penalties and logit_bias leave {_named(processed[0])} for the token at position "
+                f"{position}; forbid tokens with -inf, and leave at least one logit finite"
+            )
 
 
 def _named(maximum: float) -> str:

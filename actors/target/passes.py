@@ -133,9 +133,11 @@ class Row:
 
     def to_judge(self, num_rows: int, *, is_ahead: bool = False) -> ProposedRows:
         """What is to be judged by `num_rows` rows of logits, at the next position, or at the one after it."""
+        start = self.position + is_ahead
+        if self.proposal is None:
+            return ProposedRows(self.opened.seed, start, num_rows)
         drafted = self.drafted[:num_rows]
-        probs = () if self.proposal is None else self.proposal.probs[: len(drafted)]
-        return ProposedRows(self.opened.seed, self.position + is_ahead, num_rows, drafted, probs)
+        return ProposedRows(self.opened.seed, start, num_rows, drafted, self.proposal.probs[: len(drafted)])
 
 
 @attrs.define
@@ -196,9 +198,10 @@ class _Judged:
     def results(self, *, goes_ahead: bool) -> dict[Row, RowResult]:
         """Read the judgements, and rewind the caches, unless they have gone ahead."""
         soundness, begin, found = self.check.are_sound(), 0, {}
+        are_sound = all(soundness)
         for row, count, judgement in zip(self.rows, self.counts, self.judgements.read(), strict=True):
             end = begin + count
-            num_sound = next((i for i, is_sound in enumerate(soundness[begin:end]) if not is_sound), count)
+            num_sound = count if are_sound else [*soundness[begin:end], False].index(False)
             try:
                 if num_sound == 0:
                     self.check.check(begin, row.position, "target")
@@ -217,7 +220,7 @@ class _Judged:
             num_accepted, token = num_sound, None
         # Without a row that gives the next token, the next round feeds the last accepted token again.
         length = row.position + (0 if row.single_step else num_accepted - (token is None))
-        found = RowResult(None, num_accepted, token, len(row.drafted[: rows.stop - rows.start]))
+        found = RowResult(None, num_accepted, token, min(len(row.drafted), rows.stop - rows.start))
         found.single_step = row.single_step
         if num_top := row.opened.settings.logprobs:
             lazy, tokens = self.likelihoods.get(row), row.drafted[:num_accepted] + (() if token is None else (token,))

@@ -250,9 +250,9 @@ class TargetActor(ModelActor[TargetSession]):
         now_s = self.worker.clock()
         until_s = self._time_out(now_s)
         self._take_in()
-        for session, turn in self._ready.items():
-            if not turn.is_plain:
-                self._set_num_texts()
+        if others := [(session, turn) for session, turn in self._ready.items() if not turn.is_plain]:
+            self._set_num_texts()
+            for session, turn in others:
                 if session.has_lost_tokens():
                     self._ready[session] = attrs.evolve(turn, reads_again=True)
         view = TargetView(
@@ -361,7 +361,8 @@ class TargetActor(ModelActor[TargetSession]):
             round: ReadyRound | None = turn.round
             if turn.is_plain:
                 round = self._plan(session) if session.is_plain() else None
-                self._target_queue.enter(session.id, turn.round.num_needed)
+                if round is not None:
+                    self._target_queue.enter(session.id, turn.round.num_needed)
             if round is None or session.row is None:
                 continue  # it has ended, or its cache was lost
             if round.reach and session.row.proposal is not None:

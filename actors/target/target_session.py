@@ -146,9 +146,9 @@ class TargetSession(ActorSession):
         row.history = row.logits_pipeline.history(committed, row.proposed, num_rows=1 + len(row.proposed))
         num_pending = max(0, len(row.plan.feed) - 1)
         row.settle = self.replay.should_settle(num_pending, prices.verify, self.seconds_per_token)
-        num_drafted = self.num_planned - max(1, len(row.plan.feed))
-        reach = proposal.reach if proposal is not None and num_drafted > 0 else ()
-        return ReadyRound(self.num_planned - len(reach), reach, is_row=self.is_row)
+        num_planned = self.num_planned
+        reach = proposal.reach if proposal is not None and num_planned > max(1, len(row.plan.feed)) else ()
+        return ReadyRound(num_planned - len(reach), reach, is_row=self.is_row)
 
     @property
     def num_planned(self) -> int:
