@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Generic, Protocol, TypeVar
 
 import outcome
 import trio
 
 from actors.model import CachedSequence, Model
-from actors.prefix_cache import CacheHit, PrefixCache, PrefixStore
+from actors.prefix_cache import CacheHit, PrefixCache, PrefixStore, Source, common_length, pack, packed_beginning
 from actors.prompt_cache import open_continued
-from actors.prompt_sharing import PromptReading, ReadPrompt, SharedPrompt
 from actors.session import Session
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import CachedTokens, FeedPlan
-from protocol.messages import Close, Features, Message, Open
+from protocol.messages import Close, Message
 from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.pass_price import PassPrice
-from protocol.prefill_chunks import PrefillChunkSize
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase, SessionState
 from protocol.trace import Actor as ActorName
@@ -33,6 +33,17 @@ logger = logging.getLogger("outrider")
 
 S = TypeVar("S", bound="ActorSession")
 T = TypeVar("T")
+
+# The shortest beginning that a session waits for while another one reads it. Prompts with less in common are read
+# sooner by themselves, or together in one pass.
+MIN_AWAITED = 64
+
+# Besides the one at the end of a prompt, a prefix checkpoint is made this many tokens before it: in the next prompt, a
+# chat template leaves out the tokens that asked for the answer, such as a tag that begins reasoning.
+CHECKPOINT_DISTANCE = 16
+
+# A prefix checkpoint is made at least every so many tokens of a prompt.
+CHECKPOINT_INTERVAL = 1024
 
 
 class Mailbox(Protocol):
@@ -78,10 +89,9 @@ class ActorSession:
         beside_another: see `Model.open_sequence`.
         is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         is_broken: whether the content of the cache is unknown, so that no other session may use it.
-        reading, awaits: its reading of its prompt, for which others may wait; another session's, for which it waits.
+        checkpoints: lengths of the prompt at which its cache keeps a prefix checkpoint, if it needs any.
         is_disk_searched: whether the stored part of its prompt, if any, has been loaded into the prefix cache; None
             before that has begun.
-        prompt_features: the target's hidden states of the prompt, until they are handed on.
     """
 
     def __init__(self, shared: Session) -> None:
@@ -93,16 +103,38 @@ class ActorSession:
         self.beside_another = True
         self.is_over = trio.Event()
         self.is_broken = False
-        self.reading: PromptReading | None = None
-        self.awaits: PromptReading | None = None
-        self.read_prompt: ReadPrompt | None = None
+        num_read = shared.opened.num_read
+        self.checkpoints = {num_read - CHECKPOINT_DISTANCE, num_read, *range(0, num_read, CHECKPOINT_INTERVAL)}
         self.is_disk_searched: bool | None = None
-        self.prompt_features: Features | None = None
+
+    @cached_property
+    def packed_prompt(self) -> bytes:
+        """The tokens of the prompt that are read without logits, for comparisons."""
+        return pack(self.shared.opened.prompt[: self.shared.opened.num_read])
 
     @property
-    def is_waited_for(self) -> bool:
-        """Whether other sessions wait for this one to read the prompt."""
-        return self.reading is not None and self.reading.num_waiting > 0
+    def pass_tokens(self) -> int:
+        """Tokens of a pass in which its prompt is read, if its cache depends on passes."""
+        size = self.shared.opened.settings.prefill_step_size
+        return FIXED_CHUNK_TOKENS if size == "auto" else size
+
+    @property
+    def num_prompt_cached(self) -> int:
+        """Tokens of the prompt that the cache holds. To be asked while no job of the session runs."""
+        if self.sequence is None:
+            return 0
+        return min(len(self.cached_tokens), self.sequence.length, self.shared.opened.num_read)
+
+    @property
+    def goes_on_reading(self) -> bool:
+        """Whether it will read the rest of its prompt, unless it is cancelled."""
+        opened = self.shared.opened
+        return (
+            opened.settings.reuse_prefix
+            and not self.shared.is_unwanted
+            and self.state.phase is not SessionPhase.CLOSED
+            and self.num_prompt_cached < opened.num_read
+        )
 
     def notice_loss(self) -> bool:
         """Have the ledger say what the cache holds: a pass that the text has shared may have failed, which empties the
@@ -115,12 +147,6 @@ class ActorSession:
             return False
         cached_tokens.rewind(sequence.length)
         return True
-
-    def end_reading(self, read: ReadPrompt | None = None) -> None:
-        """Give the prompt to those that wait for it; None if one of them must read it. Harmless the second time."""
-        reading, self.reading = self.reading, None
-        if reading is not None:
-            reading.end(read)
 
 
 class Actor(ABC, Generic[S]):
@@ -296,7 +322,6 @@ class Actor(ABC, Generic[S]):
     def _forget(self, session: S) -> None:
         del self._sessions[session.id]
         self._changed.pop(session, None)
-        session.end_reading()
         session.is_over.set()
         session.shared.leave()
 
@@ -349,7 +374,6 @@ class ModelActor(Actor[S]):
         self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self.prefix_cache = PrefixCache(model, prefix_cache_bytes)
-        self._prompt_readings: dict[SharedPrompt, PromptReading] = {}
 
     @property
     def is_alive(self) -> bool:
@@ -375,18 +399,9 @@ class ModelActor(Actor[S]):
 
     def _may_open(self, session: S) -> bool:
         """Whether to open the session's sequence now; False while a beginning of its text is still read or loaded."""
-        opened = session.shared.opened
-        if not opened.settings.reuse_prefix or session.read_prompt is not None:
+        if not session.shared.opened.settings.reuse_prefix:
             return True
-        if session.reading is None and opened.num_read > 0:
-            prompt = SharedPrompt.of(opened, beside_another=session.beside_another)
-            if session.awaits is None and (under_way := self._prompt_readings.get(prompt)) is not None:
-                session.awaits = under_way
-                under_way.wait_for(session, partial(self._prompt_was_read, session))
-            if session.awaits is not None:
-                return False
-            session.reading = PromptReading(prompt, self._prompt_readings)
-        if self._unwanted(session):
+        if self._unwanted(session) or self._awaits_beginning(session):
             return False
         if session.is_disk_searched is None and (store := self.prefix_cache.store) is not None:
             assert self._nursery is not None
@@ -394,9 +409,27 @@ class ModelActor(Actor[S]):
             self._nursery.start_soon(self._bring_back, session, store)
         return session.is_disk_searched is not False
 
-    def _prompt_was_read(self, session: S, read: ReadPrompt | None) -> None:
-        session.awaits, session.read_prompt = None, read
-        self._look_at(session)
+    def _awaits_beginning(self, session: S) -> bool:
+        """Whether another session is about to read more of the session's prompt than any has read so far."""
+        least = min(MIN_AWAITED, session.shared.opened.num_read)
+        num_common = {
+            other: common_length(session.packed_prompt, other.packed_prompt)
+            for other in itertools.takewhile(lambda other: other is not session, self._sessions.values())
+            if other.beside_another == session.beside_another and other.shared.opened.settings.reuse_prefix
+        }
+        available = max((min(each, other.num_prompt_cached) for other, each in num_common.items()), default=0)
+        awaits = False
+        for other, each in num_common.items():
+            if each >= least and each > available and other.goes_on_reading and _can_share(session, other, each):
+                other.checkpoints.add(each)
+                awaits = True
+        return awaits
+
+    def _wake_waiting(self) -> None:
+        """Look at the sessions that are not open yet: what they wait for may be there."""
+        for session in self._sessions.values():
+            if session.sequence is None:
+                self._look_at(session)
 
     @trio.lowlevel.enable_ki_protection
     async def _bring_back(self, session: S, store: PrefixStore) -> None:
@@ -410,26 +443,30 @@ class ModelActor(Actor[S]):
         self._look_at(session)
 
     async def _open_sequence(self, session: S) -> CachedSequence:
-        """Give a session a copy of a sequence that has read the prompt, one of the prefix cache, or a new one."""
-        opened, read = session.shared.opened, session.read_prompt
-        call = partial(self._opened_sequence, opened, read, beside_another=session.beside_another)
+        """Give a session a sequence that holds a beginning of its prompt, or a new one."""
+        in_use = [
+            Source(reusable, packed_beginning(other.packed_prompt, other.num_prompt_cached))
+            for other in self._sessions.values()
+            if other.sequence is not None and other.beside_another == session.beside_another and not other.is_broken
+            if other.shared.opened.settings.reuse_prefix and (reusable := other.sequence.reusable) is not None
+        ]
+        call = partial(self._opened_sequence, session, in_use)
         hit = await self.worker.run(Job("open", call, session.id))
-        if read is not None:
-            session.prompt_features, session.read_prompt = read.features, None
         session.sequence = hit.sequence
-        session.cached_tokens.follow(FeedPlan(0, opened.prompt[: hit.num_cached]))
-        if session.reading is not None and hit.sequence.fork_point is None:
-            session.end_reading()
+        session.cached_tokens.follow(FeedPlan(0, session.shared.opened.prompt[: hit.num_cached]))
+        session.checkpoints.add(hit.num_common)  # where prompts part, a third one will part, too
+        self._wake_waiting()
         return hit.sequence
 
-    def _opened_sequence(self, opened: Open, read: ReadPrompt | None, *, beside_another: bool) -> CacheHit:
+    def _opened_sequence(self, session: S, in_use: Sequence[Source]) -> CacheHit:
         """On the worker's thread."""
-        if read is not None:
-            return CacheHit(read.fork(), opened.num_read)
+        opened, beside_another = session.shared.opened, session.beside_another
         if opened.settings.reuse_prefix:
             # The last of these tokens is fed in any case, for its logits.
             prompt = opened.prompt[: opened.num_read + 1]
-            return self.prefix_cache.take_longest_match(prompt, beside_another=beside_another)
+            return self.prefix_cache.open(
+                prompt, beside_another=beside_another, pass_tokens=session.pass_tokens, in_use=in_use
+            )
         if opened.settings.prompt_cache_file is not None and self.name == "target":
             # The drafter reads only what comes after the file's tokens: it costs speed, not text.
             path = opened.settings.prompt_cache_file
@@ -454,28 +491,14 @@ class ModelActor(Actor[S]):
                 tuple(session.state.committed),
                 beside_another=session.beside_another,
                 num_prompt=opened.num_read + 1,
+                pass_tokens=session.pass_tokens,
             )
         with trio.CancelScope(shield=True):
             await self.worker.run(Job("close", put_away, session.id))
 
     def _forget(self, session: S) -> None:
-        if session.awaits is not None:
-            session.awaits.wait_no_more(session)
         super()._forget(session)
-        for other in self._sessions.values():
-            if other.sequence is None:  # it may have waited for what this one has put away
-                self._changed[other] = None
-
-    async def _hand_on(self, session: S) -> None:
-        """Give the prompt, now that it is read, to the sessions that wait for it."""
-        assert session.sequence is not None
-        read: ReadPrompt | None = None
-        features, session.prompt_features = session.prompt_features, None
-        # A drafter needs the features of the whole prompt, and those of a part that was cached are missing.
-        fork_point = session.sequence.fork_point if session.is_waited_for else None
-        if fork_point is not None and (features is None or features.start == 0):
-            read = ReadPrompt(await self.worker.run(Job("open", fork_point, session.id)), features)
-        session.end_reading(read)
+        self._wake_waiting()
 
     async def settled_prefix_cache(self) -> PrefixCache:
         """The prefix cache, once the sessions that nobody wants any more have put their sequences into it.
@@ -497,3 +520,15 @@ class ModelActor(Actor[S]):
     @property
     def busy_seconds(self) -> float:
         return self.worker.busy_seconds
+
+
+def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> bool:
+    """Whether a session can copy the first tokens of another's sequence, once those were read; True if that is not
+    known yet.
+    """
+    if (sequence := other.sequence) is None:
+        return True
+    if (reusable := sequence.reusable) is None or not reusable.can_copy:
+        return False
+    are_equal = num_common == session.shared.opened.num_read == other.shared.opened.num_read
+    return not sequence.depends_on_passes or (are_equal and session.pass_tokens == other.pass_tokens)

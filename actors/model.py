@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
 import mlx.core as mx
 
 from protocol.messages import Features
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 
 class RewindMode(enum.Enum):
@@ -24,10 +25,6 @@ class RewindMode(enum.Enum):
 
 class CacheLostError(Exception):
     """A text's cache does not hold what the round was planned with."""
-
-
-Fork = Callable[[], "ReusableSequence"]
-"""Opens a sequence that holds what another one held at some moment; as often as it is called, on the model's thread."""
 
 
 class CachedSequence(ABC):
@@ -109,15 +106,6 @@ class CachedSequence(ABC):
         return None
 
     @property
-    def fork_point(self) -> Callable[[], Fork] | None:
-        """Keeps the present state, of one token at least, for sequences that go on from it; prefix checkpoints
-        included, features not. May be read in any thread while no pass runs.
-
-        Raises: RewindError: some layer's cache holds another number of tokens than the others.
-        """
-        return None
-
-    @property
     def reads_with_others(self) -> bool:
         """Whether its first tokens may be read in a pass that other texts share. May be read in any thread."""
         return False
@@ -165,13 +153,14 @@ class ReusableSequence(CachedSequence):
         """Memory of the cache, checkpoints included."""
 
     @abstractmethod
-    def reusable_length(self, num_common: int, num_read: int) -> int:
+    def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
         """How many tokens another text can reuse, with the same result as if they were fed again: the largest length in
-        [0, num_common] that `reuse` can rewind to.
+        [0, num_common] that `reuse` and `copy` can go back to. Changes nothing.
 
         Args:
             num_common: tokens at the beginning that both texts have in common.
             num_read: tokens of the other text that will be fed without looking at logits, >= `num_common`.
+            pass_tokens: tokens of a pass in which the other text is read, if its cache depends on passes.
         """
 
     @abstractmethod
@@ -179,6 +168,19 @@ class ReusableSequence(CachedSequence):
         """Rewind to a length that `reusable_length` returned, for another text. Drops checkpoints of rounds.
 
         Raises: RewindError: some layer's cache holds another number of tokens afterwards.
+        """
+
+    can_copy = True
+
+    @abstractmethod
+    def copy(self, length: int) -> ReusableSequence:
+        """A new sequence with the first tokens of this one, which goes on as if nothing had happened, also as a row of
+        a batch. To be called only if `can_copy`.
+
+        Args:
+            length: as for `reuse`; it may be of a sequence that is still being read or generated.
+
+        Raises: RewindError: as `reuse`.
         """
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
@@ -194,7 +196,9 @@ class ReusableSequence(CachedSequence):
         return False
 
     def add_prefix_checkpoint(self) -> None:
-        """Keep the present state for other texts, until the sequence is rewound below it; if that is needed."""
+        """Keep the present state for other texts, until the sequence is rewound below it; if that is needed. A sequence
+        keeps a bounded number of them.
+        """
 
 
 @attrs.frozen

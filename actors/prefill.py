@@ -10,30 +10,24 @@ from actors.actor import ActorSession
 from actors.model import CachedSequence
 from actors.workers.worker import Job, Worker
 from protocol.cached_tokens import FeedPlan
-from protocol.messages import Open
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS, PrefillChunkSize
 
-# Besides the one at the end of a prompt, a prefix checkpoint is made this many tokens before it: in the next prompt, a
-# chat template leaves out the tokens that asked for the answer, such as a tag that begins reasoning.
-CHECKPOINT_DISTANCE = 16
 
-
-def can_read_together(sequence: CachedSequence, opened: Open) -> bool:
+def can_read_together(sequence: CachedSequence, session: ActorSession) -> bool:
     """Whether the whole prompt may be read in one pass that other texts share."""
+    opened = session.shared.opened
     return (
         sequence.length == 0
         and sequence.reads_with_others
         and opened.num_read > 0
         and tokens_per_pass(opened.settings.prefill_step_size, sequence) == "auto"
-        and not _prefix_checkpoints(sequence, opened)
+        and not _prefix_checkpoints(sequence, session)
     )
 
 
-def _prefix_checkpoints(sequence: CachedSequence, opened: Open) -> set[int]:
-    reusable = sequence.reusable if opened.settings.reuse_prefix else None
-    if reusable is None or not reusable.needs_prefix_checkpoints:
-        return set()
-    return {opened.num_read - CHECKPOINT_DISTANCE, opened.num_read}
+def _prefix_checkpoints(sequence: CachedSequence, session: ActorSession) -> set[int]:
+    reusable = sequence.reusable if session.shared.opened.settings.reuse_prefix else None
+    return session.checkpoints if reusable is not None and reusable.needs_prefix_checkpoints else set()
 
 
 async def prefill_chunk(
@@ -51,7 +45,7 @@ async def prefill_chunk(
     sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
     assert sequence is not None
     plan = cached_tokens.plan(text, num_logits=0)
-    checkpoints = _prefix_checkpoints(sequence, opened)
+    checkpoints = _prefix_checkpoints(sequence, session)
     pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
     is_aligned = pass_tokens != "auto"
     size = chunk_size.of(len(plan.feed)) if pass_tokens == "auto" else pass_tokens

@@ -1,10 +1,12 @@
-"""The prefix cache: cached sequences of texts that are over, for texts with the same beginning.
+"""The prefix cache: what was read of texts, for other texts with the same beginning.
 
-A session takes a sequence out and puts it back in the end, so a sequence is either in use or in the cache, never both.
+A text takes a copy of what it has in common with another one. Only a text that continues another one takes that one's
+sequence itself. Sequences that are still read or generated are copied, too: they are not in the cache, but given to the
+search. So the sequences are the branches of a tree, each with its own copy of the stem.
 
 mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_kinds`), knows no checkpoints,
-copies a cache each time that it hands one out, and overlooks a common prefix of one token. Its `PromptTrie` finds one
-neighbour of a prompt, while the entry that can reuse most may be any of them, and it walks a dict for each token.
+and overlooks a common prefix of one token. Its `PromptTrie` finds one neighbour of a prompt, while the sequence that
+has most of it may be any of them, and it walks a dict for each token.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import attrs
 
 from actors.model import CachedSequence, Model, ReusableSequence
 from protocol.errors import RewindError
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 MAX_SEQUENCES = 64  # a search compares a prompt with each
 
@@ -27,10 +30,16 @@ NUM_ANSWER_CUE_TOKENS = 4
 
 @attrs.frozen
 class CacheHit:
-    """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence."""
+    """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence.
+
+    Attributes:
+        num_common: tokens that the prompt has in common with the most similar text; >= `num_cached`, since some caches
+            can go back only to certain lengths.
+    """
 
     sequence: CachedSequence
     num_cached: int
+    num_common: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -43,27 +52,23 @@ class PrefixMatch:
 
 
 @attrs.frozen(eq=False)
-class _Entry:
-    """A cached sequence, and its tokens, of which the first `num_prompt` were the prompt. A text that continues the
-    prompt may lack the answer that follows, such as its reasoning. `packed` has the tokens as bytes, for the search.
-    """
+class Source:
+    """A sequence that other texts can copy. `packed` has the tokens that it holds, or the first ones of them."""
 
     sequence: ReusableSequence
+    packed: bytes
+
+
+@attrs.frozen(eq=False)
+class _Entry(Source):
+    """A sequence in the cache, and its tokens, of which the first `num_prompt` were the prompt. A text that continues
+    the prompt may lack the answer that follows, such as its reasoning.
+    """
+
     tokens: tuple[int, ...]
     num_prompt: int
     beside_another: bool
     num_bytes: int
-    packed: bytes
-
-
-def may_serve(num_prompt: int, num_tokens: int, num_common: int, num_reusable: int) -> bool:
-    """Whether a prompt that shares `num_common` tokens with a sequence of `num_tokens`, and can reuse some, may take
-    the sequence.
-
-    Yes if the prompt continues the sequence's prompt, or if it reuses at least as many tokens as it discards. Otherwise
-    two conversations that share only their beginning would take the sequence from each other each turn.
-    """
-    return num_common >= num_prompt - NUM_ANSWER_CUE_TOKENS or num_reusable >= num_tokens - num_reusable
 
 
 class PrefixStore(Protocol):
@@ -74,7 +79,7 @@ class PrefixStore(Protocol):
 
     async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
         """Put the sequence that has most of a prompt into the prefix cache, if no better one is there; see
-        `PrefixCache.take_longest_match`. Cancellation: waits for the running job.
+        `PrefixCache.open`. Cancellation: waits for the running job.
         """
 
     async def run(self) -> None:
@@ -89,6 +94,8 @@ class PrefixCache:
 
     Attributes:
         store: gets the sequences that leave for want of room, or at the end; None to drop them.
+        num_asked, num_reused, num_copied: tokens of the prompts for which a sequence was opened, of these the ones that
+            were not read again, and of these the ones that were copied.
     """
 
     def __init__(self, model: Model, max_bytes: int) -> None:
@@ -96,7 +103,8 @@ class PrefixCache:
         self.store: PrefixStore | None = None
         self._model = model
         self._max_bytes = max_bytes
-        self._entries: list[_Entry] = []  # oldest first
+        self._entries: list[_Entry] = []  # least recently used first
+        self.num_asked = self.num_reused = self.num_copied = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -106,36 +114,59 @@ class PrefixCache:
         """Memory of all sequences in the cache."""
         return sum(entry.num_bytes for entry in self._entries)
 
-    def take_longest_match(self, prompt: tuple[int, ...], *, beside_another: bool) -> CacheHit:
-        """Take the sequence with most reusable tokens of a prompt, the newest of several, out of the cache; or open a
-        new one. The prompt's last token is never reused, since its logits are wanted. Only sequences that were opened
-        with the same `beside_another` match: a trained drafter needs the features of what is read, and texts without
-        a drafter record none.
+    def open(
+        self,
+        prompt: tuple[int, ...],
+        *,
+        beside_another: bool,
+        pass_tokens: int = FIXED_CHUNK_TOKENS,
+        in_use: Sequence[Source] = (),
+    ) -> CacheHit:
+        """Open a sequence that holds as much of a prompt as some text does, the newest of several: the sequence of a
+        text that the prompt continues, else a copy; or a new one. The prompt's last token is never reused, since its
+        logits are wanted.
 
-        Raises: RewindError: the sequence does not hold what it should; it is closed then.
+        Args:
+            beside_another: only sequences that were opened alike match: a trained drafter needs the features of what is
+                read, and texts without a drafter record none.
+            pass_tokens: see `ReusableSequence.reusable_length`.
+            in_use: sequences outside the cache, opened alike.
+
+        Raises: RewindError: the sequence does not hold what it should; it is closed then, if it was in the cache.
         """
         num_read = len(prompt) - 1
         packed = pack(prompt[:num_read])
-        best, num_cached = None, 0
-        for entry in self._entries:
-            if entry.beside_another == beside_another:
-                num_common = common_length(entry.packed, packed)
-                num_reusable = entry.sequence.reusable_length(num_common, num_read)
-                serves = may_serve(entry.num_prompt, len(entry.tokens), num_common, num_reusable)
-                if num_reusable > 0 and num_reusable >= num_cached and serves:
-                    best, num_cached = entry, num_reusable
+        best: Source | None = None
+        num_cached = most_common = 0
+        for source in (*(each for each in self._entries if each.beside_another == beside_another), *in_use):
+            num_common = common_length(source.packed, packed)
+            most_common = max(most_common, num_common)
+            num_reusable = source.sequence.reusable_length(num_common, num_read, pass_tokens)
+            if num_reusable > 0 and num_reusable >= num_cached and _may_serve(source, num_common, num_reusable):
+                best, num_cached = source, num_reusable
+        self.num_asked += num_read
+        self.num_reused += num_cached
         if best is None:
-            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0)
-        self._entries.remove(best)
-        try:
-            best.sequence.reuse(num_cached)
-        except RewindError:
-            best.sequence.close()
-            raise
-        return CacheHit(best.sequence, num_cached)
+            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common)
+        if isinstance(best, _Entry):
+            self._entries.remove(best)
+            continues = common_length(best.packed, packed) >= best.num_prompt
+            try:
+                if continues or not best.sequence.can_copy:
+                    best.sequence.reuse(num_cached)
+                    return CacheHit(best.sequence, num_cached, most_common)
+                sequence = best.sequence.copy(num_cached)
+            except RewindError:
+                best.sequence.close()
+                raise
+            self._entries.append(best)  # it was used last
+        else:
+            sequence = best.sequence.copy(num_cached)
+        self.num_copied += num_cached
+        return CacheHit(sequence, num_cached, most_common)
 
     def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:
-        """As `take_longest_match`, for a text, but the sequence stays in the cache; None if no token is reusable."""
+        """As `open`, for a text, but the sequence stays in the cache; None if no token is reusable."""
         packed = pack(text)
         best: PrefixMatch | None = None
         for entry in self._entries:
@@ -152,6 +183,7 @@ class PrefixCache:
         *,
         beside_another: bool,
         num_prompt: int | None = None,
+        pass_tokens: int = FIXED_CHUNK_TOKENS,
     ) -> None:
         """Put a sequence that is not in use any more into the cache, or close it if it is of no use.
 
@@ -160,6 +192,7 @@ class PrefixCache:
             committed: the session's text. Cached tokens beyond it are dropped, if the sequence can drop them.
             beside_another: as the sequence was opened.
             num_prompt: how many tokens of the text were the session's prompt; None for all.
+            pass_tokens: see `ReusableSequence.reusable_length`.
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
@@ -171,21 +204,18 @@ class PrefixCache:
             cached_tokens = reusable.settle(cached_tokens[: sequence.rewind(len(cached_tokens))], committed)
             sequence.check(len(cached_tokens))
             num_common = common_length(pack(cached_tokens), pack(committed))
-            if num_common < len(cached_tokens) and reusable.reusable_length(num_common, num_common) == num_common:
+            num_reusable = reusable.reusable_length(num_common, num_common, pass_tokens)
+            if num_reusable == num_common < len(cached_tokens):
                 reusable.reuse(num_common)
                 cached_tokens = cached_tokens[:num_common]
         except RewindError:
             sequence.close()
             raise
-        entry = _Entry(
-            reusable,
-            cached_tokens,
-            len(cached_tokens) if num_prompt is None else num_prompt,
-            beside_another,
-            reusable.num_bytes,
-            pack(cached_tokens),
-        )
-        if entry.num_bytes > self._max_bytes or reusable.reusable_length(len(cached_tokens), len(cached_tokens)) == 0:
+        num_tokens = len(cached_tokens)
+        num_prompt = num_tokens if num_prompt is None else num_prompt
+        packed = pack(cached_tokens)
+        entry = _Entry(reusable, packed, cached_tokens, num_prompt, beside_another, reusable.num_bytes)
+        if entry.num_bytes > self._max_bytes or reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
             sequence.close()
             return
         self._evict_prefixes_of(entry)
@@ -217,6 +247,19 @@ class PrefixCache:
                 entry.sequence.close()
 
 
+def _may_serve(source: Source, num_common: int, num_reusable: int) -> bool:
+    """Whether a text may use a sequence: one that cannot be copied serves a text that continues its prompt, or that
+    reuses at least as many tokens as it discards. Otherwise two conversations that share only their beginning would
+    take it from each other each turn.
+    """
+    if source.sequence.can_copy:
+        return True
+    if not isinstance(source, _Entry):
+        return False
+    continues = num_common >= source.num_prompt - NUM_ANSWER_CUE_TOKENS
+    return continues or 2 * num_reusable >= len(source.tokens)
+
+
 # --- comparing texts ------------------------------------------------------------------------------
 
 _ID_TYPE = "q"
@@ -226,6 +269,11 @@ _ID_BYTES = array(_ID_TYPE).itemsize
 def pack(tokens: Sequence[int]) -> bytes:
     """Token ids as bytes of a fixed width, for `common_length`."""
     return array(_ID_TYPE, tokens).tobytes()
+
+
+def packed_beginning(packed: bytes, num_tokens: int) -> bytes:
+    """The first tokens of a packed text."""
+    return packed[: num_tokens * _ID_BYTES]
 
 
 def common_length(one: bytes, other: bytes) -> int:

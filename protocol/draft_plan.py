@@ -2,7 +2,7 @@
 
     phase      what it means                                    what comes next
     OPENING    the session has no cache                         OPEN; or at first REST, if its prompt may wait
-    READING    the cache lacks too much of the text             READ_PROMPT, HAND_ON and READ; then ANNOUNCE
+    READING    the cache lacks too much of the text             READ_PROMPT and READ; then ANNOUNCE
     READY      it is the drafter's turn to propose              DRAFT; READ if the cache has fallen far behind
     VERIFYING  a proposal awaits its verdict                    likewise
     RESTING    the target decodes alone, or verifies copies     nothing; or OPEN, READ and CATCH_UP
@@ -53,19 +53,17 @@ class Standing(enum.Enum):
 class Task(enum.IntEnum):
     """A job for a session.
 
-    OPEN and CLOSE concern its cache and take next to no time. HAND_ON gives the prompt that was read to the sessions
-    that wait for it. READ_PROMPT and READ take as long as a chunk of the text, or less. CATCH_UP reads in a rest what
-    was committed, and compares it with what the drafter would have guessed. DRAFT is a draft step, the only job that
-    sessions share.
+    OPEN and CLOSE concern its cache and take next to no time. READ_PROMPT and READ take as long as a chunk of the text,
+    or less. CATCH_UP reads in a rest what was committed, and compares it with what the drafter would have guessed.
+    DRAFT is a draft step, the only job that sessions share.
     """
 
     OPEN = 0
     CLOSE = 1
-    HAND_ON = 2
-    READ_PROMPT = 3
-    READ = 4
-    CATCH_UP = 5
-    DRAFT = 6
+    READ_PROMPT = 2
+    READ = 3
+    CATCH_UP = 4
+    DRAFT = 5
 
     @property
     def is_brief(self) -> bool:
@@ -100,7 +98,6 @@ class Facts:
         awaits_features: whether the drafter reads hidden states of the target, and has none of the prompt.
         lacks_features: whether the target has none of the prompt either, because it had cached it.
         has_read_prompt: whether the cache has held all of the prompt that is read without logits.
-        hands_on: whether other sessions wait for the prompt.
         has_lost_tokens: whether the cache has lost so many tokens, because a shared pass has failed, that it must read
             them before it drafts.
         is_idle: whether the drafter rests, or only proposes copies.
@@ -117,7 +114,6 @@ class Facts:
     awaits_features: bool = False
     lacks_features: bool = False
     has_read_prompt: bool = True
-    hands_on: bool = False
     has_lost_tokens: bool = False
     is_idle: bool = False
     catches_up: bool = False
@@ -131,8 +127,7 @@ class Facts:
     @property
     def must_read(self) -> bool:
         """Whether reading comes first, even in a rest."""
-        has_prompt = self.has_read_prompt and not (self.awaits_features or self.hands_on)
-        return not has_prompt or self.has_lost_tokens
+        return not self.has_read_prompt or self.awaits_features or self.has_lost_tokens
 
 
 def phase_of(facts: Facts) -> DraftPhase:
@@ -179,8 +174,6 @@ def _next_reading(facts: Facts) -> Task | Notice | None:
         return Notice.REST_WITHOUT_FEATURES if facts.lacks_features and may_rest else None
     if not facts.has_read_prompt:
         return Task.READ_PROMPT
-    if facts.hands_on:
-        return Task.HAND_ON
     if facts.has_lost_tokens or facts.num_behind > MAX_BEHIND_WHEN_READY:
         return Task.READ
     return Notice.ANNOUNCE

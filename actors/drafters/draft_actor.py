@@ -254,14 +254,12 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     # --- the jobs ---------------------------------------------------------------------------------
 
     async def _prepare(self, session: DraftSession, task: Task) -> None:
-        """Open a session's cache, hand its prompt on, or read some of its text."""
+        """Open a session's cache, or read some of its text."""
         read: Job[Any] | None = None
         match task:
             case Task.OPEN:
                 await self._open_sequence(session)
                 session.hand_over_features()
-            case Task.HAND_ON:
-                await self._hand_on(session)
             case Task.CATCH_UP:
                 session.catches_up = False
                 await self._catch_up(session)
@@ -274,6 +272,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 read = await prefill_chunk(self.worker, session, session.state.committed[:-1], self.chunk_size)
         if read is not None:
             self.prices.observe_draft_reading(read.began, read.ended)
+            self._wake_waiting()
 
     async def _let_go(self, session: DraftSession) -> None:
         try:

@@ -61,6 +61,11 @@ class DraftSession(DrafterSession):
         assert self.task is not None
         return Waiting(self.task, self.since, num_read - self.num_read_before, self.goes_alone)
 
+    @property
+    def goes_on_reading(self) -> bool:
+        """Not while its prompt is left to the target."""
+        return super().goes_on_reading and not (self.has_left or self.begins_with_rest or self.is_past_context)
+
     def take_features(self, features: Features | None) -> None:
         """Take the target's features, if a message had some."""
         if features is not None:
@@ -136,7 +141,6 @@ class DraftSession(DrafterSession):
             awaits_features=self.awaits_features and not self.has_read_prompt,
             lacks_features=self.was_prompt_cached,
             has_read_prompt=self.has_read_prompt,
-            hands_on=self.reading is not None,
             has_lost_tokens=self.has_lost_tokens,
             is_idle=is_idle,
             catches_up=self.catches_up,

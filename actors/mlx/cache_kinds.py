@@ -11,8 +11,8 @@ and shape in the file has been compared with such a cache.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import attrs
@@ -53,6 +53,11 @@ class LayerState:
     def is_quantized(self) -> bool:
         """Whether keys and values are quantised."""
         return self.kind == QuantizedKVCache.__name__
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all arrays."""
+        return _num_bytes(self.arrays)
 
 
 class MisfitError(Exception):
@@ -166,15 +171,22 @@ class CacheKind:
         """The state with which the cache can later be rewound to its present length."""
         return self.take_state(layer)
 
-    def put_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> Restore:
-        """A function that rewinds `layer`, which holds at least `length` tokens, to the prefix checkpoint `taken` at
+    def check_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> None:
+        """Check that `layer`, which holds at least `length` tokens, can go back to the prefix checkpoint `taken` at
         that length. The checkpoint may be anything that a file has; see `put_state`.
 
         Raises: MisfitError: such a cache cannot have had this state at that length.
         """
         put_length = self.length(self.put_state(taken, like, longer))
         self._require(put_length in (length, None), "another length in a prefix checkpoint")
-        return partial(self.fill, layer, taken)
+
+    def go_back(self, layer: Any, taken: LayerState) -> None:
+        """Rewind a cache to a prefix checkpoint."""
+        self.fill(layer, taken)
+
+    def copied(self, layer: Any) -> Any:
+        """A new cache with the same tokens. Neither shows in the other; they share memory until one is written."""
+        return copy.copy(layer) if layer.empty() else self.made(self.take_state(layer).state)
 
     def fill(self, layer: Any, taken: LayerState) -> None:
         """Give a cache a state that was taken from a cache of the same layer, or checked. A state can be used again."""
@@ -231,11 +243,13 @@ class KVCacheKind(CacheKind):
     def take_prefix_checkpoint(self, layer: KVCache) -> LayerState:
         return LayerState(self.state_name, (None, None, layer.offset))
 
-    def put_prefix_checkpoint(self, taken: LayerState, length: int, layer: KVCache, like: Any, longer: Any) -> Restore:
+    def check_prefix_checkpoint(self, taken: LayerState, length: int, layer: KVCache, like: Any, longer: Any) -> None:
         fits = taken.kind == self.state_name and _has_parts(taken.state, 3)
         fits = fits and _is_number(taken.state[2], length, min(length, layer.offset))
         self._require(fits, "another length in a prefix checkpoint")
-        return partial(setattr, layer, "offset", length)
+
+    def go_back(self, layer: KVCache, taken: LayerState) -> None:
+        layer.offset = taken.state[2]
 
     def check_state(self, state: State, like: Any, longer: Any) -> None:
         keys, values, offset = state
@@ -329,7 +343,9 @@ class SlidingWindowCacheKind(RotatingKVCacheKind):
         return layer.can_trim_after(num_tokens, layer.offset if back_to is None else back_to)
 
     def take_prefix_checkpoint(self, layer: Any) -> LayerState:
-        return LayerState(self.state_name, self.state(layer, num_past=0))
+        keys, values, *numbers = self.state(layer, num_past=0)
+        # Copies of the window: slices would keep the whole buffer.
+        return LayerState(self.state_name, (mx.contiguous(keys), mx.contiguous(values), *numbers))
 
     def state(self, layer: Any, num_past: int = MAX_TRIM) -> State:
         """The tokens of the window, and up to `num_past` before them, by which the cache can be trimmed."""
@@ -418,18 +434,19 @@ class CacheListKind(CacheKind):
         inner = tuple(kind_of(inner).take_prefix_checkpoint(inner) for inner in layer.caches)
         return LayerState(self.state_name, inner=inner)
 
-    def put_prefix_checkpoint(
+    def check_prefix_checkpoint(
         self, taken: LayerState, length: int, layer: CacheList, like: CacheList, longer: CacheList
-    ) -> Restore:
+    ) -> None:
         self._check_inner(taken, like)
-        caches = zip(taken.inner, layer.caches, like.caches, longer.caches, strict=True)
-        restores = [kind_of(three[0]).put_prefix_checkpoint(inner, length, *three) for inner, *three in caches]
+        for inner, *caches in zip(taken.inner, layer.caches, like.caches, longer.caches, strict=True):
+            kind_of(caches[0]).check_prefix_checkpoint(inner, length, *caches)
 
-        def restore_all() -> None:
-            for restore in restores:
-                restore()
+    def go_back(self, layer: CacheList, taken: LayerState) -> None:
+        for inner, taken_inner in zip(layer.caches, taken.inner, strict=True):
+            kind_of(inner).go_back(inner, taken_inner)
 
-        return restore_all
+    def copied(self, layer: CacheList) -> CacheList:
+        return CacheList(*(kind_of(inner).copied(inner) for inner in layer.caches))
 
     def fill(self, layer: CacheList, taken: LayerState) -> None:
         for inner, taken_inner in zip(layer.caches, taken.inner, strict=True):
@@ -497,6 +514,12 @@ def _have_same_form(array: Any, other: mx.array, growing: Sequence[int]) -> bool
     if mx.issubdtype(array.dtype, mx.floating) != mx.issubdtype(other.dtype, mx.floating):
         return False
     return all(a == b or i in growing for i, (a, b) in enumerate(zip(array.shape, other.shape, strict=True)))
+
+
+def _num_bytes(state: State) -> int:
+    if isinstance(state, (tuple, list)):
+        return sum(map(_num_bytes, state))
+    return int(state.nbytes) if isinstance(state, mx.array) else 0
 
 
 def _cut(state: State, num_rows: int) -> State:

@@ -87,6 +87,14 @@ class CacheOptions:
             return [tokens[:cut], tokens[cut:]]
         return [tokens]
 
+    def quantized_at(self, num_read: int, pass_tokens: int) -> int:
+        """The length at which the caches of a text are quantised, of which `num_read` tokens are read in passes of
+        `pass_tokens`: where a pass ends, or in a feed that `passes` divides.
+        """
+        start = self._quantized_from
+        end_of_pass = -(-start // pass_tokens) * pass_tokens
+        return min(end_of_pass, num_read) if num_read >= start else start
+
     @property
     def _quantized_from(self) -> int:
         """At least 1: empty caches are not quantised, so the first pass is not either."""

@@ -81,12 +81,17 @@ class RowBatch:
 
     def leave(self, key: object, caches: Sequence[Any]) -> int:
         """Remove a row, and give its text back to the caches that joined. Returns: its tokens."""
+        length = self.copy_to(key, caches)
+        self.drop(key)
+        return length
+
+    def copy_to(self, key: object, caches: Sequence[Any]) -> int:
+        """Give the text of a row to caches of one text, which may have joined or be empty. Returns: its tokens."""
         self._settle()
         row = self._row_of[key]
         length = self._lengths[row]
         for rows, (_, single) in zip(self._row_caches, kinds_of(caches), strict=True):
-            rows.leave(row, length, single)
-        self.drop(key)
+            rows.copy_to(row, length, single)
         return length
 
     def drop(self, key: object) -> None:

@@ -52,8 +52,8 @@ class RowCache(ABC):
         """Add all rows of another cache of this kind, which gives them up."""
 
     @abstractmethod
-    def leave(self, row: int, length: int, single: Any) -> None:
-        """Give a row's text back to the cache that had joined. The caller then removes the row."""
+    def copy_to(self, row: int, length: int, single: Any) -> None:
+        """Give the text of a row to a single text's cache, which is empty or has joined."""
 
     @abstractmethod
     def remove(self, row: int) -> None:
@@ -128,7 +128,7 @@ class RowKVCache(RowCache):
         self.keys, self.values = self._joined(self.keys, others.keys), self._joined(self.values, others.values)
         others.keys = others.values = None
 
-    def leave(self, row: int, length: int, single: Any) -> None:
+    def copy_to(self, row: int, length: int, single: Any) -> None:
         assert self.keys is not None
         assert self.values is not None
         single.keys = mx.contiguous(self.keys[row : row + 1, :, :length])
@@ -222,7 +222,7 @@ class RowRingCache(RowKVCache):
         assert isinstance(others, RowRingCache)
         self._first_held += others._first_held
 
-    def leave(self, row: int, length: int, single: Any) -> None:
+    def copy_to(self, row: int, length: int, single: Any) -> None:
         assert self.keys is not None
         assert self.values is not None
         # More tokens than the window has, so that the text can be trimmed at least to before its last pass.
@@ -289,7 +289,7 @@ class RowArraysCache(ArraysCache, RowCache):
         ]
         others.cache = [None] * len(self.cache)
 
-    def leave(self, row: int, length: int, single: Any) -> None:
+    def copy_to(self, row: int, length: int, single: Any) -> None:
         single.cache = [mx.contiguous(state[row : row + 1]) for state in self.cache]
 
     def remove(self, row: int) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from actors.mlx.cache_kinds import LayerState, MisfitError, Restore, kind_of, kinds_of
+from actors.mlx.cache_kinds import MisfitError, Restore, kind_of, kinds_of
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
 from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
-from actors.model import Fork, RewindMode
+from actors.model import RewindMode
 from actors.trained.features import RecordedFeatures, RecorderSlot
 from protocol.errors import RewindError
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
+
+# Most prefix checkpoints of a sequence, and most bytes of them; three are kept whatever they take.
+MAX_PREFIX_CHECKPOINTS, MAX_CHECKPOINT_BYTES = 16, 1 << 28
 
 
 @attrs.frozen
@@ -52,8 +54,9 @@ class MLXSequence(StatefulSequence):
         self.layer_evaluation = layer_evaluation
         self._length = 0
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
-        self._prefix_checkpoints: list[Checkpoint] = []  # likewise; for other texts
-        self._is_quantized = False
+        self._prefix_checkpoints: list[PrefixCheckpointState] = []  # likewise; for other texts
+        # The length at which the caches were quantised; None if they are not.
+        self._quantized_at: int | None = None
 
     @property
     def features(self) -> RecordedFeatures:
@@ -109,7 +112,7 @@ class MLXSequence(StatefulSequence):
     def forget(self) -> None:
         """Also leaves its batch, without telling it: that batch must be given up."""
         self.cache = self._options.make_cache(self._model)
-        self.batch, self._length, self._is_quantized = None, 0, False
+        self.batch, self._length, self._quantized_at = None, 0, None
         self.features.clear()
         self._checkpoints, self._prefix_checkpoints = [], []
 
@@ -203,24 +206,16 @@ class MLXSequence(StatefulSequence):
         if not tokens or not self._keep_states:
             return None
         layers = tuple(kind_of(layer).take_state(layer) for layer in self.cache)
-        return SequenceState(tokens, layers, tuple(self._take_prefix_checkpoints()))
+        shorter = tuple(each for each in self._prefix_checkpoints if each.length < len(tokens))
+        return SequenceState(tokens, layers, shorter, quantized_at=self._quantized_at)
 
     @property
     def _keep_states(self) -> bool:
         return all(kind.can_keep_state for kind, _ in kinds_of(self.cache))
 
-    def _take_prefix_checkpoints(self) -> Iterator[PrefixCheckpointState]:
-        present = self._make_checkpoint()
-        for length, checkpoint in sorted({c.length: c for c in self._all_checkpoints()}.items()):
-            self._restore(checkpoint)
-            layers = tuple(kind_of(layer).take_prefix_checkpoint(layer) for layer in self.cache)
-            yield PrefixCheckpointState(length, layers)
-        self._restore(present)
-
     def put_state(self, state: SequenceState) -> None:
         state.check(num_layers=len(self.cache))
-        is_quantized = any(layer.is_quantized for layer in state.layers)
-        grown = (self._options.grown_cache(self._model, n, quantized=is_quantized) for n in (1, 8))
+        grown = (self._options.grown_cache(self._model, n, quantized=state.is_quantized) for n in (1, 8))
         like = [*zip(*grown, strict=True)]
         empty = self.cache
         try:
@@ -229,49 +224,42 @@ class MLXSequence(StatefulSequence):
             ]
             self.check_caches(len(state.tokens))
             for checkpoint in state.prefix_checkpoints:
-                restores = [
-                    kind_of(layer).put_prefix_checkpoint(taken, checkpoint.length, layer, *pair)
-                    for taken, layer, pair in zip(checkpoint.layers, self.cache, like, strict=True)
-                ]
-                self._prefix_checkpoints.append(Checkpoint(checkpoint.length, restores))
+                for taken, layer, pair in zip(checkpoint.layers, self.cache, like, strict=True):
+                    kind_of(layer).check_prefix_checkpoint(taken, checkpoint.length, layer, *pair)
         except (MisfitError, RewindError):
-            self.cache, self._prefix_checkpoints = empty, []
+            self.cache = empty
             raise
-        self._length = len(state.tokens)
-        self._is_quantized = is_quantized
+        self._length, self._quantized_at = len(state.tokens), state.quantized_at
+        self._prefix_checkpoints = list(state.prefix_checkpoints)
 
     @property
-    def fork_point(self) -> Callable[[], Fork] | None:
-        """Forks share memory with this sequence until either is fed."""
-        # A quantised cache is of another class than the one that a new sequence begins with.
-        return self._fork_point if self._options.kv_bits is None and self._keep_states else None
+    def can_copy(self) -> bool:  # type: ignore[override]
+        return self._keep_states
 
-    def _fork_point(self) -> Fork:
-        state = self.take_state((0,) * self._length)
-        assert state is not None, "the caches can be copied, and there are tokens"
-        mx.eval([layer.arrays for layer in state.all_layers])
-        make = partial(
-            MLXSequence,
+    def copy(self, length: int) -> MLXSequence:
+        """They share memory until either is fed."""
+        copy = MLXSequence(
             self._model,
             self._options,
             vocab_size=self._vocab_size,
             layer_evaluation=self.layer_evaluation,
             recorder_slot=self.features.slot,
         )
-        return lambda: make()._filled(state)
-
-    def _filled(self, state: SequenceState) -> MLXSequence:
-        for checkpoint in state.prefix_checkpoints:
-            self._fill(checkpoint.layers, checkpoint.length)
-            self._prefix_checkpoints.append(self._make_checkpoint())
-        self._fill(state.layers, len(state.tokens))
-        self.check_caches(self._length)
-        return self
-
-    def _fill(self, layers: Sequence[LayerState], length: int) -> None:
-        for layer, taken in zip(self.cache, layers, strict=True):
-            kind_of(layer).fill(layer, taken)
-        self._length = length
+        if self.batch is not None:
+            copy._length = self.batch.copy_to(self, copy.cache)
+        else:
+            round = self._round_checkpoint(length)
+            present = None if round is None else self._make_checkpoint()
+            if round is not None:
+                self._restore(round)
+            copy.cache, copy._length = [kind_of(layer).copied(layer) for layer in self.cache], self._length
+            if present is not None:
+                self._restore(present)
+        copy._prefix_checkpoints, copy._quantized_at = list(self._prefix_checkpoints), self._quantized_at
+        copy.reuse(length)
+        # Without what lies beyond its length, which would be copied with the rest when the sequence is next fed.
+        copy.cache = [kind_of(layer).copied(layer) for layer in copy.cache]
+        return copy
 
     def close(self) -> None:
         if self.batch is not None:
@@ -284,7 +272,12 @@ class MLXSequence(StatefulSequence):
     def num_bytes(self) -> int:
         self.leave_batch()
         bytes_per_checkpoint = sum(kind.checkpoint_bytes(layer) for kind, layer in kinds_of(self.cache))
-        return sum(int(layer.nbytes) for layer in self.cache) + len(self._all_checkpoints()) * bytes_per_checkpoint
+        prefix_checkpoints = sum(layer.num_bytes for each in self._prefix_checkpoints for layer in each.layers)
+        return (
+            sum(int(layer.nbytes) for layer in self.cache)
+            + len(self._checkpoints) * bytes_per_checkpoint
+            + prefix_checkpoints
+        )
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
@@ -301,33 +294,56 @@ class MLXSequence(StatefulSequence):
 
     def add_prefix_checkpoint(self) -> None:
         self.leave_batch()
-        if not self._prefix_checkpoints or self._prefix_checkpoints[-1].length < self._length:
-            self._prefix_checkpoints.append(self._make_checkpoint())
+        checkpoints = self._prefix_checkpoints
+        if checkpoints and checkpoints[-1].length >= self._length:
+            return
+        layers = tuple(kind_of(layer).take_prefix_checkpoint(layer) for layer in self.cache)
+        mx.eval([layer.arrays for layer in layers])
+        checkpoints.append(PrefixCheckpointState(self._length, layers))
+        num_bytes = sum(layer.num_bytes for layer in layers)
+        most = min(MAX_PREFIX_CHECKPOINTS, max(3, MAX_CHECKPOINT_BYTES // max(1, num_bytes)))
+        while len(checkpoints) > most:
+            # The one without which least must be read again, wherever a text parts; the newest stay.
+            lengths = [0, *(each.length for each in checkpoints)]
+            del checkpoints[min(range(len(checkpoints) - 2), key=lambda i: lengths[i + 2] - lengths[i])]
 
-    def reusable_length(self, num_common: int, num_read: int) -> int:
-        self.leave_batch()
-        # Another text may quantise its caches at another length.
-        if self._is_quantized or not self._options.reads_alike(self.cache, num_read):
+    def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
+        if self._quantized_at is not None:
+            quantizes_alike = self._quantized_at == self._options.quantized_at(num_read, pass_tokens)
+            return min(num_common, self._length) if quantizes_alike and num_common >= self._quantized_at else 0
+        if not self._options.reads_alike(self.cache, num_read):
             return 0
-        if self._length <= num_common:
+        if self._length <= num_common and self.batch is None:
             return self._length
-        if self._options.can_trim(self.cache, 0, num_common):
-            return num_common
-        return max((c.length for c in self._all_checkpoints() if c.length <= num_common), default=0)
+        can_trim = (
+            self._options.can_trim(self.cache, 0, num_common) if self.batch is None else self.batch.rewinds_passes
+        )
+        if can_trim:
+            return min(num_common, self._length)
+        lengths = [each.length for each in self._checkpoints] + [each.length for each in self._prefix_checkpoints]
+        return max((length for length in lengths if length <= num_common), default=0)
 
     def reuse(self, length: int) -> None:
         self.leave_batch()
         if length < self._length:
             if self._options.can_trim(self.cache, 0, length):
                 self._trim(length)
+            elif (round := self._round_checkpoint(length)) is not None:
+                self._restore(round)
             else:
-                self._restore(next(c for c in self._all_checkpoints() if c.length == length))
+                (checkpoint,) = (each for each in self._prefix_checkpoints if each.length == length)
+                for layer, taken in zip(self.cache, checkpoint.layers, strict=True):
+                    kind_of(layer).go_back(layer, taken)
+                self._length = length
         self._checkpoints.clear()
         self._drop_checkpoints_ahead()
+        self.features.rewind(length)
         self.check_caches(length)
+        if self.needs_prefix_checkpoints:
+            self.add_prefix_checkpoint()  # a third text may part here, too
 
-    def _all_checkpoints(self) -> tuple[Checkpoint, ...]:
-        return (*self._checkpoints, *self._prefix_checkpoints)
+    def _round_checkpoint(self, length: int) -> Checkpoint | None:
+        return next((each for each in self._checkpoints if each.length == length), None)
 
     def _make_checkpoint(self) -> Checkpoint:
         return Checkpoint(self._length, [kind.snapshot(layer) for kind, layer in kinds_of(self.cache)])
@@ -371,7 +387,7 @@ class MLXSequence(StatefulSequence):
         """Count tokens that were fed, and quantise the caches if it is time."""
         old_length, self._length = self._length, self._length + num_tokens
         if self._options.quantize(self.cache, self._length):
-            self._is_quantized = True
+            self._quantized_at = self._length
             # The checkpoints belong to the caches that were replaced.
             self._checkpoints.clear()
             self._prefix_checkpoints.clear()

@@ -39,6 +39,7 @@ class SequenceState:
     # The other ranks' parts, from rank 1 on, if the model is sharded; as records if the state comes from a file.
     others: OtherParts | tuple[SequenceRecord, ...] | None = None
     features: Features | None = None  # the target's, with which a trained drafter goes on
+    quantized_at: int | None = None  # the length at which the caches were quantised
 
     def check(self, *, num_layers: int, has_features: bool = False) -> None:
         """Raises: MisfitError: a model in one process, with so many caches, and features or none, cannot have it."""
@@ -52,6 +53,11 @@ class SequenceState:
         bounds = [0, *(checkpoint.length for checkpoint in self.prefix_checkpoints), len(self.tokens) + 1]
         if any(length >= next_length for length, next_length in pairwise(bounds)):
             raise MisfitError(f"its prefix checkpoints are at {bounds[1:-1]}, and it has {len(self.tokens)} tokens")
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some cache is quantised."""
+        return any(layer.is_quantized for layer in self.layers)
 
     @property
     def all_layers(self) -> list[LayerState]:
@@ -141,6 +147,8 @@ class Recorder:
         }
         if (features := self._sequence.last_features) is not None:
             description["features"] = {"start": features.start, "values": self._add(features.values)}
+        if self._sequence.quantized_at is not None:
+            description["quantized_at"] = self._sequence.quantized_at
         if self._has_tokens:
             description["tokens"] = self._add(mx.array(self._sequence.tokens, mx.uint32))
         if others:
@@ -231,6 +239,11 @@ def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> S
                 return Features(start, array(values))
         raise MisfitError("its description of features lacks a start or values")
 
+    def quantized_at(described: Any) -> int | None:
+        if described is not None and not (isinstance(described, int) and described >= 1):
+            raise MisfitError("the length at which it was quantised is no number of tokens")
+        return described
+
     match recorded.description:
         case {"layers": list(layers), "pins": list(prefix_checkpoints), **rest} if (
             tokens is not None or "tokens" in rest
@@ -241,6 +254,7 @@ def recall(recorded: SequenceRecord, tokens: tuple[int, ...] | None = None) -> S
                 tuple(prefix_checkpoint(one) for one in prefix_checkpoints),
                 _parts(rest.get("ranks"), recorded.tensors),
                 features(rest.get("features")),
+                quantized_at(rest.get("quantized_at")),
             )
     raise MisfitError("its description lacks tokens, layers or pins")
 

@@ -148,7 +148,7 @@ def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Seq
 
 def _can_share(session: TargetSession) -> bool:
     assert session.sequence is not None
-    return not session.reads_alone and can_read_together(session.sequence, session.shared.opened)
+    return not session.reads_alone and can_read_together(session.sequence, session)
 
 
 def _num_to_read(sessions: Sequence[TargetSession]) -> int:

@@ -22,7 +22,7 @@ from actors.target.reading import Reading
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
-from protocol.messages import Close, Message, PromptFeatures
+from protocol.messages import Close, Features, Message, PromptFeatures
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.pass_plan import Expected, ReadyRound, TargetView, Turn, next_pass
 from protocol.prices import Prices
@@ -62,9 +62,9 @@ class _Running:
 class TargetActor(ModelActor[TargetSession]):
     """Verifies proposals. The rounds that are ready when the model becomes free share a forward pass.
 
-    A session goes through these steps, each a job of the loop: open its cache, read its prompt, hand the read prompt to
-    whoever waits for it, run the rounds, close the cache. Opening, handing on and closing take almost no time and are
-    done first (`_brief_jobs`). `protocol.pass_plan.next_pass` decides which pass is next.
+    A session goes through these steps, each a job of the loop: open its cache, read its prompt, hand the prompt's
+    features to a drafter, run the rounds, close the cache. All but reading and rounds take almost no time and are done
+    first (`_brief_jobs`). `protocol.pass_plan.next_pass` decides which pass is next.
 
     Attributes:
         drafter: the link to the drafter, which is missing until `DrafterLink.attach`.
@@ -319,6 +319,7 @@ class TargetActor(ModelActor[TargetSession]):
         try:
             for session in await self._reading.run():
                 self._look_at(session)
+            self._wake_waiting()
         finally:
             self._target_queue.end_reading(self.worker.clock())
         # Each text that is ready now has one turn before another chunk is read.
@@ -597,10 +598,9 @@ class TargetActor(ModelActor[TargetSession]):
         session.reads_until = session.shared.opened.num_read
 
     async def _end_prompt(self, session: TargetSession) -> None:
-        """Hand the prompt, now that it is read, to whoever waits for it, and begin the rounds or the scoring."""
+        """Begin the rounds or the scoring, now that the prompt is read."""
         opened, session.has_read_prompt = session.shared.opened, True
         await self._give_prompt_features(session)
-        await self._hand_on(session)
         if opened.num_scored > 0:
             session.reads_until = len(opened.prompt) - 1
         else:
@@ -613,11 +613,12 @@ class TargetActor(ModelActor[TargetSession]):
         if self.drafter.mailbox is None or not session.shared.opened.drafted:
             return
         assert session.sequence is not None
+        taken: Features | None = None
         if (features := session.sequence.features) is not None and features.arrays():
             call = partial(features.take, len(session.cached_tokens))
-            session.prompt_features = await self.worker.run(Job("prefill", call, session.id))
-        if session.prompt_features is not None or (features is not None and self.drafter.has_model):
-            self.drafter.send(PromptFeatures(session.id, session.prompt_features))
+            taken = await self.worker.run(Job("prefill", call, session.id))
+        if taken is not None or (features is not None and self.drafter.has_model):
+            self.drafter.send(PromptFeatures(session.id, taken))
 
     async def _let_go(self, session: TargetSession) -> None:
         self._brief_jobs.pop(session, None)

@@ -26,7 +26,7 @@ class TargetSession(ActorSession):
         replay: decides when replayed tokens are settled.
         verify_seconds: spent on verify passes so far.
         reads_until: length of the part of the prompt that is to be read.
-        has_read_prompt: whether it was read, and handed on to whoever waits for it.
+        has_read_prompt: whether it was read, and its features handed on.
         reads_alone: whether no other prompt may be read in its passes.
         failure: the error that ended the session, if one did.
         is_blocked: whether a slow consumer keeps the next round from beginning.

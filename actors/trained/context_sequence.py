@@ -10,7 +10,14 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from actors.mlx.sequence_state import SequenceState
-from actors.trained.trained_sequence import DrafterReader, TrainedSequence, check_state, put_layers, taken_layers
+from actors.trained.trained_sequence import (
+    DrafterReader,
+    TrainedSequence,
+    check_state,
+    copied_layers,
+    put_layers,
+    taken_layers,
+)
 
 
 class ContextReader(DrafterReader, Protocol):
@@ -48,6 +55,9 @@ class ContextSequence(TrainedSequence):
     @property
     def num_bytes(self) -> int:
         return sum(int(layer.nbytes) for layer in self._cache)
+
+    def _copy_caches(self) -> None:
+        self._cache = copied_layers(self._cache)
 
     def reuse(self, length: int) -> None:
         """Drops the context of what the texts do not share: its features were the other text's."""

@@ -26,11 +26,13 @@ from actors.trained.trained_sequence import (
     TrainedSequence,
     check_features,
     check_state,
+    copied_layers,
     put_layers,
     taken_layers,
 )
 from protocol.errors import RewindError
 from protocol.messages import Features
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 # Most positions that are read in one pass: if none of their logits are wanted, and if some are.
 MAX_READ, MAX_READ_WITH_LOGITS = 512, 64
@@ -102,7 +104,11 @@ class DepthSequence(TrainedSequence):
         layers = sum(int(layer.nbytes) for cache in self._caches for layer in cache)
         return layers + sum(rows.num_bytes for rows in self._hidden)
 
-    def reusable_length(self, num_common: int, num_read: int) -> int:
+    def _copy_caches(self) -> None:
+        self._caches = [copied_layers(cache) for cache in self._caches]
+        self._hidden = [rows.copy() for rows in self._hidden]
+
+    def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
         """0 if a module would have to read positions again whose features are missing."""
         length, first = super().reusable_length(num_common, num_read), self._hidden[0].begin
         return 0 if self._begin < first and length - len(self._modules) < first else length

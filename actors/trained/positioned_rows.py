@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import mlx.core as mx
 
 # Rows are merged into the last piece as long as that has no more than this.
@@ -25,6 +27,12 @@ class PositionedRows:
     def num_bytes(self) -> int:
         """Memory of the rows."""
         return sum(piece.nbytes for piece in self.pieces)
+
+    def copy(self) -> PositionedRows:
+        """The same rows, to be changed by themselves."""
+        rows = copy.copy(self)
+        rows.pieces = list(self.pieces)
+        return rows
 
     def clear(self) -> None:
         """Drop all."""

@@ -17,6 +17,7 @@ from actors.prefix_cache import common_length, pack
 from actors.trained.feature_input import FeatureInput
 from protocol.errors import RewindError
 from protocol.messages import Features
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 # Tokens that are read in one pass once a text is over.
 _TOKENS_PER_PASS = 512
@@ -125,7 +126,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
             self.feed(tuple(text[begin : min(end, begin + _TOKENS_PER_PASS)]), 0)
         return tuple(text[: self.length])
 
-    def reusable_length(self, num_common: int, num_read: int) -> int:
+    def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
         self._num_common = num_common
         return min(num_common, len(self._tokens))
 
@@ -133,6 +134,19 @@ class TrainedSequence(StatefulSequence, FeatureInput):
         self._look_at_arrived()
         self.rewind(length)
         self.awaits_features = True
+
+    def copy(self, length: int) -> TrainedSequence:
+        other = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (list, dict, deque)):
+                setattr(other, name, copy.copy(value))
+        other._copy_caches()
+        other._num_common = length
+        other.reuse(length)
+        return other
+
+    def _copy_caches(self) -> None:
+        """Replace the caches, which a shallow copy shares with the sequence that was copied."""
 
     def _look_at_arrived(self) -> None:
         while self._arrived:
@@ -151,6 +165,11 @@ class TrainedSequence(StatefulSequence, FeatureInput):
 
 
 # --- the state of its parts -----------------------------------------------------------------------
+
+
+def copied_layers(cache: Sequence[Any]) -> list[Any]:
+    """New caches with the same tokens."""
+    return [kind_of(layer).copied(layer) for layer in cache]
 
 
 def taken_layers(cache: Sequence[Any], num_rows: int) -> tuple[LayerState, ...]:

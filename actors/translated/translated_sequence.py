@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
-from functools import partial
 from itertools import accumulate, chain
 
 import attrs
 import mlx.core as mx
 
-from actors.model import Fork, ReusableSequence, RewindMode
+from actors.model import ReusableSequence, RewindMode
 from protocol.errors import ModelError, RewindError
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 from protocol.vocabulary_map import VocabularyMap
 
 # How many of the model's own tokens to expect for each of several tokens of the target, before those are known. Most
@@ -182,12 +181,13 @@ class TranslatedSequence(ReusableSequence):
     def add_prefix_checkpoint(self) -> None:
         self.own.add_prefix_checkpoint()
 
-    def reusable_length(self, num_common: int, num_read: int) -> int:
+    def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
         self._follow_own()
         length = min(num_common, self.length)
         while length > 0:
             own_length = self._own_lengths[length]
-            reusable = self.own.reusable_length(own_length, own_length + TOKENS_FORESEEN * (num_read - length))
+            num_own_read = own_length + TOKENS_FORESEEN * (num_read - length)
+            reusable = self.own.reusable_length(own_length, num_own_read, pass_tokens)
             if reusable == own_length:
                 return length
             length = bisect_right(self._own_lengths, reusable) - 1
@@ -197,20 +197,12 @@ class TranslatedSequence(ReusableSequence):
         self.own.reuse(self._own_lengths[length])
         del self._own_lengths[length + 1 :]
 
-    # --- copies -----------------------------------------------------------------------------------
-
     @property
-    def fork_point(self) -> Callable[[], Fork] | None:
-        return None if (of_own := self.own.fork_point) is None else partial(self._fork_point, of_own)
+    def can_copy(self) -> bool:  # type: ignore[override]
+        return self.own.can_copy
 
-    def _fork_point(self, of_own: Callable[[], Fork]) -> Fork:
-        self._follow_own()
-        fork_own, own_lengths = of_own(), tuple(self._own_lengths)
-        vocabulary_map, tables, context_length = self._map, self._tables, self._context_length
-
-        def fork() -> TranslatedSequence:
-            sequence = TranslatedSequence(fork_own(), vocabulary_map, tables, context_length)
-            sequence._own_lengths = list(own_lengths)
-            return sequence
-
-        return fork
+    def copy(self, length: int) -> TranslatedSequence:
+        own = self.own.copy(self._own_lengths[length])
+        copy = TranslatedSequence(own, self._map, self._tables, self._context_length)
+        copy._own_lengths = self._own_lengths[: length + 1]
+        return copy

@@ -28,7 +28,7 @@ from actors.mlx.sequence_state import SequenceRecord, SequenceState, StatefulSeq
 from actors.model import CachedSequence
 from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import Fingerprint
-from actors.prefix_cache import common_length, may_serve, pack
+from actors.prefix_cache import common_length, pack
 from actors.workers.thread_worker import HangError
 from actors.workers.worker import Job, JobError
 from protocol.errors import RankError, RewindError, SessionFileError, SettingsError
@@ -344,6 +344,6 @@ class DiskPrefixCache:
         for stored in self._stored.values():
             num_common = common_length(stored.packed, packed)
             num_reusable = stored.num_reusable(num_common)
-            if num_reusable > most and may_serve(stored.num_prompt, len(stored.tokens), num_common, num_reusable):
+            if num_reusable > most:
                 best, most = stored, num_reusable
         return best, most

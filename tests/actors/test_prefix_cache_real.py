@@ -233,7 +233,7 @@ def test_the_caches_that_are_kept_are_no_larger_than_their_budget(name: str) -> 
     prefix_cache = PrefixCache(model, budget)
     for seed in range(6):
         prompt = (seed, *some_prompt(40, seed=seed))
-        hit = prefix_cache.take_longest_match(prompt, beside_another=False)
+        hit = prefix_cache.open(prompt, beside_another=False)
         hit.sequence.feed(prompt[:-1], 0)
         prefix_cache.put(hit.sequence, prompt[:-1], prompt, beside_another=False)
         assert 0 < prefix_cache.num_bytes <= budget

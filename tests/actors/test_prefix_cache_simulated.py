@@ -175,15 +175,17 @@ async def test_texts_that_take_turns_and_only_begin_alike_do_not_take_each_other
         assert len(simulation.target.sequences) == 2 or cache["undo"] is not always
 
 
-async def test_a_text_that_shares_most_of_another_takes_its_sequence(autojump_clock: Any) -> None:
+async def test_a_text_that_begins_like_another_copies_the_beginning_and_leaves_it_the_rest(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
-        await turn(simulation, [*range(1, 41), 50, 51, 52, 53, 54, 55], 6)
+        longest = [*range(1, 41), 50, 51, 52, 53, 54, 55]
+        await turn(simulation, longest, 6)
         assert (await turn(simulation, [*range(1, 41), 60], 6)).cached_tokens == 40
-        # And a prompt that shares little does not.
-        assert (await turn(simulation, [*range(1, 11), 60], 6)).cached_tokens == 0
+        assert (await turn(simulation, [*range(1, 11), 60], 6)).cached_tokens == 10
+        again = [*longest, *continuation(longest, 6), 1, 2]
+        assert (await turn(simulation, again, 6)).cached_tokens == len(longest) + 6 - 1
 
 
-async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) -> None:
+async def test_of_two_texts_at_once_each_has_what_is_kept(autojump_clock: Any) -> None:
     async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
         await turn(simulation, PROMPT, 4)
         prompts = [[*PROMPT, other, 3] for other in (1, 2)]
@@ -193,7 +195,7 @@ async def test_of_two_texts_at_once_one_has_what_is_kept(autojump_clock: Any) ->
             for text, stream in zip(texts, streams, strict=True):
                 nursery.start_soon(read_into, text, stream)
         assert texts == [continuation(prompt, 6) for prompt in prompts]
-        assert sorted(stream.statistics().cached_tokens for stream in streams) == [0, len(PROMPT)]
+        assert [stream.statistics().cached_tokens for stream in streams] == [len(PROMPT)] * 2
 
 
 async def test_a_stream_read_slowly_does_not_delay_the_next(autojump_clock: Any) -> None:
@@ -298,7 +300,7 @@ class ScriptedCache:
 
     def take(self, *tokens: int) -> CacheHit:
         """Take a sequence for a text."""
-        return self.prefix_cache.take_longest_match((*tokens, 63), beside_another=False)
+        return self.prefix_cache.open((*tokens, 63), beside_another=False)
 
     def put(self, hit: CacheHit, *tokens: int) -> None:
         """Read the rest of a text, and return its sequence to the cache."""

@@ -32,7 +32,6 @@ STEPS: dict[DraftPhase, set[Task | Notice | None]] = {
     DraftPhase.OPENING: {Task.OPEN, Notice.REST},
     DraftPhase.READING: {
         Task.READ_PROMPT,
-        Task.HAND_ON,
         Task.READ,
         Notice.ANNOUNCE,
         Notice.REST_WITHOUT_FEATURES,
@@ -81,7 +80,7 @@ def test_what_holds_in_every_situation() -> None:
             assert facts.has_read_prompt
             assert not facts.is_ready
             assert facts.num_behind <= MAX_BEHIND_WHEN_READY
-        if step in (Task.READ, Task.READ_PROMPT, Task.HAND_ON, Task.CATCH_UP):
+        if step in (Task.READ, Task.READ_PROMPT, Task.CATCH_UP):
             assert facts.is_open
         if step is Task.OPEN:
             assert not facts.is_open
@@ -100,8 +99,6 @@ def after(facts: Facts, step: Task | Notice) -> Facts:
             return attrs.evolve(facts, standing=Standing.READY)
         case Task.OPEN:
             return attrs.evolve(facts, is_open=True)
-        case Task.HAND_ON:
-            return attrs.evolve(facts, hands_on=False)
         case Task.READ_PROMPT:
             return attrs.evolve(facts, has_read_prompt=True)
         case Task.READ:

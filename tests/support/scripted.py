@@ -28,11 +28,12 @@ from sweeps import sweep
 
 from actors.actor import Actor, ActorSession
 from actors.drafters.draft_actor import DraftActor
-from actors.model import Feed, FeedsEach, Fork, RewindMode, feed_each
+from actors.model import Feed, FeedsEach, RewindMode, feed_each
 from actors.prefix_cache import CacheHit
 from actors.workers.worker import Job, JobError, Steps, as_job_error
 from protocol.errors import RewindError
 from protocol.messages import Message
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 from protocol.trace import Event, Instant, Span
 from runtime import Token
 from runtime.engine.events import Events
@@ -285,7 +286,7 @@ class ScriptedSequence(scripted_sequence.ScriptedSequence):
         self._check_open()
         self.prefix_checkpoints.append(len(self.tokens))
 
-    def reusable_length(self, num_common: int, num_read: int) -> int:
+    def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
         self._check_open()
         if num_common > num_read:
             self._misuse(f"asked for the reusable length at {num_common} of {num_read} tokens")
@@ -301,24 +302,16 @@ class ScriptedSequence(scripted_sequence.ScriptedSequence):
         self.resumed.append(length)
         self.model.fail_if_told("reuse")
 
-    @property
-    def fork_point(self) -> Callable[[], Fork] | None:
-        self._check_open()
-        return self._fork_point
-
-    def _fork_point(self) -> Fork:
-        self._check_open()
-        if not self.tokens:
-            self._misuse("an empty sequence was to be copied")
-        model, tokens, prefix_checkpoints = self.model, list(self.tokens), list(self.prefix_checkpoints)
-        model.fail_if_told("fork_point")
-
-        def fork() -> ScriptedSequence:
-            sequence = model.open_sequence(beside_another=False)
-            sequence.tokens, sequence.prefix_checkpoints = list(tokens), list(prefix_checkpoints)
-            return sequence
-
-        return fork
+    def copy(self, length: int) -> ScriptedSequence:
+        if self.reusable_length(length, length) != length:
+            self._misuse(f"asked to copy {length} of {len(self.tokens)} tokens")
+        self.model.fail_if_told("copy")
+        other = super().copy(length)
+        assert isinstance(other, ScriptedSequence)
+        other.fed, other.rewinds, other.resumed, other.states = [], [], [length], []
+        other.prefix_checkpoints = [each for each in self.prefix_checkpoints if each <= length]
+        self.model.sequences.append(other)
+        return other
 
     def _check_open(self) -> None:
         if self.is_closed:
@@ -357,7 +350,7 @@ class ScriptedModel(FeedsEach):
             undo: which tokens a sequence can drop without a checkpoint.
             keeps_states: whether a sequence that cannot drop tokens can return to a checkpoint.
             bytes_per_token: the size that sequences report, per token.
-            fails: the calls that raise, for "open", "feed", "check", "close", "reuse" and "fork_point", counted from 1
+            fails: the calls that raise, for "open", "feed", "check", "close", "reuse" and "copy", counted from 1
                 over all sequences. A failing check or reuse raises `RewindError`, as a real model's cache does when its
                 length is wrong.
         """
@@ -369,7 +362,7 @@ class ScriptedModel(FeedsEach):
         self.sequences: list[ScriptedSequence] = []
         self.misuses: list[str] = []
         self.bytes_per_token = bytes_per_token
-        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0, "fork_point": 0}
+        self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0, "copy": 0}
         self._fails = dict(fails or {})
 
     # What its sequences are.

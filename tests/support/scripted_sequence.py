@@ -5,6 +5,7 @@ Hidden states are empty. All that matters is which of them have come: where one 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import cast
@@ -15,6 +16,7 @@ from actors.model import ReusableSequence, RewindMode
 from actors.trained.feature_input import FeatureInput
 from protocol.errors import RewindError
 from protocol.messages import Features
+from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 
 class ScriptedSequence(ReusableSequence):
@@ -76,8 +78,13 @@ class ScriptedSequence(ReusableSequence):
     def close(self) -> None:
         self.tokens.clear()
 
-    def reusable_length(self, num_common: int, num_read: int) -> int:
+    def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
         return min(num_common, len(self.tokens))
+
+    def copy(self, length: int) -> ScriptedSequence:
+        other = copy.copy(self)
+        other.tokens = self.tokens[:length]
+        return other
 
     def reuse(self, length: int) -> None:
         self.rewind(length)
@@ -106,6 +113,13 @@ class RecordsEmptyFeatures(ScriptedSequence):
     @cached_property
     def features(self) -> EmptyFeatures:
         return EmptyFeatures()
+
+    def copy(self, length: int) -> RecordsEmptyFeatures:
+        other = super().copy(length)
+        assert isinstance(other, RecordsEmptyFeatures)
+        other.features = EmptyFeatures()
+        other.features.num_taken = length
+        return other
 
     def forget(self) -> None:
         """The text is read again, and all features are handed over again."""

@@ -31,7 +31,6 @@ class TrainedSequence(ReadsFeatures, ScriptedSequence):
     """One text of a drafter that reads hidden states."""
 
     reads_with_others = False
-    fork_point = None
     model: TrainedDraft
 
     def row(self, length: int) -> Sequence[float]:

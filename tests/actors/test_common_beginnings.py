@@ -1,0 +1,114 @@
+"""Prompts with a common beginning, in simulated time: the beginning is read once, whichever caches the models have.
+
+The counts are those of a system prompt that agents share: a part that is read again costs them seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import trio
+from scripted import CACHES, ScriptedModel, continuation, every_cache, ids, pair_with, simulated, truthful
+from sweeps import sweep
+from trained_scripts import RecordingTarget, TrainedDraft
+
+SYSTEM = [1 + i % 60 for i in range(300)]
+QUESTIONS = [[10 + i, 20 + i, 30, 7] for i in range(4)]
+ASKED: dict[str, Any] = {"max_tokens": 4, "reuse_prefix": True, "prefill_step_size": 64}
+
+# Caches that can go back to where prompts part.
+PARTING = ["can be trimmed", "recurrent"]
+
+
+async def cached(simulation: Any, prompt: list[int], **changes: Any) -> int:
+    """How many tokens of a prompt are not read again. Asserts that its text is right."""
+    completion = await simulation.runtime.generate(prompt, **{**ASKED, **changes})
+    assert ids(completion.tokens) == continuation(prompt, len(completion.tokens))
+    return int(completion.statistics.cached_tokens)
+
+
+@sweep("cache", PARTING)
+@sweep("lookahead", [0, 3])
+async def test_a_third_text_parts_where_a_second_one_has_parted(
+    cache: str, lookahead: int, autojump_clock: Any
+) -> None:
+    async with simulated(*pair_with(CACHES[cache])) as simulation:
+        first = [*SYSTEM, *QUESTIONS[0]]
+        assert await cached(simulation, first, lookahead=lookahead) == 0
+        second = await cached(simulation, [*SYSTEM, *QUESTIONS[1]], lookahead=lookahead)
+        assert second == (len(SYSTEM) if cache == "can be trimmed" else 0)
+        assert await cached(simulation, [*SYSTEM, *QUESTIONS[2]], lookahead=lookahead) == len(SYSTEM)
+        # Nobody has taken the first one's sequence.
+        again = [*first, *continuation(first, 4), 5, 6]
+        assert await cached(simulation, again, lookahead=lookahead) >= len(first) - 1
+
+
+@sweep("cache", PARTING)
+@sweep("lookahead", [0, 3])
+async def test_of_four_at_once_one_reads_the_beginning(cache: str, lookahead: int, autojump_clock: Any) -> None:
+    async with simulated(*pair_with(CACHES[cache])) as simulation:
+        prompts = [[*SYSTEM, *question] for question in QUESTIONS]
+        texts = await simulation.runtime.generate_many(prompts, lookahead=lookahead, **ASKED)
+        assert [ids(text.tokens) for text in texts] == [continuation(prompt, 4) for prompt in prompts]
+        assert sorted(text.statistics.cached_tokens for text in texts) == [0, *[len(SYSTEM)] * 3]
+        for actor in ("target", "draft")[: 1 + bool(lookahead)]:
+            read = sum(span.num_tokens for span in simulation.spans(actor, "prefill"))
+            assert read < len(SYSTEM) + 4 * 3 * len(QUESTIONS[0])
+
+
+@every_cache
+async def test_one_that_comes_while_another_is_read_waits_for_what_they_share(
+    cache: dict[str, Any], autojump_clock: Any
+) -> None:
+    async with simulated(*pair_with(cache)) as simulation:
+        results: dict[int, int] = {}
+
+        async def ask(number: int, after_s: float) -> None:
+            await trio.sleep(after_s)
+            results[number] = await cached(simulation, [*SYSTEM, *QUESTIONS[number]], lookahead=3)
+
+        async with trio.open_nursery() as nursery:
+            for number, after_s in enumerate((0.0, 3.0, 9.0)):
+                nursery.start_soon(ask, number, after_s)
+        if "keeps_states" in cache:
+            assert results == {0: 0, 1: len(SYSTEM), 2: len(SYSTEM)}
+
+
+async def test_one_that_waits_goes_on_alone_if_the_reader_is_cancelled(autojump_clock: Any) -> None:
+    async with simulated(*pair_with(CACHES["recurrent"])) as simulation:
+        reader = simulation.runtime.stream([*SYSTEM, *QUESTIONS[0]], **ASKED)
+        await trio.testing.wait_all_tasks_blocked()
+        waiting = simulation.runtime.stream([*SYSTEM, *QUESTIONS[1]], **ASKED)
+        await trio.sleep(5.0)
+        await reader.aclose()
+        prompt = [*SYSTEM, *QUESTIONS[1]]
+        assert [token.id async for token in waiting] == continuation(prompt, 4)
+        assert sum(span.num_tokens for span in simulation.spans("target", "prefill")) == len(prompt) - 1
+
+
+async def test_short_beginnings_are_read_again_since_waiting_would_take_longer(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        prompts = [[*SYSTEM[:20], *question] for question in QUESTIONS]
+        texts = await simulation.runtime.generate_many(prompts, **ASKED)
+        assert [ids(text.tokens) for text in texts] == [continuation(prompt, 4) for prompt in prompts]
+        assert sum(text.statistics.cached_tokens for text in texts) < 2 * 20
+
+
+async def test_a_drafter_that_reads_features_copies_the_beginning_with_them(autojump_clock: Any) -> None:
+    draft = TrainedDraft(lambda history, staleness: truthful(history) if staleness <= 3 else [0.0] * 64)
+    async with simulated(RecordingTarget(truthful), draft) as simulation:
+        prompts = [[*SYSTEM, *question] for question in QUESTIONS]
+        texts = await simulation.runtime.generate_many(prompts, lookahead=3, **{**ASKED, "max_tokens": 8})
+        assert [ids(text.tokens) for text in texts] == [continuation(prompt, 8) for prompt in prompts]
+        assert sum(span.num_tokens for span in simulation.spans("draft", "prefill")) < 2 * len(SYSTEM)
+        assert all(text.statistics.accepted > 0 for text in texts)
+
+
+@pytest.mark.parametrize("max_bytes", [10**9, 0])
+async def test_what_is_in_use_is_copied_too(max_bytes: int, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful), prefix_cache_bytes=max_bytes) as simulation:
+        first = simulation.runtime.stream([*SYSTEM, *QUESTIONS[0]], **{**ASKED, "max_tokens": 40})
+        token = await anext(first)
+        assert await cached(simulation, [*SYSTEM, *QUESTIONS[1]]) == len(SYSTEM)
+        assert [token.id, *[each.id async for each in first]] == continuation([*SYSTEM, *QUESTIONS[0]], 40)
