@@ -55,6 +55,12 @@ class TextLedger:
         """Begin an empty text."""
         self._texts[sequence] = _Text()
 
+    def copy(self, sequence: int, other: int) -> None:
+        """Begin another text with the same tokens."""
+        text = self._texts[sequence]
+        text.settle()
+        self._texts[other] = _Text(list(text.checksums))
+
     def close(self, sequence: int) -> None:
         """Forget a text."""
         del self._texts[sequence]

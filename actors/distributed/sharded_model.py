@@ -182,7 +182,14 @@ class ShardedSequence(MLXSequence):
             super().reuse(length)
             self._announcer.ledger.cut(self.number, length)
 
-    fork_point = None  # the other ranks have their parts of the caches
+    def copy(self, length: int, number: int | None = None) -> ShardedSequence:
+        """`number` is that of the copy at rank 0, if this is another rank."""
+        announcer, copy = self._announcer, self._empty_alike()
+        number = announcer.next_number() if number is None else number
+        with announcer.announced("copy", self.number, length, number):
+            copy._announcer, copy.number = announcer, number
+            announcer.ledger.copy(self.number, number)
+            return self._copied_to(copy, length)
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """The other ranks keep their parts."""
@@ -404,6 +411,9 @@ class FollowingModel:
         match name, arguments:
             case "feed", (tokens, num_logits):
                 sequence.feed(tuple(tokens), num_logits)
+            case "copy", (length, copy):
+                self._sequences[copy] = sequence.copy(length, copy)
+                self._sequences[copy].features.want(False)
             case "prepare" | "leave_batch" | "add_prefix_checkpoint" | "rewind" | "forget" | "reuse", _:
                 getattr(sequence, name)(*arguments)
             case "close", ():

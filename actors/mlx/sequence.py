@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TypeVar
 
 import attrs
 import mlx.core as mx
@@ -18,6 +19,8 @@ from actors.model import RewindMode
 from actors.trained.features import RecordedFeatures, RecorderSlot
 from protocol.errors import RewindError
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
+
+S = TypeVar("S", bound="MLXSequence")
 
 # Most prefix checkpoints of a sequence, and most bytes of them; three are kept whatever they take.
 MAX_PREFIX_CHECKPOINTS, MAX_CHECKPOINT_BYTES = 16, 1 << 28
@@ -238,13 +241,18 @@ class MLXSequence(StatefulSequence):
 
     def copy(self, length: int) -> MLXSequence:
         """They share memory until either is fed."""
-        copy = MLXSequence(
+        return self._copied_to(self._empty_alike(), length)
+
+    def _empty_alike(self: S) -> S:
+        return type(self)(
             self._model,
             self._options,
             vocab_size=self._vocab_size,
             layer_evaluation=self.layer_evaluation,
             recorder_slot=self.features.slot,
         )
+
+    def _copied_to(self, copy: S, length: int) -> S:
         if self.batch is not None:
             copy._length = self.batch.copy_to(self, copy.cache)
         else:

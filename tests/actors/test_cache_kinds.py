@@ -52,10 +52,9 @@ async def test_a_cache_of_a_new_kind_is_rewound_in_each_mode(rewind: Any) -> Non
 def test_a_cache_of_a_new_kind_is_copied() -> None:
     sequence = MLXModel(Joining(llama()), CacheOptions()).open_sequence(beside_another=False)
     sequence.feed(tuple(TEXT[:9]), 0)
-    assert sequence.fork_point is not None
-    fork = sequence.fork_point()
+    copy = sequence.copy(9)
     assert is_read_after(sequence, TEXT[:9], TEXT[40:50])
-    assert is_read_after(fork(), TEXT[:9], TEXT[9:14])
+    assert is_read_after(copy, TEXT[:9], TEXT[9:14])
 
 
 def test_a_cache_of_a_new_kind_is_a_row_beside_others() -> None:

@@ -37,7 +37,7 @@ async def test_a_third_text_parts_where_a_second_one_has_parted(
         first = [*SYSTEM, *QUESTIONS[0]]
         assert await cached(simulation, first, lookahead=lookahead) == 0
         second = await cached(simulation, [*SYSTEM, *QUESTIONS[1]], lookahead=lookahead)
-        assert second == (len(SYSTEM) if cache == "can be trimmed" else 0)
+        assert second == len(SYSTEM) if cache == "can be trimmed" else second < len(SYSTEM)
         assert await cached(simulation, [*SYSTEM, *QUESTIONS[2]], lookahead=lookahead) == len(SYSTEM)
         # Nobody has taken the first one's sequence.
         again = [*first, *continuation(first, 4), 5, 6]

@@ -257,7 +257,7 @@ async def test_a_trained_drafter_keeps_what_it_has_when_the_text_ends(
     async with simulated(RecordingTarget(truthful), draft, draft_price=priced(prefill=0.25)) as simulation:
         for num_tokens in (8, 8, 9):
             await turn(simulation, prompt, num_tokens, lookahead=3, prefill_step_size=8)
-    assert len(draft.sequences) == 1
+        assert [num_read(simulation, "draft", session) for session in range(3)] == [len(prompt) - 1, 0, 0]
     assert caplog.messages == []
 
 
@@ -282,8 +282,9 @@ async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(
         if call == "reuse" or error is None:
             await turn(simulation, PROMPT, 4)
         if error is not None:
+            prompt = [*PROMPT, *continuation(PROMPT, 4), 1] if call == "reuse" else PROMPT
             with pytest.raises(RewindError, match=error):
-                await turn(simulation, PROMPT, 4)
+                await turn(simulation, prompt, 4)
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
         assert [sequence.is_closed for sequence in target.sequences] == [True, False]
 

@@ -21,10 +21,10 @@ from sweeps import sweep
 from trained_drafters import write_eagle3
 
 import runtime
+from actors.actor import CHECKPOINT_DISTANCE
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.prefill import CHECKPOINT_DISTANCE
 from actors.target import target_actor
 from protocol.messages import Features, PromptFeatures
 
@@ -78,18 +78,16 @@ async def test_caches_that_depend_on_passes_give_the_texts_of_separate_requests(
         alone = [ids(await rt.generate(PROMPT, seed=seed, **asked)) for seed in range(3)]
         together = await rt.generate_many([(PROMPT, {"seed": seed}) for seed in range(3)], reuse_prefix=True, **asked)
         assert [ids(completion) for completion in together] == alone
-        num_read = sum(completion.statistics.prefilled_tokens for completion in together)
-        # A quantised cache is not copied; each reads.
-        assert num_read == (3 * NUM_READ if "kv_bits" in options else NUM_READ)
+        assert sum(completion.statistics.prefilled_tokens for completion in together) == NUM_READ
 
 
-async def test_a_trained_drafter_has_the_features_of_the_prompt_in_each_session(
+async def test_a_trained_drafter_copies_what_it_made_of_the_features_of_the_prompt(
     tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    built, given = build("llama"), dict[int, Features]()
+    built, given = build("llama"), dict[int, Features | None]()
     asked: dict[str, Any] = {"max_tokens": 20, "lookahead": 3, "ignore_eos": True, "temperature": 0.8}
 
-    def noted(session: int, features: Features) -> PromptFeatures:
+    def noted(session: int, features: Features | None) -> PromptFeatures:
         given[session] = features
         return PromptFeatures(session, features)
 
@@ -99,10 +97,13 @@ async def test_a_trained_drafter_has_the_features_of_the_prompt_in_each_session(
         together = await rt.generate_many([(PROMPT, {"seed": seed}) for seed in range(3)], reuse_prefix=True, **asked)
         assert list(map(ids, together)) == list(map(ids, alone))
         assert sum(completion.statistics.prefilled_tokens for completion in together) == NUM_READ
+        assert all(completion.statistics.proposed > 0 for completion in together)
     assert sorted(given) == list(range(6))
-    for features in given.values():
+    of_readers = [given[session] for session in range(4)]
+    for features in of_readers:
+        assert features is not None
         assert (features.start, len(features.values)) == (0, NUM_READ)
-        assert mx.allclose(features.values, given[0].values, atol=ATOL)
+    assert given[4] is given[5] is None
 
 
 # --- copies of a sequence ---------------------------------------------------------------------------
@@ -136,18 +137,19 @@ def test_a_sequence_and_its_copies_do_not_see_each_others_tokens(name: str) -> N
     ways = [[1, 2, 3, 4, 5], [9, 8, 7, 6, 5], [3, 3, 3, 3, 3]]
     expected = [read_on(read(model), way) for way in ways]
     source = read(model)
-    assert source.fork_point is not None
-    fork = source.fork_point()
-    first = fork()
+    first = source.copy(NUM_READ)
     assert (first.length, first.needs_prefix_checkpoints) == (NUM_READ, source.needs_prefix_checkpoints)
     # By turns, so that each writes after the others.
     for i in range(5):
         for sequence, way, logits in ((source, ways[0], expected[0]), (first, ways[1], expected[1])):
             assert mx.allclose(read_on(sequence, way[i : i + 1]), logits[i : i + 1], atol=ATOL), (name, i)
-    # One that is made when the others have gone on is as they were.
-    second = fork()
-    assert mx.allclose(read_on(second, ways[2]), expected[2], atol=ATOL)
-    for sequence in (first, source, second):
+    copies = [first, source]
+    if source.reusable_length(NUM_READ, NUM_READ) == NUM_READ:
+        # One that is made when the others have gone on is as they were.
+        second = source.copy(NUM_READ)
+        assert mx.allclose(read_on(second, ways[2]), expected[2], atol=ATOL)
+        copies.append(second)
+    for sequence in copies:
         if length := sequence.reusable_length(NUM_READ, NUM_READ):
             assert length == NUM_READ
             sequence.reuse(length)
@@ -175,12 +177,9 @@ def test_copies_take_memory_only_once_they_are_fed(name: str) -> None:
     source.feed(tuple(PROMPT * 20), 0)
     mx.clear_cache()
     before, num_bytes = mx.get_active_memory(), source.num_bytes
-    assert source.fork_point is not None
-    fork = source.fork_point()
-    copies = [fork() for _ in range(4)]
+    copies = [source.copy(source.length) for _ in range(4)]
     assert mx.get_active_memory() - before < num_bytes // 4
     for sequence in copies:
         read_on(sequence, [1])
-    del fork
     # And then no more than one that has read the prompt by itself: a buffer grows by 256 tokens.
     assert mx.get_active_memory() - before < 4 * 1.5 * num_bytes

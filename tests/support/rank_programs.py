@@ -88,6 +88,10 @@ async def texts_and_accepted(
         async with rt.stream(turn, max_tokens=NUM_TOKENS, ignore_eos=True, reuse_prefix=True) as stream:
             found["second turn"] = [token.id async for token in stream]
             found["cached"] = [stream.statistics().cached_tokens]
+        # A copy of the beginning, beside the one that it is copied from.
+        async with rt.stream((*PROMPTS[1], 9, 8), max_tokens=NUM_TOKENS, ignore_eos=True, reuse_prefix=True) as stream:
+            found["other question"] = [token.id async for token in stream]
+            found["cached"].append(stream.statistics().cached_tokens)
         statistics = rt.statistics()
     assert statistics.draft_failures == 0
     return found, statistics.accepted
