@@ -445,10 +445,10 @@ class ModelActor(Actor[S]):
     async def _open_sequence(self, session: S) -> CachedSequence:
         """Give a session a sequence that holds a beginning of its prompt, or a new one."""
         in_use = [
-            Source(reusable, packed_beginning(other.packed_prompt, other.num_prompt_cached))
+            source
             for other in self._sessions.values()
-            if other.sequence is not None and other.beside_another == session.beside_another and not other.is_broken
-            if other.shared.opened.settings.reuse_prefix and (reusable := other.sequence.reusable) is not None
+            if other.beside_another == session.beside_another and other.shared.opened.settings.reuse_prefix
+            if (source := _source(other, session)) is not None
         ]
         call = partial(self._opened_sequence, session, in_use)
         hit = await self.worker.run(Job("open", call, session.id))
@@ -532,3 +532,16 @@ def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> b
         return False
     are_equal = num_common == session.shared.opened.num_read == other.shared.opened.num_read
     return not sequence.depends_on_passes or (are_equal and session.pass_tokens == other.pass_tokens)
+
+
+def _source(other: ActorSession, session: ActorSession) -> Source | None:
+    """The sequence of another session, as far as it holds its prompt; None if it cannot be copied."""
+    if (sequence := other.sequence) is None or other.is_broken or (reusable := sequence.reusable) is None:
+        return None
+    has_read_same = (
+        other.packed_prompt == session.packed_prompt
+        and other.pass_tokens == session.pass_tokens
+        and other.num_prompt_cached == sequence.length == session.shared.opened.num_read
+    )
+    packed = packed_beginning(other.packed_prompt, other.num_prompt_cached)
+    return Source(reusable, packed, has_read_same=has_read_same)

@@ -53,10 +53,16 @@ class PrefixMatch:
 
 @attrs.frozen(eq=False)
 class Source:
-    """A sequence that other texts can copy. `packed` has the tokens that it holds, or the first ones of them."""
+    """A sequence that other texts can copy.
+
+    Attributes:
+        packed: the tokens that it holds, or the first ones of them.
+        has_read_same: whether it holds just what the present prompt needs, read in the same passes.
+    """
 
     sequence: ReusableSequence
     packed: bytes
+    has_read_same: bool = attrs.field(default=False, kw_only=True)
 
 
 @attrs.frozen(eq=False)
@@ -141,7 +147,9 @@ class PrefixCache:
         for source in (*(each for each in self._entries if each.beside_another == beside_another), *in_use):
             num_common = common_length(source.packed, packed)
             most_common = max(most_common, num_common)
-            num_reusable = source.sequence.reusable_length(num_common, num_read, pass_tokens)
+            num_reusable = num_read
+            if not source.has_read_same:
+                num_reusable = source.sequence.reusable_length(num_common, num_read, pass_tokens)
             if num_reusable > 0 and num_reusable >= num_cached and _may_serve(source, num_common, num_reusable):
                 best, num_cached = source, num_reusable
         self.num_asked += num_read

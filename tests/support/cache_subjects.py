@@ -82,7 +82,7 @@ class JoinedRows(RowKVCache):
             super().join(SimpleNamespace(keys=keys, values=values), length)
         single.joined = None
 
-    def leave(self, row: int, length: int, single: JoinedCache) -> None:
+    def copy_to(self, row: int, length: int, single: JoinedCache) -> None:
         left = SimpleNamespace()
         super().leave(row, length, left)
         single.joined, single.offset = mx.concatenate([left.keys, left.values], axis=1), length
