@@ -105,6 +105,7 @@ class ActorSession:
         self.is_broken = False
         num_read = shared.opened.num_read
         self.checkpoints = {num_read - CHECKPOINT_DISTANCE, num_read, *range(0, num_read, CHECKPOINT_INTERVAL)}
+        self.checkpoints.update(shared.opened.message_starts)
         self.is_disk_searched: bool | None = None
 
     @cached_property

@@ -58,6 +58,7 @@ class Open:
         context_length: positions that the target can take; None if it names no bound.
         drafted: whether a drafter takes part.
         num_scored: how many of the prompt's last tokens are scored; then nothing is generated.
+        message_starts: lengths of the prompt before some of its messages, where another prompt is likely to part.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -68,6 +69,7 @@ class Open:
     context_length: int | None = attrs.field(default=None, validator=optional(ge(1)))
     drafted: bool = True
     num_scored: int = attrs.field(default=0, validator=ge(0))
+    message_starts: tuple[int, ...] = ()
 
     @property
     def num_read(self) -> int:

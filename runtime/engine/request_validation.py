@@ -20,6 +20,7 @@ from protocol.messages import Open
 from protocol.randomness import seed_of_prediction
 from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_SEED, Settings, SettingsLike, check_vocabulary_size, settings_from, with_overrides
+from runtime.generation.answers.message_format import message_starts
 from runtime.generation.grammar import Grammar
 from runtime.generation.many_prompts import Generation, PromptChecks
 from runtime.generation.reasoning import ReasoningTracker, marks_of
@@ -132,6 +133,7 @@ class RequestValidation:
             stop_tokens=frozenset(ends),
             context_length=context_length,
             drafted=self.is_drafted(settings),
+            message_starts=() if self._tokenizer is None else message_starts(self._tokenizer, ids),
         )
 
     def _num_cached(self, settings: Settings) -> int:

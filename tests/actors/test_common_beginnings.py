@@ -13,6 +13,8 @@ from scripted import CACHES, ScriptedModel, continuation, every_cache, ids, pair
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
+from runtime.generation.answers.message_format import message_starts
+
 SYSTEM = [1 + i % 60 for i in range(300)]
 QUESTIONS = [[10 + i, 20 + i, 30, 7] for i in range(4)]
 ASKED: dict[str, Any] = {"max_tokens": 4, "reuse_prefix": True, "prefill_step_size": 64}
@@ -112,3 +114,18 @@ async def test_what_is_in_use_is_copied_too(max_bytes: int, autojump_clock: Any)
         token = await anext(first)
         assert await cached(simulation, [*SYSTEM, *QUESTIONS[1]]) == len(SYSTEM)
         assert [token.id, *[each.id async for each in first]] == continuation([*SYSTEM, *QUESTIONS[0]], 40)
+
+
+class WithMessages:
+    """A tokenizer whose token 2 begins a message, token 3 ends one, and token 1 begins a text."""
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<s>": 1, "<m>": 2, "</m>": 3}
+
+
+def test_prompts_are_likely_to_part_where_messages_begin() -> None:
+    message = [2, 10, 11, 12, 3]
+    prompt = [1, *message * 8, 2, 9]
+    assert message_starts(WithMessages(), prompt) == (6, 11, 31, 36, 41)
+    assert message_starts(WithMessages(), [1, *message]) == ()
+    assert message_starts(WithMessages(), [10, 11]) == ()

@@ -84,7 +84,7 @@ class JoinedRows(RowKVCache):
 
     def copy_to(self, row: int, length: int, single: JoinedCache) -> None:
         left = SimpleNamespace()
-        super().leave(row, length, left)
+        super().copy_to(row, length, left)
         single.joined, single.offset = mx.concatenate([left.keys, left.values], axis=1), length
 
 

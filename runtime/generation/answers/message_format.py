@@ -13,6 +13,7 @@ nothing here); `mlx_lm.chat_templates.muse_spark`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
@@ -137,6 +138,19 @@ def special_tokens_of(tokenizer: Any) -> Mapping[str, int]:
     if tokenizer not in _special_tokens:
         _special_tokens[tokenizer] = dict(tokenizer.get_added_vocab())
     return _special_tokens[tokenizer]
+
+
+def message_starts(tokenizer: Any, prompt: Sequence[int]) -> tuple[int, ...]:
+    """The lengths of a prompt before its second and third and before its last three messages, as far as a special token
+    begins each message: the one that is most frequent in the prompt, of several the first.
+    """
+    special = set(special_tokens_of(tokenizer).values())
+    found = [(position, token) for position, token in enumerate(prompt) if token in special]
+    if not found:
+        return ()
+    (start, _), *_ = Counter(token for _, token in found).most_common(1)
+    starts = [position for position, token in found if token == start]
+    return tuple(sorted({*starts[1:3], *starts[1:][-3:]}))
 
 
 def message_format(tokenizer: Any) -> MessageFormat | None:
