@@ -100,8 +100,6 @@ class PrefixCache:
 
     Attributes:
         store: gets the sequences that leave for want of room, or at the end; None to drop them.
-        num_asked, num_reused, num_copied: tokens of the prompts for which a sequence was opened, of these the ones that
-            were not read again, and of these the ones that were copied.
     """
 
     def __init__(self, model: Model, max_bytes: int) -> None:
@@ -110,7 +108,6 @@ class PrefixCache:
         self._model = model
         self._max_bytes = max_bytes
         self._entries: list[_Entry] = []  # least recently used first
-        self.num_asked = self.num_reused = self.num_copied = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -152,8 +149,6 @@ class PrefixCache:
                 num_reusable = source.sequence.reusable_length(num_common, num_read, pass_tokens)
             if num_reusable > 0 and num_reusable >= num_cached and _may_serve(source, num_common, num_reusable):
                 best, num_cached = source, num_reusable
-        self.num_asked += num_read
-        self.num_reused += num_cached
         if best is None:
             return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common)
         if isinstance(best, _Entry):
@@ -170,7 +165,6 @@ class PrefixCache:
             self._entries.append(best)  # it was used last
         else:
             sequence = best.sequence.copy(num_cached)
-        self.num_copied += num_cached
         return CacheHit(sequence, num_cached, most_common)
 
     def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:
@@ -226,7 +220,16 @@ class PrefixCache:
         if entry.num_bytes > self._max_bytes or reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
             sequence.close()
             return
-        self._evict_prefixes_of(entry)
+        if (
+            longer := next((each for each in self._entries if each.sequence.can_copy and _holds(each, entry)), None)
+        ) is not None:
+            sequence.close()
+            self._entries.remove(longer)
+            self._entries.append(longer)  # it was used last
+            return
+        for shorter in [each for each in self._entries if _holds(entry, each)]:
+            self._entries.remove(shorter)
+            shorter.sequence.close()
         self._entries.append(entry)
         while self.num_bytes > self._max_bytes or len(self._entries) > MAX_SEQUENCES:
             self._evict_oldest()
@@ -242,17 +245,15 @@ class PrefixCache:
             self.store.evict(entry.sequence, entry.tokens, entry.num_prompt)
         entry.sequence.close()
 
-    def _evict_prefixes_of(self, newer: _Entry) -> None:
-        """Close sequences that are a prefix of a newer one, if the newer one can rewind to that prefix."""
-        for entry in list(self._entries):
-            num_common = common_length(entry.packed, newer.packed)
-            if (
-                entry.beside_another == newer.beside_another
-                and num_common == len(entry.tokens)
-                and newer.sequence.reusable_length(num_common, num_common) == num_common
-            ):
-                self._entries.remove(entry)
-                entry.sequence.close()
+
+def _holds(longer: _Entry, shorter: _Entry) -> bool:
+    """Whether a sequence can go back to all that another one holds."""
+    num_tokens = len(shorter.tokens)
+    return (
+        longer.beside_another == shorter.beside_another
+        and longer.packed.startswith(shorter.packed)
+        and longer.sequence.reusable_length(num_tokens, num_tokens) == num_tokens
+    )
 
 
 def _may_serve(source: Source, num_common: int, num_reusable: int) -> bool:
