@@ -64,7 +64,8 @@ class DraftSession(DrafterSession):
     @property
     def goes_on_reading(self) -> bool:
         """Not while its prompt is left to the target."""
-        return super().goes_on_reading and not (self.has_left or self.begins_with_rest or self.is_past_context)
+        leaves = self.has_left or self.is_leaving or self.is_past_context
+        return super().goes_on_reading and not (leaves or self.begins_with_rest)
 
     def take_features(self, features: Features | None) -> None:
         """Take the target's features, if a message had some."""

@@ -17,6 +17,7 @@ import mlx_lm.models
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize as quantize_modules
 from mlx.utils import tree_flatten
+from mlx_lm.utils import dequantize_model
 
 from actors.mlx.model import quantize_weights
 from protocol.errors import ModelError
@@ -71,7 +72,8 @@ class DrafterFiles:
         return list(loaded)
 
     def fill(self, module: Module, weights: Mapping[str, mx.array]) -> None:
-        """Load weights into a module and evaluate them. Layers are quantised as the shapes of their arrays tell.
+        """Load weights into a module and evaluate them. Layers are quantised as the shapes of their arrays tell; on the
+        CPU they become float32, in which MLX multiplies several times faster there.
 
         Raises: ModelError: weights are missing, superfluous or of another shape, are quantised in a way that MLX does
             not have, or are to be quantised a second time.
@@ -106,6 +108,9 @@ class DrafterFiles:
         module.load_weights(list(weights.items()))
         if self.quantize is not None:
             quantize_weights(module, **self.quantize)
+        elif mx.default_device() == mx.cpu and any(name.endswith(".scales") for name in weights):
+            dequantize_model(module)
+            module.set_dtype(mx.float32)
         mx.eval(module.state)
 
 

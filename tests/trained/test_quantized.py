@@ -78,9 +78,10 @@ def test_quantised_files_give_the_logits_of_what_is_left_of_the_weights(kind: st
     drafter, given = logits_of(quantized, target)
     other, expected = logits_of(left, target)
     assert mx.allclose(given, expected, rtol=1e-4, atol=1e-4)
-    assert is_quantized(drafter.module)
+    expands = mx.default_device() == mx.cpu
+    assert is_quantized(drafter.module) == (not expands)
     assert not is_quantized(other.module)
-    assert drafter.num_bytes < other.num_bytes
+    assert expands or drafter.num_bytes < other.num_bytes
 
 
 @sweep("kind", KINDS)
