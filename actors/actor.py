@@ -531,8 +531,10 @@ def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> b
         return True
     if (reusable := sequence.reusable) is None or not reusable.can_copy:
         return False
-    are_equal = num_common == session.shared.opened.num_read == other.shared.opened.num_read
-    return not sequence.depends_on_passes or (are_equal and session.pass_tokens == other.pass_tokens)
+    num_read = session.shared.opened.num_read
+    are_equal = num_common == num_read == other.shared.opened.num_read and session.pass_tokens == other.pass_tokens
+    shared_from = reusable.shared_from(num_read, session.pass_tokens)
+    return are_equal or (shared_from is not None and num_common >= shared_from)
 
 
 def _source(other: ActorSession, session: ActorSession) -> Source | None:

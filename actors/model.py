@@ -172,6 +172,12 @@ class ReusableSequence(CachedSequence):
 
     can_copy = True
 
+    def shared_from(self, num_read: int, pass_tokens: int) -> int | None:
+        """The shortest beginning that another text can copy of this one once it was read; None for just the whole
+        prompt, if that is the same. For the arguments see `reusable_length`.
+        """
+        return None if self.depends_on_passes else 0
+
     @abstractmethod
     def copy(self, length: int) -> ReusableSequence:
         """A new sequence with the first tokens of this one, which goes on as if nothing had happened, also as a row of

@@ -331,6 +331,12 @@ class MLXSequence(StatefulSequence):
         lengths = [each.length for each in self._checkpoints] + [each.length for each in self._prefix_checkpoints]
         return max((length for length in lengths if length <= num_common), default=0)
 
+    def shared_from(self, num_read: int, pass_tokens: int) -> int | None:
+        if self._options.kv_bits is None or not self._options.reads_alike(self.cache, num_read):
+            return super().shared_from(num_read, pass_tokens)
+        quantized_at = self._options.quantized_at(num_read, pass_tokens)
+        return quantized_at if quantized_at <= num_read else 0
+
     def reuse(self, length: int) -> None:
         self.leave_batch()
         if length < self._length:

@@ -81,6 +81,18 @@ async def test_caches_that_depend_on_passes_give_the_texts_of_separate_requests(
         assert sum(completion.statistics.prefilled_tokens for completion in together) == NUM_READ
 
 
+@pytest.mark.parametrize(("start", "read"), [(0, 110), (10_000, 110), (70, 110), (90, 3 * 90)])
+async def test_quantised_caches_share_a_beginning_that_each_would_have_quantised_alike(start: int, read: int) -> None:
+    model = build("qwen3", head_dim=32)
+    prompts = [[*prompt_of(80, vocab_size=64), *prompt_of(11, seed=seed, vocab_size=64)] for seed in (1, 2, 3)]
+    asked: dict[str, Any] = {"max_tokens": 12, "lookahead": 0, "prefill_step_size": 16}
+    async with runtime.open((model, None), kv_bits=4, kv_group_size=32, quantized_kv_start=start) as rt:
+        alone = [ids(await rt.generate(prompt, **asked)) for prompt in prompts]
+        together = await rt.generate_many(prompts, reuse_prefix=True, **asked)
+        assert [ids(completion) for completion in together] == alone
+        assert sum(completion.statistics.prefilled_tokens for completion in together) == read
+
+
 async def test_a_trained_drafter_copies_what_it_made_of_the_features_of_the_prompt(
     tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
