@@ -173,7 +173,7 @@ def test_a_ring_shows_each_row_its_window_and_no_slots_that_nobody_has_filled(wi
             lengths[row] += width - draws.randint(0, width // 2)  # the others are rejected
         if lengths[0] > 0 and draws.random() < 0.2:
             single = Positions()
-            ring.leave(0, lengths[0], single)
+            ring.copy_to(0, lengths[0], single)
             ring.remove(0)
             ring.join(single, lengths[0])
             lengths.append(lengths.pop(0))

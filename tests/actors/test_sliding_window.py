@@ -334,7 +334,7 @@ def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(
     feed_rows(rows, [300, 3], list(widths))
     feed_rows(rows, [rewound_to, 4], [1, 1])
     (reader, _), length = readers, rewound_to + 1
-    rows.leave(0, length, reader.cache)
+    rows.copy_to(0, length, reader.cache)
     rows.remove(0)
     reader.text = list(range(1, length + 1))
     # At least to before the last pass.
@@ -342,6 +342,6 @@ def test_a_window_leaves_a_batch_with_all_that_no_pass_has_overwritten(
     reader.trim(reader.cache.num_trimmable)
     assert reader.feed(3) == reader.expected(3, 8)
     # The row that is left has its own.
-    rows.leave(0, 5, readers[1].cache)
+    rows.copy_to(0, 5, readers[1].cache)
     readers[1].text = list(range(1, 6))
     assert readers[1].feed(2) == readers[1].expected(2, 8)
