@@ -509,6 +509,7 @@ class TargetActor(ModelActor[TargetSession]):
         commit = state.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
+        session.follow_reasoning()
         if is_drafted:
             self.drafter.send_verdict(session, verdict, commit)
             # Not while a late drafter still has tokens to propose: it may be late because of which tokens it drew.
@@ -605,7 +606,7 @@ class TargetActor(ModelActor[TargetSession]):
             session.reads_until = len(opened.prompt) - 1
         else:
             self._texts[session.id] = session
-            session.shared.on_room = partial(self._look_at, session)
+            session.shared.on_change = partial(self._look_at, session)
             self._begin_round(session)
 
     async def _give_prompt_features(self, session: TargetSession) -> None:
@@ -628,7 +629,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._texts.pop(session.id, None)
         self._set_num_texts()
         shared, error = session.shared, session.failure
-        shared.on_room = None
+        shared.on_change = None
         session.is_broken = session.is_broken or error is not None
         if error is None and session.state.finish_reason is not None:
             # The consumer takes an unsent commit from `shared` later: waiting for it would delay other sessions.

@@ -26,6 +26,7 @@ from runtime.engine.drafter_slot import DrafterSlot
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
+from runtime.generation.reasoning_limit import ReasoningLimit
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
@@ -155,6 +156,9 @@ class Sessions:
         new_reader = NEW_READER.get() or of_answer
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = StopFinder(self._tokenizer, opened, new_reader(reasoning))
+        new_limit = partial(self._new_limit, opened, reasoning, new_reader)
+        if opened.settings.thinking_budget is not None:
+            session.reasoning_limit = new_limit(opened.settings.thinking_budget)
         stream = TokenStream(
             session,
             receive,
@@ -162,12 +166,29 @@ class Sessions:
             reasoning,
             None if tools is None else of_answer(reasoning),
             end_soon=partial(self._end_soon, opened.session),
+            end_thinking_soon=partial(self.run_soon, partial(self._end_thinking, session, new_limit)),
             clock=self._target.worker.clock,
             estimates=self._prices.estimates,
         )
         self.by_id[opened.session] = session
         self._enter(session)
         return stream
+
+    def _new_limit(
+        self, opened: Open, reasoning: ReasoningTracker, new_reader: NewReader, num_tokens: int
+    ) -> ReasoningLimit | None:
+        """A limit of an answer's reasoning; None if it has none that could be told apart."""
+        if self._tokenizer is None or not all(reasoning.tags) or (reader := new_reader(reasoning)) is None:
+            return None
+        return ReasoningLimit(self._tokenizer, reasoning.tags, reader, len(opened.prompt), num_tokens)
+
+    def _end_thinking(self, session: Session, new_limit: Callable[[int], ReasoningLimit | None]) -> None:
+        if session.reasoning_limit is None:
+            session.reasoning_limit = new_limit(0)
+        else:
+            session.reasoning_limit.end()
+        if session.on_change is not None:
+            session.on_change()
 
     def begin_many(
         self, prompts: Prompts, check: PromptChecks, max_concurrent: int, on_error: OnError

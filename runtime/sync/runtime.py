@@ -192,6 +192,10 @@ class TokenStream(StreamState):
         except StopAsyncIteration:
             raise StopIteration from None
 
+    def end_thinking(self) -> None:
+        """As `runtime.TokenStream.end_thinking`."""
+        self._handle.end_thinking()
+
     def close(self) -> None:
         """End the generation. Returns at once; closing again does nothing. For any thread."""
         self._handle._close()

@@ -40,6 +40,7 @@ SEED = f"be a whole number between 0 and {2**64 - 1}, or None for a fresh seed"
 IDS, ID = "be a sequence of token ids", "be token ids of at least 0"
 
 BAD: list[tuple[str, Any, str]] = [
+    *(("thinking_budget", value, LIMIT.replace("1", "0")) for value in (-2, 2.5, True, "many")),
     *(("max_tokens", value, LIMIT) for value in (0, -(10**30), 2.5, True, "many", math.inf)),
     *(("temperature", value, "be a finite number of at least 0") for value in (-1, -5e-324, math.nan, None, "hot", 1j)),
     ("temperature", 10**400, "be a finite number of at least 0"),
@@ -157,6 +158,7 @@ def test_options_of_open_that_exclude_each_other_are_refused() -> None:
     ("name", "meaning"),
     [
         ("max_tokens", "no limit"),
+        ("thinking_budget", "no limit"),
         ("seed", "a fresh seed"),
         ("repetition_context_size", "the whole text"),
         ("presence_context_size", "the whole text"),

@@ -187,3 +187,35 @@ def test_reasoning_is_parts_of_their_own_in_their_order(text: str, parts: Any, a
                 )
 
     simulated_server(test, answering(text, tokenizer), tokenizer=tokenizer)
+
+
+# In the form of each API, and in others'.
+BUDGETS: list[dict[str, Any]] = [
+    {"thinking": {"type": "enabled", "budget_tokens": 4}},
+    {"thinking_token_budget": 4, "thinking": True},
+    {"thinking_budget_tokens": 4, "thinking": {"type": "enabled", "budget_tokens": 9}},
+]
+
+
+@sweep("budget", BUDGETS)
+@EACH
+def test_reasoning_ends_where_its_budget_does_and_the_answer_follows(budget: dict[str, Any], api: Api) -> None:
+    tokenizer = Letters(thinks=True)
+
+    async def test(server: Served) -> None:
+        for body in await both_ways(server, api, **budget):
+            assert told(body, api) == ("neve", "so yes")
+            assert api.end(body) == api.ends[1]
+
+    # The script goes on by position, behind the tag of four letters.
+    simulated_server(test, answering("<t>never enso yes", tokenizer), tokenizer=tokenizer)
+
+
+def told(body: Any, api: Api) -> tuple[str, str]:
+    """The reasoning of a body, and its text."""
+    if api.path == MESSAGES:
+        return body["content"][0]["thinking"], body["content"][1]["text"]
+    if api.path == RESPONSES:
+        return body["output"][0]["content"][0]["text"], body["output"][1]["content"][0]["text"]
+    message = body["choices"][0]["message"]
+    return message["reasoning_content"], message["content"]

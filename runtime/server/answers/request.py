@@ -55,7 +55,7 @@ Biases = Annotated[dict[BiasKey, Bias], Field(max_length=_MAX_BIASES), BeforeVal
 # --- fields that are settings of the runtime, from their declarations ------------------------------
 
 # Settings for which clients send -1, and what it stands for.
-_MINUS_ONE = {"top_k": 0, "seed": None}
+_MINUS_ONE = {"top_k": 0, "seed": None, "thinking_budget": None}
 # Settings that requests have in a form of their own; see `GenerationBody`.
 _IN_OTHER_FORMS = ("max_tokens", "stop", "logit_bias", "logprobs")
 
