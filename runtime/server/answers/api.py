@@ -6,12 +6,13 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 import trio
 
 from protocol.statistics import Statistics
+from runtime.generation.tokens import Token
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter, ShownTokens
 
@@ -20,11 +21,28 @@ if TYPE_CHECKING:
 
     from protocol.scores import Score
     from runtime.generation.token_stream import TokenStream
-    from runtime.generation.tokens import Token
     from runtime.generation.tool_calls.events import Delta
     from runtime.server.answers.preparation import Echo
     from runtime.server.errors import ErrorResponse
     from runtime.server.timelines import Timeline
+
+
+EndReason = Literal["stop", "length", "cancelled"]
+
+# In place of the stop reason of a token: a text that ends by its length has none.
+_CANCELLED = "cancelled"
+
+
+def cancelled_token(stream: TokenStream) -> Token:
+    """What a response has in place of the tokens that a cancelled stream has not given: the text that it withheld."""
+    index = stream.answer.num_tokens
+    return Token(0, stream.tail, index, None, finish_reason="length", stop_reason=_CANCELLED)
+
+
+def end_reason(token: Token) -> EndReason | None:
+    """Why the text ends with a token; None if it goes on."""
+    is_cancelled = token.finish_reason == "length" and token.stop_reason == _CANCELLED
+    return "cancelled" if is_cancelled else token.finish_reason
 
 
 # The longest time between two events. Clients and proxies give up a connection that is silent for a minute.
@@ -62,10 +80,12 @@ class Serializer(ABC):
     Attributes:
         keep_alive: what is sent after `interval_s` without tokens if there are no `idle_events`.
         id: the response's id; random, so that other clients cannot guess it.
+        id_header: the header that has it, by the name that the API's clients know.
         interval_s: seconds without tokens after which `idle_events` are sent.
     """
 
     content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    id_header: ClassVar[bytes] = b"x-request-id"
     keep_alive: ClassVar[str] = ": keep-alive\n\n"
     id: str
     interval_s: float = _KEEP_ALIVE_S
@@ -149,11 +169,13 @@ class Choices:
     Attributes:
         begins: functions that begin one choice each; at least one.
         max_at_once: how many may be at work or wait for the models, >= 1; None for all.
+        is_cancelled: whether the response ends with what there is by now.
     """
 
     _begins: Iterator[Begin]
     _max_at_once: int | None
     begun: list[Choice] = attrs.field(factory=list, init=False)
+    is_cancelled: bool = attrs.field(default=False, init=False)
     _is_closed: bool = attrs.field(default=False, init=False)
 
     async def begin_first(self) -> None:
@@ -174,6 +196,11 @@ class Choices:
             return None
         self.begun.append(begin(self.begun))
         return len(self.begun) - 1
+
+    def cancel(self) -> None:
+        """As `close`, and end the response as if its texts were over."""
+        self.is_cancelled = True
+        self.close()
 
     def close(self) -> None:
         """End all generations, and begin no other."""

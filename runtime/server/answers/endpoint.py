@@ -19,6 +19,7 @@ from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
 from runtime.server.answers.body import IgnoredFields
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
+from runtime.server.answers.running import RunningAnswers
 from runtime.server.answers.sending import send_events, send_whole
 from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
 from runtime.server.context import SHORT, ServerContext
@@ -177,10 +178,11 @@ class Endpoint:
                 begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
                 with closing(Choices(begins, model.runtime.max_streams)) as choices:
                     await choices.begin_first()
-                    outcome.failure = await send_answer(choices, request, send, self._context.in_thread)
+                    with RunningAnswers.of(self._context).listed(choices):
+                        outcome.failure = await send_answer(choices, request, send, self._context.in_thread)
         except OutriderError as error:
             raise error_response_of(error, request.prompt_field) from error
-        outcome.is_sent = outcome.failure is None
+        outcome.is_sent = outcome.failure is None and not choices.is_cancelled
         if outcome.failure is not None and not request.stream:
             raise error_response_of(outcome.failure) from outcome.failure
 

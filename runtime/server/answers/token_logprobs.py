@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import TypedDict
 
 from runtime.loading.vocabularies import byte_fallback, byte_level_piece
+from runtime.server.answers.api import end_reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,8 +59,8 @@ def token_logprobs(
 
 
 def text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
-    """The tokens without an end-of-text or stop token, which has no text."""
-    if tokens and tokens[-1].finish_reason == "stop" and not isinstance(tokens[-1].stop_reason, str):
+    """The tokens without an end-of-text or stop token, which has no text, and without the end of a cancelled answer."""
+    if tokens and (tokens[-1].is_complete or end_reason(tokens[-1]) == "cancelled"):
         return tokens[:-1]
     return tokens
 

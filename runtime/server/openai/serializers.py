@@ -15,7 +15,7 @@ from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Answer, Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer
+from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer, end_reason
 from runtime.server.answers.preparation import Echo
 from runtime.server.answers.token_logprobs import finite, text_tokens, token_logprobs
 from runtime.server.errors import ErrorResponse
@@ -108,8 +108,8 @@ class ChunkSerializer(Serializer):
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
         chunks = self.chunks(self._shown(tokens))
         self._num_given += len(tokens)
-        # The stream may be ahead of what the client has read.
-        given = attrs.evolve(statistics, generated_tokens=self._num_given)
+        # The stream may be ahead of what the client has read, and the end of a cancelled answer is none of its tokens.
+        given = attrs.evolve(statistics, generated_tokens=min(self._num_given, statistics.generated_tokens))
         for i, chunk in enumerate(chunks):
             if self._options.gives_usage_in_each:
                 chunk["usage"] = self._usage(given)
@@ -308,7 +308,7 @@ class ChatSerializer(ChunkSerializer):
         return parts
 
     def _finish_reason(self, tokens: Sequence[Token]) -> ChatFinishReason | None:
-        reason = tokens[-1].finish_reason if tokens else None
+        reason = end_reason(tokens[-1]) if tokens else None
         return "tool_calls" if reason == "stop" and self._answer.splitter.has_calls else reason
 
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
@@ -353,7 +353,7 @@ class CompletionSerializer(ChunkSerializer):
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         self._num_reasoning_tokens += sum(token.is_thinking for token in tokens)
         echo, self._echo = self._echo, None
-        reason = tokens[-1].finish_reason if tokens else None
+        reason = end_reason(tokens[-1]) if tokens else None
         choice: CompletionChoice = {
             "index": self._answer.index,
             "text": ("" if echo is None else echo.text) + "".join(token.text for token in tokens),
