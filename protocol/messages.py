@@ -58,6 +58,7 @@ class Open:
         context_length: positions that the target can take; None if it names no bound.
         drafted: whether a drafter takes part.
         num_scored: how many of the prompt's last tokens are scored; then nothing is generated.
+        only_reads: whether the prompt is read, for the prefix cache, and nothing is generated.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -68,6 +69,7 @@ class Open:
     context_length: int | None = attrs.field(default=None, validator=optional(ge(1)))
     drafted: bool = True
     num_scored: int = attrs.field(default=0, validator=ge(0))
+    only_reads: bool = False
 
     @property
     def num_read(self) -> int:

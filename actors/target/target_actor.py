@@ -172,6 +172,8 @@ class TargetActor(ModelActor[TargetSession]):
     def _take_in_one(self, session: TargetSession) -> None:
         if session.has_ended:
             self._brief_jobs[session] = self._let_go
+        elif session.has_read_prompt and session.shared.opened.only_reads:
+            self._keep_prompt(session)
         elif session.sequence is None:
             if self._may_open(session):
                 self._brief_jobs[session] = self._open
@@ -182,6 +184,14 @@ class TargetActor(ModelActor[TargetSession]):
         elif not session.has_read_prompt:
             self._brief_jobs[session] = self._end_prompt
         else:
+            session.state.close(Close(session.id))
+            self._brief_jobs[session] = self._let_go
+
+    def _keep_prompt(self, session: TargetSession) -> None:
+        """Put the prompt that was read into the prefix cache, and end the session once its drafter has read it, too."""
+        if session.sequence is not None:
+            self._brief_jobs[session] = self._put_away
+        elif session.is_drafter_ready or session.state.phase is not SessionPhase.PROPOSING:
             session.state.close(Close(session.id))
             self._brief_jobs[session] = self._let_go
 
@@ -604,7 +614,7 @@ class TargetActor(ModelActor[TargetSession]):
         await self._hand_on(session)
         if opened.num_scored > 0:
             session.reads_until = len(opened.prompt) - 1
-        else:
+        elif not opened.only_reads:
             self._texts[session.id] = session
             session.shared.on_change = partial(self._look_at, session)
             self._begin_round(session)

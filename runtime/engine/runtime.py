@@ -150,6 +150,24 @@ class Runtime:
         self.check_open()
         return await self._sessions.score(self._validation.to_score(prompt, continuation, **options))
 
+    async def warm(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
+    ) -> Statistics:
+        """Read a prompt, and keep it for streams that begin with it and have `reuse_prefix`; generate nothing.
+
+        Args: as `stream`; settings of the generation have no effect.
+
+        Returns: the statistics of the reading, with `prompt_tokens`, and `cached_tokens` of those, which were read
+            before.
+
+        Raises: as `score`.
+
+        Cancellation: strikes between two passes; what was read is kept.
+        """
+        self.check_open()
+        opened, _ = self._validation.generation(prompt, settings, {**overrides, "reuse_prefix": True})
+        return await self._sessions.warm(attrs.evolve(opened, only_reads=True))
+
     async def generate(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
     ) -> Completion:

@@ -20,7 +20,7 @@ from protocol.messages import Close, Open
 from protocol.prices import Prices
 from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
-from protocol.statistics import Counts
+from protocol.statistics import Counts, Statistics
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.generation.answers.message_reader import Reader
@@ -207,6 +207,21 @@ class Sessions:
 
         Cancellation: ends the session after its running pass.
         """
+        session = await self._read(opened)
+        if len(session.scores) < opened.num_scored:  # the actors were cancelled, and have no error
+            raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
+        tokens = await _scored_tokens(session, self._tokenizer)
+        return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
+
+    async def warm(self, opened: Open) -> Statistics:
+        """Read a prompt for the prefix cache. Raises: as `score`. Cancellation: keeps what was read."""
+        began = self._target.worker.clock()
+        session = await self._read(opened)
+        elapsed_s = self._target.worker.clock() - began
+        return session.counts.snapshot(elapsed=elapsed_s, estimates=self._prices.estimates(), lookahead=0)
+
+    async def _read(self, opened: Open) -> Session:
+        """Run a session that generates nothing to its end; see `score`."""
         self.check_open()
         send, receive = trio.open_memory_channel[Commit](0)
         session = Session(opened, send)
@@ -215,17 +230,14 @@ class Sessions:
         try:
             self._enter(session)
             async for commit in receive:  # none comes; the channel is closed once the session is over
-                raise ProtocolError(f"a session that scores has committed {commit!r}")
+                raise ProtocolError(f"a session that generates nothing has committed {commit!r}")
         finally:
             receive.close()
             session.is_unwanted = True
             self._end(opened.session)
         if session.error is not None:
             raise session.error
-        if len(session.scores) < opened.num_scored:  # the actors were cancelled, and have no error
-            raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
-        tokens = await _scored_tokens(session, self._tokenizer)
-        return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
+        return session
 
     def run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; for any thread, at any moment."""

@@ -267,6 +267,7 @@ class Runtime(RuntimeState):
     generate = blocking(RuntimeHandle.generate)
     generate_many = gathered(RuntimeHandle.generate_many)
     score = blocking(RuntimeHandle.score)
+    warm = blocking(RuntimeHandle.warm)
     conversation = giving(Conversation, RuntimeHandle.conversation)
     load = giving(Conversation, waited(RuntimeHandle.load))
     attach_draft = blocking(RuntimeHandle.attach_draft)

@@ -88,6 +88,21 @@ async def test_tokens_are_counted_as_they_are_taken(open: Any) -> None:
 
 
 @on_every_face
+async def test_a_prompt_that_was_read_before_is_not_read_again(open: Any) -> None:
+    async with talking(open) as rt:
+        messages, tokens = [{"role": "user", "content": "w1 w2"}], tuple(prompt_of(30))
+        for prompt in ("w1 w2 w3 w4 w5", tokens):
+            warmed = await got(rt.warm(prompt))
+            assert (warmed.cached_tokens, warmed.generated_tokens) == (0, 0)
+            found = await got(rt.generate(prompt, max_tokens=4, reuse_prefix=True))
+            assert found.statistics.cached_tokens == warmed.prompt_tokens - 1
+        with pytest.raises(runtime.PromptError, match="template"):
+            await got(rt.warm(messages))
+        with pytest.raises(runtime.PromptError, match="empty"):
+            await got(rt.warm([]))
+
+
+@on_every_face
 async def test_reasoning_ends_with_its_budget_or_on_demand(open: Any) -> None:
     pair = chat_models.pair(thinks=True, template=chat_models.BEGUN_TEMPLATE)
     messages = [{"role": "user", "content": "why"}]

@@ -30,6 +30,7 @@ from scripted import ScriptedModel, priced
 from sweeps import sweep
 
 from protocol.settings import settings_from
+from protocol.trace import Span
 
 
 async def both_ways(server: Served, api: Api, **more: Any) -> list[Any]:
@@ -151,6 +152,35 @@ async def test_a_full_house_says_when_to_come_again(server: Served, api: Api) ->
         assert api.error(answer)[1] == ("rate_limit_error" if api.path == MESSAGES else "rate_limit_exceeded")
         assert int(answer.headers["retry-after"]) >= 1
         first.leave()
+
+
+# --- prompts that are only read ------------------------------------------------------------------------
+
+
+def num_cached(usage: Any, api: Api) -> int:
+    if api.path == MESSAGES:
+        return int(usage["cache_read_input_tokens"])
+    return int(usage["input_tokens_details" if api.path == RESPONSES else "prompt_tokens_details"]["cached_tokens"])
+
+
+@EACH
+@on_server(*models())
+async def test_a_request_for_no_tokens_reads_its_prompt_for_the_next_one(server: Served, api: Api) -> None:
+    bodies = await both_ways(server, api, **{api.length: 0})
+    for body in bodies:
+        if api.path != CHAT:
+            adapter(api.kind).validate_python(body, strict=True)
+        assert api.end(body) == api.ends[0]
+        assert body["usage"]["completion_tokens" if api.path == CHAT else "output_tokens"] == 0
+        assert told(body, api, may_think=False) == ("", "")
+    answer = await server.ask(api.path, api.asked)
+    cached = [num_cached(body["usage"], api) for body in (*bodies, body_of(answer))]
+    assert cached[0] == 0 < cached[1] == cached[2]
+    for actor in ("target", "draft"):  # each has read it once
+        spans = [event for event in server.simulation.events if isinstance(event, Span) and event.actor == actor]
+        assert sum(span.num_tokens for span in spans if span.kind == "prefill") == cached[1]
+    assert text_of(answer) == (await direct(server, HELLO, max_tokens=NUM_TOKENS)).text
+    assert await server.outcomes() == {"finished": 3}
 
 
 # --- answers that are ended by their ids --------------------------------------------------------------
@@ -297,11 +327,13 @@ def test_reasoning_ends_where_its_budget_does_and_the_answer_follows(budget: dic
     simulated_server(test, answering("<t>never enso yes", tokenizer), tokenizer=tokenizer)
 
 
-def told(body: Any, api: Api) -> tuple[str, str]:
+def told(body: Any, api: Api, *, may_think: bool = True) -> tuple[str, str]:
     """The reasoning of a body, and its text."""
     if api.path == MESSAGES:
-        return body["content"][0]["thinking"], body["content"][1]["text"]
-    if api.path == RESPONSES:
-        return body["output"][0]["content"][0]["text"], body["output"][1]["content"][0]["text"]
-    message = body["choices"][0]["message"]
-    return message["reasoning_content"], message["content"]
+        parts = [block[block["type"]] for block in body["content"]]
+    elif api.path == RESPONSES:
+        parts = [item["content"][0]["text"] for item in body["output"]]
+    else:
+        message = body["choices"][0]["message"]
+        return message.get("reasoning_content", ""), message["content"]
+    return ("", "".join(parts)) if not may_think else (parts[0], "".join(parts[1:]))

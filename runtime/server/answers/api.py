@@ -29,14 +29,26 @@ if TYPE_CHECKING:
 
 EndReason = Literal["stop", "length", "cancelled"]
 
-# In place of the stop reason of a token: a text that ends by its length has none.
-_CANCELLED = "cancelled"
+# In place of the stop reason, which no token has that ends a text by its length.
+_CANCELLED, _NOTHING = "cancelled", "nothing"
 
 
-def cancelled_token(stream: TokenStream) -> Token:
-    """What a response has in place of the tokens that a cancelled stream has not given: the text that it withheld."""
+def end_without_token(stream: TokenStream | None) -> Token:
+    """What ends the text of a cancelled stream, with the text that it withheld; or one for which nothing is generated.
+
+    It is no token: see `tokens_among`.
+    """
+    if stream is None:
+        return Token(0, "", 0, None, finish_reason="length", stop_reason=_NOTHING)
     index = stream.answer.num_tokens
     return Token(0, stream.tail, index, None, finish_reason="length", stop_reason=_CANCELLED)
+
+
+def tokens_among(tokens: Sequence[Token]) -> Sequence[Token]:
+    """The tokens, but for an end without one."""
+    if tokens and tokens[-1].finish_reason == "length" and tokens[-1].stop_reason is not None:
+        return tokens[:-1]
+    return tokens
 
 
 def end_reason(token: Token) -> EndReason | None:
@@ -221,7 +233,6 @@ class BegunAnswer:
         index: of this choice in the response.
         counts_prompt: whether its usage includes the prompt's tokens, which count once for all choices of a prompt.
         echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
-        is_empty: whether nothing is generated.
         first: the serializer of the response's first choice; None if this is the first.
         defaults: the model's settings, for requests that do not set them.
     """
@@ -236,6 +247,5 @@ class BegunAnswer:
     counts_prompt: bool = True
     echo: Echo | None = None
     score: Score | None = None
-    is_empty: bool = False
     first: Serializer | None = None
     defaults: Mapping[str, Any] = attrs.field(factory=dict)

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import OutriderError
-from protocol.statistics import Counts, Statistics
+from protocol.statistics import Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import NEW_READER
 from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
@@ -26,7 +26,6 @@ from runtime.server.context import SHORT, ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
-from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.timelines import Timeline
 
 Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
@@ -173,7 +172,7 @@ class Endpoint:
                 preparation = Preparation(self._context, model, request, client)
                 prompts = await preparation.prompts()
                 outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-                outcome.num_texts = request.num_choices * sum(prompt.is_generated_for for prompt in prompts)
+                outcome.num_texts = request.num_choices * sum(prompt.read is None for prompt in prompts)
                 begin = partial(_begun, preparation, make_serializer, outcome)
                 begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
                 with closing(Choices(begins, model.runtime.max_streams)) as choices:
@@ -197,10 +196,13 @@ def _begun(
 ) -> Choice:
     """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
     model, stream = preparation.model, None
-    if prompt.is_generated_for:
+    if (read := prompt.read) is not None:
+        statistics: Callable[[], Statistics] = lambda: read  # noqa: E731
+    else:
         NEW_READER.set(preparation.reader)
         stream = model.runtime.stream(prompt.ids, prompt.settings_of_text(number))
         outcome.streams.append(stream)
+        statistics = stream.statistics
 
     def watch(id: str) -> Timeline:
         assert stream is not None, "a request that watches its answer has one"
@@ -217,13 +219,7 @@ def _begun(
         counts_prompt=number == 0,
         echo=prompt.echo,
         score=prompt.score,
-        is_empty=stream is None,
         first=before[0].serializer if before else None,
         defaults=model.runtime.defaults,
     )
-    statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
     return Choice(make_serializer(answer), stream, statistics)
-
-
-def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:
-    return Counts(prompt_tokens=len(prompt.ids)).snapshot(estimates=model.runtime.estimates)

@@ -16,6 +16,7 @@ from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
 from protocol.settings import Settings
+from protocol.statistics import Counts, Statistics
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
@@ -55,15 +56,15 @@ class PreparedPrompt:
 
     Attributes:
         settings: of its generations, completed by the defaults.
-        is_generated_for: whether anything is generated.
         echo, score: see `BegunAnswer`.
+        read: the statistics of reading it, if nothing is generated.
     """
 
     ids: tuple[int, ...]
     settings: Settings
-    is_generated_for: bool
     echo: Echo | None = None
     score: Score | None = None
+    read: Statistics | None = None
 
     def settings_of_text(self, number: int) -> Settings:
         """The settings of the answer with this number; answer 0 is the one that a request for a single answer gets."""
@@ -124,7 +125,8 @@ class Preparation:
                 processor = min_tokens(len(ids) + self.request.min_tokens, ends)
                 own = attrs.evolve(settings, logits_processors=(*settings.logits_processors, processor))
             echo, score = await self._echo(index, ids), await self._score(ids, settings)
-            prepared.append(PreparedPrompt(ids, own, max_tokens != 0, echo, score))
+            read = await self._read(ids, settings) if max_tokens == 0 else None
+            prepared.append(PreparedPrompt(ids, own, echo, score, read))
         return prepared
 
     def reader(self, answer: ReasoningTracker) -> Reader:
@@ -290,6 +292,13 @@ class Preparation:
                 f"for fewer answers or log-probabilities, or lower {request.max_tokens_field}",
                 param=request.max_tokens_field,
             )
+
+    async def _read(self, ids: tuple[int, ...], settings: Settings) -> Statistics:
+        """The statistics of a prompt for which nothing is generated: it is read and kept, unless it only comes back."""
+        runtime = self.model.runtime
+        if self.request.echoes or not settings.reuse_prefix:
+            return Counts(prompt_tokens=len(ids)).snapshot(estimates=runtime.estimates)
+        return await runtime.warm(ids, settings)
 
     # --- echo and score ---------------------------------------------------------------------------
 

@@ -30,9 +30,8 @@ MAX_NUMBER = 1e6
 # Clients send "" for none.
 Stop = Annotated[str, Field(max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
-MinusOne = Annotated[int, Field(ge=-1, le=-1)]
-# -1 for as many as fit into the context.
-MaxTokens = Annotated[int, Field(ge=1)] | MinusOne
+# -1 for as many as fit into the context, 0 to read the prompt and generate nothing.
+MaxTokens = Annotated[int, Field(ge=-1)]
 # A token id, or a text.
 BiasKey = Annotated[str, Field(min_length=1, max_length=100)]
 Bias = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]

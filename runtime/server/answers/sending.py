@@ -13,7 +13,7 @@ from starlette.types import Send
 
 from protocol.errors import OutriderError, RuntimeClosedError
 from runtime.generation.tokens import Token
-from runtime.server.answers.api import Choices, Event, cancelled_token
+from runtime.server.answers.api import Choices, Event, end_without_token
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import error_response_of
 
@@ -102,10 +102,9 @@ async def send_events(
         while num_introduced < len(choices.begun):
             index, choice = num_introduced, choices.begun[num_introduced]
             num_introduced += 1
-            if request.echoes and choice.stream is not None:
+            if request.echoes:
                 echoing.add(index)
-            make = partial(choice.serializer.first_events, choice.statistics())
-            await write(make, is_long=has_logprobs and choice.stream is None)
+            await write(partial(choice.serializer.first_events, choice.statistics()))
 
     first = choices.begun[0].serializer
     headers = [(b"content-type", first.content_type), (first.id_header, first.id.encode()), *_EVENT_HEADERS]
@@ -124,8 +123,6 @@ async def send_events(
             if trio.current_time() - written_at >= first.interval_s:
                 idle_events = partial(first.idle_events, choices.begun[0].statistics())
                 await write(idle_events, otherwise=first.keep_alive)
-    if not failures:
-        await introduce()  # those for which nothing was generated
     for choice in choices.begun:
         choice.finish(())
     num_named = request.num_named * sum(choice.statistics().generated_tokens for choice in choices.begun)
@@ -168,7 +165,9 @@ async def _read_in_turn(
                     except RuntimeClosedError:
                         if not choices.is_cancelled:
                             raise
-                        await put.send((index, cancelled_token(stream)))
+                        await put.send((index, end_without_token(stream)))
+                else:
+                    await put.send((index, end_without_token(None)))
                 index = await choices.begin_next()
         except OutriderError as error:
             failures.append(error)

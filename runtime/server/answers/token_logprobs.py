@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import TypedDict
 
 from runtime.loading.vocabularies import byte_fallback, byte_level_piece
-from runtime.server.answers.api import end_reason
+from runtime.server.answers.api import tokens_among
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,10 +59,9 @@ def token_logprobs(
 
 
 def text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
-    """The tokens without an end-of-text or stop token, which has no text, and without the end of a cancelled answer."""
-    if tokens and (tokens[-1].is_complete or end_reason(tokens[-1]) == "cancelled"):
-        return tokens[:-1]
-    return tokens
+    """The tokens without an end-of-text or stop token, which has no text."""
+    tokens = tokens_among(tokens)
+    return tokens[:-1] if tokens and tokens[-1].is_complete else tokens
 
 
 def finite(logprob: float | None) -> float:

@@ -15,7 +15,7 @@ from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Answer, Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer, end_reason
+from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer, end_reason, tokens_among
 from runtime.server.answers.preparation import Echo
 from runtime.server.answers.token_logprobs import finite, text_tokens, token_logprobs
 from runtime.server.errors import ErrorResponse
@@ -107,9 +107,10 @@ class ChunkSerializer(Serializer):
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
         chunks = self.chunks(self._shown(tokens))
+        tokens = tokens_among(tokens)
         self._num_given += len(tokens)
-        # The stream may be ahead of what the client has read, and the end of a cancelled answer is none of its tokens.
-        given = attrs.evolve(statistics, generated_tokens=min(self._num_given, statistics.generated_tokens))
+        # The stream may be ahead of what the client has read.
+        given = attrs.evolve(statistics, generated_tokens=self._num_given)
         for i, chunk in enumerate(chunks):
             if self._options.gives_usage_in_each:
                 chunk["usage"] = self._usage(given)
@@ -342,10 +343,6 @@ class CompletionSerializer(ChunkSerializer):
         self._num_characters = 0 if answer.echo is None else len(answer.echo.text)
         self._detokenizer = Detokenizer(answer.tokenizer, answer.prompt)
 
-    def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `ChunkSerializer`; if nothing is to be generated, the whole choice."""
-        return self.events([], statistics) if self._answer.is_empty else super().first_events(statistics)
-
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         choice = {**self._choice(self._shown(tokens))[0], "prompt_logprobs": self._prompt_logprobs()}
         return {**self._chunk([choice]), "usage": self._usage(statistics), **self._timings(statistics)}
@@ -358,7 +355,7 @@ class CompletionSerializer(ChunkSerializer):
             "index": self._answer.index,
             "text": ("" if echo is None else echo.text) + "".join(token.text for token in tokens),
             "logprobs": None if self._request.num_logprobs is None else self._logprobs(echo, tokens),
-            "finish_reason": "length" if self._answer.is_empty else reason,
+            "finish_reason": reason,
         }
         return choice, {"text": "", "logprobs": None}
 
@@ -367,7 +364,7 @@ class CompletionSerializer(ChunkSerializer):
 
     def _logprobs(self, echo: Echo | None, tokens: Sequence[Token]) -> CompletionLogprobs:
         # With an echo, clients tell the prompt's tokens from the answer's by counting: none is left out.
-        told = tokens if self._answer.echo is not None else text_tokens(tokens)
+        told = tokens_among(tokens) if self._answer.echo is not None else text_tokens(tokens)
         logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if echo is not None:
             logprobs = self._echoed_logprobs(echo)
