@@ -23,6 +23,7 @@ from protocol.session_state import Commit
 from protocol.statistics import Counts, Statistics
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
+from runtime.engine.idle_reading import IdleReading
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
@@ -65,6 +66,7 @@ class Sessions:
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
         has_failed: set once the target has failed and every session has its error.
+        idle_reading: reads prompts while there is no session.
     """
 
     _target: TargetActor
@@ -77,6 +79,9 @@ class Sessions:
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
     has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
+    idle_reading: IdleReading = attrs.field(
+        init=False, default=attrs.Factory(lambda self: IdleReading(lambda: not self.by_id), takes_self=True)
+    )
     _num_admitted: int = attrs.field(init=False, default=0)
     _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
     _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
@@ -147,6 +152,7 @@ class Sessions:
         Raises: as `check_open`.
         """
         self.check_open()
+        self.idle_reading.give_way()
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt)
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
@@ -207,7 +213,8 @@ class Sessions:
 
         Cancellation: ends the session after its running pass.
         """
-        session = await self._read(opened)
+        self.idle_reading.give_way()
+        session = await self.read(opened)
         if len(session.scores) < opened.num_scored:  # the actors were cancelled, and have no error
             raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
         tokens = await _scored_tokens(session, self._tokenizer)
@@ -215,12 +222,13 @@ class Sessions:
 
     async def warm(self, opened: Open) -> Statistics:
         """Read a prompt for the prefix cache. Raises: as `score`. Cancellation: keeps what was read."""
+        self.idle_reading.give_way()
         began = self._target.worker.clock()
-        session = await self._read(opened)
+        session = await self.read(opened)
         elapsed_s = self._target.worker.clock() - began
         return session.counts.snapshot(elapsed=elapsed_s, estimates=self._prices.estimates(), lookahead=0)
 
-    async def _read(self, opened: Open) -> Session:
+    async def read(self, opened: Open) -> Session:
         """Run a session that generates nothing to its end; see `score`."""
         self.check_open()
         send, receive = trio.open_memory_channel[Commit](0)
@@ -325,6 +333,7 @@ class Sessions:
         self._target.close_session(Close(id))
         if self._drafter.actor is not None:
             self._drafter.actor.close_session(Close(id))
+        self.idle_reading.look()
 
 
 async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:

@@ -129,6 +129,7 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
     *(("max_streams", value, "a whole number of at least 1") for value in (0, True, "many")),
     *(("max_batch", value, "a whole number of at least 1") for value in (0, None)),
     *(("prefix_cache_bytes", value, "a whole number of at least 0") for value in (-1, "much", None)),
+    ("idle_reading", 1, "True or False"),
     *(("prefix_cache_dir_bytes", value, "a whole number of at least 0") for value in (-1, "much")),
     ("generation_config", "always", "one of 'auto', 'none'"),
     ("draft_process", 1, "True or False"),

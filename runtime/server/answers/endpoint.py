@@ -179,6 +179,8 @@ class Endpoint:
                     await choices.begin_first()
                     with RunningAnswers.of(self._context).listed(choices):
                         outcome.failure = await send_answer(choices, request, send, self._context.in_thread)
+                if outcome.failure is None and model.runtime.reads_when_idle:
+                    await preparation.expect_next_turn(choices.begun[0].stream)
         except OutriderError as error:
             raise error_response_of(error, request.prompt_field) from error
         outcome.is_sent = outcome.failure is None and not choices.is_cancelled

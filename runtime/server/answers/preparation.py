@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
-from runtime.generation.tool_calls.events import ToolCall
+from runtime.generation.tool_calls.events import Answer, ToolCall
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter
@@ -150,6 +151,24 @@ class Preparation:
         if format is not None and tools is not None and tools.must_call:
             required = [ToolCall(format.new_id(), tool["function"]["name"], "") for tool in tools.callable]
         return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), required)
+
+    async def expect_next_turn(self, stream: TokenStream | None) -> None:
+        """Have the runtime read what the prompt after an answer that is over will begin with, when it is idle."""
+        chat, runtime = self.request.chat, self.model.runtime
+        if stream is None or chat is None or chat.continues or not self.tokenizer.has_chat_template:
+            return
+        answer, reader = Answer(), self.reader(stream.answer)
+        answer.add(reader.add(stream.answer.text))
+        answer.add(reader.finish(is_complete=True))
+        reply: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.reasoning:
+            reply["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            reply["tool_calls"] = [call.message_part for call in answer.calls]
+        render = partial(runtime.begun_turn, [*chat.messages, reply], **_variables(self.request, self.tokenizer))
+        with suppress(PromptError):
+            begun = await self._context.in_thread(render, self.request.prompt_length)
+            runtime.expect(lambda: begun)
 
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
@@ -330,11 +349,9 @@ def encode_prompts(request: GenerationRequest, runtime: Runtime) -> list[tuple[i
     has_template = bool(tokenizer.has_chat_template)
     prompts, variables = request.prompts(has_template=has_template), {}
     if (chat := request.chat) is not None and has_template:
-        variables = {**chat.variables, **({} if chat.tools is None else chat.tools.template_variables)}
+        variables = _variables(request, tokenizer)
         if chat.reasoning_field is not None and lacks_switch(tokenizer):
             request.ignored.add(chat.reasoning_field)
-        if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
-            variables["enable_thinking"] = False
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
@@ -347,6 +364,16 @@ def encode_prompts(request: GenerationRequest, runtime: Runtime) -> list[tuple[i
             message = f"{error} (prompt[{index}])" if is_long else f"prompt[{index}]: {error}"
             raise type(error)(message) from error
     return encoded
+
+
+def _variables(request: GenerationRequest, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    """The variables of the chat template for a request with a chat."""
+    assert request.chat is not None
+    tools = request.chat.tools
+    variables = {**request.chat.variables, **({} if tools is None else tools.template_variables)}
+    if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
+        variables["enable_thinking"] = False
+    return variables
 
 
 def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
