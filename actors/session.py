@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import attrs
 import trio
@@ -14,6 +15,23 @@ from protocol.scores import TokenScore
 from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.stop_strings import Stop
+
+
+class ReasoningLimit(Protocol):
+    """How much an answer may reason, and how its reasoning is closed then."""
+
+    def follow(self, committed: Sequence[int]) -> None:
+        """Read the text so far, prompt included; each time at least as much as before."""
+
+    @property
+    def num_left(self) -> int | None:
+        """Tokens that may follow the text that was read before its reasoning is to be closed, >= 0; None for any."""
+
+    def closing(self, committed: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that close the reasoning in which the text ends."""
+
+    def end(self) -> None:
+        """Allow no more reasoning."""
 
 
 @attrs.define(eq=False)
@@ -31,7 +49,9 @@ class Session:
         is_unwanted: whether nobody will read the rest. May be set in any thread.
         find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
             string ends the text, if one does.
-        on_room: called when the consumer has made room for a commit that did not fit; must not wait.
+        reasoning_limit: of the answer; None if it may reason as long as it wants. The target follows the text with it.
+        on_change: called when the target should look at the session: the consumer has made room for a commit that did
+            not fit, or the reasoning is to end. Must not wait.
         scores: of the tokens that the session is to score, as far as the target has come.
     """
 
@@ -47,7 +67,8 @@ class Session:
         init=False, default=attrs.Factory(lambda self: LogitsPipeline(self.opened), takes_self=True)
     )
     find_stop: Callable[[Commit], Stop | None] | None = None
-    on_room: Callable[[], None] | None = None
+    reasoning_limit: ReasoningLimit | None = None
+    on_change: Callable[[], None] | None = None
     scores: list[TokenScore] = attrs.field(factory=list)
 
     def end(self, error: OutriderError | None = None) -> None:
@@ -83,8 +104,8 @@ class Session:
         """Note that the consumer has taken something: send the unsent commit. Never waits."""
         if self.unsent is not None:
             self.deliver_nowait()
-            if self.on_room is not None:
-                self.on_room()
+            if self.on_change is not None:
+                self.on_change()
 
     def deliver_nowait(self) -> None:
         """Send the unsent commit, if there is space for it. Never waits."""

@@ -42,8 +42,8 @@ MAX_VOCAB_SIZE = 2**24
 MAX_MISSING = 1e-2
 
 # Settings that no drafter needs, user code among them; and attributes of messages that it does not look at.
-_SETTINGS_NOT_SENT = {"logits_processors", "sampler", "prompt_cache_file", "stop"}
-_NOT_SENT = {"drafted", "num_scored", "likelihoods", "commit"}
+_SETTINGS_NOT_SENT = {"logits_processors", "sampler", "prompt_cache_file", "stop", "thinking_budget"}
+_NOT_SENT = {"drafted", "num_scored", "only_reads", "likelihoods", "commit"}
 
 
 @attrs.frozen

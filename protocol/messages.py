@@ -59,6 +59,7 @@ class Open:
         drafted: whether a drafter takes part.
         num_scored: how many of the prompt's last tokens are scored; then nothing is generated.
         message_starts: lengths of the prompt before some of its messages, where another prompt is likely to part.
+        only_reads: whether the prompt is read, for the prefix cache, and nothing is generated.
     """
 
     session: int = attrs.field(validator=ge(0))
@@ -70,6 +71,7 @@ class Open:
     drafted: bool = True
     num_scored: int = attrs.field(default=0, validator=ge(0))
     message_starts: tuple[int, ...] = ()
+    only_reads: bool = False
 
     @property
     def num_read(self) -> int:

@@ -171,6 +171,8 @@ class Settings:
         seed: seed that makes sampled text repeatable, in [0, 2**64); None for a fresh one. With a seed,
             `acceptance="auto"` takes the match rule, under which the text depends on target, prompt, settings and seed
             alone. Under the other rules, the random numbers depend on `prediction`, too.
+        thinking_budget: maximum number of tokens of reasoning, >= 0, without its tags; the tag that closes it is
+            forced then, and the answer follows. None for no limit; without effect where the model does not reason.
         stop: text at which the generation ends, and which is left out; several may be given. A single one may be given
             without a list. Needs a tokenizer.
         stop_tokens: token ids that end the text, besides the tokenizer's end-of-text ids, such as 1,2.
@@ -266,6 +268,11 @@ class Settings:
         default=None,
         validator=integer(0, MAX_SEED, or_none="a fresh seed"),
         metadata=option("N", _BASIC, fields=("random_seed",)),
+    )
+    thinking_budget: int | None = attrs.field(
+        default=None,
+        validator=integer(0, or_none="no limit"),
+        metadata=option("N", _BASIC, fields=("thinking_token_budget", "thinking_budget_tokens")),
     )
     stop: tuple[str, ...] = attrs.field(
         default=(),

@@ -26,6 +26,7 @@ class SettingsArguments(TypedDict, total=False):
     xtc_threshold: float
     xtc_special_tokens: Iterable[int] | None
     seed: int | None
+    thinking_budget: int | None
     stop: str | Iterable[str] | None
     stop_tokens: Iterable[int] | None
     ignore_eos: bool

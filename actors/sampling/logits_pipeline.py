@@ -44,10 +44,10 @@ _NO_TOKENS = mx.array([], dtype=mx.int32)
 
 
 class LogitsPipeline:
-    """The processors and filters of one session's settings.
+    """The processors and filters of one session's settings, and tokens that are forced at some positions.
 
-    Attributes:
-        kind: texts of the same kind are judged together; None for a text that is judged by itself.
+    A forced token has probability 1, whatever the settings. It may be set at any time, for positions that no running
+    pass has logits for: a draft that does not know of it is not accepted.
     """
 
     def __init__(self, opened: Open) -> None:
@@ -64,10 +64,25 @@ class LogitsPipeline:
         sizes = [size for _, size in self._penalties]
         self._look_back = None if len(self._own) > 0 or None in sizes else max(filter(None, sizes), default=0)
         # Processors depend on the text, and XTC draws from its seed.
-        self.kind: Hashable | None = None
+        self._kind: Hashable | None = None
+        self._forced: tuple[int, tuple[int, ...]] = (0, ())  # the first position, and the tokens from there on
         if not (self.runs_user_code or self.needs_text or self._bias or settings.xtc_probability > 0):
             shapes = settings.top_p, settings.min_p, settings.min_tokens_to_keep, settings.top_k
-            self.kind = (settings.rule, settings.temperature, *(shapes if self._filters else ()))
+            self._kind = (settings.rule, settings.temperature, *(shapes if self._filters else ()))
+
+    @property
+    def kind(self) -> Hashable | None:
+        """Texts of the same kind are judged together; None for a text that is judged by itself."""
+        return None if self._forced[1] else self._kind
+
+    @property
+    def forced_until(self) -> int:
+        """The position after the last one with a forced token; 0 if there was none."""
+        return self._forced[0] + len(self._forced[1])
+
+    def force(self, start: int, tokens: Sequence[int]) -> None:
+        """Force tokens from a position on, in place of those that were forced before; none end that."""
+        self._forced = start, tuple(tokens)
 
     @property
     def runs_user_code(self) -> bool:
@@ -96,12 +111,12 @@ class LogitsPipeline:
         """
         logits = self._biased(logits)
         if not self.needs_text:
-            return logits
+            return self._with_forced(logits, start)
         histories = [history.before(start + i, self._look_back) for i in range(logits.shape[0])]
         rows = [self._penalised(logits[i : i + 1], mx.array(history)) for i, history in enumerate(histories)]
         if len(self._own) > 0:
             rows = self._own(rows, histories)
-        return rows[0] if len(rows) == 1 else mx.concatenate(rows)
+        return self._with_forced(rows[0] if len(rows) == 1 else mx.concatenate(rows), start)
 
     def process_lazily(self, logits: mx.array, history: TokenHistory, position: int, token: mx.array) -> mx.array:
         """Apply the processors to (1, V) logits after `token`, (1,), at `position`. The token may be lazy; `history`
@@ -109,10 +124,11 @@ class LogitsPipeline:
         """
         logits = self._biased(logits)
         if not self.needs_text:
-            return logits
+            return self._with_forced(logits, position + 1)
         before = mx.array(history.before(position, self._look_back))
         # A slice, since penalties write into the array that they are given, and the logit check reads the model's own.
-        return self._penalised(logits[:1], mx.concatenate([before, token.astype(before.dtype)]))
+        penalised = self._penalised(logits[:1], mx.concatenate([before, token.astype(before.dtype)]))
+        return self._with_forced(penalised, position + 1)
 
     def filter(self, logits: mx.array, start: int) -> mx.array:
         """Apply the filters to (n, V) processed logits for positions from `start` on.
@@ -142,6 +158,16 @@ class LogitsPipeline:
     def _biased(self, logits: mx.array) -> mx.array:
         for processor in self._bias:  # does not depend on the text, and takes all rows at once
             logits = processor(_NO_TOKENS, logits)
+        return logits
+
+    def _with_forced(self, logits: mx.array, start: int) -> mx.array:
+        """Logits (n, V) for positions from `start` on, in which a forced token is the only one of its row."""
+        begin, tokens = self._forced
+        for position, token in enumerate(tokens, begin):
+            if 0 <= (row := position - start) < logits.shape[0] and token < logits.shape[1]:
+                is_token = mx.arange(logits.shape[1]) == token
+                forced = mx.where(is_token, 0.0, -mx.inf).astype(logits.dtype)
+                logits = mx.where(mx.arange(logits.shape[0])[:, None] == row, forced, logits)
         return logits
 
     def _xtc_uniforms(self, start: int, num_rows: int) -> mx.array:

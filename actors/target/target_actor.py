@@ -172,6 +172,8 @@ class TargetActor(ModelActor[TargetSession]):
     def _take_in_one(self, session: TargetSession) -> None:
         if session.has_ended:
             self._brief_jobs[session] = self._let_go
+        elif session.has_read_prompt and session.shared.opened.only_reads:
+            self._keep_prompt(session)
         elif session.sequence is None:
             if self._may_open(session):
                 self._brief_jobs[session] = self._open
@@ -182,6 +184,14 @@ class TargetActor(ModelActor[TargetSession]):
         elif not session.has_read_prompt:
             self._brief_jobs[session] = self._end_prompt
         else:
+            session.state.close(Close(session.id))
+            self._brief_jobs[session] = self._let_go
+
+    def _keep_prompt(self, session: TargetSession) -> None:
+        """Put the prompt that was read into the prefix cache, and end the session once its drafter has read it, too."""
+        if session.sequence is not None:
+            self._brief_jobs[session] = self._put_away
+        elif session.is_drafter_ready or session.state.phase is not SessionPhase.PROPOSING:
             session.state.close(Close(session.id))
             self._brief_jobs[session] = self._let_go
 
@@ -510,6 +520,7 @@ class TargetActor(ModelActor[TargetSession]):
         commit = state.apply(verdict)
         if commit is None:
             raise ProtocolError(f"the target's own {verdict!r} was stale")
+        session.follow_reasoning()
         if is_drafted:
             self.drafter.send_verdict(session, verdict, commit)
             # Not while a late drafter still has tokens to propose: it may be late because of which tokens it drew.
@@ -603,9 +614,9 @@ class TargetActor(ModelActor[TargetSession]):
         await self._give_prompt_features(session)
         if opened.num_scored > 0:
             session.reads_until = len(opened.prompt) - 1
-        else:
+        elif not opened.only_reads:
             self._texts[session.id] = session
-            session.shared.on_room = partial(self._look_at, session)
+            session.shared.on_change = partial(self._look_at, session)
             self._begin_round(session)
 
     async def _give_prompt_features(self, session: TargetSession) -> None:
@@ -629,7 +640,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._texts.pop(session.id, None)
         self._set_num_texts()
         shared, error = session.shared, session.failure
-        shared.on_room = None
+        shared.on_change = None
         session.is_broken = session.is_broken or error is not None
         if error is None and session.state.finish_reason is not None:
             # The consumer takes an unsent commit from `shared` later: waiting for it would delay other sessions.

@@ -120,7 +120,36 @@ class TargetSession(ActorSession):
         """How many rounds in a row are certain to be plain, if the next one is, unless the text ends before."""
         state = self.state
         in_rest = state.rests_until - state.round if state.phase is SessionPhase.RESTING else math.inf
-        return min(in_rest, math.inf if state.remaining is None else state.remaining)
+        remaining = math.inf if state.remaining is None else state.remaining
+        # What is forced when the reasoning ends is decided between two passes.
+        reasoning = math.inf if self._num_reasoning_left is None else max(1, self._num_reasoning_left)
+        return min(in_rest, remaining, reasoning)
+
+    @property
+    def _num_reasoning_left(self) -> int | None:
+        """Tokens that may follow before the end of the reasoning is forced; None for any number, or if it is."""
+        limit = self.shared.reasoning_limit
+        if limit is None or self.state.next_position < self.shared.logits_pipeline.forced_until:
+            return None
+        return limit.num_left
+
+    def follow_reasoning(self) -> None:
+        """Have the limit of the reasoning follow the committed text."""
+        if self.shared.reasoning_limit is not None:
+            self.shared.reasoning_limit.follow(self.state.committed)
+
+    def _close_reasoning(self) -> None:
+        """Force the tokens that close the reasoning, if it is due; otherwise plan no pass that goes beyond its end."""
+        limit, pipeline, position = self.shared.reasoning_limit, self.shared.logits_pipeline, self.state.next_position
+        if limit is None or position < pipeline.forced_until:
+            return
+        assert self.row is not None
+        self.follow_reasoning()
+        # The next token of a row that is ahead may be chosen already.
+        is_due = limit.num_left == 0 and not self.row.is_ahead
+        pipeline.force(position, limit.closing(self.state.committed) if is_due else ())
+        if self.row.proposal is not None and (num_left := self._num_reasoning_left) is not None:
+            self.row.proposal = self.row.proposal.cut(max(0, num_left - 1))
 
     @property
     def is_ahead(self) -> bool:
@@ -143,11 +172,13 @@ class TargetSession(ActorSession):
         row, committed, proposal = self.row, self.state.committed, self.state.outstanding
         row.plan = self.cached_tokens.plan(committed, num_logits=0 if row.is_ahead else 1)
         row.proposal, row.alone = proposal, self.goes_alone
+        self._close_reasoning()
         row.history = row.logits_pipeline.history(committed, row.proposed, num_rows=1 + len(row.proposed))
         num_pending = max(0, len(row.plan.feed) - 1)
         row.settle = self.replay.should_settle(num_pending, prices.verify, self.seconds_per_token)
         num_planned = self.num_planned
-        reach = proposal.reach if proposal is not None and num_planned > max(1, len(row.plan.feed)) else ()
+        has_drafted = row.proposal is not None and num_planned > max(1, len(row.plan.feed))
+        reach = row.proposal.reach if row.proposal is not None and has_drafted else ()
         return ReadyRound(num_planned - len(reach), reach, is_row=self.is_row)
 
     @property

@@ -178,6 +178,7 @@ class Runtime(RuntimeState):
 
     generate_many = of_many(TrioRuntime.generate_many)
     score = in_trio(TrioRuntime.score)
+    warm = in_trio(TrioRuntime.warm)
 
     # --- conversations and saved sessions ---------------------------------------------------------
 

@@ -209,6 +209,16 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
             return Counts().snapshot(peak_memory=mx.get_peak_memory(), estimates=self._portal.runtime.estimates)
         return stream.statistics()
 
+    def end_thinking(self) -> None:
+        """As `runtime.TokenStream.end_thinking`."""
+        begun = self._begun  # alone: nothing in trio's thread may refer to this handle
+
+        def end() -> None:
+            if begun.value is not None:
+                begun.value.end_thinking()
+
+        self._portal.post(end)
+
     async def read_whole(self) -> Completion:
         """Read the stream to its end. A cancellation ends the generation."""
         tokens: list[Token] = []

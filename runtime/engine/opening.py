@@ -93,6 +93,7 @@ class OpenArguments(TypedDict, total=False):
     max_streams: int | Literal["auto"] | None
     max_batch: int
     prefix_cache_bytes: int
+    idle_reading: bool
     prefix_cache_dir: str | os.PathLike[str] | None
     prefix_cache_dir_bytes: int
     defaults: SettingsLike | None
@@ -470,6 +471,7 @@ async def running(
             given.max_streams,
             tokenizer if shared_tokenizer is None else shared_tokenizer,
             given.defaults,
+            reads_when_idle=given.idle_reading,
         )
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
         # A cancellation from further out ends the actors at once, and the block maybe later.

@@ -27,7 +27,7 @@ from runtime.engine.request_validation import RequestValidation
 from runtime.engine.sessions import Sessions
 from runtime.generation.conversation import Account, Conversation, Message, turn_settings
 from runtime.generation.many_prompts import Completions, OnError, Prompts
-from runtime.generation.text import Prompt
+from runtime.generation.text import Prompt, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.functions import Functions
 from runtime.generation.tool_calls.tools import StreamArguments
@@ -64,6 +64,7 @@ class Runtime:
     What it tells of itself can be asked for at any time and in any thread, except for `wait_broken`.
 
     Attributes:
+        reads_when_idle: see `runtime.open` about `idle_reading`.
         model_defaults: the settings from the target's generation_config.json; empty unless `open` was asked for them.
     """
 
@@ -80,6 +81,8 @@ class Runtime:
         max_streams: int | None,
         shared_tokenizer: TokenizerWrapper | None,
         defaults: SettingsLike | None = None,
+        *,
+        reads_when_idle: bool = False,
     ) -> None:
         """A runtime over actors that are serving; see `runtime.engine.opening.running`. Generations that are begun many
         at a time run in the nursery. `tokenizer` is the target's, for this runtime alone.
@@ -91,6 +94,9 @@ class Runtime:
         self._prices = prices
         self._began = target.worker.clock()
         self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams)
+        self.reads_when_idle = reads_when_idle
+        if reads_when_idle:
+            nursery.start_soon(self._sessions.idle_reading.run)
         self._validation = RequestValidation(
             target.model, tokenizer, keywords_of(defaults, "defaults"), lambda: drafter.actor is not None
         )
@@ -149,6 +155,39 @@ class Runtime:
         """
         self.check_open()
         return await self._sessions.score(self._validation.to_score(prompt, continuation, **options))
+
+    async def warm(
+        self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
+    ) -> Statistics:
+        """Read a prompt, and keep it for streams that begin with it and have `reuse_prefix`; generate nothing.
+
+        Args: as `stream`; settings of the generation have no effect.
+
+        Returns: the statistics of the reading, with `prompt_tokens`, and `cached_tokens` of those, which were read
+            before.
+
+        Raises: as `score`.
+
+        Cancellation: strikes between two passes; what was read is kept.
+        """
+        self.check_open()
+        opened, _ = self._validation.generation(prompt, settings, {**overrides, "reuse_prefix": True})
+        return await self._sessions.warm(attrs.evolve(opened, only_reads=True))
+
+    def begun_turn(self, messages: Sequence[Message], /, **switches: Any) -> Prompt:
+        """See `runtime.generation.text.begun_turn`. In any thread, as `encode`."""
+        assert self._tokenizer is not None, "a chat has a tokenizer"
+        return begun_turn(messages, self._tokenizer, **switches)
+
+    def expect(self, prompt: Callable[[], Prompt]) -> None:
+        """Read a prompt as `warm` does, once no stream is at work, if `reads_when_idle`; it is asked for then."""
+
+        async def read() -> None:
+            opened, _ = self._validation.generation(prompt(), None, {"reuse_prefix": True})
+            await self._sessions.read(attrs.evolve(opened, only_reads=True))
+
+        if self.reads_when_idle:
+            self._sessions.idle_reading.expect(read)
 
     async def generate(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
@@ -316,6 +355,7 @@ class Runtime:
         keywords = {**self._validation.keywords({}), "reuse_prefix": True, **settings}
         conversation = Conversation(
             self.stream,
+            self.expect,
             self._save,
             self._tokenizer,
             system=system,

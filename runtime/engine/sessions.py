@@ -20,12 +20,14 @@ from protocol.messages import Close, Open
 from protocol.prices import Prices
 from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
-from protocol.statistics import Counts
+from protocol.statistics import Counts, Statistics
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
+from runtime.engine.idle_reading import IdleReading
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
+from runtime.generation.reasoning_limit import ReasoningLimit
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
@@ -64,6 +66,7 @@ class Sessions:
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
         has_failed: set once the target has failed and every session has its error.
+        idle_reading: reads prompts while there is no session.
     """
 
     _target: TargetActor
@@ -76,6 +79,9 @@ class Sessions:
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
     has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
+    idle_reading: IdleReading = attrs.field(
+        init=False, default=attrs.Factory(lambda self: IdleReading(lambda: not self.by_id), takes_self=True)
+    )
     _num_admitted: int = attrs.field(init=False, default=0)
     _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
     _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
@@ -146,6 +152,7 @@ class Sessions:
         Raises: as `check_open`.
         """
         self.check_open()
+        self.idle_reading.give_way()
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt)
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
@@ -155,6 +162,9 @@ class Sessions:
         new_reader = NEW_READER.get() or of_answer
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = StopFinder(self._tokenizer, opened, new_reader(reasoning))
+        new_limit = partial(self._new_limit, opened, reasoning, new_reader)
+        if opened.settings.thinking_budget is not None:
+            session.reasoning_limit = new_limit(opened.settings.thinking_budget)
         stream = TokenStream(
             session,
             receive,
@@ -162,12 +172,29 @@ class Sessions:
             reasoning,
             None if tools is None else of_answer(reasoning),
             end_soon=partial(self._end_soon, opened.session),
+            end_thinking_soon=partial(self.run_soon, partial(self._end_thinking, session, new_limit)),
             clock=self._target.worker.clock,
             estimates=self._prices.estimates,
         )
         self.by_id[opened.session] = session
         self._enter(session)
         return stream
+
+    def _new_limit(
+        self, opened: Open, reasoning: ReasoningTracker, new_reader: NewReader, num_tokens: int
+    ) -> ReasoningLimit | None:
+        """A limit of an answer's reasoning; None if it has none that could be told apart."""
+        if self._tokenizer is None or not all(reasoning.tags) or (reader := new_reader(reasoning)) is None:
+            return None
+        return ReasoningLimit(self._tokenizer, reasoning.tags, reader, len(opened.prompt), num_tokens)
+
+    def _end_thinking(self, session: Session, new_limit: Callable[[int], ReasoningLimit | None]) -> None:
+        if session.reasoning_limit is None:
+            session.reasoning_limit = new_limit(0)
+        else:
+            session.reasoning_limit.end()
+        if session.on_change is not None:
+            session.on_change()
 
     def begin_many(
         self, prompts: Prompts, check: PromptChecks, max_concurrent: int, on_error: OnError
@@ -186,6 +213,23 @@ class Sessions:
 
         Cancellation: ends the session after its running pass.
         """
+        self.idle_reading.give_way()
+        session = await self.read(opened)
+        if len(session.scores) < opened.num_scored:  # the actors were cancelled, and have no error
+            raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
+        tokens = await _scored_tokens(session, self._tokenizer)
+        return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
+
+    async def warm(self, opened: Open) -> Statistics:
+        """Read a prompt for the prefix cache. Raises: as `score`. Cancellation: keeps what was read."""
+        self.idle_reading.give_way()
+        began = self._target.worker.clock()
+        session = await self.read(opened)
+        elapsed_s = self._target.worker.clock() - began
+        return session.counts.snapshot(elapsed=elapsed_s, estimates=self._prices.estimates(), lookahead=0)
+
+    async def read(self, opened: Open) -> Session:
+        """Run a session that generates nothing to its end; see `score`."""
         self.check_open()
         send, receive = trio.open_memory_channel[Commit](0)
         session = Session(opened, send)
@@ -194,17 +238,14 @@ class Sessions:
         try:
             self._enter(session)
             async for commit in receive:  # none comes; the channel is closed once the session is over
-                raise ProtocolError(f"a session that scores has committed {commit!r}")
+                raise ProtocolError(f"a session that generates nothing has committed {commit!r}")
         finally:
             receive.close()
             session.is_unwanted = True
             self._end(opened.session)
         if session.error is not None:
             raise session.error
-        if len(session.scores) < opened.num_scored:  # the actors were cancelled, and have no error
-            raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
-        tokens = await _scored_tokens(session, self._tokenizer)
-        return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
+        return session
 
     def run_soon(self, call: Callable[[], None]) -> None:
         """Have a function called in trio's thread; for any thread, at any moment."""
@@ -292,6 +333,7 @@ class Sessions:
         self._target.close_session(Close(id))
         if self._drafter.actor is not None:
             self._drafter.actor.close_session(Close(id))
+        self.idle_reading.look()
 
 
 async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:

@@ -18,7 +18,7 @@ from protocol.settings_keywords import SettingsArguments
 from protocol.validation import must_be
 from runtime.generation.chat_template import thinking_switch
 from runtime.generation.reasoning import ReasoningTracker
-from runtime.generation.text import Prompt, apply_chat_template
+from runtime.generation.text import Prompt, apply_chat_template, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.events import Answer, ToolCall
@@ -83,6 +83,7 @@ class Conversation:
     def __init__(
         self,
         open_stream: Callable[..., TokenStream],
+        expect: Callable[[Callable[[], Prompt]], None],
         write: Callable[[SessionFile, Account], Awaitable[int]],
         tokenizer: TokenizerWrapper | None,
         *,
@@ -95,7 +96,7 @@ class Conversation:
         """See `Runtime.conversation`.
 
         Args:
-            open_stream: `Runtime.stream`.
+            open_stream, expect: `Runtime.stream` and `Runtime.expect`.
             write: saves the conversation to a file; returns the file's size in bytes.
             tokenizer: the target's.
             system, thinking, settings: as for `Runtime.conversation`.
@@ -111,6 +112,7 @@ class Conversation:
         if thinking is not None and not isinstance(thinking, bool):
             raise must_be("thinking", "True, False, or None for the model's own choice", thinking)
         self._open_stream = open_stream
+        self._expect = expect
         self._write = write
         self._tokenizer = tokenizer
         self._settings = _checked(settings, ("system", "thinking", "tools"))
@@ -204,6 +206,7 @@ class Conversation:
                 f"the conversation has become too long: {error}, or reset the conversation"
             ) from None
         self._state = _State(past, _Turn(said, stream.answer, stream.parts, weakref.ref(stream)))
+        self._expect(self._next_turn)
         return stream
 
     async def generate(
@@ -265,6 +268,7 @@ class Conversation:
         return partial(
             Conversation,
             self._open_stream,
+            self._expect,
             self._write,
             self._tokenizer,
             system=system,
@@ -300,11 +304,17 @@ class Conversation:
         messages = [*self._system, *messages]
         if not self._tokenizer.has_chat_template:
             return "".join(message["content"] for message in messages)
-        switch: dict[str, Any] = {} if self._thinking is None else {"enable_thinking": self._thinking}
-        if self._schemas:
-            switch["tools"] = self._schemas
         # Copies: some templates modify the messages.
-        return apply_chat_template([dict(message) for message in messages], self._tokenizer, **switch)
+        return apply_chat_template([dict(message) for message in messages], self._tokenizer, **self._switches())
+
+    def _switches(self) -> dict[str, Any]:
+        """The variables of the chat template."""
+        switch: dict[str, Any] = {} if self._thinking is None else {"enable_thinking": self._thinking}
+        return {**switch, "tools": self._schemas} if self._schemas else switch
+
+    def _next_turn(self) -> Prompt:
+        """What the prompt of the next turn will begin with."""
+        return begun_turn([*self._system, *self._so_far()], self._tokenizer, **self._switches())
 
     def _check_template(self) -> None:
         has_template = self._tokenizer.has_chat_template

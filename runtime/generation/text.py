@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -206,6 +207,21 @@ def apply_chat_template(
     """
     text = render_chat_template(messages, tokenizer, **switches)
     return tokenized(text, tokenizer, context_length, add_special_tokens=False)
+
+
+def begun_turn(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, /, **switches: Any) -> Prompt:
+    """What the prompt of the turn after some messages begins with, whatever is said in it: as much as the prompts for
+    two different turns have in common, as text. Raises: PromptError: as `apply_chat_template`.
+    """
+    if not tokenizer.has_chat_template:
+        return "".join(message["content"] for message in messages)
+    turn: dict[str, Any] = {"role": "user"}
+    if messages and (calls := messages[-1].get("tool_calls")):
+        turn = {"role": "tool", "tool_call_id": calls[0]["id"]}
+    said = [[*map(dict, messages), {**turn, "content": content}] for content in ("1", "?")]
+    one, other = (render_chat_template(chat, tokenizer, **switches) for chat in said)
+    num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return tokenized(one[:num_common], tokenizer, add_special_tokens=False)
 
 
 # This many pending tokens, not yet given as text, are no longer taken for the beginning of one character.

@@ -160,7 +160,7 @@ def _cors(origins: Sequence[str]) -> Middleware:
         allow_methods=["GET", "POST", "DELETE"],
         # Any: clients such as OpenAI's for JavaScript send headers of their own, and only the key grants access.
         allow_headers=["*"],
-        expose_headers=["Retry-After", IGNORED_HEADER],
+        expose_headers=["Retry-After", "X-Request-Id", "Request-Id", IGNORED_HEADER],
         # Browsers ask whether a public page may use a server on its user's machine.
         allow_private_network=True,
     )

@@ -192,6 +192,10 @@ class TokenStream(StreamState):
         except StopAsyncIteration:
             raise StopIteration from None
 
+    def end_thinking(self) -> None:
+        """As `runtime.TokenStream.end_thinking`."""
+        self._handle.end_thinking()
+
     def close(self) -> None:
         """End the generation. Returns at once; closing again does nothing. For any thread."""
         self._handle._close()
@@ -263,6 +267,7 @@ class Runtime(RuntimeState):
     generate = blocking(RuntimeHandle.generate)
     generate_many = gathered(RuntimeHandle.generate_many)
     score = blocking(RuntimeHandle.score)
+    warm = blocking(RuntimeHandle.warm)
     conversation = giving(Conversation, RuntimeHandle.conversation)
     load = giving(Conversation, waited(RuntimeHandle.load))
     attach_draft = blocking(RuntimeHandle.attach_draft)

@@ -88,6 +88,42 @@ async def test_tokens_are_counted_as_they_are_taken(open: Any) -> None:
 
 
 @on_every_face
+async def test_a_prompt_that_was_read_before_is_not_read_again(open: Any) -> None:
+    async with talking(open) as rt:
+        messages, tokens = [{"role": "user", "content": "w1 w2"}], tuple(prompt_of(30))
+        for prompt in ("w1 w2 w3 w4 w5", tokens):
+            warmed = await got(rt.warm(prompt))
+            assert (warmed.cached_tokens, warmed.generated_tokens) == (0, 0)
+            found = await got(rt.generate(prompt, max_tokens=4, reuse_prefix=True))
+            assert found.statistics.cached_tokens == warmed.prompt_tokens - 1
+        with pytest.raises(runtime.PromptError, match="template"):
+            await got(rt.warm(messages))
+        with pytest.raises(runtime.PromptError, match="empty"):
+            await got(rt.warm([]))
+
+
+@on_every_face
+async def test_reasoning_ends_with_its_budget_or_on_demand(open: Any) -> None:
+    pair = chat_models.pair(thinks=True, template=chat_models.BEGUN_TEMPLATE)
+    messages = [{"role": "user", "content": "why"}]
+    asked = {"max_tokens": 40, "lookahead": 3, "logit_bias": chat_models.QUIET}
+    async with within(open(*pair)) as rt:
+        completion = await got(rt.generate(messages, thinking_budget=5, **asked))
+        assert [token.index for token in completion.tokens if token.text == "</think>"] == [5]
+        assert [token.is_thinking for token in completion.tokens] == [True] * 6 + [False] * 34
+        stream = rt.stream(messages, **asked)
+        begun = [await next_of(stream) for _ in range(3)]
+        stream.end_thinking()
+        tokens = begun + await all_of(stream)
+        (tag,) = [token.index for token in tokens if token.text == "</think>"]
+        assert 3 <= tag < 39
+        # The text is the model's own but for the tag.
+        same = await got(rt.generate(messages, thinking_budget=tag, **asked))
+        assert [token.id for token in tokens] == ids(same)
+        stream.end_thinking()
+
+
+@on_every_face
 async def test_models_and_prompts_belong_to_the_caller_until_the_call_and_may_be_lazy(open: Any) -> None:
     model = llama()
     model.model.norm.weight = model.model.norm.weight * 1.0  # only this thread can evaluate it

@@ -216,8 +216,8 @@ def test_a_message_calls_a_tool(caller: Server) -> None:
 def test_errors_of_messages_come_as_the_client_knows_them(claude: anthropic.Anthropic, server: Server) -> None:
     import anthropic
 
-    with pytest.raises(anthropic.BadRequestError, match="max_tokens must be at least 1") as bad:
-        claude.messages.create(model=MODEL, messages=SAID, max_tokens=0)
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens must be at least -1") as bad:
+        claude.messages.create(model=MODEL, messages=SAID, max_tokens=-2)
     assert bad.value.type == "invalid_request_error"
     stranger = claude.with_options(api_key="wrong")
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key: KEY"):

@@ -135,6 +135,7 @@ def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
         conversation = Conversation(
             lambda prompt, **_: begun.append(prompt),
             None,
+            None,
             short,
             system=None,
             thinking=None,

@@ -40,6 +40,7 @@ SEED = f"be a whole number between 0 and {2**64 - 1}, or None for a fresh seed"
 IDS, ID = "be a sequence of token ids", "be token ids of at least 0"
 
 BAD: list[tuple[str, Any, str]] = [
+    *(("thinking_budget", value, LIMIT.replace("1", "0")) for value in (-2, 2.5, True, "many")),
     *(("max_tokens", value, LIMIT) for value in (0, -(10**30), 2.5, True, "many", math.inf)),
     *(("temperature", value, "be a finite number of at least 0") for value in (-1, -5e-324, math.nan, None, "hot", 1j)),
     ("temperature", 10**400, "be a finite number of at least 0"),
@@ -110,7 +111,9 @@ def test_a_bad_value_is_refused_by_name_with_its_bound_everywhere(name: str, val
     if (text := typed(option.form, value)) is not None:
         assert cli.main(["generate", "hi", f"{flag(name)}={text}", "--target", "/no/such/model"]) == 2
         assert capfd.readouterr().err.startswith(f"outrider: error: {flag(name)} must {says.partition(' ')[0]} ")
-    if option.in_requests and name not in IN_ANOTHER_FORM and is_json(value):
+    # A request for no tokens has its prompt read.
+    means_something = (name, value) == ("max_tokens", 0)
+    if option.in_requests and name not in IN_ANOTHER_FORM and is_json(value) and not means_something:
         body = json.dumps({"prompt": "hi", name: value}).encode()
         with pytest.raises((ErrorResponse, SettingsError)) as refused:
             settings_from(dict(parse_request(CompletionRequest, body).generation().settings))
@@ -126,6 +129,7 @@ BAD_OPTIONS: list[tuple[str, Any, str]] = [
     *(("max_streams", value, "a whole number of at least 1") for value in (0, True, "many")),
     *(("max_batch", value, "a whole number of at least 1") for value in (0, None)),
     *(("prefix_cache_bytes", value, "a whole number of at least 0") for value in (-1, "much", None)),
+    ("idle_reading", 1, "True or False"),
     *(("prefix_cache_dir_bytes", value, "a whole number of at least 0") for value in (-1, "much")),
     ("generation_config", "always", "one of 'auto', 'none'"),
     ("draft_process", 1, "True or False"),
@@ -157,6 +161,7 @@ def test_options_of_open_that_exclude_each_other_are_refused() -> None:
     ("name", "meaning"),
     [
         ("max_tokens", "no limit"),
+        ("thinking_budget", "no limit"),
         ("seed", "a fresh seed"),
         ("repetition_context_size", "the whole text"),
         ("presence_context_size", "the whole text"),

@@ -557,7 +557,6 @@ async def test_tokens_that_end_texts_by_the_servers_default_do_so_in_the_middle_
         (COMPLETIONS, {"prompt": ["a"] * 9, "n": 16}, "prompt", "9 prompts with 16 texts each are too many"),
         (COMPLETIONS, {"prompt": ["a", ""]}, "prompt", r"prompt\[1\]: the prompt is empty"),
         (COMPLETIONS, {"prompt": [[1], [64]]}, "prompt", r"prompt\[1\]: prompt token 64 is outside"),
-        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0; only with echo"),
         (COMPLETIONS, {"suffix": "b"}, "suffix", "the tokenizer of 'scripted' has no fill-in-the-middle tokens"),
         (FIM, {}, "suffix", "the tokenizer of 'scripted' has no fill-in-the-middle tokens"),
         (COMPLETIONS, {"suffix": "b", "echo": True}, "echo", "this one has a suffix"),

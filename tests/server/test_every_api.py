@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
+import trio
 from apis import EACH, NUM_TOKENS, Api, is_streamed
 from asgi import (
     CHAT,
@@ -12,6 +14,7 @@ from asgi import (
     MESSAGES,
     RESPONSES,
     STREAMED,
+    Exchange,
     Letters,
     Served,
     answering,
@@ -27,6 +30,7 @@ from scripted import ScriptedModel, priced
 from sweeps import sweep
 
 from protocol.settings import settings_from
+from protocol.trace import Span
 
 
 async def both_ways(server: Served, api: Api, **more: Any) -> list[Any]:
@@ -150,6 +154,118 @@ async def test_a_full_house_says_when_to_come_again(server: Served, api: Api) ->
         first.leave()
 
 
+# --- prompts that are only read ------------------------------------------------------------------------
+
+
+def num_cached(usage: Any, api: Api) -> int:
+    if api.path == MESSAGES:
+        return int(usage["cache_read_input_tokens"])
+    return int(usage["input_tokens_details" if api.path == RESPONSES else "prompt_tokens_details"]["cached_tokens"])
+
+
+@EACH
+@on_server(*models())
+async def test_a_request_for_no_tokens_reads_its_prompt_for_the_next_one(server: Served, api: Api) -> None:
+    bodies = await both_ways(server, api, **{api.length: 0})
+    for body in bodies:
+        if api.path != CHAT:
+            adapter(api.kind).validate_python(body, strict=True)
+        assert api.end(body) == api.ends[0]
+        assert body["usage"]["completion_tokens" if api.path == CHAT else "output_tokens"] == 0
+        assert told(body, api, may_think=False) == ("", "")
+    answer = await server.ask(api.path, api.asked)
+    cached = [num_cached(body["usage"], api) for body in (*bodies, body_of(answer))]
+    assert cached[0] == 0 < cached[1] == cached[2]
+    for actor in ("target", "draft"):  # each has read it once
+        spans = [event for event in server.simulation.events if isinstance(event, Span) and event.actor == actor]
+        assert sum(span.num_tokens for span in spans if span.kind == "prefill") == cached[1]
+    assert text_of(answer) == (await direct(server, HELLO, max_tokens=NUM_TOKENS)).text
+    assert await server.outcomes() == {"finished": 3}
+
+
+# --- answers that are ended by their ids --------------------------------------------------------------
+
+
+def id_of(answer: Exchange) -> str:
+    return next(answer.headers[name] for name in ("x-request-id", "request-id") if name in answer.headers)
+
+
+def is_cancelled(body: Any, api: Api) -> bool:
+    if api.path == RESPONSES:
+        return bool(api.end(body) == "incomplete" and body["incomplete_details"] == {"reason": "cancelled"})
+    return api.end(body) == "cancelled"
+
+
+def post(server: Served, path: str) -> Any:
+    return server.ask(path, method="POST", headers={})
+
+
+@EACH
+@on_server()
+async def test_whoever_knows_its_id_cancels_an_answer_which_ends_with_what_there_is(server: Served, api: Api) -> None:
+    async with server.exchange(api.path, {**api.asked, api.length: 500, "stream": True}) as asking:
+        await asking.until(lambda answer: answer.body.count(api.delta) > 4)
+        id = id_of(asking)
+        cancelled = await post(server, f"{api.path}/{id}/cancel")
+        assert (cancelled.status, cancelled.json) == (200, {"id": id, "status": "cancelled"})
+    body, runtime = body_of(asking), server.simulation.runtime
+    if api.path != CHAT:
+        adapter(api.kind).validate_python(body, strict=True)
+    assert (asking.is_whole, body["id"], is_cancelled(body, api)) == (True, id, True)
+    assert (await direct(server, HELLO, max_tokens=500)).text.startswith(text_of(asking))
+    assert len(text_of(asking)) >= 3
+    assert (runtime.num_streams, await server.outcomes()) == (0, {"cancelled": 1})
+    if api.path == RESPONSES:
+        stored = await server.ask(f"{RESPONSES}/{id}")
+        assert stored.json["output"][0]["content"][0]["text"] == text_of(asking)
+    for unknown in (id, "msg_0"):
+        for word in ("cancel", "end_thinking"):
+            refused = await post(server, f"{api.path}/{unknown}/{word}")
+            assert refused.status == 404
+            assert "no such answer" in api.error(refused)[0]
+
+
+@EACH
+@on_server(price=priced(prefill=50.0))
+async def test_a_cancelled_answer_whose_prompt_is_being_read_is_empty(server: Served, api: Api) -> None:
+    async with server.exchange(api.path, {**api.asked, "stream": True}) as asking:
+        await asking.until(lambda answer: bool(answer.sent))
+        began = trio.current_time()
+        await post(server, f"{api.path}/{id_of(asking)}/cancel")
+    # The client need not wait for the pass that is running.
+    assert asking.over_at == began
+    assert (asking.is_whole, is_cancelled(body_of(asking), api)) == (True, True)
+
+
+@EACH
+@on_server()
+async def test_an_answer_as_one_body_has_its_id_in_a_header_and_is_cancelled_alike(server: Served, api: Api) -> None:
+    with mock.patch("secrets.token_hex", return_value="7"):
+        async with server.exchange(api.path, {**api.asked, api.length: 500}) as asking:
+            await trio.sleep(20)
+            assert (await post(server, f"{api.path}/{api.prefix}7/cancel")).status == 200
+    assert (id_of(asking), is_cancelled(asking.json, api)) == (asking.json["id"], True)
+
+
+@EACH
+def test_reasoning_is_ended_by_the_id_of_its_answer(api: Api) -> None:
+    tokenizer = Letters(thinks=True)
+
+    async def test(server: Served) -> None:
+        async with server.exchange(api.path, {**api.asked, api.length: 200, "stream": True}) as asking:
+            await asking.until(lambda answer: b"re" in answer.body and len(answer.sent) > 8)
+            id = id_of(asking)
+            ended = await post(server, f"{api.path}/{id}/end_thinking")
+            assert (ended.status, ended.json) == (200, {"id": id, "status": "in_progress"})
+        thought, said = told(body_of(asking), api)
+        # By position, each letter is where it would be, but for the tag.
+        assert thought + said == whole[: len(thought)] + whole[len(thought) + 4 :]
+        assert 0 < len(thought) < len(whole) - 4
+
+    whole = "".join(Letters.ALPHABET[i % 26] for i in range(100))
+    simulated_server(test, answering(f"<t>{whole}", tokenizer), tokenizer=tokenizer)
+
+
 # --- reasoning --------------------------------------------------------------------------------------
 
 
@@ -187,3 +303,37 @@ def test_reasoning_is_parts_of_their_own_in_their_order(text: str, parts: Any, a
                 )
 
     simulated_server(test, answering(text, tokenizer), tokenizer=tokenizer)
+
+
+# In the form of each API, and in others'.
+BUDGETS: list[dict[str, Any]] = [
+    {"thinking": {"type": "enabled", "budget_tokens": 4}},
+    {"thinking_token_budget": 4, "thinking": True},
+    {"thinking_budget_tokens": 4, "thinking": {"type": "enabled", "budget_tokens": 9}},
+]
+
+
+@sweep("budget", BUDGETS)
+@EACH
+def test_reasoning_ends_where_its_budget_does_and_the_answer_follows(budget: dict[str, Any], api: Api) -> None:
+    tokenizer = Letters(thinks=True)
+
+    async def test(server: Served) -> None:
+        for body in await both_ways(server, api, **budget):
+            assert told(body, api) == ("neve", "so yes")
+            assert api.end(body) == api.ends[1]
+
+    # The script goes on by position, behind the tag of four letters.
+    simulated_server(test, answering("<t>never enso yes", tokenizer), tokenizer=tokenizer)
+
+
+def told(body: Any, api: Api, *, may_think: bool = True) -> tuple[str, str]:
+    """The reasoning of a body, and its text."""
+    if api.path == MESSAGES:
+        parts = [block[block["type"]] for block in body["content"]]
+    elif api.path == RESPONSES:
+        parts = [item["content"][0]["text"] for item in body["output"]]
+    else:
+        message = body["choices"][0]["message"]
+        return message.get("reasoning_content", ""), message["content"]
+    return ("", "".join(parts)) if not may_think else (parts[0], "".join(parts[1:]))

@@ -68,7 +68,7 @@ NESTED: list[tuple[str, dict[str, Any], str | None]] = [
     (RESPONSES, {"text": {"verbosity": "a"}, "reasoning": {"summary": "b"}}, "text.verbosity, reasoning.summary"),
     (RESPONSES, {"input": [{**SAID, "id": "a", "status": "completed"}], "user": "me", "metadata": {}}, None),
     (MESSAGES, {"container": "a", "metadata": {"user_id": "me"}, "seed": 3}, "container, metadata"),
-    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9, "x": 1}}, "thinking.x, thinking.budget_tokens"),
+    (MESSAGES, {"thinking": {"type": "enabled", "budget_tokens": 9, "x": 1}}, "thinking.x"),
     (
         COUNT_TOKENS,
         {"system": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}], "x": 1},

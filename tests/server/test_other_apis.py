@@ -300,7 +300,7 @@ async def test_tokens_are_counted_without_generating(server: Served) -> None:
 @sweep(
     ("fields", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": -2}, "max_tokens must be at least -1, got -2"),
         ({"temperature": -1}, "temperature must be at least 0, got -1"),
         ({"messages": []}, "messages must be a list of at least 1"),
         ({"messages": [user([{"text": "a"}])]}, "messages.0.content.0 must be an object with a type"),
@@ -323,7 +323,7 @@ async def test_a_wrong_field_of_a_message_is_named_in_the_form_of_this_api(
 @sweep(
     ("fields", "param", "message"),
     [
-        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be at least 1, got 0"),
+        ({"max_output_tokens": -2}, "max_output_tokens", "max_output_tokens must be at least -1, got -2"),
         ({"input": []}, "input", "input must have at least one message"),
         ({"input": [{"role": "user"}]}, "input.0.content", "input.0.content is missing"),
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input", "is not stored, or no longer"),

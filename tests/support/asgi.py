@@ -397,12 +397,13 @@ async def served(
     small: str | None = None,
     check: ScriptedCheck | None = None,
     settings: Mapping[str, Any] | None = None,
+    idle_reading: bool = False,
     **service: Any,
 ) -> AsyncIterator[Served]:
     """A server over scripted models, for simulated time; asserts on exit what `simulated` asserts.
 
     Args:
-        target, draft, max_streams, price, schedule: see `simulated`.
+        target, draft, max_streams, price, schedule, idle_reading: see `simulated`.
         tokenising_s: seconds that the preparation of a prompt takes.
         max_waiting, limits, **service: see `Limits` and `Service`.
         small: name of the draft model.
@@ -418,6 +419,7 @@ async def served(
         price=price,
         schedule=schedule,
         defaults=settings,
+        idle_reading=idle_reading,
     ) as simulation:
         background = Aside(tokenising_s)
         options: Any = {"draft_name": small, "check": check, "background": background, "settings": settings}

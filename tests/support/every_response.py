@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import trio
@@ -88,6 +89,21 @@ async def usual(server: Served, seen: Seen) -> None:
         seen.append(("/timelines/{id}", await server.ask(f"/timelines/{id}")))
 
 
+async def ended(server: Served, seen: Seen) -> None:
+    """Answers that are ended by their ids, by a server with a key."""
+    for path in (COMPLETIONS, CHAT, RESPONSES, MESSAGES):
+        async with server.exchange(path, {**BODIES[path], "max_tokens": 500, **STREAM}, headers=WITH_KEY) as asked:
+            await asked.until(lambda answer: bool(answer.sent))
+            id = asked.headers["request-id" if path == MESSAGES else "x-request-id"]
+            for word, headers in itertools.product(("end_thinking", "cancel"), (WITH_KEY, {})):
+                answer = await server.ask(f"{path}/{id}/{word}", headers=headers, method="POST")
+                seen.append((f"{path}/{{id}}/{word}", answer))
+        seen.append((path, asked))
+        for word in ("end_thinking", "cancel"):
+            answer = await server.ask(f"{path}/{id}/{word}", headers=WITH_KEY, method="POST")
+            seen.append((f"{path}/{{id}}/{word}", answer))
+
+
 async def strict(server: Served, seen: Seen) -> None:
     """The error of a request for a model that there is not."""
     for path, body in BODIES.items():
@@ -153,6 +169,7 @@ def all_seen() -> Seen:
     simulated_server(
         lambda server: usual(server, seen), *models(), limits=Limits(max_body_bytes=2000), small="small", **KEYED
     )
+    simulated_server(lambda server: ended(server, seen), *models(), **KEYED)
     simulated_server(lambda server: strict(server, seen), is_strict=True)
     tokenizer = Letters(thinks=True)
     start = len(tokenizer.apply_chat_template(HELLO["messages"], add_generation_prompt=True))

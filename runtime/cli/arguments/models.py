@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if option.group}
 
 # Options for what one text leaves to the next. Commands that generate each text by itself do not have them.
-PREFIX_CACHE = ("prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes")
+PREFIX_CACHE = ("idle_reading", "prefix_cache_bytes", "prefix_cache_dir", "prefix_cache_dir_bytes")
 # Drafters to which the loading flags do not apply.
 _NOT_NAMED = (None, NGRAM, AUTO_DRAFT)
 TARGET_HELP = (

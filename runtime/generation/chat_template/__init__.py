@@ -7,7 +7,7 @@ is kept with the tokenizer. So the shape of a prompt does not change within a co
 reasoning, and `answer_start` where it begins an answer.
 """
 
-from runtime.generation.chat_template.answer_start import begins_answer, opens_reasoning
+from runtime.generation.chat_template.answer_start import begins_answer, opens_reasoning, space_before_closing
 from runtime.generation.chat_template.rendering import render_chat_template
 from runtime.generation.chat_template.switches import asks_for_reasoning, lacks_switch, thinking_switch
 from runtime.generation.chat_template.tags import tags_of
@@ -18,6 +18,7 @@ __all__ = [
     "lacks_switch",
     "opens_reasoning",
     "render_chat_template",
+    "space_before_closing",
     "tags_of",
     "thinking_switch",
 ]

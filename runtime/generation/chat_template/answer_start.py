@@ -38,6 +38,19 @@ def _found_start(tokenizer: Any) -> AnswerStart | None:
     return AnswerStart(found[0] if tags is None else found[0].partition(tags[0][0])[0], found)
 
 
+def space_before_closing(tokenizer: Any) -> str:
+    """The white space that the template writes between reasoning and its closing tag; "" if it writes no reasoning."""
+    known, tags = known_of(tokenizer), tags_of(tokenizer)
+    if not known.closings:
+        answer = {"role": "assistant", "content": ANSWER_MARK, "reasoning_content": _REASON_MARK}
+        text = (tags and tried_with(tokenizer, QUESTION, answer, add_generation_prompt=False)) or ""
+        space, tag, _ = text.partition(_REASON_MARK)[2].partition(tags[0][1] if tags else ANSWER_MARK)
+        known.closings.append(space if tag and not space.strip() else "")
+    return known.closings[0]
+
+
+_REASON_MARK = "reasonone"
+
 # Most tokens of a text before an answer. Longer ones are not recognised.
 _MAX_START_TOKENS = 64
 

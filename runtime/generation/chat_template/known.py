@@ -48,6 +48,7 @@ class KnownTemplate:
     efforts: dict[str, str | None] = attrs.field(factory=dict)
     switches: list[ThinkingSwitch | None] = attrs.field(factory=list)  # empty before the first question
     starts: list[AnswerStart | None] = attrs.field(factory=list)
+    closings: list[str] = attrs.field(factory=list)
 
 
 _known: WeakKeyDictionary[Any, KnownTemplate] = WeakKeyDictionary()

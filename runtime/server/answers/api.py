@@ -6,12 +6,13 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 import trio
 
 from protocol.statistics import Statistics
+from runtime.generation.tokens import Token
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter, ShownTokens
 
@@ -20,11 +21,40 @@ if TYPE_CHECKING:
 
     from protocol.scores import Score
     from runtime.generation.token_stream import TokenStream
-    from runtime.generation.tokens import Token
     from runtime.generation.tool_calls.events import Delta
     from runtime.server.answers.preparation import Echo
     from runtime.server.errors import ErrorResponse
     from runtime.server.timelines import Timeline
+
+
+EndReason = Literal["stop", "length", "cancelled"]
+
+# In place of the stop reason, which no token has that ends a text by its length.
+_CANCELLED, _NOTHING = "cancelled", "nothing"
+
+
+def end_without_token(stream: TokenStream | None) -> Token:
+    """What ends the text of a cancelled stream, with the text that it withheld; or one for which nothing is generated.
+
+    It is no token: see `tokens_among`.
+    """
+    if stream is None:
+        return Token(0, "", 0, None, finish_reason="length", stop_reason=_NOTHING)
+    index = stream.answer.num_tokens
+    return Token(0, stream.tail, index, None, finish_reason="length", stop_reason=_CANCELLED)
+
+
+def tokens_among(tokens: Sequence[Token]) -> Sequence[Token]:
+    """The tokens, but for an end without one."""
+    if tokens and tokens[-1].finish_reason == "length" and tokens[-1].stop_reason is not None:
+        return tokens[:-1]
+    return tokens
+
+
+def end_reason(token: Token) -> EndReason | None:
+    """Why the text ends with a token; None if it goes on."""
+    is_cancelled = token.finish_reason == "length" and token.stop_reason == _CANCELLED
+    return "cancelled" if is_cancelled else token.finish_reason
 
 
 # The longest time between two events. Clients and proxies give up a connection that is silent for a minute.
@@ -62,10 +92,12 @@ class Serializer(ABC):
     Attributes:
         keep_alive: what is sent after `interval_s` without tokens if there are no `idle_events`.
         id: the response's id; random, so that other clients cannot guess it.
+        id_header: the header that has it, by the name that the API's clients know.
         interval_s: seconds without tokens after which `idle_events` are sent.
     """
 
     content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
+    id_header: ClassVar[bytes] = b"x-request-id"
     keep_alive: ClassVar[str] = ": keep-alive\n\n"
     id: str
     interval_s: float = _KEEP_ALIVE_S
@@ -149,11 +181,13 @@ class Choices:
     Attributes:
         begins: functions that begin one choice each; at least one.
         max_at_once: how many may be at work or wait for the models, >= 1; None for all.
+        is_cancelled: whether the response ends with what there is by now.
     """
 
     _begins: Iterator[Begin]
     _max_at_once: int | None
     begun: list[Choice] = attrs.field(factory=list, init=False)
+    is_cancelled: bool = attrs.field(default=False, init=False)
     _is_closed: bool = attrs.field(default=False, init=False)
 
     async def begin_first(self) -> None:
@@ -175,6 +209,11 @@ class Choices:
         self.begun.append(begin(self.begun))
         return len(self.begun) - 1
 
+    def cancel(self) -> None:
+        """As `close`, and end the response as if its texts were over."""
+        self.is_cancelled = True
+        self.close()
+
     def close(self) -> None:
         """End all generations, and begin no other."""
         self._is_closed = True
@@ -194,7 +233,6 @@ class BegunAnswer:
         index: of this choice in the response.
         counts_prompt: whether its usage includes the prompt's tokens, which count once for all choices of a prompt.
         echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
-        is_empty: whether nothing is generated.
         first: the serializer of the response's first choice; None if this is the first.
         defaults: the model's settings, for requests that do not set them.
     """
@@ -209,6 +247,5 @@ class BegunAnswer:
     counts_prompt: bool = True
     echo: Echo | None = None
     score: Score | None = None
-    is_empty: bool = False
     first: Serializer | None = None
     defaults: Mapping[str, Any] = attrs.field(factory=dict)

@@ -31,10 +31,10 @@ def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
 
 
 class Thinking(Body):
-    """Whether the model reasons before it answers, in Anthropic's form."""
+    """Whether the model reasons before it answers, and with how many tokens at most, in Anthropic's form."""
 
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: NoEffect = None
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
     display: NoEffect = None
 
 
@@ -81,6 +81,13 @@ class ChatBody(GenerationBody):
         None, description="true: the answer is a new message; false: the prompt ends with the last message"
     )
     prediction: Prediction | None = Field(None, description="a text that the answer may resemble; it helps the drafter")
+
+    def given_settings(self) -> dict[str, Any]:
+        """See `GenerationBody`; also Anthropic's budget, if there is no other."""
+        given = super().given_settings()
+        if isinstance(self.thinking, Thinking) and given.get("thinking_budget") is None:
+            given["thinking_budget"] = self.thinking.budget_tokens
+        return given
 
     @property
     def predicted_text(self) -> str:

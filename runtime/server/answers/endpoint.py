@@ -12,20 +12,20 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from protocol.errors import OutriderError
-from protocol.statistics import Counts, Statistics
+from protocol.statistics import Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import NEW_READER
 from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
 from runtime.server.answers.body import IgnoredFields
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
+from runtime.server.answers.running import RunningAnswers
 from runtime.server.answers.sending import send_events, send_whole
 from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
 from runtime.server.context import SHORT, ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
-from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.timelines import Timeline
 
 Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
@@ -172,15 +172,18 @@ class Endpoint:
                 preparation = Preparation(self._context, model, request, client)
                 prompts = await preparation.prompts()
                 outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-                outcome.num_texts = request.num_choices * sum(prompt.is_generated_for for prompt in prompts)
+                outcome.num_texts = request.num_choices * sum(prompt.read is None for prompt in prompts)
                 begin = partial(_begun, preparation, make_serializer, outcome)
                 begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
                 with closing(Choices(begins, model.runtime.max_streams)) as choices:
                     await choices.begin_first()
-                    outcome.failure = await send_answer(choices, request, send, self._context.in_thread)
+                    with RunningAnswers.of(self._context).listed(choices):
+                        outcome.failure = await send_answer(choices, request, send, self._context.in_thread)
+                if outcome.failure is None and model.runtime.reads_when_idle:
+                    await preparation.expect_next_turn(choices.begun[0].stream)
         except OutriderError as error:
             raise error_response_of(error, request.prompt_field) from error
-        outcome.is_sent = outcome.failure is None
+        outcome.is_sent = outcome.failure is None and not choices.is_cancelled
         if outcome.failure is not None and not request.stream:
             raise error_response_of(outcome.failure) from outcome.failure
 
@@ -195,10 +198,13 @@ def _begun(
 ) -> Choice:
     """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
     model, stream = preparation.model, None
-    if prompt.is_generated_for:
+    if (read := prompt.read) is not None:
+        statistics: Callable[[], Statistics] = lambda: read  # noqa: E731
+    else:
         NEW_READER.set(preparation.reader)
         stream = model.runtime.stream(prompt.ids, prompt.settings_of_text(number))
         outcome.streams.append(stream)
+        statistics = stream.statistics
 
     def watch(id: str) -> Timeline:
         assert stream is not None, "a request that watches its answer has one"
@@ -215,13 +221,7 @@ def _begun(
         counts_prompt=number == 0,
         echo=prompt.echo,
         score=prompt.score,
-        is_empty=stream is None,
         first=before[0].serializer if before else None,
         defaults=model.runtime.defaults,
     )
-    statistics = partial(_ungenerated, model, prompt) if stream is None else stream.statistics
     return Choice(make_serializer(answer), stream, statistics)
-
-
-def _ungenerated(model: LoadedModel, prompt: PreparedPrompt) -> Statistics:
-    return Counts(prompt_tokens=len(prompt.ids)).snapshot(estimates=model.runtime.estimates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from protocol.logits_processors import Stateless, stateless
 from protocol.randomness import seed_of_text
 from protocol.scores import Score
 from protocol.settings import Settings
+from protocol.statistics import Counts, Statistics
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
@@ -23,7 +25,7 @@ from runtime.generation.text import Detokenizer, check_prompt_length
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
-from runtime.generation.tool_calls.events import ToolCall
+from runtime.generation.tool_calls.events import Answer, ToolCall
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter
@@ -55,15 +57,15 @@ class PreparedPrompt:
 
     Attributes:
         settings: of its generations, completed by the defaults.
-        is_generated_for: whether anything is generated.
         echo, score: see `BegunAnswer`.
+        read: the statistics of reading it, if nothing is generated.
     """
 
     ids: tuple[int, ...]
     settings: Settings
-    is_generated_for: bool
     echo: Echo | None = None
     score: Score | None = None
+    read: Statistics | None = None
 
     def settings_of_text(self, number: int) -> Settings:
         """The settings of the answer with this number; answer 0 is the one that a request for a single answer gets."""
@@ -124,7 +126,8 @@ class Preparation:
                 processor = min_tokens(len(ids) + self.request.min_tokens, ends)
                 own = attrs.evolve(settings, logits_processors=(*settings.logits_processors, processor))
             echo, score = await self._echo(index, ids), await self._score(ids, settings)
-            prepared.append(PreparedPrompt(ids, own, max_tokens != 0, echo, score))
+            read = await self._read(ids, settings) if max_tokens == 0 else None
+            prepared.append(PreparedPrompt(ids, own, echo, score, read))
         return prepared
 
     def reader(self, answer: ReasoningTracker) -> Reader:
@@ -148,6 +151,24 @@ class Preparation:
         if format is not None and tools is not None and tools.must_call:
             required = [ToolCall(format.new_id(), tool["function"]["name"], "") for tool in tools.callable]
         return AnswerSplitter(AnswerReader() if stream is None else self.reader(stream.answer), required)
+
+    async def expect_next_turn(self, stream: TokenStream | None) -> None:
+        """Have the runtime read what the prompt after an answer that is over will begin with, when it is idle."""
+        chat, runtime = self.request.chat, self.model.runtime
+        if stream is None or chat is None or chat.continues or not self.tokenizer.has_chat_template:
+            return
+        answer, reader = Answer(), self.reader(stream.answer)
+        answer.add(reader.add(stream.answer.text))
+        answer.add(reader.finish(is_complete=True))
+        reply: dict[str, Any] = {"role": "assistant", "content": answer.content}
+        if answer.reasoning:
+            reply["reasoning_content"] = answer.reasoning
+        if answer.calls:
+            reply["tool_calls"] = [call.message_part for call in answer.calls]
+        render = partial(runtime.begun_turn, [*chat.messages, reply], **_variables(self.request, self.tokenizer))
+        with suppress(PromptError):
+            begun = await self._context.in_thread(render, self.request.prompt_length)
+            runtime.expect(lambda: begun)
 
     # --- what the tokenizer makes of the request, and grammars ------------------------------------
 
@@ -291,6 +312,13 @@ class Preparation:
                 param=request.max_tokens_field,
             )
 
+    async def _read(self, ids: tuple[int, ...], settings: Settings) -> Statistics:
+        """The statistics of a prompt for which nothing is generated: it is read and kept, unless it only comes back."""
+        runtime = self.model.runtime
+        if self.request.echoes or not settings.reuse_prefix:
+            return Counts(prompt_tokens=len(ids)).snapshot(estimates=runtime.estimates)
+        return await runtime.warm(ids, settings)
+
     # --- echo and score ---------------------------------------------------------------------------
 
     async def _echo(self, index: int, ids: tuple[int, ...]) -> Echo | None:
@@ -321,11 +349,9 @@ def encode_prompts(request: GenerationRequest, runtime: Runtime) -> list[tuple[i
     has_template = bool(tokenizer.has_chat_template)
     prompts, variables = request.prompts(has_template=has_template), {}
     if (chat := request.chat) is not None and has_template:
-        variables = {**chat.variables, **({} if chat.tools is None else chat.tools.template_variables)}
+        variables = _variables(request, tokenizer)
         if chat.reasoning_field is not None and lacks_switch(tokenizer):
             request.ignored.add(chat.reasoning_field)
-        if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
-            variables["enable_thinking"] = False
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
@@ -338,6 +364,16 @@ def encode_prompts(request: GenerationRequest, runtime: Runtime) -> list[tuple[i
             message = f"{error} (prompt[{index}])" if is_long else f"prompt[{index}]: {error}"
             raise type(error)(message) from error
     return encoded
+
+
+def _variables(request: GenerationRequest, tokenizer: TokenizerWrapper) -> dict[str, Any]:
+    """The variables of the chat template for a request with a chat."""
+    assert request.chat is not None
+    tools = request.chat.tools
+    variables = {**request.chat.variables, **({} if tools is None else tools.template_variables)}
+    if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
+        variables["enable_thinking"] = False
+    return variables
 
 
 def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:

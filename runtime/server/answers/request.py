@@ -30,9 +30,8 @@ MAX_NUMBER = 1e6
 # Clients send "" for none.
 Stop = Annotated[str, Field(max_length=1000)]
 Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
-MinusOne = Annotated[int, Field(ge=-1, le=-1)]
-# -1 for as many as fit into the context.
-MaxTokens = Annotated[int, Field(ge=1)] | MinusOne
+# -1 for as many as fit into the context, 0 to read the prompt and generate nothing.
+MaxTokens = Annotated[int, Field(ge=-1)]
 # A token id, or a text.
 BiasKey = Annotated[str, Field(min_length=1, max_length=100)]
 Bias = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
@@ -55,7 +54,7 @@ Biases = Annotated[dict[BiasKey, Bias], Field(max_length=_MAX_BIASES), BeforeVal
 # --- fields that are settings of the runtime, from their declarations ------------------------------
 
 # Settings for which clients send -1, and what it stands for.
-_MINUS_ONE = {"top_k": 0, "seed": None}
+_MINUS_ONE = {"top_k": 0, "seed": None, "thinking_budget": None}
 # Settings that requests have in a form of their own; see `GenerationBody`.
 _IN_OTHER_FORMS = ("max_tokens", "stop", "logit_bias", "logprobs")
 

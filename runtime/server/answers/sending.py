@@ -11,9 +11,9 @@ import trio
 from starlette.responses import JSONResponse, Response
 from starlette.types import Send
 
-from protocol.errors import OutriderError
+from protocol.errors import OutriderError, RuntimeClosedError
 from runtime.generation.tokens import Token
-from runtime.server.answers.api import Choices, Event
+from runtime.server.answers.api import Choices, Event, end_without_token
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import error_response_of
 
@@ -53,9 +53,11 @@ async def send_whole(
         choice.finish(tokens[index])
     num_named = request.num_named * sum(map(len, tokens.values()))
     is_long = num_named > SHORT_RESPONSE or request.num_scored is not None
-    whole = partial(choices.begun[0].serializer.whole_of, choices.begun)
+    first = choices.begun[0].serializer
+    whole = partial(first.whole_of, choices.begun)
     body = await _made(lambda: bytes(JSONResponse(whole()).body), is_long, in_thread)
-    response = Response(body, media_type="application/json")
+    headers = {first.id_header.decode(): first.id}
+    response = Response(body, media_type="application/json", headers=headers)
     await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
     await send({"type": "http.response.body", "body": response.body})
     return None
@@ -100,13 +102,12 @@ async def send_events(
         while num_introduced < len(choices.begun):
             index, choice = num_introduced, choices.begun[num_introduced]
             num_introduced += 1
-            if request.echoes and choice.stream is not None:
+            if request.echoes:
                 echoing.add(index)
-            make = partial(choice.serializer.first_events, choice.statistics())
-            await write(make, is_long=has_logprobs and choice.stream is None)
+            await write(partial(choice.serializer.first_events, choice.statistics()))
 
     first = choices.begun[0].serializer
-    headers = [(b"content-type", first.content_type), *_EVENT_HEADERS]
+    headers = [(b"content-type", first.content_type), (first.id_header, first.id.encode()), *_EVENT_HEADERS]
     max_at_once = max(1, SHORT_RESPONSE // request.num_named)
     async with _tokens(choices, max(1, _MAX_BUFFERED // request.num_named)) as (take, failures):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -122,8 +123,6 @@ async def send_events(
             if trio.current_time() - written_at >= first.interval_s:
                 idle_events = partial(first.idle_events, choices.begun[0].statistics())
                 await write(idle_events, otherwise=first.keep_alive)
-    if not failures:
-        await introduce()  # those for which nothing was generated
     for choice in choices.begun:
         choice.finish(())
     num_named = request.num_named * sum(choice.statistics().generated_tokens for choice in choices.begun)
@@ -160,8 +159,15 @@ async def _read_in_turn(
         try:
             while index is not None:
                 if (stream := choices.begun[index].stream) is not None:
-                    async for token in stream:
-                        await put.send((index, token))
+                    try:
+                        async for token in stream:
+                            await put.send((index, token))
+                    except RuntimeClosedError:
+                        if not choices.is_cancelled:
+                            raise
+                        await put.send((index, end_without_token(stream)))
+                else:
+                    await put.send((index, end_without_token(None)))
                 index = await choices.begin_next()
         except OutriderError as error:
             failures.append(error)

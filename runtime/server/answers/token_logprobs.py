@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import TypedDict
 
 from runtime.loading.vocabularies import byte_fallback, byte_level_piece
+from runtime.server.answers.api import tokens_among
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,9 +60,8 @@ def token_logprobs(
 
 def text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
     """The tokens without an end-of-text or stop token, which has no text."""
-    if tokens and tokens[-1].finish_reason == "stop" and not isinstance(tokens[-1].stop_reason, str):
-        return tokens[:-1]
-    return tokens
+    tokens = tokens_among(tokens)
+    return tokens[:-1] if tokens and tokens[-1].is_complete else tokens
 
 
 def finite(logprob: float | None) -> float:

@@ -7,6 +7,7 @@ from runtime.server.answers.body import parse_request
 from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint
 from runtime.server.answers.preparation import encode_prompts
 from runtime.server.answers.request import GenerationRequest
+from runtime.server.answers.running import endings
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
     MessagesErrorBody,
@@ -49,6 +50,7 @@ OPERATIONS = (
         is_streamed=True,
         errors=_ERRORS,
     ),
+    *endings("/v1/messages", "message", _ERRORS),
     Operation(
         "/v1/messages/count_tokens",
         lambda context: TokenizerEndpoint(

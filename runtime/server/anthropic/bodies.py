@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.reports import ModelDescription
 
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "cancelled"]
 
 ErrorType = Literal[
     "invalid_request_error",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from protocol.statistics import Statistics
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Event, Serializer
+from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason
 from runtime.server.anthropic.bodies import (
     AnthropicMessage,
     Content,
@@ -33,6 +33,8 @@ class _End(TypedDict):
 
 class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`. Each method that yields events changes the content, and the events say how."""
+
+    id_header = b"request-id"
 
     def __init__(self, answer: BegunAnswer) -> None:
         super().__init__(answer)
@@ -85,7 +87,8 @@ class MessageSerializer(Serializer):
         if self._last_token.finish_reason != "length" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         if self._last_token.finish_reason == "length":
-            return {"stop_reason": "max_tokens", "stop_sequence": None}
+            is_cancelled = end_reason(self._last_token) == "cancelled"
+            return {"stop_reason": "cancelled" if is_cancelled else "max_tokens", "stop_sequence": None}
         return {"stop_reason": "tool_use" if self._answer.splitter.has_calls else "end_turn", "stop_sequence": None}
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[_Event]:

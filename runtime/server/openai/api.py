@@ -6,6 +6,7 @@ from functools import partial
 
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.endpoint import Endpoint, Parsed
+from runtime.server.answers.running import endings
 from runtime.server.openai.bodies import ChatCompletion, Completion
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest
 from runtime.server.openai.serializers import ChatSerializer, CompletionSerializer
@@ -28,6 +29,8 @@ def _fill_in(body: bytes) -> Parsed:
 
 
 OPERATIONS = (
+    *endings("/v1/completions", "completion"),
+    *endings("/v1/chat/completions", "chat"),
     Operation(
         "/v1/completions",
         lambda context: Endpoint(context, _completion),

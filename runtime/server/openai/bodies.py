@@ -6,11 +6,11 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from runtime.server.answers.api import EndReason
 from runtime.server.answers.token_logprobs import TokenLogprob
 from runtime.server.timelines import ModelActivity
 
-FinishReason = Literal["stop", "length"]
-ChatFinishReason = Literal["stop", "length", "tool_calls"]
+ChatFinishReason = EndReason | Literal["tool_calls"]
 
 
 class PromptLogprob(TypedDict):
@@ -135,7 +135,7 @@ class CompletionChoice(TypedDict):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: EndReason | None
     prompt_logprobs: NotRequired[PromptLogprobs | None]
 
 

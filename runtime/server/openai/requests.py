@@ -151,7 +151,9 @@ class ChatRequest(ChatBody):
     # Lists of objects are bounded for the time that it takes to read them.
     messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
     max_tokens: MaxTokens | None = Field(
-        None, description="maximum number of tokens in the answer, -1 for as many as fit into the context"
+        None,
+        description="maximum number of tokens in the answer, -1 for as many as fit into the context, 0 to read the "
+        "prompt only",
     )
     max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name for `max_tokens`")
     n: Number = None
@@ -220,10 +222,10 @@ class CompletionRequest(GenerationBody):
     suffix: str | None = Field(
         None, description="the text after the answer, for models that were trained to fill in the middle"
     )
-    max_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    max_tokens: MaxTokens | None = Field(
         None,
-        description="maximum number of tokens in the answer, -1 for as many as fit into the context, 0 with `echo` for "
-        "none",
+        description="maximum number of tokens in the answer, -1 for as many as fit into the context, 0 to read the "
+        "prompt only",
     )
     n: Number = None
     echo: bool | None = Field(
@@ -262,12 +264,6 @@ class CompletionRequest(GenerationBody):
             max_tokens=self.max_tokens,
         )
         _check_stream(self, request)
-        if self.max_tokens == 0 and not self.echo:
-            raise _error("max_tokens must be at least 1, got 0; only with echo: true it may be 0", "max_tokens")
-        if self.max_tokens == 0 and self.stream_options is not None and self.stream_options.include_speculation:
-            raise _error(
-                "include_speculation is for an answer, and max_tokens: 0 asks for none; leave one out", "stream_options"
-            )
         if request.num_answers > MAX_ANSWERS:
             raise _error(
                 f"{len(request.texts)} prompts with {request.num_choices} texts each are too many: a request has at "
@@ -298,8 +294,13 @@ def _check_stream(body: ChatRequest | CompletionRequest, request: GenerationRequ
         raise _error("stream_options need stream: true; add it or leave them out", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise _error("prompt_logprobs are not for streams; leave one of them out", "prompt_logprobs")
-    if body.stream_options is not None and body.stream_options.include_speculation and request.num_answers > 1:
+    if body.stream_options is None or not body.stream_options.include_speculation:
+        return
+    if request.num_answers > 1:
         raise _error("include_speculation is for one answer; leave it out, or ask for one", "stream_options")
+    if request.max_tokens == 0:
+        message = "include_speculation is for an answer, and max_tokens: 0 asks for none; leave one out"
+        raise _error(message, "stream_options")
 
 
 def _error(message: str, param: str) -> ErrorResponse:

@@ -15,7 +15,7 @@ from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Answer, Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer
+from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer, end_reason, tokens_among
 from runtime.server.answers.preparation import Echo
 from runtime.server.answers.token_logprobs import finite, text_tokens, token_logprobs
 from runtime.server.errors import ErrorResponse
@@ -107,6 +107,7 @@ class ChunkSerializer(Serializer):
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
         chunks = self.chunks(self._shown(tokens))
+        tokens = tokens_among(tokens)
         self._num_given += len(tokens)
         # The stream may be ahead of what the client has read.
         given = attrs.evolve(statistics, generated_tokens=self._num_given)
@@ -308,7 +309,7 @@ class ChatSerializer(ChunkSerializer):
         return parts
 
     def _finish_reason(self, tokens: Sequence[Token]) -> ChatFinishReason | None:
-        reason = tokens[-1].finish_reason if tokens else None
+        reason = end_reason(tokens[-1]) if tokens else None
         return "tool_calls" if reason == "stop" and self._answer.splitter.has_calls else reason
 
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
@@ -342,10 +343,6 @@ class CompletionSerializer(ChunkSerializer):
         self._num_characters = 0 if answer.echo is None else len(answer.echo.text)
         self._detokenizer = Detokenizer(answer.tokenizer, answer.prompt)
 
-    def first_events(self, statistics: Statistics) -> Sequence[Event]:
-        """See `ChunkSerializer`; if nothing is to be generated, the whole choice."""
-        return self.events([], statistics) if self._answer.is_empty else super().first_events(statistics)
-
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         choice = {**self._choice(self._shown(tokens))[0], "prompt_logprobs": self._prompt_logprobs()}
         return {**self._chunk([choice]), "usage": self._usage(statistics), **self._timings(statistics)}
@@ -353,12 +350,12 @@ class CompletionSerializer(ChunkSerializer):
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
         self._num_reasoning_tokens += sum(token.is_thinking for token in tokens)
         echo, self._echo = self._echo, None
-        reason = tokens[-1].finish_reason if tokens else None
+        reason = end_reason(tokens[-1]) if tokens else None
         choice: CompletionChoice = {
             "index": self._answer.index,
             "text": ("" if echo is None else echo.text) + "".join(token.text for token in tokens),
             "logprobs": None if self._request.num_logprobs is None else self._logprobs(echo, tokens),
-            "finish_reason": "length" if self._answer.is_empty else reason,
+            "finish_reason": reason,
         }
         return choice, {"text": "", "logprobs": None}
 
@@ -367,7 +364,7 @@ class CompletionSerializer(ChunkSerializer):
 
     def _logprobs(self, echo: Echo | None, tokens: Sequence[Token]) -> CompletionLogprobs:
         # With an echo, clients tell the prompt's tokens from the answer's by counting: none is left out.
-        told = tokens if self._answer.echo is not None else text_tokens(tokens)
+        told = tokens_among(tokens) if self._answer.echo is not None else text_tokens(tokens)
         logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if echo is not None:
             logprobs = self._echoed_logprobs(echo)

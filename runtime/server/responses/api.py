@@ -8,6 +8,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from runtime.server.answers.endpoint import Endpoint, Parsed
+from runtime.server.answers.running import endings
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.operations import Operation
@@ -60,6 +61,7 @@ OPERATIONS = (
         {"input": "def quicksort(items):", "max_output_tokens": 32, "stream": True},
         is_streamed=True,
     ),
+    *endings("/v1/responses", "response"),
     Operation(
         "/v1/responses/{id}",
         lambda context: partial(_stored, context),

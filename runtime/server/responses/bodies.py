@@ -128,7 +128,7 @@ class ResponsesUsage(TypedDict):
 class IncompleteDetails(TypedDict):
     """Why the answer was cut off."""
 
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "cancelled"]
 
 
 class ResponseFailure(TypedDict):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from protocol.statistics import Statistics
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Event, Serializer, event_json
+from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason, event_json
 from runtime.server.answers.token_logprobs import token_logprobs
 from runtime.server.errors import ErrorResponse
 from runtime.server.responses.bodies import (
@@ -139,14 +139,16 @@ class ResponseSerializer(Serializer):
     def _ended(self, statistics: Statistics) -> Iterator[Event]:
         """Complete the response, and keep it if it is to be stored."""
         assert self._last_token is not None, "the last token of a stream has a finish reason"
-        is_cut = self._last_token.finish_reason == "length"
+        reason = end_reason(self._last_token)
+        is_cut = reason != "stop"
         if not self._output or (self._item["type"] == "reasoning" and not is_cut):
             # Clients look for a message in every answer, even if it is empty.
             yield from self._begin_text("message")
         yield from self._done("incomplete" if is_cut else "completed")
         response = self._response
         response["status"] = "incomplete" if is_cut else "completed"
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
+        cause: Literal["cancelled", "max_output_tokens"] = "cancelled" if reason == "cancelled" else "max_output_tokens"
+        response["incomplete_details"] = {"reason": cause} if is_cut else None
         response["completed_at"] = None if is_cut else int(time.time())
         response["usage"] = self._usage(statistics)
         if response["store"]:

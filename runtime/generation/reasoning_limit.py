@@ -1,0 +1,73 @@
+"""The limit of an answer's reasoning: how many tokens it may have, and what closes it then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from runtime.generation.answers.message_format import FINALS
+from runtime.generation.answers.message_reader import Reader
+from runtime.generation.chat_template import space_before_closing
+
+
+class ReasoningLimit:
+    """Counts the reasoning of one answer while it is committed; see `actors.session.ReasoningLimit`.
+
+    While the answer may still begin to reason, the tag that opens the reasoning is one more token that may follow.
+    Within a call, which may end the reasoning, nothing is closed.
+    """
+
+    def __init__(
+        self, tokenizer: TokenizerWrapper, tags: tuple[str, str], reader: Reader, prompt_length: int, num_tokens: int
+    ) -> None:
+        """Of an answer without tokens.
+
+        Args:
+            tags: of the reasoning; not empty.
+            reader: of the answer; used by this object alone.
+            num_tokens: the most of the reasoning, >= 0, without its tags.
+        """
+        self._tokenizer = tokenizer
+        self._tags = tags
+        self._reader = reader
+        self._num_read = prompt_length
+        self._num_left = num_tokens
+        self._has_said = self._has_closed = False
+
+    def end(self) -> None:
+        """Allow no more reasoning."""
+        self._num_left = 0
+
+    def follow(self, committed: Sequence[int]) -> None:
+        """Read the text so far; a long part of it at once if its tokens need not be counted."""
+        new = committed[self._num_read :]
+        self._num_read += len(new)
+        for some in [new] if self._num_left == 0 and new else [[token] for token in new]:
+            was_reasoning = self._reader.is_reasoning
+            for delta in self._reader.add(self._tokenizer.decode(some)):
+                if delta.kind != "reasoning":
+                    self._has_said = delta.kind == "content" and (self._has_said or bool(delta.text.strip()))
+            if was_reasoning and self._reader.is_reasoning:
+                self._num_left = max(0, self._num_left - len(some))
+
+    @property
+    def num_left(self) -> int | None:
+        """Tokens that may follow before the reasoning is to be closed, >= 0; None for any number."""
+        if self._reader.is_reasoning:
+            return max(1, self._num_left) if self._reader.is_in_block else self._num_left
+        return None if self._has_said else self._num_left + 1
+
+    def closing(self, committed: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that close the reasoning, without those with which the text ends already.
+
+        An answer of several messages that reasons again gets the header of its content, too.
+        """
+        text = space_before_closing(self._tokenizer) + self._tags[1]
+        if self._has_closed:
+            text += FINALS.get(self._tags, "")
+        self._has_closed = True
+        ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        lengths = range(min(len(ids) - 1, len(committed)), 0, -1)
+        written = next((n for n in lengths if tuple(committed[-n:]) == ids[:n]), 0)
+        return ids[written:]

@@ -1,0 +1,364 @@
+"""A budget of reasoning, and reasoning that is ended in the middle: the closing tag is forced, and the answer follows.
+
+Each text is compared with a reference that decodes the script token by token: whatever is drafted, and whoever shares
+the passes, the tag stands at the same position.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import chat_models
+import mlx.core as mx
+import trio
+from asgi import Letters
+from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, p_value, random_price
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from scripted import (
+    Script,
+    ScriptedModel,
+    agreeing,
+    always,
+    ids,
+    markov,
+    never,
+    plain_text,
+    run,
+    simulated,
+    spike,
+    within,
+)
+from sweeps import sweep
+from transformers import AutoTokenizer
+
+import runtime
+from runtime.generation.answers.message_format import HARMONY
+from runtime.generation.grammar import grammar_of_choices
+from runtime.generation.reasoning import ReasoningTracker, reader_of
+from runtime.generation.reasoning_limit import ReasoningLimit
+from runtime.generation.tool_calls.call_grammar import reasoning_before
+
+LETTERS = Letters(thinks=True, template=None, ends=False)
+OPENING, CLOSING = LETTERS.encode("<t>"), LETTERS.encode("</t>")
+# A prompt that opens the reasoning, and one after which the model does so.
+BEGUN, PLAIN = [5, 9, *OPENING], [5, 9]
+
+
+def writing(opens: bool, num_thoughts: int | None, near: float = 1.0) -> Script:
+    """A model that opens its reasoning if it must, thinks so many tokens, closes it, and answers; or thinks on. At the
+    share `near` of all positions, a drafter says so, too.
+    """
+    said = OPENING if opens else []
+    begin = len(PLAIN if opens else BEGUN)
+    drafted = agreeing(near)
+
+    def script(history: Sequence[int]) -> Sequence[float]:
+        at, end = len(history) - begin, len(said) + (10**6 if num_thoughts is None else num_thoughts)
+        if at < len(said):
+            return spike(said[at])
+        if end <= at < end + len(CLOSING) and list(history[begin + end :]) == CLOSING[: at - end]:
+            return spike(CLOSING[at - end])
+        return drafted(history)
+
+    return script
+
+
+def limited(script: Script, prompt: Sequence[int], budget: int, length: int) -> list[int]:
+    """The greedy text of a script whose reasoning has at most `budget` tokens, decoded token by token."""
+    text, is_thinking, is_over, num_thoughts = list(prompt), list(prompt[-3:]) == OPENING, False, 0
+    forced: list[int] = []
+    while len(text) < len(prompt) + length:
+        if is_thinking and not forced and num_thoughts >= budget:
+            written = max(n for n in range(len(CLOSING)) if text[len(text) - n :] == CLOSING[:n])
+            forced = CLOSING[written:]
+        text += [forced.pop(0)] if forced else plain_text(script, text, 1)
+        if is_thinking and text[-4:] == CLOSING:
+            is_thinking, is_over = False, True
+        elif is_thinking:
+            num_thoughts += 1
+        elif text[-3:] == OPENING and not is_over:
+            is_thinking = True
+    return text[len(prompt) :]
+
+
+async def texts(simulation: Any, prompt: Sequence[int], asked: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The texts of streams that run at once."""
+    got: dict[int, list[int]] = {}
+
+    async def one(index: int) -> None:
+        got[index] = ids((await simulation.runtime.generate(prompt, **asked[index])).tokens)
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(asked)):
+            nursery.start_soon(one, index)
+    return [got[index] for index in range(len(asked))]
+
+
+@sweep("schedule", range(2))
+@sweep("undo", [always, never, within(6)])
+@sweep(("opens", "num_thoughts"), [(False, None), (True, None), (False, 3), (True, 8)])
+def test_the_tag_stands_where_the_budget_ends_whatever_is_drafted(
+    opens: bool, num_thoughts: int | None, undo: Any, schedule: int
+) -> None:
+    script, prompt = writing(opens, num_thoughts), PLAIN if opens else BEGUN
+    asked = [
+        {"thinking_budget": budget, "lookahead": lookahead, "max_tokens": 22}
+        for budget, lookahead in itertools.product((0, 1, 6, 14), (0, 3, "auto"))
+    ]
+
+    async def main() -> None:
+        models = ScriptedModel(script, undo=undo), ScriptedModel(writing(opens, num_thoughts, 0.8))
+        price = random_price(schedule)
+        async with simulated(*models, tokenizer=LETTERS, price=price, schedule=schedule) as simulation:
+            whole = [limited(script, prompt, each["thinking_budget"], 22) for each in asked]
+            assert await texts(simulation, prompt, asked) == whole
+            for each, text in zip(asked[:3], whole, strict=False):
+                assert await texts(simulation, prompt, [each]) == [text]
+
+    run(main)
+
+
+def test_a_drafter_that_knows_of_the_tag_drafts_it() -> None:
+    async def main() -> None:
+        script = writing(False, None)
+        async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
+            completion = await simulation.runtime.generate(BEGUN, lookahead=4, thinking_budget=7, max_tokens=30)
+        tag = completion.tokens[7:11]
+        assert [token.text for token in tag] == ["<", "/", "t", ">"]
+        # The first one is the target's.
+        assert [token.from_draft for token in tag[1:]] == [True, True, True]
+        assert [token.is_thinking for token in completion.tokens[9:12]] == [True, True, False]
+        assert completion.thinking == "".join(token.text for token in completion.tokens[:7])
+
+    run(main)
+
+
+def unchanged(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a penalty, which needs the text": {"presence_penalty": 0.01},
+    "a bias": {"logit_bias": {1: -1.0}},
+    "a processor": {"logits_processors": [runtime.stateless(unchanged)]},
+    "a processor that is called once": {"logits_processors": [unchanged]},
+    "a sampler": {"sampler": runtime.stateless(lambda logprobs: mx.argmax(logprobs, axis=-1))},
+    "filters": {"temperature": 0.1, "seed": 3, "top_p": 0.9, "min_p": 0.1, "xtc_probability": 0.1, "top_k": 9},
+}
+
+
+@sweep("settings", SETTINGS)
+@sweep("lookahead", [0, 4])
+def test_the_tag_is_forced_whatever_the_settings_are(lookahead: int, settings: str) -> None:
+    async def main() -> None:
+        script = writing(False, None)
+        async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
+            asked = {
+                "lookahead": lookahead,
+                "thinking_budget": 5,
+                "max_tokens": 16,
+                "logprobs": 2,
+                **SETTINGS[settings],
+            }
+            tokens = (await simulation.runtime.generate(BEGUN, **asked)).tokens
+        assert ids(tokens)[5:9] == CLOSING
+        assert [token.logprob for token in tokens[5:9]] == [0.0] * 4
+        if settings != "filters":
+            assert ids(tokens) == limited(script, BEGUN, 5, 16)
+
+    run(main)
+
+
+# --- the law ----------------------------------------------------------------------------------------
+
+
+class FourTokens:
+    """A tokenizer of the four tokens of the sampling tests; 1 opens the reasoning, and 3 closes it."""
+
+    has_thinking, has_chat_template, has_tool_calling = True, False, False
+    bos_token, eos_token_ids = None, frozenset[int]()
+    think_start, think_end, think_start_tokens, think_end_tokens = "b", "d", (1,), (3,)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return ["abcd".index(letter) for letter in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join("abcd"[token] for token in tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {letter: id for id, letter in enumerate("abcd")}
+
+
+def law(budget: int, length: int) -> dict[tuple[int, ...], float]:
+    """The probability of each text after `PROMPT`, which opens the reasoning."""
+    ends, probs = {((), True, budget): 1.0}, {(): 0.0}
+    for _ in range(length):
+        longer: Counter[Any] = Counter()
+        for (text, is_thinking, left), p in ends.items():
+            row = (0.0, 0.0, 0.0, 1.0) if is_thinking and left == 0 else TARGET[(PROMPT + list(text))[-1]]
+            for token, q in enumerate(row):
+                # The tag opens reasoning again right behind the one that has closed it.
+                opens = not is_thinking and token == 1 and text[-1:] == (3,) and all(t in (1, 3) for t in text[budget:])
+                thinks_on = is_thinking and token != 3
+                longer[(*text, token), thinks_on or opens, left - thinks_on] += p * q
+        ends = longer
+    return {text: p for (text, _, _), p in ends.items() if p > 0} or probs
+
+
+@sweep("lookahead", [0, 3])
+def test_samples_follow_the_target_before_the_budget_and_after_the_tag(lookahead: int) -> None:
+    async def main() -> list[list[int]]:
+        models = [ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, DRAFT)]
+        async with simulated(*models, tokenizer=FourTokens(), price=random_price(lookahead)) as simulation:
+            asked = {"temperature": 1.0, "acceptance": "rejection", "lookahead": lookahead, "max_tokens": 4}
+            return await texts(simulation, PROMPT, [{**asked, "thinking_budget": 2, "seed": n} for n in range(300)])
+
+    sampled = Counter(map(tuple, run(main)))
+    assert p_value(sampled, law(2, 4)) > SIGNIFICANCE
+
+
+# --- reasoning that is ended in the middle -----------------------------------------------------------
+
+
+@sweep("schedule", range(3))
+@sweep("num_read", [0, 1, 5, 9])
+@sweep("lookahead", [0, 3, "auto"])
+@sweep("opens", [False, True])
+def test_reasoning_that_is_ended_is_closed_at_the_next_token_that_is_chosen(
+    opens: bool, lookahead: Any, num_read: int, schedule: int
+) -> None:
+    script, prompt = writing(opens, None), PLAIN if opens else BEGUN
+
+    async def main() -> None:
+        models = ScriptedModel(script), ScriptedModel(writing(opens, None, 0.8))
+        async with simulated(*models, tokenizer=LETTERS, price=random_price(schedule)) as simulation:
+            stream = simulation.runtime.stream(prompt, lookahead=lookahead, max_tokens=60)
+            text = [(await stream.__anext__()).id for _ in range(num_read)]
+            stream.end_thinking()
+            stream.end_thinking()
+            text += [token.id async for token in stream]
+        num_thoughts = len(stream.thinking)
+        assert 0 <= num_thoughts < 50
+        assert text == limited(script, prompt, num_thoughts, 60)
+        # A script closes nothing by itself, so the tag was forced.
+        assert text != plain_text(script, prompt, 60)
+
+    run(main)
+
+
+def test_a_budget_of_one_stream_and_the_end_of_another_leave_the_others_alone() -> None:
+    script = writing(False, None)
+
+    async def main() -> None:
+        async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
+            plain = simulation.runtime.stream(BEGUN, max_tokens=40)
+            ended = simulation.runtime.stream(BEGUN, max_tokens=40)
+            budgeted = simulation.runtime.stream(BEGUN, max_tokens=40, thinking_budget=3)
+            ended.end_thinking()
+            assert [token.id async for token in plain] == plain_text(script, BEGUN, 40)
+            assert [token.id async for token in budgeted] == limited(script, BEGUN, 3, 40)
+            assert [token.id async for token in ended][:4] == CLOSING
+
+    run(main)
+
+
+@sweep("tokenizer", [None, Letters(template=None, ends=False)])
+def test_a_model_without_reasoning_is_not_changed(tokenizer: Letters | None) -> None:
+    async def main() -> None:
+        async with simulated(ScriptedModel(agreeing(1.0)), tokenizer=tokenizer) as simulation:
+            stream = simulation.runtime.stream(PLAIN, max_tokens=20, thinking_budget=0)
+            stream.end_thinking()
+            assert [token.id async for token in stream] == plain_text(agreeing(1.0), PLAIN, 20)
+            stream.end_thinking()  # harmless
+
+    run(main)
+
+
+def test_reasoning_that_is_over_is_not_closed_again() -> None:
+    script = writing(False, 4)
+
+    async def main() -> None:
+        async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
+            stream = simulation.runtime.stream(BEGUN, max_tokens=30)
+            text = [(await stream.__anext__()).id for _ in range(12)]
+            stream.end_thinking()
+            assert text + [token.id async for token in stream] == plain_text(script, BEGUN, 30)
+
+    run(main)
+
+
+# --- formats ----------------------------------------------------------------------------------------
+
+
+def limit_of(tokenizer: Any, num_tokens: int, prompt: Sequence[int]) -> ReasoningLimit:
+    answer = ReasoningTracker(tokenizer, prompt)
+    return ReasoningLimit(tokenizer, answer.tags, reader_of(answer), len(prompt), num_tokens)
+
+
+def test_an_answer_of_messages_that_reasons_again_gets_the_header_of_its_content() -> None:
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens([*HARMONY.marks], special_tokens=True)
+    tokenizer = TokenizerWrapper(base)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    prompt = encode("<|start|>assistant")
+    limit, text = limit_of(tokenizer, 2, prompt), list(prompt)
+    for added, num_left in (("", 3), ("<|channel|>analysis<|message|>", 2), ("a", 1), ("b", 0)):
+        text += encode(added)
+        limit.follow(text)
+        assert limit.num_left == num_left
+    assert tokenizer.decode(limit.closing(text)) == "<|end|><|start|>assistant"
+    text += encode("<|end|><|start|>assistant<|channel|>analysis<|message|>")
+    limit.follow(text)
+    assert limit.num_left == 0
+    assert tokenizer.decode(limit.closing(text)) == "<|end|><|start|>assistant<|channel|>final<|message|>"
+    text += encode("<|end|><|start|>assistant<|channel|>final<|message|>Yes")
+    limit.follow(text)
+    assert limit.num_left is None
+
+
+def test_the_tag_is_written_as_the_template_writes_it_and_not_twice() -> None:
+    template = chat_models.TEMPLATE.replace(
+        "{{ message.content }}",
+        "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+        "{{ message.content }}",
+    )
+    tokenizer = chat_models.tokenizer.__wrapped__(template, thinks=True)
+    prompt = tokenizer.encode("<think>", add_special_tokens=False)
+    limit = limit_of(tokenizer, 0, prompt)
+    assert tokenizer.decode(limit.closing(prompt)) == "\n</think>"
+    assert tokenizer.decode(limit.closing([*prompt, *tokenizer.encode("\n")])) == "</think>"
+    plain = chat_models.tokenizer(chat_models.BEGUN_TEMPLATE, thinks=True)
+    assert plain.decode(limit_of(plain, 0, prompt).closing(prompt)) == "</think>"
+
+
+async def test_a_grammar_goes_on_behind_reasoning_that_was_cut_off() -> None:
+    pair = chat_models.pair(thinks=True, template=chat_models.BEGUN_TEMPLATE)
+    async with runtime.open(*pair) as rt:
+        tags = ("<think>", "</think>")
+        choices = grammar_of_choices(["w1", "w2"])
+        written = reasoning_before(choices, tokenizer=rt.tokenizer, tags=tags, is_thinking=True)
+        grammar = runtime.Grammar(written, rt.tokenizer)
+        for lookahead in (0, 4):
+            asked = {"lookahead": lookahead, "logits_processors": [grammar], "max_tokens": 60}
+            messages = [{"role": "user", "content": "Which?"}]
+            answer = await rt.generate(messages, thinking_budget=6, **asked)
+            assert answer.tokens[6].text == "</think>"
+            assert answer.content.strip() in ("w1", "w2")
+            assert answer.finish_reason == "stop"
+
+
+async def test_a_call_that_is_begun_in_the_reasoning_is_not_cut() -> None:
+    tokenizer = chat_models.calling_tokenizer()
+    says = chat_models.says(tokenizer, '<think>Hm <tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>')
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    async with runtime.open(*chat_models.calling_pair()) as rt:
+        for lookahead, budget in itertools.product((0, 4), (16, 22)):  # behind the name
+            asked = {"tools": tools, "logits_processors": [says], "max_tokens": 80, "lookahead": lookahead}
+            messages = [{"role": "user", "content": "Go"}]
+            answer = await rt.generate(messages, thinking_budget=budget, **asked)
+            assert [(call.name, call.arguments) for call in answer.tool_calls] == [("look", '{"at": "it"}')]
+            assert answer.finish_reason == "stop"
