@@ -37,6 +37,7 @@ from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.block_heads import AcceptanceHead, BlockConvolution, CandidateSelector, MarkovHead, convolved
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, head_of
+from actors.trained.shared_reading import Part, Reading, SharedPass
 from protocol.errors import ModelError
 
 # Weights of the target that Speculators may have saved along.
@@ -359,6 +360,26 @@ class DFlashReader:
         return widened(given, self._target_ids, self.vocab_size)
 
 
+@attrs.frozen(eq=False)
+class BlockPart:
+    """A text's part in the pass of a block: what `DFlashReader.read_block` reads."""
+
+    anchor: int
+    position: int
+    cache: list[Any]
+    num_context: int
+
+
+class BlockPass(SharedPass[BlockPart]):
+    """The pass of a block. A part's result is a `Block`."""
+
+    def __init__(self, reader: DFlashReader) -> None:
+        self._reader = reader
+
+    def alone(self, part: BlockPart) -> Block:
+        return self._reader.read_block(part.anchor, part.position, part.cache, part.num_context)
+
+
 class BlockSequence(ContextSequence):
     """See `TrainedSequence`. The pass over a block, whose anchor is the last token that the target has committed,
     drafts all tokens after a text. Some kinds correct each by the token before it.
@@ -367,6 +388,7 @@ class BlockSequence(ContextSequence):
     def __init__(self, reader: DFlashReader) -> None:
         super().__init__(reader)
         self._reader = reader
+        self._pass = BlockPass(reader)
         self._block: Block | None = None
         # For each part of a feed's logits: its number of rows, and the estimates for them.
         self._estimates: list[tuple[int, mx.array | None]] = []
@@ -378,16 +400,16 @@ class BlockSequence(ContextSequence):
     def _drop_drafts(self) -> None:
         self._block = None
 
-    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+    def reading(self, tokens: tuple[int, ...], num_logits: int) -> Reading[mx.array | None]:
         self._estimates.clear()
-        logits = super().feed(tokens, num_logits)
+        logits = yield from super().reading(tokens, num_logits)
         has_estimates = any(estimate is not None for _, estimate in self._estimates)
         of_rows = [mx.zeros(num_rows) if given is None else given for num_rows, given in self._estimates]
         self.acceptance = mx.concatenate(of_rows) if has_estimates else None
         return logits
 
-    def _logits(self, position: int) -> mx.array:
-        block = self._block_for(position)
+    def _logits(self, position: int) -> Reading[mx.array]:
+        block = yield from self._block_for(position)
         index = 0 if block is None else position - block.position
         if block is None or index >= self._reader.num_foreseen:
             self._estimates.append((1, None))
@@ -397,7 +419,7 @@ class BlockSequence(ContextSequence):
         self._estimates.append((end - index, self._reader.acceptance_after(*read)))
         return self._reader.read_after(*read)
 
-    def _block_for(self, position: int) -> Block | None:
+    def _block_for(self, position: int) -> Reading[Block | None]:
         """The block that predicts the token after a position; None if there are no features before that position."""
         begin = min(position, self._end)
         if begin <= self._begin:
@@ -409,7 +431,8 @@ class BlockSequence(ContextSequence):
             follows = 0 <= position - last.position < self._reader.num_foreseen
             if last.position == begin or (begin < self._end and follows):
                 return last
-        self._block = self._reader.read_block(self._tokens[begin], begin, self._cache, begin - self._begin)
+        part = BlockPart(self._tokens[begin], begin, self._cache, begin - self._begin)
+        self._block = yield Part(self._pass, part)
         return self._block
 
 
