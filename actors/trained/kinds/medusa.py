@@ -97,7 +97,8 @@ class HeadPass(SharedPass[mx.array]):
 
     def together(self, parts: Sequence[mx.array]) -> list[mx.array]:
         ends = [*accumulate(part.shape[0] for part in parts)]
-        return mx.split(self._head(mx.concatenate([*parts])), ends[:-1])
+        logits = self._head(mx.concatenate([*parts]))
+        return [logits[end - part.shape[0] : end] for part, end in zip(parts, ends, strict=True)]
 
 
 class HeadSequence(TrainedSequence):
@@ -175,11 +176,10 @@ class HeadSequence(TrainedSequence):
             return mx.zeros((1, self._vocab_size))
         # The token at position p + 1 is predicted by the first head from the features of position p - 1.
         first, end = position - 1 - self._begin, min(len(self._tokens), self._num_known + 1) - 1 - self._begin
-        if first + 1 < end:
-            return (yield Part(self._heads[0], self._hidden[first:end]))
         last = self._hidden.shape[0] - 1
         if first < last:
-            return (yield Part(self._heads[0], self._hidden[first : first + 1]))
+            logits: mx.array = yield Part(self._heads[0], self._hidden[first : max(first + 1, end)])
+            return logits
         head = first - last
         if head >= len(self._heads):
             return mx.zeros((1, self._vocab_size))
