@@ -17,7 +17,7 @@ P = TypeVar("P")
 
 
 class SharedPass(ABC, Generic[P]):
-    """A forward pass of a drafter; P is one text's part in it. Texts share it if a kind has a `together` of its own.
+    """A forward pass of a drafter that texts can share; P is one text's part in it.
 
     Attributes:
         depth: those of less depth run first, so that texts which need both share more passes.
@@ -29,9 +29,9 @@ class SharedPass(ABC, Generic[P]):
     def alone(self, part: P) -> Any:
         """The result of one text's part, lazy."""
 
+    @abstractmethod
     def together(self, parts: Sequence[P]) -> Sequence[Any]:
         """The result of each part, lazy; in one pass, as far as the texts can share one."""
-        return [self.alone(part) for part in parts]
 
     def begin_feed(self) -> None:
         """Begin what `abandon` undoes."""
