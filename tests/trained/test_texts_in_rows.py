@@ -10,8 +10,10 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import pytest
+import trio
 from every_drafter import at_work
 from models import greedy, prompt_of
+from scripted import ids
 from sweeps import sweep
 from trained_drafters import KINDS, close, make
 
@@ -19,6 +21,7 @@ from actors.mlx.rows import Rows
 from actors.model import Feed
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.kinds.eagle3 import Eagle3Reader
+from actors.trained.kinds.mtp import MTPReader
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.trace import Span
 from runtime.engine.events import Events
@@ -207,7 +210,8 @@ async def test_a_draft_pass_is_shared_by_nearly_all_streams(
     for prompt, completion in zip(prompts[:4], completions, strict=False):
         assert [token.id for token in completion.tokens] == greedy(target, prompt, 24)
     steps = [span for span in spans if span.actor == "draft" and span.kind == "draft"]
-    first = {session: min(step.began for step in steps if session in step.sessions) for session in sessions_of(steps)}
+    sessions = {session for step in steps for session in step.sessions}
+    first = {session: min(step.began for step in steps if session in step.sessions) for session in sessions}
     last = {session: max(step.ended for step in steps if session in step.sessions) for session in first}
     assert len(first) == num_texts
     rows = [
@@ -216,5 +220,43 @@ async def test_a_draft_pass_is_shared_by_nearly_all_streams(
     assert sum(rows) / len(rows) >= mean_rows
 
 
-def sessions_of(steps: list[Span]) -> set[int]:
-    return {session for step in steps for session in step.sessions}
+@sweep("reader", [Eagle3Reader, MTPReader])
+@sweep("settings", [{}, {"temperature": 0.8, "acceptance": "match"}, {"temperature": 0.8, "acceptance": "rejection"}])
+async def test_streams_go_on_when_shared_passes_fail_and_others_are_cancelled(
+    reader: Any, settings: dict[str, Any], tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, num_shared, num_failures = reader.read, 0, 0
+
+    def failing(self: Any, hidden: mx.array, *given: Any) -> Any:
+        nonlocal num_shared, num_failures
+        num_shared += hidden.shape[0] > 1
+        if hidden.shape[0] > 1 and num_shared % 3 == 0:
+            num_failures += 1
+            raise Fault
+        return read(self, hidden, *given)
+
+    prompts = [prompt_of(5, seed=seed, vocab_size=VOCAB_SIZE) for seed in range(4)]
+    asked: dict[str, Any] = {"ignore_eos": True, "max_tokens": 24, "seed": 5, **settings}
+    found: dict[int, list[int]] = {}
+    kind = "eagle3" if reader is Eagle3Reader else "mtp"
+    async with at_work(kind, tmp_path, max_batch=4) as (rt, _):
+        plain = [ids((await rt.generate(prompt, lookahead=0, **asked)).tokens) for prompt in prompts]
+        monkeypatch.setattr(reader, "read", failing)
+
+        async def generate(index: int) -> None:
+            async with rt.stream(prompts[index], lookahead=3, **asked) as stream:
+                tokens = []
+                async for token in stream:
+                    tokens.append(token.id)
+                    if index == 1 and len(tokens) == 7:
+                        break
+            found[index] = tokens
+
+        async with trio.open_nursery() as nursery:
+            for index in range(4):
+                nursery.start_soon(generate, index)
+        assert rt.statistics().draft_failures == 0
+    assert num_shared > num_failures >= 1
+    assert [len(found[index]) for index in range(4)] == [24, 7, 24, 24]
+    if settings.get("acceptance") != "rejection":  # under which a text depends on what is proposed when
+        assert [found[index] for index in range(4)] == [plain[0], plain[1][:7], plain[2], plain[3]]
