@@ -15,10 +15,10 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
 from actors.mlx.row_batch import RowBatch
-from actors.mlx.row_text import RowText
-from actors.mlx.rows import Rows
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
 from actors.model import Fork, RewindMode
+from actors.rows.row_text import RowText
+from actors.rows.rows import Rows
 from actors.trained.features import RecordedFeatures, RecorderSlot
 from protocol.errors import RewindError
 

@@ -14,9 +14,9 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import MAX_WIDTH
-from actors.mlx.row_pool import RowPool
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
+from actors.rows.row_pool import RowPool
 from actors.trained.features import FeatureRecorder, RecorderSlot
 
 # Modules of mlx-lm whose attention reaches into the cache, or expects the offset of one text.

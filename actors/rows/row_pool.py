@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
-from actors.mlx.row_text import RowText
-from actors.mlx.rows import Rows
+from actors.rows.row_text import RowText
+from actors.rows.rows import Rows
 
 # Every row has as many slots as the longest. All slots are at most this multiple of all tokens, or this many if more.
 MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from actors.mlx.cache_kinds import kinds_of
-from actors.mlx.rows import Rows
+from actors.rows.rows import Rows
 from protocol.errors import RewindError
 
 
@@ -29,6 +29,7 @@ class RowText(ABC):
 
     @property
     def is_row(self) -> bool:
+        """Whether it is a row of a batch."""
         return self.batch is not None
 
     @property
