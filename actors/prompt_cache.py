@@ -38,7 +38,7 @@ class ContinuedSequence(MLXSequence):
 
     # The caches of a batch begin with their texts, and a copy or another text would need the ids of the tokens before.
     reads_with_others = False
-    reusable = fork_point = None
+    reusable = None
 
     @property
     def can_be_row(self) -> bool:

@@ -178,9 +178,7 @@ class DraftSteps:
             lazy = guesses_by_match(logits, logit_check, opened.settings, decisions, self.vocab_size)
         else:
             lazy = self._drawn(logits, logit_check, position, trail)
-        if not isinstance(self.sequence, FeatureInput):
-            return lazy
-        return attrs.evolve(lazy, staleness=self.sequence.staleness, acceptance=self.sequence.acceptance)
+        return lazy.of([self.sequence])
 
     def _drawn(self, logits: mx.array, logit_check: LogitCheck, position: int, trail: int) -> LazyGuesses:
         opened, kept = self.shared.opened, None
@@ -236,9 +234,10 @@ class DraftSteps:
         """What sessions must have in common to share array operations; None for one that shares none."""
         shared = self.shared
         settings, kind = shared.opened.settings, shared.logits_pipeline.kind
-        if kind is None or settings.rule != "match" or isinstance(self.sequence, FeatureInput):
+        if kind is None or settings.rule != "match":
             return None
-        return kind, settings.drafting_temperature
+        has_estimates = isinstance(self.sequence, FeatureInput) and self.sequence.acceptance is not None
+        return kind, settings.drafting_temperature, has_estimates
 
     def _can_look_ahead(self) -> bool:
         return self.sequence.prepare(1, self.settled) is not RewindMode.SINGLE
@@ -265,17 +264,26 @@ class LazyGuesses:
         confidences: (n,) its confidence in each.
         logit_check: of the draft model's own rows.
         probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule. n is 1.
-        staleness: see `Guess`.
-        acceptance: (1,) the drafter's own estimate of how likely its choice is accepted, used as its confidence in it;
-            None if it makes none. It does not depend on which token is chosen. n is 1.
+        staleness: of each session; see `Guess`. None if all are 0.
+        acceptance: (n,) the drafter's own estimate of how likely its choice is accepted, used as its confidence in it;
+            None if it makes none. It does not depend on which token is chosen.
     """
 
     choices: mx.array
     confidences: mx.array
     logit_check: LogitCheck
     probs: Distribution | None = None
-    staleness: int = 0
+    staleness: Sequence[int] | None = None
     acceptance: mx.array | None = None
+
+    def of(self, sequences: Sequence[CachedSequence]) -> LazyGuesses:
+        """With what the sequences, of which all or none estimate acceptance, say of the text that was fed last."""
+        readers = [sequence for sequence in sequences if isinstance(sequence, FeatureInput)]
+        if not readers:
+            return self
+        estimates = [reader.acceptance for reader in readers if reader.acceptance is not None]
+        acceptance = mx.concatenate(estimates) if estimates else None
+        return attrs.evolve(self, staleness=[reader.staleness for reader in readers], acceptance=acceptance)
 
     def arrays(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
@@ -288,11 +296,14 @@ class LazyGuesses:
         tokens = cast(list[int], self.choices.tolist())
         confidences = list(map(_zero_if_nan, cast(list[float], self.confidences.tolist())))
         # Where processors have left no token, none is likely, whatever the drafter estimates.
-        if self.acceptance is not None and confidences[0] > 0.0:
-            confidences = [_zero_if_nan(cast(float, self.acceptance.item()))]
+        if self.acceptance is not None:
+            estimates = map(_zero_if_nan, cast(list[float], self.acceptance.tolist()))
+            pairs = zip(confidences, estimates, strict=True)
+            confidences = [estimate if confidence > 0.0 else confidence for confidence, estimate in pairs]
+        staleness = self.staleness or [0] * len(tokens)
         return [
-            Guess(token, confidence, self.probs, raw=confidence, staleness=self.staleness)
-            for token, confidence in zip(tokens, confidences, strict=True)
+            Guess(token, confidence, self.probs, raw=confidence, staleness=stale)
+            for token, confidence, stale in zip(tokens, confidences, staleness, strict=True)
         ]
 
 
@@ -318,7 +329,8 @@ def guesses_together(steps: Sequence[DraftSteps], logits: Sequence[mx.array], po
     rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]
     decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
     filtered = shared.logits_pipeline.filter(pad(rows, first.vocab_size), 0)
-    return guesses_by_match(filtered, LogitCheck.of(rows, rows), shared.opened.settings, decisions, first.vocab_size)
+    lazy = guesses_by_match(filtered, LogitCheck.of(rows, rows), shared.opened.settings, decisions, first.vocab_size)
+    return lazy.of([each.sequence for each in steps])
 
 
 def _zero_if_nan(confidence: float) -> float:

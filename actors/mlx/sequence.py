@@ -16,6 +16,8 @@ from actors.mlx.memory import release_buffers
 from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
 from actors.model import RewindMode
+from actors.rows.row_text import RowText
+from actors.rows.rows import Rows
 from actors.trained.features import RecordedFeatures, RecorderSlot
 from protocol.errors import RewindError
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
@@ -34,7 +36,7 @@ class Checkpoint:
     restores: list[Restore]
 
 
-class MLXSequence(StatefulSequence):
+class MLXSequence(RowText, StatefulSequence):
     """One text in the caches of an mlx-lm model. Most models have a cache for each layer."""
 
     def __init__(
@@ -47,15 +49,12 @@ class MLXSequence(StatefulSequence):
         recorder_slot: RecorderSlot | None = None,
     ) -> None:
         """Make an empty sequence. The slot holds the recorder of the model's features, while there is one."""
+        super().__init__(options.make_cache(model))
         self._model = model
         self._features = RecordedFeatures(recorder_slot or RecorderSlot())
         self._options = options
         self._vocab_size = vocab_size
-        self.cache = options.make_cache(model)
-        # The batch of which the text is a row. Then `cache` holds nothing of it.
-        self.batch: RowBatch | None = None
         self.layer_evaluation = layer_evaluation
-        self._length = 0
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
         self._prefix_checkpoints: list[PrefixCheckpointState] = []  # likewise; for other texts
         # The length at which the caches were quantised; None if they are not.
@@ -68,49 +67,18 @@ class MLXSequence(StatefulSequence):
     # --- as a row of a batch ---------------------------------------------------------------------
 
     @property
-    def is_row(self) -> bool:
-        return self.batch is not None
-
-    @property
     def can_be_row(self) -> bool:
-        """Whether the text can be a row: it is not empty, and its caches can be rewound in a batch as well as here."""
-        return (
-            self._length > 0
-            and self._options.rewind == "auto"
-            and self._options.kv_bits is None
-            and not self._options.one_by_one
-            and all(kind.can_be_row and not layer.empty() for kind, layer in kinds_of(self.cache))
-        )
+        options = self._options
+        if options.rewind != "auto" or options.kv_bits is not None or options.one_by_one:
+            return False
+        return super().can_be_row
 
     reads_with_others = True
 
-    def join(self, batch: RowBatch) -> None:
-        """Become a row of a batch. `can_be_row` must be true, or the text empty."""
-        self.leave_batch()
-        self.check_caches(self._length)
-        batch.join(self, self.cache, self._length)
-        self.batch = batch
+    def join(self, batch: Rows) -> None:
+        super().join(batch)
         # A row goes back to where it was before its last pass, and no further.
         self._checkpoints.clear()
-
-    def follow_into(self, batch: RowBatch) -> None:
-        """Be a row of a batch that has absorbed the one in which the text was."""
-        self.batch = batch
-        self.check_caches(self._length)
-
-    def leave_batch(self) -> None:
-        """If the text is a row, take it back into caches of its own."""
-        if self.batch is not None:
-            self._length = self.batch.leave(self, self.cache)
-            self.batch = None
-            try:
-                # Until they are evaluated, these slices keep the buffers of the whole batch in memory.
-                mx.eval([layer.state for layer in self.cache])
-            except BaseException:
-                # The job may be another text's, as when this one has missed many passes. Its cache is lost.
-                self.forget()
-                raise
-            self.check_caches(self._length)
 
     def forget(self) -> None:
         """Also leaves its batch, without telling it: that batch must be given up."""
@@ -120,10 +88,9 @@ class MLXSequence(StatefulSequence):
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
-        """Count the tokens that the batch has fed."""
-        assert self.batch is not None
+        assert isinstance(self.batch, RowBatch)
         self.features.add(self.length, self.batch.features(self))
-        self._length = self.batch.length(self)
+        super().count_row()
 
     # --- alone ------------------------------------------------------------------------------------
 
@@ -184,23 +151,6 @@ class MLXSequence(StatefulSequence):
 
     def check(self, length: int) -> None:
         self.check_caches(length)
-
-    def check_caches(self, length: int) -> None:
-        """As `check`, but `length` counts all tokens in the caches, also any that no session has fed."""
-        if self.batch is not None:
-            if self.batch.length(self) != length:
-                raise RewindError(f"a row should hold {length} tokens, it holds {self.batch.length(self)}")
-            return
-        for i, layer in enumerate(self.cache):
-            for kind, inner in kinds_of((layer,)):
-                if (inner_length := kind.length(inner)) not in (length, None):
-                    raise RewindError(
-                        f"layer {i} ({type(inner).__name__}) should hold {length} tokens, it holds {inner_length}"
-                    )
-
-    @property
-    def length(self) -> int:
-        return self._length
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """None also if a cache is of an unknown class."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,12 +16,8 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import MAX_WIDTH
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
+from actors.rows.row_pool import RowPool
 from actors.trained.features import FeatureRecorder, RecorderSlot
-
-# Every row has as many slots as the longest. All slots are at most this multiple of all tokens, or this many if more.
-MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
-# A row leaves the batch once it has missed this many passes, each of which computed padding for it.
-MAX_PASSES_MISSED = 4
 
 # Modules of mlx-lm whose attention reaches into the cache, or expects the offset of one text.
 _NEEDS_ONE_TEXT = {"afm7", "gemma3n", "gpt_bigcode", "internlm3", "llama4", "minimax_m3_vl", "phi3small"}
@@ -40,7 +36,7 @@ _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 
 
 class SharedPasses:
-    """The part of an `MLXModel` that concerns several texts: the model's batch, and which texts are rows of it.
+    """The part of an `MLXModel` that concerns several texts.
 
     Attributes:
         recorder_slot: holds the recorder of the features that a trained drafter reads, while there is one.
@@ -51,9 +47,7 @@ class SharedPasses:
         self._options = options
         self._vocab_size = vocab_size
         self.recorder_slot = RecorderSlot()
-        self._batch = self._new_batch(LayerEvaluation.WHOLE)
-        self._rows: dict[MLXSequence, int] = {}  # how many passes each has missed
-        self._has_fed_rows = False
+        self._pool = RowPool[MLXSequence, RowBatch](self._new_batch)
         self._obstacle = self._find_known_obstacle()
         self._is_probed = self._obstacle is not None
 
@@ -63,7 +57,7 @@ class SharedPasses:
         by_text = {feed.sequence: feed for feed in feeds}
         logits: dict[object, mx.array] = {}
         if rows:
-            fed = self._batch.feed({text: by_text[text].tokens for text in rows}, _recorder_for(rows))
+            fed = self._pool.batch.feed({text: by_text[text].tokens for text in rows}, _recorder_for(rows))
             logits = {text: fed[text][-by_text[text].num_logits :] for text in rows}
         for text in rows:
             text.count_row()
@@ -71,24 +65,21 @@ class SharedPasses:
 
     @property
     def widest_row(self) -> int:
-        return self._batch.widest_row
+        return self._pool.batch.widest_row
 
     def read_together(self, sequences: Sequence[Any], tokens: Sequence[tuple[int, ...]]) -> None:
-        """The texts become a batch of their own. They move to the model's when they next share a pass, unless that one
-        has no rows: then theirs takes its place.
-        """
+        """The texts become a batch of their own; see `RowPool.offer`."""
         if self._find_obstacle() is not None:
             for text, read in zip(sequences, tokens, strict=True):
                 text.feed(read, 0)
             return
-        batch = self._new_batch(sequences[0].layer_evaluation)
+        batch = self._new_batch(sequences[0])
         for text in sequences:
             text.join(batch)
         batch.read(dict(zip(sequences, tokens, strict=True)), _recorder_for(sequences))
         for text in sequences:
             text.count_row()
-        if not any(text.batch is self._batch for text in self._rows):
-            self._batch, self._rows = batch, dict.fromkeys(sequences, 0)
+        self._pool.offer(batch, sequences)
 
     def feed_ahead(self, sequences: Sequence[Any], tokens: mx.array) -> mx.array:
         rows = self._joined(sequences)
@@ -96,7 +87,7 @@ class SharedPasses:
         if rows:
             are_all = len(rows) == len(sequences)
             fed = tokens if are_all else tokens[mx.array([sequences.index(text) for text in rows])]
-            logits = self._batch.feed_ahead(rows, fed, _recorder_for(rows))
+            logits = self._pool.batch.feed_ahead(rows, fed, _recorder_for(rows))
             for text in rows:
                 text.count_row()
             if are_all:
@@ -109,71 +100,26 @@ class SharedPasses:
         return each[0] if len(each) == 1 else mx.concatenate(each)
 
     def abandon_shared(self) -> None:
-        """Empty the caches of all rows, if the last pass fed any, since it may have left anything in them."""
-        if not self._has_fed_rows:
-            return
-        for text in self._rows:
-            if text.batch is self._batch:
-                text.forget()
-        self._rows = {}
-        self._batch = self._new_batch(LayerEvaluation.WHOLE)
+        self._pool.abandon()
 
     def _joined(self, texts: Sequence[Any]) -> list[MLXSequence]:
-        """Have those texts that can share the next pass join the batch. Returns: these texts, in order."""
-        if len(texts) < 2 and not self._rows:
-            self._has_fed_rows = False
-            return []
-        rows = [text for text in texts if self._may_share(text)]
-        if self._batch.pads_texts:
-            others = [text for text in self._rows if text.batch is self._batch]
-            fitting = _fitting({text: text.length for text in (*others, *rows)})
-            rows = [text for text in rows if text in fitting]
-        if len(rows) < 2:
-            # A single text stays a row while there are others, which may be fed again in the next pass.
-            rows = [text for text in rows if text in self._rows and len(self._rows) > 1]
-        self._has_fed_rows = bool(rows)
-        if not rows:
-            return []
-        self._rows = {text: missed + 1 for text, missed in self._rows.items() if text.batch is self._batch}
-        for text, missed in list(self._rows.items()):
-            if text not in rows and missed > MAX_PASSES_MISSED:
-                text.leave_batch()
-                del self._rows[text]
-        if not self._rows:
-            self._batch = self._new_batch(rows[0].layer_evaluation)
-        self._take_in([text for text in rows if text not in self._rows])
-        self._rows |= dict.fromkeys(rows, 0)
-        return rows
-
-    def _take_in(self, texts: Sequence[MLXSequence]) -> None:
-        """Make texts rows of the batch. Where all of a batch come, such as those that were read together, its rows are
-        taken in at once: each row that moves by itself copies all others.
-        """
-        by_batch: dict[RowBatch | None, list[MLXSequence]] = {}
-        for text in texts:
-            by_batch.setdefault(text.batch, []).append(text)
-        for batch, group in by_batch.items():
-            if batch is not None and len(batch) == len(group):
-                self._batch.absorb(batch)
-                for text in group:
-                    text.follow_into(self._batch)
-            else:
-                for text in group:
-                    text.join(self._batch)
+        self._pool.begin_feed()
+        return self._pool.joined(texts, self._may_share)
 
     def _may_share(self, text: Any) -> bool:
         return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self._find_obstacle() is None))
 
-    def _new_batch(self, layer_evaluation: LayerEvaluation) -> RowBatch:
+    def _new_batch(self, first: MLXSequence | None = None) -> RowBatch:
         caches = self._options.make_cache(self._model)
         caches = caches if all(kind.can_be_row for kind, _ in kinds_of(caches)) else []
+        layer_evaluation = LayerEvaluation.WHOLE if first is None else first.layer_evaluation
         return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size)
 
     # --- what cannot share ------------------------------------------------------------------------
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """Feeds the model some tokens to find out."""
-        if rewinds_passes and not self._batch.rewinds_passes:
+        if rewinds_passes and not self._pool.batch.rewinds_passes:
             return "its rows cannot go back by more than one pass"
         return self._find_obstacle()
 
@@ -196,13 +142,13 @@ class SharedPasses:
         families = {type(module).__module__.rpartition(".")[2] for module in self._model.modules()}
         if self._options.one_by_one or families & _NEEDS_ONE_TEXT:
             return "this family's layers expect one text"
-        if self._batch.is_recurrent and not families & _READS_LENGTHS:
+        if self._pool.batch.is_recurrent and not families & _READS_LENGTHS:
             return "this family's recurrent layers do not tell padding from text"
         return None
 
     def _agrees(self) -> bool:
         try:
-            return all(_is_close(*pair) for pair in zip(self._probed_alone(), self._probed_together(), strict=True))
+            return all(is_close(*pair) for pair in zip(self._probed_alone(), self._probed_together(), strict=True))
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # whatever a model's code runs into
             return False
 
@@ -216,7 +162,7 @@ class SharedPasses:
         return logits
 
     def _probed_together(self) -> list[mx.array]:
-        batch = self._new_batch(LayerEvaluation.WHOLE)
+        batch = self._new_batch()
         lengths = [length for length, _ in _PROBES]
         caches = {length: self._options.make_cache(self._model) for length in lengths}
         for length in lengths:
@@ -235,28 +181,19 @@ def _recorder_for(texts: Iterable[MLXSequence]) -> FeatureRecorder | None:
     return next((recorder for text in texts if (recorder := text.features.recorder) is not None), None)
 
 
-def _fitting(lengths: Mapping[Any, int]) -> set[object]:
-    """The shortest of the texts, as many as can be rows without much more memory than they take alone."""
-    fitting: set[object] = set()
-    num_tokens = 0
-    for text, length in sorted(lengths.items(), key=lambda each: each[1]):
-        num_tokens += length
-        num_slots = (len(fitting) + 1) * length
-        if num_slots > max(MAX_FREE_SLOTS, MAX_PADDING * num_tokens):
-            break
-        fitting.add(text)
-    return fitting
-
-
 def _passes(length: int, widths: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(accumulate(widths, initial=length)))
 
 
-def _is_close(expected: mx.array, found: mx.array) -> bool:
+def is_close(expected: mx.array, found: mx.array) -> bool:
+    """Whether logits of the probe agree but for rounding, and are -inf in the same places."""
     tolerance = _FLOAT32_TOLERANCE if expected.dtype == mx.float32 else _TOLERANCE
     expected, found = expected.astype(mx.float32), found.astype(mx.float32)
-    span = mx.max(expected) - mx.min(expected)
-    return bool((mx.max(mx.abs(expected - found)) <= tolerance * span).item())
+    lacks = expected == -mx.inf
+    known = mx.where(lacks, mx.max(expected), expected)
+    span = mx.max(known) - mx.min(known)
+    difference = mx.where(lacks & (found == -mx.inf), 0.0, mx.abs(known - found))
+    return bool((mx.max(difference) <= tolerance * span).item())
 
 
 def _fed_alone(feed: Feed) -> mx.array:

@@ -82,7 +82,7 @@ class ContextSequence(TrainedSequence):
 
     def _grown(self, num_positions: int) -> list[Any]:
         cache = self._context_reader.make_cache()
-        self._context_reader.read_context(mx.zeros((num_positions, self._feature_width)), 0, cache)
+        self._context_reader.read_context(mx.zeros((num_positions, self.feature_width)), 0, cache)
         return cache
 
     # --- the context ------------------------------------------------------------------------------

@@ -197,10 +197,10 @@ def target_ids_of(offsets: mx.array | None, draft_vocab_size: int, vocab_size: i
 
 
 def widened(logits: mx.array, target_ids: mx.array | None, vocab_size: int) -> mx.array:
-    """(n, draft_vocab_size) logits to (n, vocab_size), by the target's ids; -inf for ids that a drafter lacks; lazy."""
+    """(…, draft_vocab_size) logits to (…, vocab_size), by the target's ids; -inf for ids that a drafter lacks; lazy."""
     if target_ids is None:
         return logits
-    nothing = mx.full((logits.shape[0], vocab_size), -mx.inf, dtype=logits.dtype)
+    nothing = mx.full((*logits.shape[:-1], vocab_size), -mx.inf, dtype=logits.dtype)
     return mx.put_along_axis(nothing, mx.broadcast_to(target_ids, logits.shape), logits, axis=-1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,14 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from actors.model import FeedsEach
+from actors.mlx.shared_passes import is_close
+from actors.model import Feed, FeedsEach
 from actors.trained.kinds.attach import attach
+from actors.trained.shared_reading import read_together
 from actors.trained.trained_sequence import TrainedSequence
+
+# The probe's texts: the length at which each is a row, and how many of its tokens the two passes read.
+_PROBES = ((3, (2, 1)), (6, (3, 1)))
 
 
 class TrainedDrafter(FeedsEach):
@@ -45,6 +50,9 @@ class TrainedDrafter(FeedsEach):
         self.target, self.feature_layers, self.vocab_size = target, attached.feature_layers, attached.vocab_size
         self.module, self.arrays = attached.module, attached.arrays
         self.num_draft_tokens, self._open_sequence = attached.num_draft_tokens, attached.open_sequence
+        self._passes = attached.passes
+        self._obstacle: str | None = None if self._passes else "drafters of this kind read one text at a time"
+        self._is_probed = self._obstacle is not None
 
     def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
         """The same drafter, loaded once more and quantised; see `attach`."""
@@ -53,8 +61,58 @@ class TrainedDrafter(FeedsEach):
     def open_sequence(self, *, beside_another: bool) -> TrainedSequence:
         return self._open_sequence()
 
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str:
-        return "a trained drafter reads one text at a time"
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
+        for each in self._passes:
+            each.begin_feed()
+        readings = {
+            feed.sequence: cast(TrainedSequence, feed.sequence).reading(feed.tokens, feed.num_logits)
+            for feed in feeds
+            if not feed.alone
+        }
+        shared = dict(zip(readings, read_together([*readings.values()]), strict=True))
+        found = [
+            shared[feed.sequence] if feed.sequence in shared else feed.sequence.feed(feed.tokens, feed.num_logits)
+            for feed in feeds
+        ]
+        return [logits for logits in found if logits is not None]
+
+    def abandon_shared(self) -> None:
+        for each in self._passes:
+            each.abandon()
+
+    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
+        """Feeds the drafter some tokens to find out."""
+        if not self._is_probed:
+            # Stands if the probe raises.
+            self._obstacle, self._is_probed = "its forward pass failed when that was tried", True
+            agrees = self._agrees()
+            self._obstacle = None if agrees else "it gives other logits for two texts at once than for each alone"
+        return self._obstacle
+
+    def _agrees(self) -> bool:
+        try:
+            alone, together = self._probed(shared=False), self._probed(shared=True)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # whatever a target's layers run into
+            return False
+        return all(is_close(*pair) for pair in zip(alone, together, strict=True))
+
+    def _probed(self, *, shared: bool) -> list[mx.array]:
+        """Logits of two texts of different lengths, over passes of different widths."""
+        logits: list[mx.array] = []
+        sequences = [self.open_sequence(beside_another=False) for _ in _PROBES]
+        for seed, (sequence, (num_read, widths)) in enumerate(zip(sequences, _PROBES, strict=True)):
+            shape = (num_read + sum(widths), sequence.feature_width)
+            sequence.give(0, mx.random.normal(shape, key=mx.random.key(seed)))
+            sequence.feed((0,) * num_read, 0)
+        for widths in zip(*(widths for _, widths in _PROBES), strict=True):
+            feeds = [
+                Feed(sequence, tuple(range(1, width + 1)), 1, alone=not shared)
+                for sequence, width in zip(sequences, widths, strict=True)
+            ]
+            logits += self.feed_together(feeds)
+        for sequence in sequences:
+            sequence.close()
+        return logits
 
     @contextmanager
     def evaluating_layers(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from actors.mlx.sequence_state import SequenceState, StatefulSequence
 from actors.model import RewindMode
 from actors.prefix_cache import common_length, pack
 from actors.trained.feature_input import FeatureInput
+from actors.trained.shared_reading import Reading, read_alone
 from protocol.errors import RewindError
 from protocol.messages import Features
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
@@ -45,7 +46,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
     """
 
     def __init__(self, feature_width: int) -> None:
-        self._feature_width = feature_width
+        self.feature_width = feature_width
         self._tokens: list[int] = []
         # Features that were given but not looked at yet.
         self._arrived: deque[tuple[int, mx.array]] = deque()
@@ -58,7 +59,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
         self.num_given = max(self.num_given, start + features.shape[0])
 
     def give_nothing(self, num_tokens: int) -> None:
-        zeros = mx.zeros((num_tokens, self._feature_width))
+        zeros = mx.zeros((num_tokens, self.feature_width))
         mx.eval(zeros)
         self.give(0, zeros)
 
@@ -78,15 +79,19 @@ class TrainedSequence(StatefulSequence, FeatureInput):
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
         """Logits are all zero where nothing can be predicted."""
+        return read_alone(self.reading(tokens, num_logits))
+
+    def reading(self, tokens: tuple[int, ...], num_logits: int) -> Reading[mx.array | None]:
+        """As `feed`, in passes that others may share."""
         self._tokens += tokens
         self._look_at_arrived()
         if num_logits == 0:
-            self._read_text()
+            yield from self._read_text()
             return None
         begin, end = len(self._tokens) - num_logits, len(self._tokens)
         parts: list[mx.array] = []
         while begin < end:
-            parts.append(self._logits(begin))
+            parts.append((yield from self._logits(begin)))
             begin += parts[-1].shape[0]
         return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
@@ -156,11 +161,12 @@ class TrainedSequence(StatefulSequence, FeatureInput):
     def _look_at(self, start: int, features: mx.array) -> None:
         """Take the features of positions from `start` on. Some may be known already, or some before them be missing."""
 
-    def _read_text(self) -> None:
+    def _read_text(self) -> Reading[None]:
         """Read what can be read without logits."""
+        yield from ()
 
     @abstractmethod
-    def _logits(self, position: int) -> mx.array:
+    def _logits(self, position: int) -> Reading[mx.array]:
         """(n, V) logits after the token at a position, and after some of those that follow it, n >= 1; lazy."""
 
 

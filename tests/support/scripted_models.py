@@ -115,9 +115,6 @@ class ScriptedDraft(FeedsEach):
     def open_sequence(self, *, beside_another: bool) -> _Sequence:
         return (_TrainedSequence if self._is_trained else _Sequence)(self._row, self._scenario.seed)
 
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        return "a trained drafter reads one text at a time" if self._is_trained else None
-
     def _row(self, history: int, length: int, staleness: int) -> list[float]:
         """(VOCAB_SIZE,) logits after a history of `length` tokens. The draft does not know how stale it is."""
         luck = _draw(history, _LUCK)

@@ -49,6 +49,3 @@ class TrainedDraft(ScriptedModel):
     def __init__(self, stale_script: StaleScript, **options: Any) -> None:
         super().__init__(lambda history: stale_script(history, 0), **options)
         self.stale_script = stale_script
-
-    def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        return "a trained drafter reads one text at a time"

@@ -14,7 +14,7 @@ from sweeps import sweep
 from trained_drafters import close, dflash_reader, expected_of, make
 
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.dflash import DFlashReader, load_dflash, read_config
+from actors.trained.kinds.dflash import Anchor, DFlashReader, load_dflash, read_config
 from protocol.calibration import Calibration
 from protocol.errors import ModelError
 from protocol.lookahead_tree import Guess
@@ -28,7 +28,7 @@ def case_of(name: str) -> Path:
 
 def after(reader: DFlashReader, tokens: Sequence[int], anchor: int, cache: list[Any], begin: int = 0) -> mx.array:
     """The logits after an anchor and after each token that follows it in a text, as far as a block goes."""
-    given = reader.read_block(tokens[anchor], anchor, cache, anchor - begin)
+    given = reader.alone(Anchor(tokens[anchor], anchor, cache, anchor - begin))
     block_tokens = tokens[anchor : anchor + reader.num_foreseen]
     return reader.read_after(given, block_tokens, len(block_tokens))
 
@@ -37,7 +37,7 @@ def check_acceptance(
     reader: DFlashReader, expected: dict[str, mx.array], row: int, anchor: int, tokens: Sequence[int], cache: list[Any]
 ) -> None:
     """Compare the estimates after an anchor with a row of those in a case, all at once and one by one."""
-    block = reader.read_block(tokens[0], anchor, cache, anchor)
+    block = reader.alone(Anchor(tokens[0], anchor, cache, anchor))
     found = reader.acceptance_after(block, tokens[: reader.num_foreseen], reader.num_foreseen)
     assert (found is None) == ("acceptance" not in expected)
     if found is not None:
@@ -75,7 +75,7 @@ def test_the_path_and_its_logits_are_those_of_mlx_vlm(case: Path) -> None:
         anchor = index + 1
         tokens = [int(expected["tokens"][anchor].item()), *path]
         assert len(path) == reader.num_foreseen
-        given = reader.read_block(tokens[0], anchor, cache, anchor)
+        given = reader.alone(Anchor(tokens[0], anchor, cache, anchor))
         together = reader.read_after(given, tokens[:-1], len(path))
         assert mx.argmax(together, axis=-1).tolist() == path
         assert int(mx.isfinite(together).sum()) == num_seen * len(path)

@@ -16,6 +16,7 @@ from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.eagle3_training import logits_of_steps
 from actors.trained.kinds.eagle3 import Eagle3Config, Eagle3Reader, LoadedEagle3, load_eagle3, read_config
+from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
 CASES = sorted(path for path in (Path(__file__).parent / "eagle3").iterdir() if path.is_dir())
@@ -46,7 +47,8 @@ def test_the_logits_after_a_text_are_those_of_the_torch_classes(case: Path) -> N
     num_parallel, num_tokens = loaded.model.config.num_parallel, len(expected["tokens"])
     assert num_parallel == (NUM_STEPS - 1 if case.parent.name == "peagle" else 0)
     text: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]
-    sequence = DepthSequence([Eagle3Reader(loaded)], num_parallel)
+    reader = Eagle3Reader(loaded)
+    sequence = DepthSequence(ModulePass.each([reader]), reader.masks)
     for begin in range(num_tokens):
         sequence.give(begin, expected["features"][begin : begin + 1])
         sequence.rewind(min(sequence.length, begin + 1))

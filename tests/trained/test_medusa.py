@@ -14,7 +14,7 @@ from sweeps import sweep
 from trained_drafters import expected_of
 
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.medusa import HeadSequence, Medusa, load_medusa
+from actors.trained.kinds.medusa import HeadPass, HeadSequence, Medusa, load_medusa
 from actors.trained.kinds.torch_file import load_torch_file
 from protocol.errors import ModelError, RewindError
 
@@ -80,7 +80,7 @@ def heads() -> Medusa:
 
 
 def text(heads: Medusa) -> HeadSequence:
-    return HeadSequence(lambda hidden: 2 * hidden, heads.heads, 16, 40)
+    return HeadSequence(lambda hidden: 2 * hidden, [*map(HeadPass, heads.heads)], 16, 40)
 
 
 def test_each_position_is_drafted_by_its_head_on_the_last_features(heads: Medusa) -> None:

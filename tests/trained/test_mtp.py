@@ -22,6 +22,7 @@ from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.mtp import MTPLayers, names_a_layer
 from actors.trained.kinds.mtp import load_mtp as load_files
+from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
 CASES = sorted(path for path in (Path(__file__).parent / "mtp").iterdir() if path.is_dir())
@@ -38,7 +39,7 @@ def test_the_logits_are_those_of_the_torch_layers_alone_or_in_a_chain(case: Path
     num_steps, num_tokens, _ = expected["logits"].shape
     assert num_steps == 2 + len(readers)
     tokens: tuple[int, ...] = (0, *expected["tokens"].tolist())  # type: ignore[misc]
-    sequence = DepthSequence(readers)
+    sequence = DepthSequence(ModulePass.each(readers))
     for begin in range(num_tokens):
         sequence.give(begin, expected["features"][begin : begin + 1])
         # What was drafted after the features before is right: the layers have read of it what they need.

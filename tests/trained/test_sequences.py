@@ -14,11 +14,12 @@ from trained_drafters import close, dflash_reader, mtp_readers, mtp_target_of
 
 from actors.prefix_cache import common_length, pack
 from actors.trained import depth_sequence
-from actors.trained.depth_sequence import DepthSequence, FeatureReader
+from actors.trained.depth_sequence import DepthSequence, Masks
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.dflash import BlockSequence
 from actors.trained.kinds.eagle3 import Eagle3Reader, load_eagle3
-from actors.trained.kinds.medusa import HeadSequence, load_medusa
+from actors.trained.kinds.medusa import HeadPass, HeadSequence, load_medusa
+from actors.trained.module_pass import ModulePass
 from actors.trained.positioned_rows import PositionedRows
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import RewindError
@@ -58,19 +59,18 @@ class Depths(Subject):
     """EAGLE-3, P-EAGLE, or layers of MTP."""
 
     def __init__(self, case: Path) -> None:
-        self.modules: list[FeatureReader] = []
-        self.num_parallel = 0
+        self.masks: Masks | None = None
         if case.parent.name == "mtp":
-            self.modules += mtp_readers(case, mtp_target_of(case))
+            self.modules = ModulePass.each(mtp_readers(case, mtp_target_of(case)))
         else:
-            loaded = load_eagle3(DrafterFiles.read(case))
-            self.modules.append(Eagle3Reader(loaded))
-            self.num_parallel = loaded.model.config.num_parallel
-        super().__init__(len(self.modules) + self.num_parallel, goes_on=self.num_parallel == 0)
-        self.features = ALL_FEATURES[:, : self.modules[0].feature_width]
+            reader = Eagle3Reader(load_eagle3(DrafterFiles.read(case)))
+            self.modules, self.masks = ModulePass.each([reader]), reader.masks
+        num_parallel = 0 if self.masks is None else self.masks.num_masks
+        super().__init__(len(self.modules) + num_parallel, goes_on=num_parallel == 0)
+        self.features = ALL_FEATURES[:, : self.modules[0].reader.feature_width]
 
     def sequence(self) -> DepthSequence:
-        return DepthSequence(self.modules, self.num_parallel)
+        return DepthSequence(self.modules, self.masks)
 
 
 class Blocks(Subject):
@@ -90,7 +90,7 @@ class Heads(Subject):
     features = ALL_FEATURES[:, :16]
 
     def __init__(self, case: Path) -> None:
-        self.heads = load_medusa(DrafterFiles.read(case)).heads
+        self.heads = [*map(HeadPass, load_medusa(DrafterFiles.read(case)).heads)]
         super().__init__(len(self.heads))
 
     def sequence(self) -> HeadSequence:
@@ -204,8 +204,8 @@ def test_after_the_last_depth_a_layer_goes_on_and_rows_do_not(subject: Subject) 
     with pytest.raises(RewindError, match="should have 3 tokens"):
         sequence.check(3)
     if isinstance(sequence, DepthSequence):
-        sequence._caches[-1][0].trim(1)
-        with pytest.raises(RewindError, match="a layer should hold"):
+        sequence._texts[-1].cache[0].trim(1)
+        with pytest.raises(RewindError, match=r"layer 0 \(KVCache\) should hold"):
             sequence.check(sequence.length)
 
 
@@ -322,8 +322,8 @@ class Counting:
         return []
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        self.passes.append(tokens.shape[0])
-        return hidden, mx.ones((tokens.shape[0], self.vocab_size))
+        self.passes.append(tokens.shape[1])
+        return hidden, mx.ones((*tokens.shape, self.vocab_size))
 
 
 def ones(num_positions: int) -> mx.array:
@@ -332,7 +332,7 @@ def ones(num_positions: int) -> mx.array:
 
 def test_each_token_ahead_of_the_features_adds_one_until_they_come() -> None:
     reader = Counting()
-    sequence = DepthSequence([reader])
+    sequence = DepthSequence(ModulePass.each([reader]))
     sequence.give(0, ones(4))
     sequence.feed((1, 1, 1, 1, 1), 1)  # the last one is read with the features of the one before
     assert (sequence.num_given, sequence.staleness) == (4, 0)
@@ -354,7 +354,7 @@ def test_each_token_ahead_of_the_features_adds_one_until_they_come() -> None:
 
 def test_a_pass_that_is_timed_computes_something() -> None:
     reader = Counting()
-    sequence = DepthSequence([reader])
+    sequence = DepthSequence(ModulePass.each([reader]))
     sequence.give_nothing(20)
     sequence.feed((0,) * 8, 0)
     rows = sequence.feed((0, 0), 2)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import mlx.core as mx
@@ -10,6 +11,7 @@ from mlx.nn.layers.base import Module
 
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.target_parts import width_of
+from actors.trained.shared_reading import SharedPass
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import ModelError
 
@@ -24,6 +26,7 @@ class Attached:
     module: Module
     num_draft_tokens: int  # how many of the target's tokens it can propose
     arrays: tuple[mx.array, ...] = ()  # weights that are not parameters of the module
+    passes: Sequence[SharedPass[Any]] = ()  # those of its sequences that several texts can share
 
 
 def check_target(

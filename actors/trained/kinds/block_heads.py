@@ -112,15 +112,15 @@ class BlockConvolution(Module):
         self.kernel_projection = Linear(hidden_size, 2 * kernel_size * (hidden_size // group_size), bias=False)
 
     def kernels(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """(n, hidden size) hidden states to (n, kernel size, hidden size) kernels before and after; lazy."""
-        moved = self.kernel_projection(hidden).reshape(hidden.shape[0], 2, self.base_kernel.shape[1], -1)
+        """(…, n, hidden size) hidden states to (…, n, kernel size, hidden size) kernels before and after; lazy."""
+        moved = self.kernel_projection(hidden).reshape(*hidden.shape[:-1], 2, self.base_kernel.shape[1], -1)
         both = self.base_kernel.astype(hidden.dtype) + mx.repeat(moved, self._group_size, axis=-1)
-        return both[:, 0], both[:, 1]
+        return both[..., 0, :, :], both[..., 1, :, :]
 
 
 def convolved(hidden: mx.array, kernel: mx.array) -> mx.array:
-    """(n, hidden size) hidden states mixed with those before, by (n, kernel size, hidden size) kernels; lazy."""
-    num_rows, size = kernel.shape[:2]
-    padded = mx.pad(hidden, [(size - 1, 0), (0, 0)])
-    shifted = [padded[size - 1 - offset : size - 1 - offset + num_rows] for offset in range(size)]
-    return (kernel * mx.stack(shifted, axis=1)).sum(axis=1)
+    """(…, n, hidden size) hidden states mixed with those before, by (…, n, kernel size, hidden size) kernels; lazy."""
+    num_rows, size = kernel.shape[-3:-1]
+    padded = mx.pad(hidden, [*[(0, 0)] * (hidden.ndim - 2), (size - 1, 0), (0, 0)])
+    shifted = [padded[..., size - 1 - offset : size - 1 - offset + num_rows, :] for offset in range(size)]
+    return (kernel * mx.stack(shifted, axis=-2)).sum(axis=-2)

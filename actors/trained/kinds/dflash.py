@@ -37,6 +37,7 @@ from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.block_heads import AcceptanceHead, BlockConvolution, CandidateSelector, MarkovHead, convolved
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, head_of
+from actors.trained.shared_reading import Part, Reading, SharedPass
 from protocol.errors import ModelError
 
 # Weights of the target that Speculators may have saved along.
@@ -199,8 +200,12 @@ def _reaches(kind: str, of_speculators: bool, layer: Mapping[str, Any], config: 
     return [sliding if layer_type == "sliding_attention" else whole for layer_type in layer_types]
 
 
+# By text, keys and values of its context: (1, heads, n, width of a head) each.
+Contexts = Sequence[tuple[mx.array, mx.array]]
+
+
 class DFlashAttention(Module):
-    """Attention of a block to its context and itself."""
+    """Attention of blocks, each to its context and itself."""
 
     def __init__(self, config: DFlashConfig, reach: LayerReach) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -226,25 +231,42 @@ class DFlashAttention(Module):
 
     def keys_and_values(self, hidden: mx.array, position: int) -> tuple[mx.array, mx.array]:
         """(1, heads, n, width of a head) each, lazy; from (n, hidden size) hidden states of the context or a block."""
-        keys = self.rope(_heads(self.k_norm, self.k_proj(hidden), self._num_kv_heads), offset=position)
+        keys, values = self._keys_and_values(hidden[None])
+        return self.rope(keys, offset=position), values
+
+    def _keys_and_values(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """Those of B texts, without positions."""
+        keys = _heads(self.k_norm, self.k_proj(hidden), self._num_kv_heads)
         return keys, _heads(None, self.v_proj(hidden), self._num_kv_heads)
 
-    def __call__(self, block: mx.array, position: int, context: tuple[mx.array, mx.array]) -> mx.array:
-        queries = self.rope(_heads(self.q_norm, self.q_proj(block), self._num_heads), offset=position)
-        own = self.keys_and_values(block, position)
-        keys, values = (mx.concatenate([*pair], axis=2) for pair in zip(context, own, strict=True))
-        mask = self._reach.mask(context[0].shape[2], block.shape[0])
-        sinks = self.get("attention_sink_bias")
-        attended = mx.fast.scaled_dot_product_attention(
-            queries, keys, values, scale=self._scale, mask=mask, sinks=sinks
-        )
-        result: mx.array = self.o_proj(attended[0].swapaxes(0, 1).reshape(block.shape[0], -1))
+    def __call__(self, blocks: mx.array, positions: Sequence[int], contexts: Contexts) -> mx.array:
+        """Texts share the projections. Attention reads no weights, so that of each text is computed by itself."""
+        queries = _heads(self.q_norm, self.q_proj(blocks), self._num_heads)
+        parts = (mx.split(part, len(positions)) for part in (queries, *self._keys_and_values(blocks)))
+        attended = [self._attend(*each) for each in zip(*parts, positions, contexts, strict=True)]
+        result: mx.array = self.o_proj(mx.concatenate(attended).swapaxes(1, 2).reshape(*blocks.shape[:2], -1))
         return result
+
+    def _attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, position: int, context: tuple[mx.array, mx.array]
+    ) -> mx.array:
+        """(1, heads, n, width of a head) of one text."""
+        own = self.rope(keys, offset=position), values
+        all_keys, all_values = (mx.concatenate([*pair], axis=2) for pair in zip(context, own, strict=True))
+        mask = self._reach.mask(context[0].shape[2], queries.shape[2])
+        return mx.fast.scaled_dot_product_attention(
+            self.rope(queries, offset=position),
+            all_keys,
+            all_values,
+            scale=self._scale,
+            mask=mask,
+            sinks=self.get("attention_sink_bias"),
+        )
 
 
 def _heads(norm: RMSNorm | None, projected: mx.array, num_heads: int) -> mx.array:
-    split = projected.reshape(projected.shape[0], num_heads, -1)
-    return (split if norm is None else norm(split)).swapaxes(0, 1)[None]
+    split = projected.reshape(*projected.shape[:2], num_heads, -1)
+    return (split if norm is None else norm(split)).swapaxes(1, 2)
 
 
 class DFlashLayer(Module):
@@ -261,10 +283,10 @@ class DFlashLayer(Module):
             self.attention_conv = BlockConvolution(*config.convolution, config.hidden_size)
             self.mlp_conv = BlockConvolution(*config.convolution, config.hidden_size)
 
-    def __call__(self, block: mx.array, position: int, context: tuple[mx.array, mx.array]) -> mx.array:
-        """(n, hidden size) of a block whose anchor is at a position, with keys and values of the context; lazy."""
-        attend = partial(self.self_attn, position=position, context=context)
-        attended = block + _mixed(attend, self.input_layernorm(block), self.get("attention_conv"))
+    def __call__(self, blocks: mx.array, positions: Sequence[int], contexts: Contexts) -> mx.array:
+        """(B, n, hidden size) of blocks of B texts, whose anchors are at these positions; lazy."""
+        attend = partial(self.self_attn, positions=positions, contexts=contexts)
+        attended = blocks + _mixed(attend, self.input_layernorm(blocks), self.get("attention_conv"))
         return attended + _mixed(self.mlp, self.post_attention_layernorm(attended), self.get("mlp_conv"))
 
 
@@ -297,6 +319,22 @@ class DFlash(Module):
             self.candidate_selector = CandidateSelector(*config.selector, config.vocab_size, hidden_size)
 
 
+@attrs.frozen(eq=False)
+class Anchor:
+    """A text's part in the pass of a block.
+
+    Attributes:
+        token: its last id.
+        position: of that.
+        cache: those of the context, of which the first `num_context` positions are read.
+    """
+
+    token: int
+    position: int
+    cache: list[Any]
+    num_context: int
+
+
 @attrs.frozen
 class Block:
     """What the pass of a block gave."""
@@ -307,8 +345,8 @@ class Block:
     hidden: mx.array  # (num_foreseen, width), lazy
 
 
-class DFlashReader:
-    """A drafter with its target's embedding and head; see `ContextReader`."""
+class DFlashReader(SharedPass[Anchor]):
+    """A drafter with its target's embedding and head; see `ContextReader`. The result of its pass is a `Block`."""
 
     def __init__(
         self, model: DFlash, target_ids: mx.array | None, target_vocab_size: int, embed: Layer, head: Layer
@@ -327,19 +365,22 @@ class DFlashReader:
         for layer, of_layer in zip(self._model.layers, cache, strict=True):
             of_layer.update_and_fetch(*layer.self_attn.keys_and_values(hidden, position))
 
-    def read_block(self, anchor: int, position: int, cache: list[Any], num_context: int) -> Block:
-        """Run the pass of a block: `anchor`, an id, is at `position`, after the first `num_context` in the caches."""
+    def alone(self, part: Anchor) -> Block:
+        [block] = self.together([part])
+        return block
+
+    def together(self, parts: Sequence[Anchor]) -> list[Block]:
         config = self._model.config
-        tokens = [anchor] + [config.mask_token_id] * (config.block_size - 1)
+        tokens = [[part.token] + [config.mask_token_id] * (config.block_size - 1) for part in parts]
         hidden = self._embed(mx.array(tokens)) * config.embedding_scale
-        for layer, of_layer in zip(self._model.layers, cache, strict=True):
-            context = of_layer.keys[..., :num_context, :], of_layer.values[..., :num_context, :]
-            hidden = layer(hidden, position, context)
-        hidden = self._model.norm(hidden)[-config.num_foreseen :]
+        positions = [part.position for part in parts]
+        for index, layer in enumerate(self._model.layers):
+            hidden = layer(hidden, positions, [_context(part.cache[index], part.num_context) for part in parts])
+        hidden = self._model.norm(hidden)[:, -config.num_foreseen :]
         logits = self._head(hidden) * config.logit_scale
         if config.logit_cap is not None:
             logits = mx.tanh(logits / config.logit_cap) * config.logit_cap
-        return Block(position, anchor, logits, hidden)
+        return [Block(part.position, part.token, logits[row], hidden[row]) for row, part in enumerate(parts)]
 
     def acceptance_after(self, block: Block, tokens: Sequence[int], num_rows: int) -> mx.array | None:
         """See `FeatureInput.acceptance`; for the logits of `read_after`."""
@@ -357,6 +398,10 @@ class DFlashReader:
         logits, head = block.logits[:length], self._model.get("markov_head") or self._model.get("candidate_selector")
         given = logits[-num_rows:] if head is None else head(logits, block.hidden[:length], tokens, num_rows)
         return widened(given, self._target_ids, self.vocab_size)
+
+
+def _context(layer: Any, num_context: int) -> tuple[mx.array, mx.array]:
+    return layer.keys[..., :num_context, :], layer.values[..., :num_context, :]
 
 
 class BlockSequence(ContextSequence):
@@ -378,16 +423,16 @@ class BlockSequence(ContextSequence):
     def _drop_drafts(self) -> None:
         self._block = None
 
-    def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
+    def reading(self, tokens: tuple[int, ...], num_logits: int) -> Reading[mx.array | None]:
         self._estimates.clear()
-        logits = super().feed(tokens, num_logits)
+        logits = yield from super().reading(tokens, num_logits)
         has_estimates = any(estimate is not None for _, estimate in self._estimates)
         of_rows = [mx.zeros(num_rows) if given is None else given for num_rows, given in self._estimates]
         self.acceptance = mx.concatenate(of_rows) if has_estimates else None
         return logits
 
-    def _logits(self, position: int) -> mx.array:
-        block = self._block_for(position)
+    def _logits(self, position: int) -> Reading[mx.array]:
+        block = yield from self._block_for(position)
         index = 0 if block is None else position - block.position
         if block is None or index >= self._reader.num_foreseen:
             self._estimates.append((1, None))
@@ -397,7 +442,7 @@ class BlockSequence(ContextSequence):
         self._estimates.append((end - index, self._reader.acceptance_after(*read)))
         return self._reader.read_after(*read)
 
-    def _block_for(self, position: int) -> Block | None:
+    def _block_for(self, position: int) -> Reading[Block | None]:
         """The block that predicts the token after a position; None if there are no features before that position."""
         begin = min(position, self._end)
         if begin <= self._begin:
@@ -409,7 +454,8 @@ class BlockSequence(ContextSequence):
             follows = 0 <= position - last.position < self._reader.num_foreseen
             if last.position == begin or (begin < self._end and follows):
                 return last
-        self._block = self._reader.read_block(self._tokens[begin], begin, self._cache, begin - self._begin)
+        part = Anchor(self._tokens[begin], begin, self._cache, begin - self._begin)
+        self._block = yield Part(self._reader, part)
         return self._block
 
 
@@ -455,4 +501,5 @@ def attach_dflash(files: DrafterFiles, target: Module, target_vocab_size: int) -
         model,
         config.draft_vocab_size,
         () if target_ids is None else (target_ids,),
+        passes=(reader,),
     )

@@ -30,7 +30,7 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from actors.trained.depth_sequence import DepthSequence
+from actors.trained.depth_sequence import DepthSequence, Masks
 from actors.trained.drafter_files import (
     DrafterFiles,
     check_feature_layers,
@@ -42,6 +42,7 @@ from actors.trained.drafter_files import (
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
+from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
 # By `model_type`: the arguments of a layer and the layer.
@@ -279,20 +280,20 @@ class Eagle3Reader:
     def make_cache(self) -> list[KVCache]:
         return self._loaded.model.make_cache()
 
+    @property
+    def masks(self) -> Masks | None:
+        """P-EAGLE's."""
+        model = self._loaded.model
+        config = model.config
+        if config.num_parallel == 0:
+            return None
+        return Masks(config.num_parallel, config.mask_token_id, lambda: model.project(model.mask_hidden[0]))
+
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """P-EAGLE's logits have a further row for each mask. Masks leave no keys and values."""
-        num_tokens, config = tokens.shape[0], self._loaded.model.config
-        if config.num_parallel > 0:
-            masked = self._loaded.model.project(self._loaded.model.mask_hidden[0]).astype(hidden.dtype)
-            hidden = mx.concatenate([hidden, mx.repeat(masked, config.num_parallel, axis=0)])
-            masks = mx.full(config.num_parallel, config.mask_token_id, tokens.dtype)
-            tokens = mx.concatenate([tokens, masks])
         # The embedding may have another dtype than the drafter: the target's, or one that was not cast with it.
         embedded = self._embed(tokens).astype(hidden.dtype)
-        given, logits = self._loaded.model(hidden[None], embedded[None], cache)
-        for layer in cache if config.num_parallel > 0 else ():
-            layer.trim(config.num_parallel)
-        return given[0, :num_tokens], widened(logits[0], self._loaded.target_ids, self.vocab_size)
+        given, logits = self._loaded.model(hidden, embedded, cache)
+        return given, widened(logits, self._loaded.target_ids, self.vocab_size)
 
 
 def load_eagle3(files: DrafterFiles) -> LoadedEagle3:
@@ -330,13 +331,15 @@ def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -
     if loaded.embedding is not None:
         arrays += [cast(mx.array, pair[1]) for pair in tree_flatten(loaded.embedding.parameters())]
     reader = Eagle3Reader(loaded, embed, final_norm)
+    passes = ModulePass.each([reader])
     return Attached(
         feature_layers,
         config.vocab_size,
-        partial(DepthSequence, [reader], config.num_parallel),
+        partial(DepthSequence, passes, reader.masks),
         loaded.model,
         config.draft_vocab_size,
         tuple(arrays),
+        passes,
     )
 
 

@@ -33,6 +33,7 @@ from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import DrafterFiles, reading_config
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
+from actors.trained.shared_reading import Reading
 from protocol.errors import ModelError
 
 # Keys and values, (1, heads, n, width of a head) each.
@@ -220,13 +221,14 @@ class Gemma4AssistantSequence(ContextSequence):
     def _drop_drafts(self) -> None:
         self._own.clear()
 
-    def _logits(self, position: int) -> mx.array:
+    def _logits(self, position: int) -> Reading[mx.array]:
         if position <= self._begin or self._begin == self._end:
             return mx.zeros((1, self._reader.vocab_size))
         if position < self._end:
             tokens = self._tokens[position : self._end]
             num_context = position - 1 + len(tokens) - self._begin
             return self._reader.read(tokens, self._begin, num_context, self._cache)[1]
+        yield from ()
         return self._logits_ahead(self._tokens[self._end : position + 1])
 
     def _logits_ahead(self, tokens: Sequence[int]) -> mx.array:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
 import attrs
 import mlx.core as mx
@@ -24,6 +25,7 @@ from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.target_parts import Layer, final_norm_of
 from actors.trained.kinds.torch_file import load_torch_file
+from actors.trained.shared_reading import Part, Reading, SharedPass
 from actors.trained.trained_sequence import TrainedSequence, check_features, check_state
 from protocol.errors import ModelError
 from protocol.messages import Features
@@ -84,10 +86,25 @@ class Medusa(Module):
         self.heads = [MedusaHead(config) for _ in range(config.num_heads)]
 
 
+class HeadPass(SharedPass[mx.array]):
+    """The pass of a head: a text's part is (n, hidden size) that it reads, and the result (n, V) logits."""
+
+    def __init__(self, head: Layer) -> None:
+        self._head = head
+
+    def alone(self, part: mx.array) -> mx.array:
+        return self._head(part)
+
+    def together(self, parts: Sequence[mx.array]) -> list[mx.array]:
+        ends = [*accumulate(part.shape[0] for part in parts)]
+        logits = self._head(mx.concatenate([*parts]))
+        return [logits[end - part.shape[0] : end] for part, end in zip(parts, ends, strict=True)]
+
+
 class HeadSequence(TrainedSequence):
     """See `TrainedSequence`. Predictions depend only on the last features, and on the distance to them."""
 
-    def __init__(self, project: Layer, heads: Sequence[Layer], feature_width: int, vocab_size: int) -> None:
+    def __init__(self, project: Layer, heads: Sequence[HeadPass], feature_width: int, vocab_size: int) -> None:
         """Make an empty sequence. `project` turns features into what the heads read; the nearest head is first."""
         super().__init__(feature_width)
         self._project = project
@@ -148,27 +165,26 @@ class HeadSequence(TrainedSequence):
     def put_state(self, state: SequenceState) -> None:
         check_state(state, num_layers=0, has_features=True)
         assert state.features is not None
-        check_features(state.features, self._project(mx.zeros((1, self._feature_width))))
+        check_features(state.features, self._project(mx.zeros((1, self.feature_width))))
         self._begin, self._hidden = state.features.start, state.features.values
         self._tokens, self.num_given = [*state.tokens], self._num_known
 
     # --- logits -----------------------------------------------------------------------------------
 
-    def _logits(self, position: int) -> mx.array:
+    def _logits(self, position: int) -> Reading[mx.array]:
         if position <= self._begin or self._hidden is None:
             return mx.zeros((1, self._vocab_size))
         # The token at position p + 1 is predicted by the first head from the features of position p - 1.
         first, end = position - 1 - self._begin, min(len(self._tokens), self._num_known + 1) - 1 - self._begin
-        if first + 1 < end:
-            return self._heads[0](self._hidden[first:end])
         last = self._hidden.shape[0] - 1
         if first < last:
-            return self._heads[0](self._hidden[first : first + 1])
+            logits: mx.array = yield Part(self._heads[0], self._hidden[first : max(first + 1, end)])
+            return logits
         head = first - last
         if head >= len(self._heads):
             return mx.zeros((1, self._vocab_size))
         if head not in self._rows:
-            self._rows[head] = self._heads[head](self._hidden[last:])
+            self._rows[head] = yield Part(self._heads[head], self._hidden[last:])
         return self._rows[head]
 
     def _look_at(self, start: int, features: mx.array) -> None:
@@ -212,8 +228,9 @@ def attach_medusa(files: DrafterFiles, target: Module, target_vocab_size: int) -
     check_target(files, target, target_vocab_size, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
     # The heads read what the target's own head reads.
     final_norm = final_norm_of(target, files.named)
-    open_sequence = partial(HeadSequence, final_norm, model.heads, config.hidden_size, config.vocab_size)
-    return Attached((len(target.layers),), config.vocab_size, open_sequence, model, config.vocab_size)
+    passes = [HeadPass(head) for head in model.heads]
+    open_sequence = partial(HeadSequence, final_norm, passes, config.hidden_size, config.vocab_size)
+    return Attached((len(target.layers),), config.vocab_size, open_sequence, model, config.vocab_size, passes=passes)
 
 
 def _weights(files: DrafterFiles) -> dict[re.Match[str], mx.array]:

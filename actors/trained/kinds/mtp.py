@@ -49,6 +49,7 @@ from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.attached import Attached
 from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of, head_of
+from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
 
@@ -217,14 +218,14 @@ class MTPReader:
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
         model = self._model
         halves = [model.embedding_norm(self._embed(tokens)), model.hidden_norm(hidden)]
-        given = model.projection(mx.concatenate(halves[::-1] if model.hidden_first else halves, axis=-1))[None]
+        given = model.projection(mx.concatenate(halves[::-1] if model.hidden_first else halves, axis=-1))
         # An array, since attention to latent keys adds it to the scores.
         mask = create_attention_mask(given, cache[0], window_size=model.window, return_array=True)
         caches = iter(cache)
         for layer in model.layers:
             given = layer(given, mask, next(caches) if _attends(layer) else None)
-        normalized = model.output_norm(given[0])
-        return normalized if model.normalizes_output else given[0], self._head(normalized)
+        normalized = model.output_norm(given)
+        return normalized if model.normalizes_output else given, self._head(normalized)
 
 
 class MTPLayers(Module):
@@ -305,9 +306,9 @@ def attach_mtp(files: DrafterFiles, target: Module, target_vocab_size: int) -> A
     """See `attach`."""
     model = load_mtp(files, target)
     parts = final_norm_of(target, files.named), embedding_of(target, files.named), head_of(target, files.named)
-    readers = [MTPReader(layer, *parts, target_vocab_size) for layer in model.depths]
-    open_sequence = partial(DepthSequence, readers)
-    return Attached((len(target.layers),), target_vocab_size, open_sequence, model, target_vocab_size)
+    passes = ModulePass.each(MTPReader(layer, *parts, target_vocab_size) for layer in model.depths)
+    open_sequence = partial(DepthSequence, passes)
+    return Attached((len(target.layers),), target_vocab_size, open_sequence, model, target_vocab_size, passes=passes)
 
 
 def _check_target(config: Mapping[str, Any], model_type: str, args: Mapping[str, Any], named: str) -> None:
