@@ -452,7 +452,11 @@ async def running(
             keep_on_disk(actor)
             return actor
 
-        drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)
+        of_grammars = LookupActor(
+            events, prices, target[1].clock, target=target_actor.mailbox, make_policy=make_policy, grammar_only=True
+        )
+        await nursery.start(of_grammars.serve)
+        drafter = DrafterSlot(nursery, target_actor, of_grammars, make_drafter, load_draft)
         if draft is not None:
             await drafter.put(draft, draft_resources or AsyncExitStack())
         del draft  # the slot holds it, until it is detached
