@@ -72,8 +72,8 @@ class Forced:
 
     Attributes:
         token: of the usual tokenisation of that text.
-        doubt: 0 if its text is forced; 1 if it has blanks that are guessed, or text may follow that becomes part of it;
-            2 if the number or word before it may go on instead.
+        doubt: 0 if all that it says is forced; 1 if it is a guess that there are such blanks, or none, or that nothing
+            which follows becomes part of it; 2 if the number or word before it may go on instead.
     """
 
     token: int

@@ -114,7 +114,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _new_session(self, shared: Session) -> DraftSession:
         policy = self._make_policy(shared.opened.settings, self.prices)
-        return DraftSession(shared, self.model.context_length, policy)
+        return DraftSession(shared, self.model.context_length, policy, self._target_vocab_size)
 
     def close_session(self, message: Close) -> None:
         """See `Actor.close_session`. Earlier messages are taken in first: a verdict may add to the text to be kept."""

@@ -49,6 +49,7 @@ class DrafterSession(ActorSession):
         policy: decides how far to draft and what to propose.
         search: finds earlier occurrences of the text's end; None if nothing is copied.
         forced: what the text's grammar forces; None without one.
+        target_vocab_size: the width of the target's logits.
         has_model: whether it can go on where a copy ends.
         tree: the guesses that continue the committed text.
         standing: whether the target waits for its proposals.
@@ -58,11 +59,14 @@ class DrafterSession(ActorSession):
         verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
     """
 
-    def __init__(self, shared: Session, policy: Policy, *, has_model: bool, grammar_only: bool = False) -> None:
+    def __init__(
+        self, shared: Session, policy: Policy, target_vocab_size: int, *, has_model: bool, grammar_only: bool = False
+    ) -> None:
         """Of a session that has just begun; with `grammar_only`, nothing is copied."""
         super().__init__(shared)
         opened = shared.opened
         self.policy = policy
+        self.target_vocab_size = target_vocab_size
         self.has_model = has_model
         self.search = self._new_search() if self.copies and not grammar_only else None
         processors = opened.settings.logits_processors
@@ -187,12 +191,16 @@ class DrafterSession(ActorSession):
     def forced_after(self, beyond: Sequence[int]) -> list[Forced]:
         """What the grammar forces after the text and some drafted tokens; none without a grammar.
 
-        A fixed lookahead of a draft model, which would guess better, takes only what is beyond doubt.
+        A fixed lookahead of a draft model, which would guess better, takes nothing that is much in doubt.
         """
-        found = [] if self.forced is None else self.forced.after(beyond)
-        if self.has_model and not isinstance(self.policy, AutoPolicy):
-            return list(itertools.takewhile(lambda each: each.doubt == 0, found))
-        return found
+        if self.forced is None:
+            return []
+        max_doubt = 1 if self.has_model and not isinstance(self.policy, AutoPolicy) else 2
+        # A tokenizer may have more tokens than the model.
+        size = self.target_vocab_size
+        return list(
+            itertools.takewhile(lambda each: each.doubt <= max_doubt and each.token < size, self.forced.after(beyond))
+        )
 
     def _copies(self, num_tokens: int, beyond: Sequence[int]) -> Iterator[Copied]:
         if self.search is None:

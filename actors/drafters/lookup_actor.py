@@ -32,6 +32,7 @@ class LookupActor(Drafter[DrafterSession]):
         clock: Callable[[], float],
         *,
         target: Mailbox,
+        target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
         grammar_only: bool = False,
     ) -> None:
@@ -39,11 +40,13 @@ class LookupActor(Drafter[DrafterSession]):
 
         Args:
             target: the target's mailbox.
+            target_vocab_size: the width of its logits.
             make_policy: makes the policy that decides how much of the found tokens is proposed.
             grammar_only: whether nothing is copied.
         """
         super().__init__(on_event, prices, clock)
         self._target = target
+        self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
         self._grammar_only = grammar_only
 
@@ -53,7 +56,7 @@ class LookupActor(Drafter[DrafterSession]):
         policy = self._make_policy(shared.opened.settings, self.prices)
         if isinstance(policy, AutoPolicy):
             policy.only_copies = True
-        return DrafterSession(shared, policy, has_model=False, grammar_only=self._grammar_only)
+        return DrafterSession(shared, policy, self._target_vocab_size, has_model=False, grammar_only=self._grammar_only)
 
     async def _turn(self) -> None:
         if not self._changed:

@@ -65,7 +65,7 @@ class ForcedText:
             if not piece and text and (piece := self._after_blank(matcher)):
                 asked.append(place)
                 blanks = self._blanks.guess(text, piece)
-                doubts |= dict.fromkeys(range(place, place + len(blanks)), 1)
+                doubts |= dict.fromkeys(range(place, place + len(blanks) + 1), 1)
                 if text[-1:].isalnum():
                     doubts[place] = 2
                 piece = blanks + piece
@@ -145,9 +145,12 @@ class _Blanks:
         if known is None and isinstance(step := self._known.get(_OPENING[0]), int):
             # An object over several lines: each member has its own.
             known = 0 if key == _COMMA else -step if key in _CLOSING else None
-        if known is None:
-            return b" " if key in (_COMMA, _COLON) else b""
-        return known if isinstance(known, bytes) else b"\n" + b" " * (_indentation(text) + known)
+        if known is None and key in (_COMMA, _COLON):
+            other = self._known.get(_COLON if key == _COMMA else _COMMA)
+            known = other if isinstance(other, bytes) else b" "
+        if isinstance(known, int):
+            return b"\n" + b" " * (_indentation(text) + known)
+        return known or b""
 
     def foresee(self, text: bytes, places: Sequence[int]) -> None:
         """Note how the text may go on, and where it may have blanks."""
