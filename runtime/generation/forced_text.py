@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 # Longest text that is looked for at once. Most keys are shorter, and the rest is found in the next round.
 _MAX_BYTES = 256
 _BLANKS = b" \t\n"
-_COMMA, _COLON, _OPENING, _CLOSING = ord(","), ord(":"), b"{[", b"}]"
+# How values of JSON may begin, and white space.
+_BEGINS = b'1"[{tfn \n'
 # llguidance's form of a special token in bytes.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
@@ -37,6 +38,10 @@ class ForcedText:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._blank: list[int] = vocabulary.tokenize_bytes(b" ")
+        self._begins = [vocabulary.tokenize_bytes(bytes([byte])) for byte in _BEGINS]
+        is_number_apart = vocabulary.tokenize_bytes(b" 1") == self._blank + vocabulary.tokenize_bytes(b"1")
+        # Whether each may begin a value that is a number; nothing if a number and the blank before it share a token.
+        self._begins_number = [byte == ord("1") for byte in _BEGINS] if is_number_apart else []
         self._text = b""
         self._blanks = _Blanks()
         self._end: tuple[Sequence[int], LLMatcher] = (), matcher  # a matcher after some drafted tokens
@@ -62,13 +67,13 @@ class ForcedText:
         begin, written, doubts, asked = len(text), b"", dict[int, int](), list[int]()
         while len(text) < begin + _MAX_BYTES:
             piece, place = matcher.compute_ff_bytes(), len(text)
-            if not piece and text and (piece := self._after_blank(matcher)):
+            if not piece and text and (more := self._after_blank(matcher)) is not None:
                 asked.append(place)
-                blanks = self._blanks.guess(text, piece)
+                blanks = self._blanks.guess(text, more)
                 doubts |= dict.fromkeys(range(place, place + len(blanks) + 1), 1)
                 if text[-1:].isalnum():
                     doubts[place] = 2
-                piece = blanks + piece
+                piece = blanks + more
             tokens = self._tokenised(piece)
             if matcher is self._matcher and tokens:
                 matcher = matcher.deep_copy()
@@ -101,16 +106,19 @@ class ForcedText:
             self._end = tuple(beyond), matcher
         return matcher
 
-    def _after_blank(self, matcher: LLMatcher) -> bytes:
-        """The bytes that must follow if only blanks are free before them; empty if more than that is free.
+    def _after_blank(self, matcher: LLMatcher) -> bytes | None:
+        """The bytes that must follow if only blanks are free before them; empty if a number must, which has a token of
+        its own. None if more than that is free.
 
         One blank shows it where the grammar allows no second one. Where it allows any number, nothing is guessed.
         """
         probe = matcher.deep_copy()
         if probe.try_consume_tokens(self._blank) < len(self._blank):
-            return b""
-        piece: bytes = probe.compute_ff_bytes()
-        return b"" if piece[:1].isspace() else piece
+            return None
+        if piece := probe.compute_ff_bytes():
+            return None if piece[:1].isspace() else piece
+        may_begin = [probe.validate_tokens(token) == 1 for token in self._begins]
+        return b"" if may_begin == self._begins_number else None
 
     def _tokenised(self, text: bytes) -> list[int]:
         """The usual tokenisation; empty if the tokenizer changes such a text."""
@@ -126,27 +134,32 @@ class ForcedText:
         return tokens
 
 
+# A place between two tokens of JSON: in front of a byte, if True, or behind it.
+_Place = tuple[bool, int]
+_BEHIND_COMMA, _BEHIND_COLON, _BEHIND_BRACE = (False, ord(",")), (False, ord(":")), (False, ord("{"))
+
+
 class _Blanks:
-    """The blanks that one text has between tokens of JSON, by the byte before them, or a closing bracket after them.
+    """The blanks that one text has between tokens of JSON, by their places.
 
     Blanks within a line are kept as they are; of a new line, how much further it is indented than the line before.
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, bytes | int] = {}
+        self._known: dict[_Place, bytes | int] = {}
         # A text that was foreseen, and where it might have had blanks; learnt from once the text is there.
         self._foreseen = b""
         self._places: list[int] = []
 
     def guess(self, text: bytes, following: bytes) -> bytes:
-        """The blanks between a text, which is not empty, and what follows it."""
-        key = _key(text, following)
-        known = self._known.get(key)
-        if known is None and isinstance(step := self._known.get(_OPENING[0]), int):
+        """The blanks between a text, which is not empty, and what follows it; that is empty if it is a number."""
+        place = _place(text, following)
+        known = self._known.get(place)
+        if known is None and isinstance(step := self._known.get(_BEHIND_BRACE), int):
             # An object over several lines: each member has its own.
-            known = 0 if key == _COMMA else -step if key in _CLOSING else None
-        if known is None and key in (_COMMA, _COLON):
-            other = self._known.get(_COLON if key == _COMMA else _COMMA)
+            known = 0 if place == _BEHIND_COMMA else -step if following[:1] in (b"}", b"]") else None
+        if known is None and place in (_BEHIND_COMMA, _BEHIND_COLON):
+            other = self._known.get(_BEHIND_COLON if place == _BEHIND_COMMA else _BEHIND_COMMA)
             known = other if isinstance(other, bytes) else b" "
         if isinstance(known, int):
             return b"\n" + b" " * (_indentation(text) + known)
@@ -170,11 +183,11 @@ class _Blanks:
             lines = blanks.split(b"\n")
             is_in_line = len(lines) == 1
             further = len(lines[-1]) - _indentation(text[:place])
-            self._known[_key(text[:place], following)] = blanks if is_in_line else further
+            self._known[_place(text[:place], following)] = blanks if is_in_line else further
 
 
-def _key(text: bytes, following: bytes) -> int:
-    return following[0] if following[0] in _CLOSING else text[-1]
+def _place(text: bytes, following: bytes) -> _Place:
+    return (True, following[0]) if following and following[0] in b",:}]" else (False, text[-1])
 
 
 def _indentation(text: bytes) -> int:

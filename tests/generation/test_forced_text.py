@@ -188,6 +188,29 @@ def test_a_text_takes_few_passes_however_it_is_laid_out(indent: int | None) -> N
     assert len(VOCABULARY.tokenize_str(text)) / num_passes > 2.0
 
 
+@sweep(
+    ("value", "is_number"),
+    [
+        ({"type": "integer"}, True),
+        ({"type": "number", "minimum": -3}, True),
+        ({"type": ["integer", "null"]}, False),
+        ({"enum": [7, "7"]}, False),
+        ({"type": "boolean"}, False),
+        ({}, False),
+    ],
+)
+def test_the_blank_before_a_number_is_proposed_if_it_is_a_token_of_its_own(value: Any, is_number: bool) -> None:
+    schema = {"type": "object", "properties": {"a": value}, "required": ["a"], "additionalProperties": False}
+    # This tokenizer has tokens of a blank and digits.
+    assert len(VOCABULARY.tokenize_str(" 1")) == 1
+    assert forced_after(Grammar.from_json_schema(schema, TOKENIZER)) == '{"a":'
+    backend = Tokenizer(BPE(vocab={chr(code): code - 31 for code in range(32, 127)} | {"<eos>": 0}, merges=[]))
+    backend.decoder = decoders.ByteFallback()
+    characters = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    forced = Grammar.from_json_schema(schema, characters).forced_text().after(())
+    assert indexed(characters).decode_str([each.token for each in forced]) == ('{"a": ' if is_number else '{"a":')
+
+
 def test_a_number_may_go_on_so_what_follows_it_is_in_doubt():
     forced = Grammar.from_json_schema(SCHEMA, TOKENIZER).forced_text()
     forced.append(VOCABULARY.tokenize_str('{"name": "Anna", "home": {"town": "Rome", "code": 7'))
