@@ -75,10 +75,11 @@ class ForcedText:
                     doubts[place] = 2
                 piece = blanks + more
             tokens = self._tokenised(piece)
-            if matcher is self._matcher and tokens:
-                matcher = matcher.deep_copy()
-            if not tokens or matcher.try_consume_tokens(tokens) < len(tokens):
+            if not tokens or matcher.validate_tokens(tokens) < len(tokens):
                 break
+            if not written:
+                matcher = matcher.deep_copy()
+            matcher.consume_tokens(tokens)
             written += piece
             text += self._vocabulary.decode_bytes(tokens)
         tokens, forced, place = self._tokenised(written), list[Forced](), begin
