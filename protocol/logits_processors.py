@@ -56,7 +56,7 @@ class ForcedText(Protocol):
 
 
 @runtime_checkable
-class Forcing(Protocol):
+class Forcing(Checkpointed, Protocol):
     """A processor that may leave only one text to go on with, such as a grammar: that text is drafted without a model.
 
     Any tokens may be drafted, since the target judges them: what is said to be forced must be likely, not certain.

@@ -16,8 +16,9 @@ import attrs
 import mlx.core as mx
 
 from protocol.errors import SettingsError
+from protocol.logits_processors import ForcedText
 from protocol.reprs import shown
-from runtime.generation.forced_text import ForcedText
+from runtime.generation.grammar_text import GrammarText
 from runtime.generation.grammar_vocabulary import indexed, library
 from runtime.generation.json_schema import grammar_of_schema, schema_name, shortened
 
@@ -189,8 +190,8 @@ class Grammar:
         self._thread_state.state, self._thread_state.is_saved = state, False
 
     def forced_text(self) -> ForcedText:
-        """See `protocol.logits_processors.Forcing`."""
-        return ForcedText(self._start.deep_copy(), self._vocabulary)
+        """What the grammar forces in a text that begins now, for its drafter."""
+        return GrammarText(self._start.deep_copy(), self._vocabulary)
 
     def _masked(self, matcher: LLMatcher, logits: mx.array) -> mx.array:
         width = logits.shape[-1]

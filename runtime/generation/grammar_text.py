@@ -25,8 +25,8 @@ _BEGINS = b'1"[{tfn \n'
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
-class ForcedText:
-    """See `protocol.logits_processors.ForcedText`."""
+class GrammarText:
+    """What a grammar forces in one text; see `protocol.logits_processors.ForcedText`."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
         """Of a text that begins now.
