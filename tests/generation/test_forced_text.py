@@ -19,6 +19,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import runtime
 from runtime import Grammar
 from runtime.generation.grammar_vocabulary import indexed
+from runtime.generation.json_schema import grammar_of_schema
+from runtime.generation.tool_calls.call_grammar import reasoning_before
 
 TOKENIZER = TokenizerWrapper(AutoTokenizer.from_pretrained(runtime.DEMO_TARGET))
 VOCABULARY = indexed(TOKENIZER)
@@ -240,6 +242,26 @@ def test_where_any_number_of_blanks_is_allowed_none_is_guessed(blanks: str) -> N
 def test_it_begins_in_the_middle_of_a_word_or_character(pattern: str, before: str, expected: str) -> None:
     found = forced_after(Grammar.from_regex(pattern, TOKENIZER), before)
     assert found.rstrip("\N{REPLACEMENT CHARACTER}") == expected
+
+
+@sweep(
+    ("is_thinking", "text", "expected"),
+    [
+        (True, "", ""),
+        (True, 'I must say {"name', ""),
+        (True, "so it is.</thi", ""),
+        (True, "so it is.</think>\n\n", ""),
+        (True, "so it is.</think>\n\n{", '"name": "'),
+        (False, "", ""),
+        (False, "<", "think>"),
+        (False, "{", '"name": "'),
+        (False, '{"name": "<thi', ""),
+    ],
+)
+def test_while_a_model_reasons_nothing_is_forced_but_its_tags(is_thinking: bool, text: str, expected: str) -> None:
+    tags = ("<think>", "</think>")
+    written = reasoning_before(grammar_of_schema(SCHEMA), tokenizer=TOKENIZER, tags=tags, is_thinking=is_thinking)
+    assert forced_after(Grammar(written, TOKENIZER), text) == expected
 
 
 def test_after_the_end_of_the_text_and_after_a_text_that_is_not_allowed_nothing_is_forced():
