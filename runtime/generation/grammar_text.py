@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 # Longest text that is looked for at once. Most keys are shorter, and the rest is found in the next round.
 _MAX_BYTES = 256
 _BLANKS = b" \t\n"
-# How values of JSON may begin, and white space.
-_BEGINS = b'1"[{tfn \n'
+# What may come behind a blank of JSON.
+_BEGINS = b'1"[{tfn,:}] \n'
 # llguidance's form of a special token in bytes.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
@@ -38,10 +38,11 @@ class GrammarText:
         self._matcher = matcher
         self._vocabulary = vocabulary
         self._blank: list[int] = vocabulary.tokenize_bytes(b" ")
-        self._begins = [vocabulary.tokenize_bytes(bytes([byte])) for byte in _BEGINS]
-        is_number_apart = vocabulary.tokenize_bytes(b" 1") == self._blank + vocabulary.tokenize_bytes(b"1")
-        # Whether each may begin a value that is a number; nothing if a number and the blank before it share a token.
-        self._begins_number = [byte == ord("1") for byte in _BEGINS] if is_number_apart else []
+        begins = {byte: vocabulary.tokenize_bytes(bytes([byte])) for byte in _BEGINS}
+        self._begun = [[*self._blank, *tokens] for tokens in begins.values() if tokens]
+        # Which of these a number allows; nothing if a number and the blank before it share a token.
+        is_number_apart = vocabulary.tokenize_bytes(b" 1") == [*self._blank, *begins[ord("1")]]
+        self._begun_number = [byte == ord("1") for byte, tokens in begins.items() if tokens] if is_number_apart else []
         self._text = b""
         self._blanks = _Blanks()
         self._end: tuple[Sequence[int], LLMatcher] = (), matcher  # a matcher after some drafted tokens
@@ -113,13 +114,16 @@ class GrammarText:
 
         One blank shows it where the grammar allows no second one. Where it allows any number, nothing is guessed.
         """
-        probe = matcher.deep_copy()
-        if probe.try_consume_tokens(self._blank) < len(self._blank):
+        # Asking is faster than copying: the matcher of a long text is large. In a string, nearly anything may follow.
+        may_follow = [matcher.validate_tokens(tokens) == len(tokens) for tokens in self._begun]
+        if may_follow == self._begun_number:
+            return b""
+        if sum(may_follow) > 1 or matcher.validate_tokens(self._blank) < len(self._blank):
             return None
-        if piece := probe.compute_ff_bytes():
-            return None if piece[:1].isspace() else piece
-        may_begin = [probe.validate_tokens(token) == 1 for token in self._begins]
-        return b"" if may_begin == self._begins_number else None
+        probe = matcher.deep_copy()
+        probe.consume_tokens(self._blank)
+        piece: bytes = probe.compute_ff_bytes()
+        return None if not piece or piece[:1].isspace() else piece
 
     def _tokenised(self, text: bytes) -> list[int]:
         """The usual tokenisation; empty if the tokenizer changes such a text."""
