@@ -136,15 +136,16 @@ def test_under_rejection_texts_have_the_targets_distribution_whatever_is_forced(
     [(seed, draft, lookahead) for seed in range(4) for draft in DRAFTS for lookahead in (1, 4, "auto")],
 )
 def test_by_match_the_text_is_the_one_without_drafts(seed: int, draft: Any, lookahead: Any) -> None:
-    settings = {"acceptance": "match", "max_tokens": 12}
+    settings, num_forced = {"acceptance": "match", "max_tokens": 12}, 0
     for temperature in (0.0, 1.0):
         asked = {**settings, "temperature": temperature}
         plain = run(lambda asked=asked: sample(6, None, seed, lookahead=0, **asked))
         drafted = run(lambda asked=asked: sample(6, draft, seed, lookahead=lookahead, **asked))
         assert [ids(each.tokens) for each in drafted] == [ids(each.tokens) for each in plain]
         assert not any(token.from_draft for each in plain for token in each.tokens)
-        if draft != 2 or lookahead == "auto":  # else a draft model may be faster with what is beyond doubt
-            assert sum(each.statistics.accepted_grammar for each in drafted) > 0
+        num_forced += sum(each.statistics.accepted_grammar for each in drafted)
+    if draft != 2 or lookahead == "auto":  # else a draft model may be faster with what is not much in doubt
+        assert num_forced > 0
 
 
 # --- what is proposed, and by whom ----------------------------------------------------------------
