@@ -1,18 +1,23 @@
-"""Copying: drafting without a model, by what followed the same tokens before.
+"""Drafting without a model: by what followed the same tokens before, and by the grammar of a text.
 
 A text that quotes itself (a summary, an edit, code, a loop) has mostly been written before. The idea is that of LLMA
 (Yang et al. 2023, arXiv 2304.04487) and of prompt lookup decoding (Saxena 2023,
 github.com/apoorvumang/prompt-lookup-decoding); counting occurrences is that of SuffixDecoding (Oliaro et al. 2024,
 arXiv 2411.04975).
 
-`actors.drafters.copy_search` finds the copies.
+`actors.drafters.copy_search` finds the copies. What a grammar forces is found by its logits processor
+(`protocol.logits_processors.Forcing`).
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import attrs
+
+# A draft model or trained drafter, a copy from earlier in the text, or the grammar that the text must follow.
+Drafter = Literal["model", "copy", "grammar"]
 
 # The most tokens of a match that are compared: a longer one counts as one of this length.
 MAX_MATCH = 16
@@ -21,6 +26,10 @@ MAX_MATCH = 16
 # are initial values: the calibration learns from what is accepted.
 _PRIORS = (0.24, 0.42, 0.52, 0.59, 0.64, 0.68, 0.73, 0.75, 0.77, 0.79, 0.79, 0.81, 0.81, 0.82, 0.83, 0.9)
 _PRIOR_OF_DISAGREEING = 0.5
+# Of a token that a grammar forces, by `Forced.doubt`.
+_PRIORS_OF_FORCED = (0.98, 0.8, 0.4)
+# Kinds of what is copied, and of what is forced, for the calibration.
+_NUM_COPIED_KINDS = 9
 
 
 @attrs.frozen
@@ -55,3 +64,34 @@ class Copied:
         """Which copies it is calibrated with, in [0, 9): by the length of the match, and whether occurrences agree."""
         support = 2 if self.num_agreeing < self.num_occurrences else min(self.num_agreeing - 1, 1)
         return 3 * support + min(self.match_length, 3) - 1
+
+
+@attrs.frozen
+class Forced:
+    """A token of the text that a grammar forces.
+
+    Attributes:
+        token: of the usual tokenisation of that text.
+        doubt: 0 if all that it says is forced; 1 if it is a guess that there are such blanks, or none, or that nothing
+            which follows becomes part of it; 2 if the number or word before it may go on instead.
+    """
+
+    token: int
+    doubt: int = 0
+
+    @property
+    def confidence(self) -> float:
+        """As of `Copied`."""
+        return _PRIORS_OF_FORCED[self.doubt]
+
+    @property
+    def kind(self) -> int:
+        """Which tokens it is calibrated with, apart from all copies."""
+        return _NUM_COPIED_KINDS + self.doubt
+
+
+def drafter_of_kind(kind: int | None) -> Drafter:
+    """Who has drafted tokens of a kind; None is the model's."""
+    if kind is None:
+        return "model"
+    return "copy" if kind < _NUM_COPIED_KINDS else "grammar"

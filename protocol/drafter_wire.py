@@ -32,7 +32,7 @@ from protocol.wire import Codec, Form, whole
 
 # Both ends must speak the same version.
 Version = NewType("Version", int)
-VERSION = Version(8)
+VERSION = Version(9)
 # How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
 # the recovered token is drawn from the residual.
 MAX_DRAWN_FROM = 1024

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import attrs
+
+from protocol.copying import Forced
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -38,6 +40,30 @@ class Checkpointed(Protocol):
 
     def restore(self, state: Any) -> None:
         """Go to a state that was saved; the same state may be restored more than once."""
+
+
+class ForcedText(Protocol):
+    """What a processor forces in one text, which grows. It is read in the event loop, and takes microseconds."""
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Add tokens at the end of the text, which is empty after the prompt."""
+
+    def after(self, beyond: Sequence[int]) -> list[Forced]:
+        """The text that must follow the text and some drafted tokens; empty if several texts may, or none."""
+
+    def num_allowed(self, beyond: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of some tokens, from the front, may follow the text and some drafted tokens."""
+
+
+@runtime_checkable
+class Forcing(Checkpointed, Protocol):
+    """A processor that may leave only one text to go on with, such as a grammar: that text is drafted without a model.
+
+    Any tokens may be drafted, since the target judges them: what is said to be forced must be likely, not certain.
+    """
+
+    def forced_text(self) -> ForcedText:
+        """Of a text that begins now. Called in the event loop."""
 
 
 @attrs.frozen

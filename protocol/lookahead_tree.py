@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
+from protocol.copying import Drafter, drafter_of_kind
 from protocol.errors import ProtocolError
 from protocol.messages import Distribution
 from protocol.randomness import further
@@ -24,7 +25,7 @@ class Guess:
     Attributes:
         confidence: modelled probability, in [0, 1], that the committed text has the token there.
         probs: the distribution that it was drawn from, as in a `Proposal`; None if it was not drawn.
-        copy_kind: of a token that was copied, see `protocol.copying.Copied.kind`; None if it was drafted.
+        copy_kind: of a token that was copied or is forced, see `protocol.copying`; None if a model drafted it.
         raw: the drafter's own confidence, before calibration, in [0, 1].
         staleness: how many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for
             a drafter that reads none of the target's.
@@ -42,8 +43,13 @@ class Guess:
 
     @property
     def is_copied(self) -> bool:
-        """Whether the token was copied."""
+        """Whether the token was copied, or forced, and no model has drafted it."""
         return self.copy_kind is not None
+
+    @property
+    def drafter(self) -> Drafter:
+        """Who has drafted it."""
+        return drafter_of_kind(self.copy_kind)
 
 
 class Node:
@@ -129,18 +135,22 @@ class LookaheadTree:
         self._rescale(child)
         return child
 
-    def copy(self, guesses: Sequence[Guess]) -> None:
-        """Put a chain of copied tokens after the root, in place of what was copied before. What was drafted stays."""
-        for node in reversed(list(_below(self.root))):
+    def copy(self, guesses: Sequence[Guess], after: Node | None = None) -> None:
+        """Put a chain of copied tokens after a node, by default the root, in place of what was copied there before.
+
+        What was drafted stays.
+        """
+        top = after or self.root
+        for node in reversed(list(_copied_below(top))):
             node.copy = None
             if node.parent is not None and node.guess is None and not (node.children or node.is_expanded):
                 del node.parent.children[node.token]
                 node.alive = False
-        node = self.root
+        node = top
         for guess in guesses:
             node = self._child(node, guess.token)
             node.copy = guess
-        self._rescale(self.root)
+        self._rescale(top)
 
     def _child(self, node: Node, token: int) -> Node:
         child = node.children.get(token)
@@ -230,6 +240,13 @@ class LookaheadTree:
             else:
                 # A node that was copied before, and is kept only because it was drafted after, is not expected.
                 node.reach = node.parent.reach * (best.confidence if (best := node.best) is not None else 0.0)
+
+
+def _copied_below(node: Node) -> Iterator[Node]:
+    """The chain of copied tokens that follows a node."""
+    while (following := next((child for child in node.children.values() if child.copy is not None), None)) is not None:
+        yield following
+        node = following
 
 
 def _below(node: Node) -> Iterator[Node]:

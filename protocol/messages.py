@@ -29,6 +29,7 @@ import attrs
 import mlx.core as mx
 from attrs.validators import ge, lt, optional
 
+from protocol.copying import Drafter
 from protocol.reprs import shown
 from protocol.settings import Settings
 from protocol.stop_strings import Stop
@@ -115,7 +116,7 @@ class Proposal:
             out tokens from the end that are not worth their time. Empty if it must not.
         num_stale: how many of the tokens, from the front, were drafted without hidden states of the target that have
             come since; see `LookaheadTree.is_stale`.
-        copied: for each token whether it was copied from earlier in the text; empty if none was.
+        drafters: for each token who drafted it; empty if the model drafted all.
     """
 
     session: int
@@ -125,21 +126,26 @@ class Proposal:
     probs: tuple[Distribution | None, ...] = attrs.field(default=(), eq=False, repr=False)
     reach: tuple[float, ...] = attrs.field(default=(), repr=False)
     num_stale: int = 0
-    copied: tuple[bool, ...] = ()
+    drafters: tuple[Drafter, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         _check_place(self.session, self.round, self.start)
         _tokens(self, attrs.fields(Proposal).tokens, self.tokens)
-        for name in ("copied", "probs", "reach"):
+        for name in ("drafters", "probs", "reach"):
             values = getattr(self, name)
             if values and len(values) != len(self.tokens):
                 raise ValueError(f"{name} must have {len(self.tokens)} values, one for each token, got {len(values)}")
         if not 0 <= self.num_stale <= len(self.tokens):
             raise ValueError(f"of {len(self.tokens)} tokens, {self.num_stale} cannot be stale")
 
+    @property
+    def needs_no_model(self) -> bool:
+        """Whether there are tokens, and no model has drafted any of them."""
+        return bool(self.drafters) and "model" not in self.drafters
+
     def cut(self, num_tokens: int) -> Proposal:
         """The first tokens of the proposal."""
-        names = "tokens", "probs", "reach", "copied"
+        names = "tokens", "probs", "reach", "drafters"
         values: dict[str, Any] = {name: getattr(self, name)[:num_tokens] for name in names}
         return attrs.evolve(self, num_stale=min(self.num_stale, num_tokens), **values)
 

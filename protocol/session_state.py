@@ -41,12 +41,11 @@ from typing import Literal
 
 import attrs
 
+from protocol.copying import Drafter
 from protocol.errors import ProtocolError
 from protocol.messages import Close, Likelihood, Message, Open, Overdue, Proposal, Rest, Rested, Verdict, Withdraw
 
 FinishReason = Literal["stop", "length"]
-# A draft model or trained drafter, or a copy from earlier in the text.
-Drafter = Literal["model", "copy"]
 
 
 class SessionPhase(enum.Enum):
@@ -89,7 +88,7 @@ class Commit:
         num_rejected: judged tokens that were rejected, or came after a rejected one. Tokens proposed beyond the end of
             the text do not count, nor do those that the target left out.
         num_stale: judged tokens, from the front, that were stale; see `Proposal.num_stale`.
-        copied: for each judged token whether it was copied; see `Proposal.copied`.
+        drafters: for each judged token who drafted it; see `Proposal.drafters`.
         bonus: whether the last token is the target's own after a full acceptance.
         single_step, settles: as in the verdict.
         resting: whether the target decoded the round alone because the drafter rested or was late.
@@ -112,13 +111,13 @@ class Commit:
     finish_reason: FinishReason | None = None
     likelihoods: tuple[Likelihood, ...] = ()
     stop_reason: str | int | None = None
-    copied: tuple[bool, ...] = ()
+    drafters: tuple[Drafter, ...] = ()
 
     def drafted_by(self, index: int) -> Drafter | None:
         """Who drafted the token at an index; None for the target's own."""
         if index >= self.num_from_draft:
             return None
-        return "copy" if self.copied and self.copied[index] else "model"
+        return self.drafters[index] if self.drafters else "model"
 
 
 class SessionState:
@@ -306,7 +305,7 @@ class SessionState:
             finish_reason=finish_reason,
             likelihoods=verdict.likelihoods[:num_tokens],
             stop_reason=stop_reason,
-            copied=outstanding.copied[:num_judged] if outstanding else (),
+            drafters=outstanding.drafters[:num_judged] if outstanding else (),
         )
 
     def _move(self, message: Message) -> None:

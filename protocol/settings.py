@@ -12,7 +12,7 @@ import attrs
 
 from protocol.argument_aliases import ALIASES, INSTEAD, meant
 from protocol.errors import SettingsError
-from protocol.logits_processors import LogitsProcessor, Sampler
+from protocol.logits_processors import Forcing, LogitsProcessor, Sampler
 from protocol.open_options import OpenOptions
 from protocol.options import option
 from protocol.reprs import brief, shown
@@ -394,6 +394,11 @@ class Settings:
         """The settings on which the meaning of the drafter's confidence depends; see `Prices.calibration`."""
         temperatures = round(self.temperature, 1), round(self.drafting_temperature, 1)
         return self.rule, *temperatures, self.sampler is not None
+
+    @property
+    def forces_text(self) -> bool:
+        """Whether there is a grammar, whose forced text can be drafted without a drafter."""
+        return any(isinstance(processor, Forcing) for processor in self.logits_processors)
 
 
 SettingsLike = Settings | Mapping[str, Any]

@@ -44,6 +44,8 @@ class ShownCounts:
     rejected_stale: int = 0
     accepted_copied: int = 0
     rejected_copied: int = 0
+    accepted_grammar: int = 0
+    rejected_grammar: int = 0
     bonus: int = 0
     rounds: int = 0
     n1_rounds: int = 0
@@ -93,11 +95,12 @@ class Statistics(ShownCounts):
         accepted_stale, rejected_stale: accepted and rejected tokens that a trained drafter had drafted ahead without
             hidden states of the target that came before they were proposed.
         accepted_copied, rejected_copied: accepted and rejected tokens that were copied from earlier in the text.
+        accepted_grammar, rejected_grammar: the same of tokens that a grammar forces.
         accepted_by_position, proposed_by_position: `accepted` and `proposed` by place in the proposal, as long as the
             longest one. The first of `proposed_by_position` is the number of proposals.
         acceptance_rate: accepted / proposed, in [0, 1]; None if nothing was proposed.
-        copy_acceptance, model_acceptance: the same for the tokens that were copied, and for those of the draft model or
-            trained drafter. None if none was proposed.
+        copy_acceptance, grammar_acceptance, model_acceptance: the same for the tokens that were copied, for those that
+            a grammar forces, and for those of the draft model or trained drafter. None if none was proposed.
         fresh_acceptance, stale_acceptance: the same for the model's tokens that were not stale in this sense, and for
             those that were.
         tokens_per_round: generated_tokens / rounds; 0 before the first.
@@ -127,6 +130,7 @@ class Statistics(ShownCounts):
     proposed_by_position: tuple[int, ...]
     acceptance_rate: float | None
     copy_acceptance: float | None
+    grammar_acceptance: float | None
     model_acceptance: float | None
     fresh_acceptance: float | None
     stale_acceptance: float | None
@@ -149,6 +153,8 @@ class Statistics(ShownCounts):
             said.append(f"{self.acceptance_rate:.0%} of {self.proposed} proposed accepted")
             if self.copy_acceptance is not None:
                 said.append(f"{self.accepted_copied} of them copied")
+            if self.grammar_acceptance is not None:
+                said.append(f"{self.accepted_grammar} of them forced")
         if self.time_to_first_token is not None:
             said.append(f"first token after {self.time_to_first_token:.3g} s")
         if self.rows_per_pass is not None and self.rows_per_pass > 1:
@@ -183,7 +189,9 @@ class Counts(ShownCounts):
         if index < commit.num_from_draft:
             self.accepted += 1
             self.accepted_stale += index < commit.num_stale
-            self.accepted_copied += commit.drafted_by(index) == "copy"
+            drafter = commit.drafted_by(index)
+            self.accepted_copied += drafter == "copy"
+            self.accepted_grammar += drafter == "grammar"
             self.accepted_at[index] += 1
             self.proposed_at[index] += 1
         else:
@@ -191,7 +199,9 @@ class Counts(ShownCounts):
             self.proposed_at.update(range(index, index + commit.num_rejected))
             self.rejected_stale += max(0, commit.num_stale - commit.num_from_draft)
             if commit.num_rejected:
-                self.rejected_copied += sum(commit.copied[commit.num_from_draft :])
+                rejected = commit.drafters[commit.num_from_draft :]
+                self.rejected_copied += rejected.count("copy")
+                self.rejected_grammar += rejected.count("grammar")
             self.bonus += commit.bonus
 
     def take_part(self, num_rows: int, *, is_first: bool) -> None:
@@ -231,8 +241,9 @@ class Counts(ShownCounts):
             lookahead: see `advise`.
         """
         proposed, copied = self.accepted + self.rejected, self.accepted_copied + self.rejected_copied
-        proposed_stale = self.accepted_stale + self.rejected_stale
-        accepted_by_model = self.accepted - self.accepted_copied
+        forced = self.accepted_grammar + self.rejected_grammar
+        by_model, proposed_stale = proposed - copied - forced, self.accepted_stale + self.rejected_stale
+        accepted_by_model = self.accepted - self.accepted_copied - self.accepted_grammar
         places = sorted(self.proposed_at)
         num_timed = self.generated_tokens - num_untimed
         statistics = Statistics(
@@ -242,8 +253,9 @@ class Counts(ShownCounts):
             proposed_by_position=tuple(self.proposed_at[place] for place in places),
             acceptance_rate=_share(self.accepted, proposed),
             copy_acceptance=_share(self.accepted_copied, copied),
-            model_acceptance=_share(accepted_by_model, proposed - copied),
-            fresh_acceptance=_share(accepted_by_model - self.accepted_stale, proposed - copied - proposed_stale),
+            grammar_acceptance=_share(self.accepted_grammar, forced),
+            model_acceptance=_share(accepted_by_model, by_model),
+            fresh_acceptance=_share(accepted_by_model - self.accepted_stale, by_model - proposed_stale),
             stale_acceptance=_share(self.accepted_stale, proposed_stale),
             rows_per_pass=self.pass_rows / self.pass_shares if self.pass_shares else None,
             tokens_per_round=_ratio(self.generated_tokens, self.rounds),
@@ -301,7 +313,8 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
             f"lookahead={lookahead} decodes about {speed_up:.1f}× as fast as plain decoding would, by what the passes "
             'cost here; use lookahead="auto"'
         )
-    num_of_model = s.proposed - s.accepted_copied - s.rejected_copied
+    num_of_others = s.accepted_copied + s.rejected_copied + s.accepted_grammar + s.rejected_grammar
+    num_of_model = s.proposed - num_of_others
     if s.model_acceptance is not None and s.model_acceptance < LOW_ACCEPTANCE and num_of_model >= MIN_PROPOSED:
         yield (
             f"only {s.model_acceptance:.0%} of {num_of_model} drafted tokens were accepted; use a draft model that is "

@@ -34,19 +34,22 @@ class CopySearch:
         """Add tokens at the end of the text."""
         self._tokens.extend(tokens)
 
-    def lookup(self, num_tokens: int, *, shortest: int = 1) -> Iterator[Copied]:
+    def lookup(self, num_tokens: int, beyond: Sequence[int] = (), *, shortest: int = 1) -> Iterator[Copied]:
         """What followed most often, or else most recently, where the text's longest suffix occurred before; by token.
 
         If a continuation reaches the end of the text, it begins again, as if the text repeated itself.
 
         Args:
             num_tokens: how many tokens are wanted.
+            beyond: drafted tokens after the text, as if they were its end.
             shortest: the fewest tokens that make a match, >= 1.
         """
+        self._tokens.extend(beyond)
         length, ends = self._occurrences()
+        pieces = [self._tokens[end : end + num_tokens] for end in ends]
+        del self._tokens[len(self._tokens) - len(beyond) :]
         if num_tokens < 1 or length < shortest:
             return
-        pieces = [self._tokens[end : end + num_tokens] for end in ends]
         for piece in pieces:
             while len(piece) < num_tokens:
                 piece.extend(piece[: num_tokens - len(piece)])

@@ -114,7 +114,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     def _new_session(self, shared: Session) -> DraftSession:
         policy = self._make_policy(shared.opened.settings, self.prices)
-        return DraftSession(shared, self.model.context_length, policy)
+        return DraftSession(shared, self.model.context_length, policy, self._target_vocab_size)
 
     def close_session(self, message: Close) -> None:
         """See `Actor.close_session`. Earlier messages are taken in first: a verdict may add to the text to be kept."""
@@ -331,8 +331,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if plan.keep < len(session.cached_tokens):
             self._note(session, "rewind", num_tokens=len(session.cached_tokens) - plan.keep)
         now_s = self.worker.clock()
-        draft_budget = EMPTY_BUDGET  # a single step if it goes alone, so that it can share again at once
-        if not session.goes_alone:
+        # A single step if it goes alone, so that it can share again at once; or if more may be forced after its token.
+        draft_budget = EMPTY_BUDGET
+        if not session.goes_alone and session.forced is None:
             view = session.view(now_s, self._queue_slack_s(session, now_s))
             draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
@@ -416,6 +417,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             # A verdict may have dropped the node from the tree meanwhile.
             if node is not None and node.alive:
                 choice = session.tree.expand(node, session.calibrated(drafted.guess))
+                session.force_after(choice)
                 # A copied token may have been drafted after before it was drafted itself.
                 next_node = None if choice.is_expanded else choice
         if next_ends_s is None:

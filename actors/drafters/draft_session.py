@@ -39,8 +39,8 @@ class DraftSession(DrafterSession):
         since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `task` arose.
     """
 
-    def __init__(self, shared: Session, context_length: int | None, policy: Policy) -> None:
-        super().__init__(shared, policy, has_model=True)
+    def __init__(self, shared: Session, context_length: int | None, policy: Policy, target_vocab_size: int) -> None:
+        super().__init__(shared, policy, target_vocab_size, has_model=True)
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length
         self.can_look_ahead = True

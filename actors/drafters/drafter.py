@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, TypeVar
 
 from actors.actor import Actor, ActorSession, Mailbox
 from actors.drafters.copy_search import CopySearch
 from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
-from protocol.copying import MAX_MATCH
+from protocol.copying import MAX_MATCH, Copied, Forced
 from protocol.draft_plan import Standing
 from protocol.leaving import withdrawal
+from protocol.logits_processors import Forcing
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.messages import Message, Proposal, Rest, Rested, Verdict
@@ -47,6 +48,8 @@ class DrafterSession(ActorSession):
     Attributes:
         policy: decides how far to draft and what to propose.
         search: finds earlier occurrences of the text's end; None if nothing is copied.
+        forced: what the text's grammar forces; None without one.
+        target_vocab_size: the width of the target's logits.
         has_model: whether it can go on where a copy ends.
         tree: the guesses that continue the committed text.
         standing: whether the target waits for its proposals.
@@ -56,12 +59,18 @@ class DrafterSession(ActorSession):
         verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
     """
 
-    def __init__(self, shared: Session, policy: Policy, *, has_model: bool) -> None:
+    def __init__(
+        self, shared: Session, policy: Policy, target_vocab_size: int, *, has_model: bool, grammar_only: bool = False
+    ) -> None:
+        """Of a session that has just begun; with `grammar_only`, nothing is copied."""
         super().__init__(shared)
         opened = shared.opened
         self.policy = policy
+        self.target_vocab_size = target_vocab_size
         self.has_model = has_model
-        self.search = self._new_search() if self.copies else None
+        self.search = self._new_search() if self.copies and not grammar_only else None
+        processors = opened.settings.logits_processors
+        self.forced = next((each.forced_text() for each in processors if isinstance(each, Forcing)), None)
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.standing = Standing.NEW
         self.is_leaving = False
@@ -87,7 +96,7 @@ class DrafterSession(ActorSession):
 
     @property
     def copies(self) -> bool:
-        """Whether tokens are copied; not if the user has fixed the lookahead of a draft model."""
+        """Whether tokens may be copied; not if the user has fixed the lookahead of a draft model."""
         return not self.has_model or isinstance(self.policy, AutoPolicy)
 
     def _new_search(self) -> CopySearch:
@@ -117,19 +126,21 @@ class DrafterSession(ActorSession):
         was_hit = self.tree.advance(commit.tokens)
         if self.search is not None:
             self.search.append(commit.tokens)
-            self.copy()
+        if self.forced is not None:
+            self.forced.append(commit.tokens)
+        self.copy()
         return was_hit
 
     def copy(self) -> None:
-        """Put into the tree what followed an earlier occurrence of the text's last tokens, if anything is copied."""
+        """Put into the tree what the grammar forces, and what followed earlier occurrences of the text's end."""
         policy = self.policy
-        if self.search is None:
+        if self.search is None and self.forced is None:
             return
         # One more token than may be proposed, as a guess at the token that the verdict adds.
         max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
         if self.state.remaining is not None:
             max_tokens = min(max_tokens, self.state.remaining)
-        guesses = self._guesses(self.search, max_tokens)
+        guesses = self._guesses(self._chained(max_tokens))
         before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
@@ -147,15 +158,57 @@ class DrafterSession(ActorSession):
             self.policy.prices.num_copying += is_copying - self._is_copying
             self._is_copying = is_copying
 
-    def _guesses(self, search: CopySearch, num_tokens: int) -> Iterator[Guess]:
+    def force_after(self, node: Node) -> None:
+        """Put what the grammar forces after a drafted token into the tree."""
+        if self.can_continue(node) and (found := self.forced_after(self.tree.path(node))):
+            guesses = self._guesses(found)
+            policy = self.policy
+            copied = policy.copied(guesses, then_drafts=True) if isinstance(policy, AutoPolicy) else list(guesses)
+            self.tree.copy(copied, node)
+
+    def _guesses(self, tokens: Iterable[Forced | Copied]) -> Iterator[Guess]:
+        for found in tokens:
+            yield Guess(found.token, found.confidence, raw=found.confidence, copy_kind=found.kind)
+            if found.token in self.shared.opened.stop_tokens:
+                return
+
+    def _chained(self, num_tokens: int) -> Iterator[Forced | Copied]:
+        """Text that is forced, a copy as far as the grammar allows it, more forced text, and so on."""
+        if self.forced is None:
+            yield from self._copies(num_tokens, ())
+            return
+        beyond: tuple[int, ...] = ()
+        while len(beyond) < num_tokens:
+            found: Sequence[Forced | Copied] = self.forced_after(beyond)
+            if not found:
+                found = list(self._copies(min(MAX_MATCH, num_tokens - len(beyond)), beyond))
+                found = found[: self.forced.num_allowed(beyond, [each.token for each in found])]
+            if not found:
+                return
+            yield from found
+            beyond += tuple([each.token for each in found])
+
+    def forced_after(self, beyond: Sequence[int]) -> list[Forced]:
+        """What the grammar forces after the text and some drafted tokens; none without a grammar.
+
+        A fixed lookahead of a draft model, which would guess better, takes nothing that is much in doubt.
+        """
+        if self.forced is None:
+            return []
+        max_doubt = 1 if self.has_model and not isinstance(self.policy, AutoPolicy) else 2
+        # A tokenizer may have more tokens than the model.
+        size = self.target_vocab_size
+        return list(
+            itertools.takewhile(lambda each: each.doubt <= max_doubt and each.token < size, self.forced.after(beyond))
+        )
+
+    def _copies(self, num_tokens: int, beyond: Sequence[int]) -> Iterator[Copied]:
+        if self.search is None:
+            return iter(())
         # A match of one token is seldom right. Only a policy that weighs its price should propose it, and only if there
         # is no model, which would guess better.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
-        for copied in search.lookup(num_tokens, shortest=shortest):
-            confidence = copied.confidence
-            yield Guess(copied.token, confidence, raw=confidence, copy_kind=copied.kind)
-            if copied.token in self.shared.opened.stop_tokens:
-                return
+        return self.search.lookup(num_tokens, beyond, shortest=shortest)
 
     @property
     def max_proposal(self) -> int:
@@ -201,8 +254,8 @@ class DrafterSession(ActorSession):
         reach = tuple(node.reach for node in nodes) if may_cut else ()
         tokens = tuple(guess.token for guess in guesses)
         num_stale = sum(1 for _ in itertools.takewhile(self.tree.is_stale, nodes))
-        copied = tuple(guess.is_copied for guess in guesses)
-        return Proposal(self.id, state.round, state.next_position, tokens, probs, reach, num_stale, copied)
+        drafters = tuple(guess.drafter for guess in guesses)
+        return Proposal(self.id, state.round, state.next_position, tokens, probs, reach, num_stale, drafters)
 
 
 S = TypeVar("S", bound=DrafterSession)
@@ -305,7 +358,7 @@ class Drafter(Actor[S]):
         if isinstance(message, Verdict):
             commit = state.apply(message)
             if commit is not None and proposal is not None:
-                judged_some = any(proposal.copied[: message.num_judged])
+                judged_some = any(each != "model" for each in proposal.drafters[: message.num_judged])
                 session.num_idle_rounds = 0 if judged_some else session.num_idle_rounds + 1
         elif state.follow(message):
             commit = Commit(session.id, message.round, start, message.tokens, 0, resting=True)

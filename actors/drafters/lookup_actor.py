@@ -1,4 +1,4 @@
-"""The drafter without a model: proposes what followed the same tokens earlier in the session's text."""
+"""The drafter without a model: proposes what a grammar forces, and what followed the same tokens earlier."""
 
 from __future__ import annotations
 
@@ -32,25 +32,31 @@ class LookupActor(Drafter[DrafterSession]):
         clock: Callable[[], float],
         *,
         target: Mailbox,
+        target_vocab_size: int,
         make_policy: MakePolicy = policy_by_settings,
+        grammar_only: bool = False,
     ) -> None:
         """As `Actor`, and:
 
         Args:
             target: the target's mailbox.
+            target_vocab_size: the width of its logits.
             make_policy: makes the policy that decides how much of the found tokens is proposed.
+            grammar_only: whether nothing is copied.
         """
         super().__init__(on_event, prices, clock)
-        # A lookup takes next to no time, and no other duration is ever measured.
-        prices.observe_draft_step(1, 0.0, 0.0, beside_target=False)
         self._target = target
+        self._target_vocab_size = target_vocab_size
         self._make_policy = make_policy
+        self._grammar_only = grammar_only
 
     def _new_session(self, shared: Session) -> DrafterSession:
+        # A lookup takes next to no time, and no other duration is ever measured.
+        self.prices.observe_draft_step(1, 0.0, 0.0, beside_target=False)
         policy = self._make_policy(shared.opened.settings, self.prices)
         if isinstance(policy, AutoPolicy):
             policy.only_copies = True
-        return DrafterSession(shared, policy, has_model=False)
+        return DrafterSession(shared, policy, self._target_vocab_size, has_model=False, grammar_only=self._grammar_only)
 
     async def _turn(self) -> None:
         if not self._changed:

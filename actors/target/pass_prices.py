@@ -81,7 +81,7 @@ class PassPrices:
         """
         proposals = [proposal for session in sessions if (proposal := session.proposal) is not None and proposal.tokens]
         last, self._last_drafted = self._last_drafted, (job.ended, self._worker.busy_seconds)
-        if last is not None and proposals and all(each.copied and all(each.copied) for each in proposals):
+        if last is not None and proposals and all(each.needs_no_model for each in proposals):
             self._prices.observe_gap(min(job.seconds, self._idle_s(last, job)))
         if self._is_typical(sessions, num_sessions):
             self._prices.observe_verify_pass(num_computed * width, job.began, job.ended)

@@ -17,6 +17,8 @@ from actors.remote.remote_drafter import LoadedElsewhere, RemoteDrafter
 from actors.target.target_actor import TargetActor
 from actors.workers.worker import Worker
 from protocol.errors import DrafterAttachedError
+from protocol.messages import Close
+from protocol.settings import Settings
 from runtime.loading.model_sources import Source
 
 # Seconds by which the running draft step may be overdue before nobody waits for its end any more.
@@ -38,6 +40,7 @@ class DrafterSlot:
 
     _nursery: trio.Nursery
     _target: TargetActor
+    _of_grammars: LookupActor  # drafts for streams with a grammar while there is no other drafter
     _make_actor: Callable[[LoadedDrafter], DrafterActor]
     _load: Load | None  # None if the runtime cannot load drafters
     actor: DrafterActor | None = attrs.field(init=False, default=None)  # closing the runtime leaves it in place
@@ -53,6 +56,21 @@ class DrafterSlot:
         """Seconds that drafters have been at work so far; never decreases. May be read in any thread."""
         with self._seconds_lock:
             return self._past_seconds + (0.0 if self.actor is None else self.actor.busy_seconds)
+
+    def drafter_of(self, settings: Settings) -> DrafterActor | None:
+        """The drafter of a stream with these settings that begins now; None if nobody drafts for it."""
+        if self.actor is not None or not settings.forces_text:
+            return self.actor
+        if self._target.drafter.mailbox is None:
+            of_grammars = self._of_grammars
+            self._target.drafter.attach(of_grammars.mailbox, has_model=False, take_messages=of_grammars.take_messages)
+        return self._of_grammars
+
+    def close_session(self, message: Close) -> None:
+        """End a session at its drafter; nothing happens if it has none."""
+        for actor in (self._of_grammars, self.actor):
+            if actor is not None:
+                actor.close_session(message)
 
     async def put(self, drafter: LoadedDrafter, resources: AsyncExitStack) -> None:
         """Attach a drafter that is loaded already, with the resources to release with it."""
@@ -120,6 +138,7 @@ class DrafterSlot:
                     task_status.started()
                     await trio.lowlevel.checkpoint_if_cancelled()
                     self.actor, self._scope, self._has_ended = actor, nursery.cancel_scope, has_ended
+                    self._of_grammars.withdraw_from_all()
                     # A drafter in another process leaves this one to the target.
                     self._target.drafter.attach(
                         actor.mailbox,

@@ -432,10 +432,14 @@ async def running(
             if given.prefix_cache_dir is not None and isinstance(actor.model, SavableModel):
                 DiskPrefixCache(actor, check_folder(given.prefix_cache_dir), given.prefix_cache_dir_bytes)
 
+        clock, mailbox, vocab_size = target[1].clock, target_actor.mailbox, target[0].vocab_size
+        lookup = partial(
+            LookupActor, events, prices, clock, target=mailbox, target_vocab_size=vocab_size, make_policy=make_policy
+        )
+
         def make_drafter(draft: LoadedDrafter) -> DrafterActor:
-            clock, mailbox, vocab_size = target[1].clock, target_actor.mailbox, target[0].vocab_size
             if draft == NGRAM:
-                return LookupActor(events, prices, clock, target=mailbox, make_policy=make_policy)
+                return lookup()
             if isinstance(draft, LoadedElsewhere):
                 return RemoteDrafter(draft, events, prices, clock, target=mailbox, target_vocab_size=vocab_size)
             actor = DraftActor(
@@ -453,7 +457,9 @@ async def running(
             keep_on_disk(actor)
             return actor
 
-        drafter = DrafterSlot(nursery, target_actor, make_drafter, load_draft)
+        of_grammars = lookup(grammar_only=True)
+        await nursery.start(of_grammars.serve)
+        drafter = DrafterSlot(nursery, target_actor, of_grammars, make_drafter, load_draft)
         if draft is not None:
             await drafter.put(draft, draft_resources or AsyncExitStack())
         del draft  # the slot holds it, until it is detached

@@ -226,13 +226,14 @@ class RequestValidation:
 
     def is_drafted(self, settings: Settings) -> bool:
         """Whether a session with these settings is drafted; logs once what prevents it."""
-        if not self._has_drafter() and settings.lookahead not in (0, "auto") and not self._has_warned:
+        has_drafter = self._has_drafter() or settings.forces_text
+        if not has_drafter and settings.lookahead not in (0, "auto") and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 'lookahead=%d has no effect, since there is no draft; open with draft="ngram" or a draft model',
                 settings.lookahead,
             )
-        return self._has_drafter() and settings.lookahead != 0 and _can_be_speculated(settings)
+        return has_drafter and settings.lookahead != 0 and _can_be_speculated(settings)
 
     def encode(self, prompt: Prompt, /, **switches: Any) -> tuple[int, ...]:
         """See `Runtime.encode`."""

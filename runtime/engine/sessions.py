@@ -309,7 +309,7 @@ class Sessions:
     def _admit(self, session: Session) -> None:
         self._num_admitted += 1
         session.on_left = self._leave
-        draft = self._drafter.actor
+        draft = self._drafter.drafter_of(session.opened.settings) if session.opened.drafted else None
         if (draft is None or not draft.is_serving) and session.opened.drafted:
             # The drafter was detached while this session waited for admission, or everything is about to end.
             session.opened = attrs.evolve(session.opened, drafted=False)
@@ -331,8 +331,7 @@ class Sessions:
             self.past.add(session.counts)
         self._waiting.pop(id, None)
         self._target.close_session(Close(id))
-        if self._drafter.actor is not None:
-            self._drafter.actor.close_session(Close(id))
+        self._drafter.close_session(Close(id))
         self.idle_reading.look()
 
 

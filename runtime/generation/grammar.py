@@ -16,7 +16,9 @@ import attrs
 import mlx.core as mx
 
 from protocol.errors import SettingsError
+from protocol.logits_processors import ForcedText
 from protocol.reprs import shown
+from runtime.generation.grammar_text import GrammarText
 from runtime.generation.grammar_vocabulary import indexed, library
 from runtime.generation.json_schema import grammar_of_schema, schema_name, shortened
 
@@ -95,7 +97,8 @@ class Grammar:
         self._what = what
         self._error = error
         limits = library().LLParserLimits(max_lexer_states=_MAX_LEXER_STATES)
-        self._start = library().LLMatcher(indexed(tokenizer), grammar, log_level=0, limits=limits)
+        self._vocabulary = indexed(tokenizer)
+        self._start = library().LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         self._allowed(self._start)
         # One for each thread: `restore`, call and `save` follow each other on one, so streams may share an object.
         self._thread_state = _ThreadState()
@@ -185,6 +188,10 @@ class Grammar:
     def restore(self, state: _State | None) -> None:
         """Continue from a state that `save` has returned."""
         self._thread_state.state, self._thread_state.is_saved = state, False
+
+    def forced_text(self) -> ForcedText:
+        """What the grammar forces in a text that begins now, for its drafter."""
+        return GrammarText(self._start.deep_copy(), self._vocabulary)
 
     def _masked(self, matcher: LLMatcher, logits: mx.array) -> mx.array:
         width = logits.shape[-1]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import attrs
 
+from protocol.copying import Drafter
 from protocol.reprs import brief
 from protocol.scores import TopLogprob
-from protocol.session_state import Drafter, FinishReason
+from protocol.session_state import FinishReason
 from runtime.generation.tool_calls.events import Delta
 
 
@@ -22,7 +23,7 @@ class Token:
             Text that may begin a stop string is withheld until it is known not to.
         index: 0 for the first generated token.
         drafted_by: "model" if a draft model or trained drafter had proposed it, "copy" if it was copied from earlier in
-            the text, None if it is the target's own.
+            the text, "grammar" if its grammar forces it, None if it is the target's own.
         finish_reason: None where the text goes on; "stop" at an end-of-text or stop token, or where a stop string is
             complete; "length" where `max_tokens` or the context is used up.
         stop_reason: the stop string, or the id among `stop_tokens`, that ended the text. None where the text goes on,

@@ -43,6 +43,8 @@ _COUNTERS = (
     ("stale_rejected_tokens", "Drafted tokens of that kind that were rejected", "rejected_stale"),
     ("copied_accepted_tokens", "Accepted tokens that were copied from earlier in their text", "accepted_copied"),
     ("copied_rejected_tokens", "Drafted tokens of that kind that were rejected", "rejected_copied"),
+    ("grammar_accepted_tokens", "Accepted tokens that a grammar forces", "accepted_grammar"),
+    ("grammar_rejected_tokens", "Drafted tokens of that kind that were rejected", "rejected_grammar"),
     ("rounds", "Verify passes that gave a token", "rounds"),
     ("lookahead_hits", "Verdicts whose text had been drafted for", "lookahead_hits"),
     ("lookahead_misses", "Verdicts whose text had not", "lookahead_misses"),

@@ -40,12 +40,14 @@ def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:
     yield "speed", "not known after a single round" if s.generation_tps is None else f"{s.generation_tps:.1f} tokens/s"
     yield "first token", "none came" if s.time_to_first_token is None else f"after {_duration(s.time_to_first_token)}"
     if s.acceptance_rate is not None:
-        copied = s.accepted_copied + s.rejected_copied
+        copied, forced = s.accepted_copied + s.rejected_copied, s.accepted_grammar + s.rejected_grammar
         if s.model_acceptance is not None:
-            accepted = s.accepted - s.accepted_copied
-            yield "acceptance", f"{s.model_acceptance:.1%} ({accepted:,} of {s.proposed - copied:,} proposed)"
+            accepted = s.accepted - s.accepted_copied - s.accepted_grammar
+            yield "acceptance", f"{s.model_acceptance:.1%} ({accepted:,} of {s.proposed - copied - forced:,} proposed)"
         if s.copy_acceptance is not None:
             yield "copies", f"{s.copy_acceptance:.1%} ({s.accepted_copied:,} of {copied:,} proposed)"
+        if s.grammar_acceptance is not None:
+            yield "forced", f"{s.grammar_acceptance:.1%} ({s.accepted_grammar:,} of {forced:,} proposed)"
         if s.stale_acceptance is not None:
             fresh = "–" if s.fresh_acceptance is None else f"{s.fresh_acceptance:.1%}"
             yield "fresh and stale", f"{fresh} and {s.stale_acceptance:.1%} of the drafts"

@@ -30,6 +30,9 @@ logger = logging.getLogger("outrider")
 # Stands in `timeline.html` for its data.
 DATA_PLACEHOLDER = "__TIMELINE_DATA__"
 
+# Where the page says that an accepted token is from, by who drafted it.
+_ORIGINS = {"model": "accepted", "copy": "copied", "grammar": "forced"}
+
 # Tokens that are decoded between two checkpoints: about a millisecond.
 TOKENS_PER_CHECKPOINT = 32
 
@@ -241,7 +244,7 @@ def _rounds(
         elif (commit := instant.commit) is not None:
             by_whom = [commit.drafted_by(index) for index in range(commit.num_from_draft)]
             last = "bonus" if commit.bonus else "recovered" if commit.num_rejected else "plain"
-            origins = [*("copied" if each == "copy" else "accepted" for each in by_whom), last]
+            origins = [*(_ORIGINS[each] for each in by_whom if each is not None), last]
             rounds[instant.round].update(
                 committedAt=us(instant.at),
                 tokens=[
@@ -314,6 +317,8 @@ def _summary(
         "accepted": statistics.accepted,
         "copied": statistics.accepted_copied + statistics.rejected_copied,
         "acceptedCopied": statistics.accepted_copied,
+        "forced": statistics.accepted_grammar + statistics.rejected_grammar,
+        "acceptedForced": statistics.accepted_grammar,
         "hits": statistics.lookahead_hits,
         "misses": statistics.lookahead_misses,
         "tokensPerSecond": statistics.generation_tps,

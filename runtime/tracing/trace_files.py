@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
@@ -299,10 +300,11 @@ class ChromeTrace:
     def _counted(self, verdict: Instant) -> Iterator[dict[str, Any]]:
         commit = verdict.commit
         assert commit is not None
-        num_copied = sum(commit.copied[: commit.num_from_draft])
+        by_whom = Counter(map(commit.drafted_by, range(commit.num_from_draft)))
         counts = {
-            "accepted": commit.num_from_draft - num_copied,
-            "copied": num_copied,
+            "accepted": by_whom["model"],
+            "copied": by_whom["copy"],
+            "forced": by_whom["grammar"],
             "rejected": commit.num_rejected,
             "target's own": len(commit.tokens) - commit.num_from_draft,
         }

@@ -78,7 +78,7 @@ def test_a_proposal_has_a_value_for_each_token_or_none_at_all():
     probs = mx.array([0.5, 0.5])
     for fitting in ((probs, probs), (), (None, probs)):
         assert attrs.evolve(PROPOSAL, probs=fitting).probs == fitting
-    for name, value in (("probs", probs), ("probs", None), ("reach", 0.5), ("copied", True)):
+    for name, value in (("probs", probs), ("probs", None), ("reach", 0.5), ("drafters", "copy")):
         for num_values in (1, 3):
             with pytest.raises(ValueError, match=f"{name} must have 2 values, one for each token, got {num_values}"):
                 attrs.evolve(PROPOSAL, **{name: (value,) * num_values})

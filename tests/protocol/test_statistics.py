@@ -61,18 +61,25 @@ def judged(accepted: int, rejected: int = 0) -> dict[str, Any]:
 # --- tokens ---------------------------------------------------------------------------------------
 
 
-def test_what_was_copied_counts_apart_from_what_a_model_has_drafted():
-    copied = (True, True, False, False, True)
+@sweep(("kind", "other"), [("copy", "grammar"), ("grammar", "copy")])
+def test_what_was_copied_or_forced_counts_apart_from_what_a_model_has_drafted(kind, other):
+    drafters = (kind, kind, "model", "model", kind)
     counts = given_all(
-        commit(4, 5, 6, 9, num_from_draft=3, num_rejected=2, copied=copied),
-        commit(7, num_from_draft=1, copied=(True, True), finish_reason="stop"),  # the rest was not judged
+        commit(4, 5, 6, 9, num_from_draft=3, num_rejected=2, drafters=drafters),
+        commit(7, num_from_draft=1, drafters=(kind, kind), finish_reason="stop"),  # the rest was not judged
     )
-    assert (counts.accepted, counts.accepted_copied, counts.rejected, counts.rejected_copied) == (4, 3, 2, 1)
+    of_kind = {
+        "copy": (counts.accepted_copied, counts.rejected_copied),
+        "grammar": (counts.accepted_grammar, counts.rejected_grammar),
+    }
+    assert (counts.accepted, counts.rejected, of_kind[kind], of_kind[other]) == (4, 2, (3, 1), (0, 0))
     statistics = snapshot(counts)
-    assert (statistics.copy_acceptance, statistics.model_acceptance) == (3 / 4, 1 / 2)
+    acceptance = {"copy": statistics.copy_acceptance, "grammar": statistics.grammar_acceptance}
+    assert acceptance == {kind: 3 / 4, other: None}
+    assert statistics.model_acceptance == 1 / 2
     assert statistics.acceptance_rate == 4 / 6
     assert statistics.fresh_acceptance == statistics.model_acceptance
-    assert "3 of them copied" in repr(statistics)
+    assert {"copy": "3 of them copied", "grammar": "3 of them forced"}[kind] in repr(statistics)
 
 
 @sweep(("num_stale", "accepted", "rejected"), [(0, 0, 0), (1, 1, 0), (2, 2, 0), (4, 2, 2), (5, 2, 3)])

@@ -54,6 +54,8 @@ def _chat_usage(statistics: Statistics) -> dict[str, Any]:
         "accepted_tokens": statistics.accepted,
         "accepted_copied_tokens": statistics.accepted_copied,
         "rejected_copied_tokens": statistics.rejected_copied,
+        "accepted_grammar_tokens": statistics.accepted_grammar,
+        "rejected_grammar_tokens": statistics.rejected_grammar,
         "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens},
         "completion_tokens_details": {
             "reasoning_tokens": 0,

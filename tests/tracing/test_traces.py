@@ -212,7 +212,7 @@ def test_counters_show_what_came_of_each_round(events, entries):
     counters = of(entries, "C")
     commits = [event.commit for event in events if isinstance(event, Instant) and event.commit is not None]
     assert (
-        sum(counter["args"]["accepted"] + counter["args"]["copied"] for counter in counters)
+        sum(counter["args"][by_whom] for counter in counters for by_whom in ("accepted", "copied", "forced"))
         == sum(c.num_from_draft for c in commits)
         > 0
     )

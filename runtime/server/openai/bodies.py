@@ -43,7 +43,7 @@ class CompletionDetails(TypedDict):
 
 
 class Usage(TypedDict):
-    """Token counts of prompt and answer, and of drafted tokens, some of which are copied from earlier text."""
+    """Token counts of prompt and answer, and of drafted tokens, some of which are copied or forced by a grammar."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -52,6 +52,8 @@ class Usage(TypedDict):
     accepted_tokens: int
     accepted_copied_tokens: int
     rejected_copied_tokens: int
+    accepted_grammar_tokens: int
+    rejected_grammar_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
 
@@ -81,7 +83,7 @@ class SpeculationToken(TypedDict):
     id: int
     text: str
     from_draft: bool
-    drafted_by: Literal["model", "copy"] | None
+    drafted_by: Literal["model", "copy", "grammar"] | None
     is_thinking: bool
 
 
@@ -96,6 +98,8 @@ class SpeculationStatistics(TypedDict):
     accepted: int
     accepted_copied: int
     rejected_copied: int
+    accepted_grammar: int
+    rejected_grammar: int
     acceptance_rate: float | None
     rows_per_pass: float | None
     generation_tps: float | None

@@ -200,6 +200,8 @@ class ChunkSerializer(Serializer):
             "accepted_tokens": statistics.accepted,
             "accepted_copied_tokens": statistics.accepted_copied,
             "rejected_copied_tokens": statistics.rejected_copied,
+            "accepted_grammar_tokens": statistics.accepted_grammar,
+            "rejected_grammar_tokens": statistics.rejected_grammar,
             "prompt_tokens_details": {"cached_tokens": statistics.cached_tokens if counts_prompt else 0},
             "completion_tokens_details": {
                 "reasoning_tokens": self._num_reasoning_tokens,

@@ -1,0 +1,201 @@
+"""The text that a grammar forces: brackets, keys, quotes, the rest of an enumeration's value.
+
+llguidance says which bytes must come next. Hardly ever is only one token allowed there, since a token may reach into
+what follows, so the usual tokenisation of the bytes is proposed. Between two tokens of JSON a grammar may allow blanks.
+They are guessed to be those that the text had at the last such place, and what is forced after them follows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from protocol.copying import Forced
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+# Longest text that is looked for at once. Most keys are shorter, and the rest is found in the next round.
+_MAX_BYTES = 256
+_BLANKS = b" \t\n"
+# What may come behind a blank of JSON.
+_BEGINS = b'1"[{tfn,:}] \n'
+# llguidance's form of a special token in bytes.
+_SPECIAL = re.compile(rb"\xff\[(\d+)\]")
+
+
+class GrammarText:
+    """What a grammar forces in one text; see `protocol.logits_processors.ForcedText`."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
+        """Of a text that begins now.
+
+        Args:
+            matcher: in the state at the beginning of the text; this object's own.
+            vocabulary: the matcher's.
+        """
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        self._blank: list[int] = vocabulary.tokenize_bytes(b" ")
+        begins = {byte: vocabulary.tokenize_bytes(bytes([byte])) for byte in _BEGINS}
+        self._begun = [[*self._blank, *tokens] for tokens in begins.values() if tokens]
+        # Which of these a number allows; nothing if a number and the blank before it share a token.
+        is_number_apart = vocabulary.tokenize_bytes(b" 1") == [*self._blank, *begins[ord("1")]]
+        self._begun_number = [byte == ord("1") for byte, tokens in begins.items() if tokens] if is_number_apart else []
+        self._text = b""
+        self._blanks = _Blanks()
+        self._end: tuple[Sequence[int], LLMatcher] = (), matcher  # a matcher after some drafted tokens
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """See `protocol.logits_processors.ForcedText`."""
+        self._matcher.consume_tokens(list(tokens))
+        self._text += self._vocabulary.decode_bytes(list(tokens))
+        self._blanks.learn(self._text)
+        self._end = (), self._matcher
+
+    def num_allowed(self, beyond: Sequence[int], tokens: Sequence[int]) -> int:
+        """See `protocol.logits_processors.ForcedText`."""
+        return self._matcher_after(beyond).validate_tokens(list(tokens))
+
+    def after(self, beyond: Sequence[int]) -> list[Forced]:
+        """See `protocol.logits_processors.ForcedText`."""
+        matcher, text = self._matcher_after(beyond), self._text
+        if matcher.is_stopped():
+            return []
+        if beyond:
+            text += self._vocabulary.decode_bytes(list(beyond))
+        begin, written, doubts, asked = len(text), b"", dict[int, int](), list[int]()
+        while len(text) < begin + _MAX_BYTES:
+            piece, place = matcher.compute_ff_bytes(), len(text)
+            if not piece and text and (more := self._after_blank(matcher)) is not None:
+                asked.append(place)
+                blanks = self._blanks.guess(text, more)
+                doubts |= dict.fromkeys(range(place, place + len(blanks) + 1), 1)
+                if text[-1:].isalnum():
+                    doubts[place] = 2
+                piece = blanks + more
+            tokens = self._tokenised(piece)
+            if not tokens or matcher.validate_tokens(tokens) < len(tokens):
+                break
+            if not written:
+                matcher = matcher.deep_copy()
+            matcher.consume_tokens(tokens)
+            written += piece
+            text += self._vocabulary.decode_bytes(tokens)
+        tokens, forced, place = self._tokenised(written), list[Forced](), begin
+        for token in tokens:
+            end = place + len(self._vocabulary.decode_bytes([token]))
+            # Something may follow that becomes part of the last token.
+            is_open = end >= len(text) and not matcher.is_stopped()
+            doubt = max([doubts.get(byte, 0) for byte in range(place, end)], default=0)
+            forced.append(Forced(token, max(doubt, is_open)))
+            place = end
+        if not beyond:
+            self._blanks.foresee(text, asked)
+        if tokens:
+            self._end = (*beyond, *tokens), matcher
+        return forced
+
+    def _matcher_after(self, beyond: Sequence[int]) -> LLMatcher:
+        """A matcher after the text and some drafted tokens, which has stopped if the grammar forbids them."""
+        known, matcher = self._end
+        if tuple(beyond[: len(known)]) != known:
+            known, matcher = (), self._matcher
+        if missing := list(beyond[len(known) :]):
+            matcher = matcher.deep_copy()
+            matcher.consume_tokens(missing)
+            self._end = tuple(beyond), matcher
+        return matcher
+
+    def _after_blank(self, matcher: LLMatcher) -> bytes | None:
+        """The bytes that must follow if only blanks are free before them; empty if a number must, which has a token of
+        its own. None if more than that is free.
+
+        One blank shows it where the grammar allows no second one. Where it allows any number, nothing is guessed.
+        """
+        # Asking is faster than copying: the matcher of a long text is large. In a string, nearly anything may follow.
+        may_follow = [matcher.validate_tokens(tokens) == len(tokens) for tokens in self._begun]
+        if may_follow == self._begun_number:
+            return b""
+        if sum(may_follow) > 1 or matcher.validate_tokens(self._blank) < len(self._blank):
+            return None
+        probe = matcher.deep_copy()
+        probe.consume_tokens(self._blank)
+        piece: bytes = probe.compute_ff_bytes()
+        return None if not piece or piece[:1].isspace() else piece
+
+    def _tokenised(self, text: bytes) -> list[int]:
+        """The usual tokenisation; empty if the tokenizer changes such a text."""
+        tokens: list[int] = []
+        for index, part in enumerate(_SPECIAL.split(text)):
+            if index % 2:
+                tokens.append(int(part))
+            elif part:
+                found = self._vocabulary.tokenize_bytes(part)
+                if self._vocabulary.decode_bytes(found) != part:
+                    return []
+                tokens += found
+        return tokens
+
+
+# A place between two tokens of JSON: in front of a byte, if True, or behind it.
+_Place = tuple[bool, int]
+_BEHIND_COMMA, _BEHIND_COLON, _BEHIND_BRACE = (False, ord(",")), (False, ord(":")), (False, ord("{"))
+
+
+class _Blanks:
+    """The blanks that one text has between tokens of JSON, by their places.
+
+    Blanks within a line are kept as they are; of a new line, how much further it is indented than the line before.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[_Place, bytes | int] = {}
+        # A text that was foreseen, and where it might have had blanks; learnt from once the text is there.
+        self._foreseen = b""
+        self._places: list[int] = []
+
+    def guess(self, text: bytes, following: bytes) -> bytes:
+        """The blanks between a text, which is not empty, and what follows it; that is empty if it is a number."""
+        place = _place(text, following)
+        known = self._known.get(place)
+        if known is None and isinstance(step := self._known.get(_BEHIND_BRACE), int):
+            # An object over several lines: each member has its own.
+            known = 0 if place == _BEHIND_COMMA else -step if following[:1] in (b"}", b"]") else None
+        if known is None and place in (_BEHIND_COMMA, _BEHIND_COLON):
+            other = self._known.get(_BEHIND_COLON if place == _BEHIND_COMMA else _BEHIND_COMMA)
+            known = other if isinstance(other, bytes) else b" "
+        if isinstance(known, int):
+            return b"\n" + b" " * (_indentation(text) + known)
+        return known or b""
+
+    def foresee(self, text: bytes, places: Sequence[int]) -> None:
+        """Note how the text may go on, and where it may have blanks."""
+        self._foreseen, self._places = text, [*self._places, *places]
+
+    def learn(self, text: bytes) -> None:
+        """Learn from the text that has come."""
+        places, self._places = self._places, []
+        for place in places:
+            following = text[place:].lstrip(_BLANKS)
+            if text[:place] != self._foreseen[:place]:
+                continue
+            if not following:
+                self._places.append(place)
+                continue
+            blanks = text[place : len(text) - len(following)]
+            lines = blanks.split(b"\n")
+            is_in_line = len(lines) == 1
+            further = len(lines[-1]) - _indentation(text[:place])
+            self._known[_place(text[:place], following)] = blanks if is_in_line else further
+
+
+def _place(text: bytes, following: bytes) -> _Place:
+    return (True, following[0]) if following and following[0] in b",:}]" else (False, text[-1])
+
+
+def _indentation(text: bytes) -> int:
+    """Of the last line."""
+    line = text[text.rfind(b"\n") + 1 :]
+    return len(line) - len(line.lstrip(b" "))
