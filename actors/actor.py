@@ -331,7 +331,11 @@ class Actor(ABC, Generic[S]):
 
 
 class ModelActor(Actor[S]):
-    """An actor with a model and a worker."""
+    """An actor with a model and a worker.
+
+    Attributes:
+        prefix_room: returns the bytes that sessions leave to the prefix cache.
+    """
 
     def __init__(
         self,
@@ -349,6 +353,9 @@ class ModelActor(Actor[S]):
         self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self.prefix_cache = PrefixCache(model, prefix_cache_bytes)
+        self.prefix_room: Callable[[], float] = lambda: math.inf
+        self._prefix_cache_bytes = prefix_cache_bytes
+        self._has_less_room = False
         self._prompt_readings: dict[SharedPrompt, PromptReading] = {}
 
     @property
@@ -412,7 +419,7 @@ class ModelActor(Actor[S]):
     async def _open_sequence(self, session: S) -> CachedSequence:
         """Give a session a copy of a sequence that has read the prompt, one of the prefix cache, or a new one."""
         opened, read = session.shared.opened, session.read_prompt
-        call = partial(self._opened_sequence, opened, read, beside_another=session.beside_another)
+        call = partial(self._opened_sequence, opened, read, self.prefix_room(), beside_another=session.beside_another)
         hit = await self.worker.run(Job("open", call, session.id))
         if read is not None:
             session.prompt_features, session.read_prompt = read.features, None
@@ -422,8 +429,15 @@ class ModelActor(Actor[S]):
             session.end_reading()
         return hit.sequence
 
-    def _opened_sequence(self, opened: Open, read: ReadPrompt | None, *, beside_another: bool) -> CacheHit:
-        """On the worker's thread."""
+    def _opened_sequence(
+        self, opened: Open, read: ReadPrompt | None, prefix_room: float, *, beside_another: bool
+    ) -> CacheHit:
+        """On the worker's thread. Other prefixes than the session's own make room for it."""
+        hit = self._hit(opened, read, beside_another=beside_another)
+        self.prefix_cache.shrink(prefix_room)
+        return hit
+
+    def _hit(self, opened: Open, read: ReadPrompt | None, *, beside_another: bool) -> CacheHit:
         if read is not None:
             return CacheHit(read.fork(), opened.num_read)
         if opened.settings.reuse_prefix:
@@ -476,6 +490,22 @@ class ModelActor(Actor[S]):
         if fork_point is not None and (features is None or features.start == 0):
             read = ReadPrompt(await self.worker.run(Job("open", fork_point, session.id)), features)
         session.end_reading(read)
+
+    async def _give_up_prefixes(self) -> None:
+        """Evict prefixes that have no room any more, if there may be some."""
+        if not self._has_less_room:
+            return
+        self._has_less_room = False
+        try:
+            await self.worker.run(Job("close", partial(self.prefix_cache.shrink, self.prefix_room())))
+        except JobError as error:
+            logger.warning("a cached prefix cannot be closed: %s", error)
+
+    def make_room(self) -> None:
+        """Have prefixes evicted that have no room any more, before the next job. Never waits."""
+        if self.prefix_room() < self._prefix_cache_bytes:
+            self._has_less_room = True
+            self._wakeup.set()
 
     async def settled_prefix_cache(self) -> PrefixCache:
         """The prefix cache, once the sessions that nobody wants any more have put their sequences into it.

@@ -98,6 +98,10 @@ class StreamFailedError(OutriderError):
     """A job of this stream failed; the original error is the cause. The model works, and other streams go on."""
 
 
+class MemoryLimitError(OutriderError):
+    """All streams need more memory than `memory_limit` has left, and this one, the last to begin, makes room."""
+
+
 class NotANumberError(OutriderError):
     """A model's logits are NaN or infinite, so that no token can be chosen. It ends that stream alone."""
 

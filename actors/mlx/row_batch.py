@@ -94,13 +94,13 @@ class RowBatch:
         self._settle()
         self._features.pop(key, None)
         row = self._row_of[key]
+        longest = max((length for other, length in enumerate(self._lengths) if other != row), default=0)
         for rows in self._row_caches:
+            rows.shrink(longest)
             rows.remove(row)
         for column in (self._keys, self._lengths, self._lengths_before, self._goes_back):
             del column[row]
         self._row_of = {other: index for index, other in enumerate(self._keys)}
-        for rows in self._row_caches:
-            rows.shrink(max(self._lengths, default=0))
 
     def read(self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None) -> None:
         """Process the first tokens of all rows, which are empty, and evaluate their caches; otherwise as `feed`."""

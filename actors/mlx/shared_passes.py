@@ -17,9 +17,8 @@ from actors.mlx.row_caches import MAX_WIDTH
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
 from actors.trained.features import FeatureRecorder, RecorderSlot
+from protocol.cache_size import MAX_FREE_SLOTS, MAX_PADDING
 
-# Every row has as many slots as the longest. All slots are at most this multiple of all tokens, or this many if more.
-MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
 # A row leaves the batch once it has missed this many passes, each of which computed padding for it.
 MAX_PASSES_MISSED = 4
 
@@ -124,10 +123,12 @@ class SharedPasses:
             self._has_fed_rows = False
             return []
         rows = [text for text in texts if self._may_share(text)]
+        too_long: set[object] = set()
         if self._batch.pads_texts:
             others = [text for text in self._rows if text.batch is self._batch]
             fitting = _fitting({text: text.length for text in (*others, *rows)})
             rows = [text for text in rows if text in fitting]
+            too_long = {text for text in others if text not in fitting}
         if len(rows) < 2:
             # A single text stays a row while there are others, which may be fed again in the next pass.
             rows = [text for text in rows if text in self._rows and len(self._rows) > 1]
@@ -136,7 +137,7 @@ class SharedPasses:
             return []
         self._rows = {text: missed + 1 for text, missed in self._rows.items() if text.batch is self._batch}
         for text, missed in list(self._rows.items()):
-            if text not in rows and missed > MAX_PASSES_MISSED:
+            if text in too_long or (text not in rows and missed > MAX_PASSES_MISSED):
                 text.leave_batch()
                 del self._rows[text]
         if not self._rows:

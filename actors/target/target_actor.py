@@ -137,6 +137,7 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _turn(self) -> None:
         self._take_in()
+        await self._give_up_prefixes()
         if self._brief_jobs:
             session = next(iter(self._brief_jobs))
             await self._run_brief_job(session, self._brief_jobs.pop(session))
@@ -486,13 +487,14 @@ class TargetActor(ModelActor[TargetSession]):
             self._pass_prices.learn_round(session, len(commit.tokens), round_s, was_proposed=was_proposed)
         session.was_plain = not was_proposed
         session.shared.unsent = commit
+        session.shared.note_length(len(session.state.committed))
         if not is_plain:
             self._begin_round(session)
             return False
         session.shared.deliver_nowait()
         if commit.finish_reason is not None:
             return False
-        if session.shared.unsent is not None:
+        if session.shared.unsent is not None or session.shared.awaits_memory:
             session.is_blocked = True
         elif session.state.phase is SessionPhase.PROPOSING:
             self._begin_round(session)

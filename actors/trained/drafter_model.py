@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,8 +61,8 @@ class TrainedDrafter(FeedsEach):
         """One layer is evaluated in one go."""
         yield
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights."""
+    @cached_property
+    def num_bytes(self) -> int:  # type: ignore[override]
+        """Memory of the weights, without those that it shares with the target."""
         weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self.module.parameters())]
         return sum(array.nbytes for array in [*weights, *self.arrays])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +14,17 @@ import attrs
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.drafters.draft_actor import DraftActor
 from actors.session import Session
 from actors.target.target_actor import TargetActor
-from protocol.errors import OutriderError, ProtocolError, RuntimeBrokenError, RuntimeClosedError
+from protocol.errors import (
+    MemoryLimitError,
+    OutriderError,
+    PromptTooLongError,
+    ProtocolError,
+    RuntimeBrokenError,
+    RuntimeClosedError,
+)
 from protocol.messages import Close, Open
 from protocol.prices import Prices
 from protocol.scores import Score, ScoredToken, TopLogprob
@@ -23,6 +32,7 @@ from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
+from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
@@ -52,6 +62,10 @@ class Sessions:
     """The sessions of one runtime, and whether the runtime still takes any.
 
     A session begins at both actors when it is admitted: at once if there is room, otherwise in the order of arrival.
+    There is room if fewer than `max_streams` are at work, and if its caches fit into the memory that is left. A text
+    that outgrows what was reserved for it waits, too, before any session that has not begun. If all that are at work
+    wait so, the last one ends with `MemoryLimitError`.
+
     It ends when its text is over, when its consumer closes or drops the stream, or with the runtime. Whatever ends it,
     its counts move to those of past sessions.
 
@@ -60,6 +74,7 @@ class Sessions:
 
     Attributes:
         max_streams: most sessions at work at a time, >= 1; None for no bound.
+        memory: what sessions reserve for their caches.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
@@ -72,17 +87,31 @@ class Sessions:
     _prices: Prices
     _nursery: trio.Nursery
     max_streams: int | None
+    _memory_limit: int | None
     by_id: dict[int, Session] = attrs.field(init=False, factory=dict)
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
     has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
-    _num_admitted: int = attrs.field(init=False, default=0)
+    _admitted: dict[int, Session] = attrs.field(init=False, factory=dict)  # in this order
     _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
+    _growing: dict[int, Session] = attrs.field(init=False, factory=dict)  # admitted; they wait for more memory
+    memory: MemoryBudget = attrs.field(init=False)
     _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
     _scopes: set[trio.CancelScope] = attrs.field(init=False, factory=set)  # of calls in `while_open`
     # Held while a session's counts move to `past`: another thread may be adding all of them up.
     _counts_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     _closed: OutriderError | None = attrs.field(init=False, default=None)
+
+    @memory.default
+    def _new_budget(self) -> MemoryBudget:
+        memory = MemoryBudget(
+            math.inf if self._memory_limit is None else self._memory_limit,
+            self._target.model,
+            lambda: draft.model if isinstance(draft := self._drafter.actor, DraftActor) else None,
+            partial(self.run_soon, self._memory_has_changed),
+        )
+        self._target.prefix_room = partial(memory.prefix_room, "target")
+        return memory
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -143,9 +172,10 @@ class Sessions:
     def begin(self, opened: Open, tools: Tools | None = None) -> TokenStream:
         """Begin a generation; `tools` are what the model was told that it may call.
 
-        Raises: as `check_open`.
+        Raises: as `check_open`, and PromptTooLongError: the memory limit has no room for the prompt.
         """
         self.check_open()
+        opened = self.memory.bounded(opened)
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt)
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
         session = Session(opened, send)
@@ -182,11 +212,12 @@ class Sessions:
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.
 
-        Raises: as `check_open`, and the error that has ended the session early.
+        Raises: as `begin`, and the error that has ended the session early.
 
         Cancellation: ends the session after its running pass.
         """
         self.check_open()
+        opened = self.memory.bounded(opened)
         send, receive = trio.open_memory_channel[Commit](0)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
@@ -252,22 +283,71 @@ class Sessions:
             session.end(_again(error))
             self._end(id)
 
+    def make_room(self) -> None:
+        """Have the models' prefix caches give up what has no room beside the sessions. Never waits."""
+        self._target.make_room()
+        if isinstance(draft := self._drafter.actor, DraftActor):
+            draft.make_room()
+
+    def _memory_has_changed(self) -> None:
+        """Another runtime of the process has taken memory, or released some."""
+        self.make_room()
+        self._admit_next()
+
     def _enter(self, session: Session) -> None:
         """Begin a session as soon as there is room."""
-        if self.max_streams is None or self._num_admitted < self.max_streams:
-            self._admit(session)
-        else:
-            self._waiting[session.opened.session] = session
+        self._waiting[session.opened.session] = session
+        self._admit_next()
 
-    def _leave(self) -> None:
-        self._num_admitted -= 1
+    def _leave(self, id: int) -> None:
+        del self._admitted[id]
+        self._growing.pop(id, None)
+        self.memory.release(id)
+        self._admit_next()
+
+    def _admit_next(self) -> None:
+        """Let texts grow and sessions begin, in the order in which they asked, as far as there is room."""
         # If the actors are being cancelled, waiting sessions are about to end with RuntimeClosedError.
-        if self._waiting and self._closed is None and self._target.is_serving:
-            self._admit(self._waiting.pop(next(iter(self._waiting))))
+        if self._closed is not None or not self._target.is_serving:
+            return
+        while self._growing:
+            id, session = next(iter(self._growing.items()))
+            if (num_tokens := self.memory.grow(id)) is None:
+                break
+            del self._growing[id]
+            session.num_reserved, session.awaits_memory = num_tokens, False
+            self.make_room()
+            if session.on_room is not None:
+                session.on_room()
+        if not self._growing:
+            while self._waiting and (self.max_streams is None or len(self._admitted) < self.max_streams):
+                id, session = next(iter(self._waiting.items()))
+                try:
+                    num_tokens = self.memory.reserve(session.opened)
+                except PromptTooLongError as error:  # more models have been loaded meanwhile
+                    session.end(error)
+                    self._end(id)
+                    continue
+                if num_tokens is None:
+                    break
+                del self._waiting[id]
+                session.num_reserved = num_tokens
+                self._admit(session)
+        elif all(id in self._growing and id in self.by_id for id in self._admitted):
+            id, session = next(reversed(self._admitted.items()))
+            session.end(MemoryLimitError(self.memory.shortage(id)))
+            self._end(id)
+
+    def _grow(self, session: Session) -> None:
+        session.awaits_memory = True
+        self._growing[session.opened.session] = session
+        self._admit_next()
 
     def _admit(self, session: Session) -> None:
-        self._num_admitted += 1
-        session.on_left = self._leave
+        id = session.opened.session
+        self._admitted[id] = session
+        session.on_left = partial(self._leave, id)
+        session.on_full = partial(self._grow, session)
         draft = self._drafter.actor
         if (draft is None or not draft.is_serving) and session.opened.drafted:
             # The drafter was detached while this session waited for admission, or everything is about to end.
@@ -288,10 +368,12 @@ class Sessions:
             if (session := self.by_id.pop(id, None)) is None:
                 return
             self.past.add(session.counts)
-        self._waiting.pop(id, None)
+        was_waiting = self._waiting.pop(id, None) is not None
         self._target.close_session(Close(id))
         if self._drafter.actor is not None:
             self._drafter.actor.close_session(Close(id))
+        if was_waiting:  # and was perhaps the only one for which there was no room
+            self._admit_next()
 
 
 async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:
