@@ -12,9 +12,14 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from actors.mlx.row_caches import MAX_WIDTH, STEP
 from actors.model import FeedsEach
 from actors.trained.kinds.attach import attach
 from actors.trained.trained_sequence import TrainedSequence
+from protocol.cache_size import CacheSize
+
+# Tokens of the text whose growth is measured.
+_NUM_MEASURED = 16
 
 
 class TrainedDrafter(FeedsEach):
@@ -23,6 +28,7 @@ class TrainedDrafter(FeedsEach):
     Attributes:
         target: mlx-lm's model.
         feature_layers, vocab_size, module, num_draft_tokens, arrays: see `Attached`.
+        cache_size: see `Model.cache_size`.
     """
 
     context_length = None
@@ -45,6 +51,21 @@ class TrainedDrafter(FeedsEach):
         self.target, self.feature_layers, self.vocab_size = target, attached.feature_layers, attached.vocab_size
         self.module, self.arrays = attached.module, attached.arrays
         self.num_draft_tokens, self._open_sequence = attached.num_draft_tokens, attached.open_sequence
+        self.cache_size = self._measured_size()
+
+    def _measured_size(self) -> CacheSize:
+        """The growth of a text by one step of its buffers."""
+        short, longer = (self._bytes_of(_NUM_MEASURED + more) for more in (0, STEP))
+        slot_bytes = -(-(longer - short) // STEP)
+        return CacheSize(slot_bytes, (), max(0, short - STEP * slot_bytes), STEP + MAX_WIDTH)
+
+    def _bytes_of(self, num_tokens: int) -> int:
+        sequence = self._open_sequence()
+        sequence.give_nothing(num_tokens)
+        sequence.feed((0,) * num_tokens, 0)
+        num_bytes = sequence.num_bytes
+        sequence.close()
+        return num_bytes
 
     def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
         """The same drafter, loaded once more and quantised; see `attach`."""
