@@ -99,7 +99,7 @@ class StreamFailedError(OutriderError):
 
 
 class MemoryLimitError(OutriderError):
-    """All streams need more memory than `memory_limit` has left, and this one, the last to begin, makes room."""
+    """`memory_limit` has no room for more of this text, not even after other streams have made room for it."""
 
 
 class NotANumberError(OutriderError):

@@ -50,9 +50,9 @@ __all__ = [
     "LogitsProcessor", "MemoryLimitError", "ModelError", "ModelSpec", "NoRuntimeError", "NotANumberError",
     "OutriderError", "ProcessorError", "PromptError", "PromptTooLongError", "ProtocolError", "RankError",
     "RewindError", "Runtime", "RuntimeBrokenError", "RuntimeClosedError", "Score", "SessionFileError", "Settings",
-    "SettingsError", "Span", "Statistics", "StreamBusyError", "StreamFailedError", "Token", "TokenStream", "ToolCall", "TopLogprob",
-    "VocabularyMismatchError", "WrongEventLoopError", "aio", "follow", "generate_sync", "join_ranks", "keep_open",
-    "open", "open_sync", "stateless", "stream", "suggest_draft", "sync",
+    "SettingsError", "Span", "Statistics", "StreamBusyError", "StreamFailedError", "Token", "TokenStream",
+    "ToolCall", "TopLogprob", "VocabularyMismatchError", "WrongEventLoopError", "aio", "follow", "generate_sync",
+    "join_ranks", "keep_open", "open", "open_sync", "stateless", "stream", "suggest_draft", "sync",
 ]  # fmt: skip
 
 __version__: str

@@ -138,7 +138,7 @@ class RuntimeState:
 
     @property
     def num_waiting(self) -> int:
-        """Streams that wait because `max_streams` others are at work, or memory is short; as inexact as `num_streams`."""
+        """Streams that wait for a place or for memory; as inexact as `num_streams`."""
         return self._portal.runtime.num_waiting
 
     @property

@@ -48,6 +48,11 @@ class _Reservation:
     num_before: int  # tokens of a prompt cache file
     num_tokens: int
     most_tokens: int
+    has_given_way: bool = False  # nothing is reserved at the target until it grows again
+
+    def is_at(self, actor: Actor) -> bool:
+        """Whether the text is in the caches of a model."""
+        return self.opened.drafted if actor == "draft" else not self.has_given_way
 
     def size(self, actor: Actor) -> TextSize:
         """The size of the text in the caches of a model."""
@@ -154,7 +159,8 @@ class MemoryBudget:
     def grow(self, session: int) -> float | None:
         """Reserve memory for more tokens of a session. Returns: as `reserve`."""
         text = self._texts[session]
-        return self._reserve(attrs.evolve(text, num_tokens=min(text.most_tokens, text.num_tokens + GROWTH_TOKENS)))
+        num_tokens = min(text.most_tokens, text.num_tokens + GROWTH_TOKENS)
+        return self._reserve(attrs.evolve(text, num_tokens=num_tokens, has_given_way=False))
 
     def release(self, session: int) -> None:
         """Release what a session has reserved."""
@@ -170,6 +176,18 @@ class MemoryBudget:
         self._texts, self.reserved_bytes = texts, num_bytes
         self._notify()
         return math.inf if text.num_tokens == text.most_tokens else text.num_tokens
+
+    def may_give_way(self, session: int) -> bool:
+        """Whether a text has memory to give, and can be read again: the start of one in a file cannot."""
+        text = self._texts[session]
+        return not text.has_given_way and text.num_before == 0
+
+    def give_way(self, session: int) -> None:
+        """Release what a session has reserved at the target, until it grows again."""
+        if (text := self._texts.get(session)) is not None:
+            self._texts[session] = attrs.evolve(text, has_given_way=True)
+            self.reserved_bytes = self._num_bytes(self._texts.values())
+            self._notify()
 
     def shortage(self, session: int) -> str:
         """Why a session that has begun cannot grow, as a sentence for an error."""
@@ -188,7 +206,7 @@ class MemoryBudget:
 
     def _num_bytes(self, texts: Collection[_Reservation]) -> int:
         return sum(
-            model.cache_size.of([text.size(name) for text in texts if name == "target" or text.opened.drafted])
+            model.cache_size.of([text.size(name) for text in texts if text.is_at(name)])
             for name, model in self._models()
         )
 

@@ -64,7 +64,7 @@ class Sessions:
     A session begins at both actors when it is admitted: at once if there is room, otherwise in the order of arrival.
     There is room if fewer than `max_streams` are at work, and if its caches fit into the memory that is left. A text
     that outgrows what was reserved for it waits, too, before any session that has not begun. If all that are at work
-    wait so, the last one ends with `MemoryLimitError`.
+    wait so, the last one gives up its cache, and reads its text again later.
 
     It ends when its text is over, when its consumer closes or drops the stream, or with the runtime. Whatever ends it,
     its counts move to those of past sessions.
@@ -310,8 +310,8 @@ class Sessions:
         # If the actors are being cancelled, waiting sessions are about to end with RuntimeClosedError.
         if self._closed is not None or not self._target.is_serving:
             return
-        while self._growing:
-            id, session = next(iter(self._growing.items()))
+        for id in [id for id in self._admitted if id in self._growing]:
+            session = self._growing[id]
             if (num_tokens := self.memory.grow(id)) is None:
                 break
             del self._growing[id]
@@ -334,9 +334,22 @@ class Sessions:
                 session.num_reserved = num_tokens
                 self._admit(session)
         elif all(id in self._growing and id in self.by_id for id in self._admitted):
-            id, session = next(reversed(self._admitted.items()))
-            session.end(MemoryLimitError(self.memory.shortage(id)))
-            self._end(id)
+            self._make_way()
+
+    def _make_way(self) -> None:
+        """All sessions at work wait for memory: the last one gives up its cache, which is read again later."""
+        first, *others = self._admitted
+        for id in reversed(others):
+            if self.memory.may_give_way(id):
+                self._target.give_way(self._growing[id], partial(self._has_given_way, id))
+                return
+        id = others[-1] if others else first
+        self._growing[id].end(MemoryLimitError(self.memory.shortage(id)))
+        self._end(id)
+
+    def _has_given_way(self, id: int) -> None:
+        self.memory.give_way(id)
+        self._admit_next()
 
     def _grow(self, session: Session) -> None:
         session.awaits_memory = True

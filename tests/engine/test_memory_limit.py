@@ -11,7 +11,18 @@ import trio
 import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedModel, Simulation, agreeing, collect, continuation, run, simulated, text_of, truthful
+from scripted import (
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    collect,
+    continuation,
+    read_into,
+    run,
+    simulated,
+    text_of,
+    truthful,
+)
 from sweeps import sweep
 
 from actors import session as actor_session
@@ -187,32 +198,48 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_steps")
-@sweep("lookahead", [0, 3])
-async def test_texts_that_grow_wait_for_each_other_and_only_the_last_ends_if_all_would(
-    lookahead: int, autojump_clock: Any
+@sweep(("lookahead", "num_streams"), [(0, 3), (3, 3), (0, 6), ("auto", 4)])
+async def test_texts_that_grow_wait_and_give_way_and_none_is_lost(
+    lookahead: Any, num_streams: int, autojump_clock: Any
 ) -> None:
-    limit = bytes_of(1 + 200, drafted=lookahead > 0)
-    async with limited(limit, *pair()[: 1 + (lookahead > 0)]) as simulation:
+    limit = bytes_of(1 + 200, drafted=lookahead != 0) + num_streams * DRAFT_BYTES * (200 + DRAFT_SPARE)
+    async with limited(limit, *pair()[: 1 + (lookahead != 0)]) as simulation:
+        streams = [simulation.runtime.stream([n], max_tokens=150, lookahead=lookahead) for n in range(num_streams)]
         texts: dict[int, list[int]] = {}
-        errors: dict[int, Exception] = {}
-        streams = [simulation.runtime.stream([n], max_tokens=150, lookahead=lookahead) for n in range(3)]
 
-        async def one(n: int) -> None:
-            got = texts[n] = []
-            try:
-                async for token in streams[n]:
-                    got.append(token.id)
-            except MemoryLimitError as error:
-                errors[n] = error
+        async def read(n: int) -> None:
+            texts[n] = await collect(streams[n])
 
         async with trio.open_nursery() as nursery:
-            for n in range(3):
-                nursery.start_soon(one, n)
-        assert errors.keys() == {1, 2}
-        assert "memory is short for more than 41 tokens of this text beside 2 other streams" in str(errors[2])
-        for n, got in texts.items():
-            assert got == continuation([n], len(got))
-            assert (n in errors) == (len(got) < 150)
+            for n in range(num_streams):
+                nursery.start_soon(read, n)
+        assert texts == {n: continuation([n], 150) for n in range(num_streams)}
+        # Some have read their text again.
+        assert len(simulation.target.sequences) > num_streams
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_a_text_for_which_nothing_is_left_ends_with_the_sizes_and_keeps_its_tokens(autojump_clock: Any) -> None:
+    model = ScriptedModel(truthful, bytes_per_token=100)
+    async with simulated(model, memory_limit=bytes_of(200, drafted=False)) as simulation:
+        stream = simulation.runtime.stream([1], max_tokens=150)
+        got = [(await anext(stream)).id for _ in range(10)]
+        model.num_bytes = 10_000  # as if another model had been loaded
+        with pytest.raises(
+            MemoryLimitError, match=r"memory is short for more than \d+ tokens of this text beside 0 other"
+        ):
+            await read_into(got, stream)
+        assert got == continuation([1], len(got))
+        assert 10 < len(got) < 100
+        # A stream that waited may find that it does not fit any more.
+        assert await text_of(simulation, [2] * 50, max_tokens=50) == continuation([2] * 50, 50)
+        first = simulation.runtime.stream([3] * 50, max_tokens=40)
+        waiting = simulation.runtime.stream([4] * 50, max_tokens=40)
+        assert simulation.runtime.num_waiting == 1
+        model.num_bytes = 15_500
+        assert await collect(first) == continuation([3] * 50, 40)
+        with pytest.raises(PromptTooLongError, match="50 tokens > 44 maximum"):
+            await collect(waiting)
 
 
 @pytest.mark.usefixtures("small_steps")

@@ -107,7 +107,7 @@ def test_on_a_gpu_the_default_is_a_share_of_what_the_device_tells(monkeypatch: p
 
 
 async def test_a_limit_that_the_models_take_whole_is_refused_with_the_sizes() -> None:
-    with pytest.raises(runtime.ModelError, match=r"take 53\.4 kB, and memory_limit is 50\.0 kB, caches included"):
+    with pytest.raises(runtime.ModelError, match=r"take 84\.6 kB, and memory_limit is 50\.0 kB, caches included"):
         async with runtime.open((llama(), None), memory_limit=50_000):
             pass
     async with runtime.open((llama(), None), memory_limit=1_000_000) as rt:
