@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 from architectures import build
+from every_drafter import MTP_VOCAB_SIZE, at_work
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import gemma3_text, llama, mamba, near, prompt_of
 from sweeps import sweep
+from trained_drafters import KINDS as TRAINED
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.shared_passes import SharedPasses, _fitting
+from actors.trained.trained_sequence import TrainedSequence
 from protocol.cache_size import CacheSize, TextSize
 
 QUANTIZED = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 200}
@@ -109,6 +113,25 @@ async def test_a_draft_models_caches_are_reserved_too(watch: Watch) -> None:
                 nursery.start_soon(lambda n=n: rt.generate(prompt_of(30 + n, seed=n, vocab_size=60), max_tokens=20))
         watch.budget = None
     assert watch.largest > 0.05
+
+
+@sweep("kind", TRAINED)
+async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: Any
+) -> None:
+    largest, original = 0, TrainedSequence.feed
+
+    def feed(self: TrainedSequence, *args: Any) -> Any:
+        nonlocal largest
+        result = original(self, *args)
+        largest = max(largest, self.num_bytes)  # type: ignore[attr-defined]
+        return result
+
+    async with at_work(kind, tmp_path) as (rt, _):
+        monkeypatch.setattr(TrainedSequence, "feed", feed)
+        await rt.generate(prompt_of(90, vocab_size=MTP_VOCAB_SIZE), max_tokens=30, lookahead=3)
+        size = rt._draft.model.cache_size.of([TextSize(120)])
+    assert 0 < largest <= size
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
