@@ -624,6 +624,8 @@ class TargetActor(ModelActor[TargetSession]):
             self._wakeup.set()
 
     async def _give_way(self, on_done: Callable[[], None], session: TargetSession) -> None:
+        if not session.shared.awaits_memory:
+            return
         assert session.sequence is not None
         call = partial(self._emptied, session.sequence, beside_another=session.beside_another)
         session.sequence = (await self.worker.run(Job("open", call, session.id))).sequence

@@ -74,7 +74,7 @@ class MemoryBudget:
     """The memory that one runtime takes, within a limit for all runtimes of the process.
 
     A stream reserves what the caches of its text take at most until it has `GROWTH_TOKENS` tokens after the prompt, and
-    then as much again. The models' prefix caches have what is left.
+    then as much again. The models' prefix caches have what is left. A drafter in another process is not counted.
 
     To be used in trio's thread; its numbers may be read in any thread.
 

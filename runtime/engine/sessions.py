@@ -24,6 +24,7 @@ from protocol.errors import (
     ProtocolError,
     RuntimeBrokenError,
     RuntimeClosedError,
+    SessionFileError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
@@ -324,7 +325,7 @@ class Sessions:
                 id, session = next(iter(self._waiting.items()))
                 try:
                     num_tokens = self.memory.reserve(session.opened)
-                except PromptTooLongError as error:  # more models have been loaded meanwhile
+                except (PromptTooLongError, SessionFileError) as error:  # there are more models now, or a file is gone
                     session.end(error)
                     self._end(id)
                     continue
@@ -348,8 +349,9 @@ class Sessions:
         self._end(id)
 
     def _has_given_way(self, id: int) -> None:
-        self.memory.give_way(id)
-        self._admit_next()
+        if id in self._growing:
+            self.memory.give_way(id)
+            self._admit_next()
 
     def _grow(self, session: Session) -> None:
         session.awaits_memory = True

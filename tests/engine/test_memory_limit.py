@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
+from architectures import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import gemma3_text, llama, prompt_of
 from scripted import (
     ScriptedModel,
     Simulation,
     agreeing,
     collect,
     continuation,
+    ids,
     read_into,
     run,
     simulated,
@@ -25,7 +28,9 @@ from scripted import (
 )
 from sweeps import sweep
 
+import runtime
 from actors import session as actor_session
+from protocol.cache_size import TextSize
 from protocol.errors import MemoryLimitError, PromptTooLongError, RuntimeClosedError
 from runtime.engine import memory
 
@@ -45,6 +50,19 @@ def pair(agreement: float = 0.6) -> tuple[ScriptedModel, ScriptedModel]:
 def bytes_of(num_tokens: int, *, drafted: bool = True) -> int:
     """What is reserved for a text."""
     return TARGET_BYTES * num_tokens + (DRAFT_BYTES * (num_tokens + DRAFT_SPARE) if drafted else 0)
+
+
+def count_calls(of: Any, name: str) -> list[None]:
+    """A list that has an element for each call of a method from now on."""
+    calls: list[None] = []
+    method = getattr(of, name)
+
+    def counting(*args: Any, **keywords: Any) -> Any:
+        calls.append(None)
+        return method(*args, **keywords)
+
+    setattr(of, name, counting)
+    return calls
 
 
 def measured(simulation: Simulation) -> int:
@@ -276,6 +294,23 @@ async def test_closing_the_runtime_ends_the_texts_that_wait_to_grow(small_steps:
     for stream in streams:
         with pytest.raises(RuntimeClosedError):
             await collect(stream)
+
+
+@pytest.mark.usefixtures("small_steps")
+@sweep(("make", "lookahead"), [(llama, 0), (llama, 3), (lambda: gemma3_text(window=16), 0), (lambda: build("lfm2"), 0)])
+async def test_texts_of_real_models_that_give_way_are_as_without_a_limit(make: Any, lookahead: int) -> None:
+    prompts = [prompt_of(5 + n, seed=n, vocab_size=60) for n in range(4)]
+    model = make()
+    async with runtime.open((model, None), "ngram", memory_limit=None) as rt:
+        expected = await rt.generate_many(prompts, max_tokens=100, lookahead=lookahead)
+        size, weights = rt._target.model.cache_size, rt.memory.models
+    # Room for all as they begin, and for two and a half in the end; some slots of each are to spare.
+    limit = weights + size.of([TextSize(45, 45, 2)] * 4) + size.of([TextSize(45, 45, 2)]) // 8
+    async with runtime.open((model, None), "ngram", memory_limit=limit) as rt:
+        emptied = count_calls(rt._target, "_emptied")
+        found = await rt.generate_many(prompts, max_tokens=100, lookahead=lookahead)
+        assert len(emptied) > 0
+    assert [ids(each.tokens) for each in found] == [ids(each.tokens) for each in expected]
 
 
 # --- several runtimes -------------------------------------------------------------------------------
