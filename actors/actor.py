@@ -357,7 +357,11 @@ class Actor(ABC, Generic[S]):
 
 
 class ModelActor(Actor[S]):
-    """An actor with a model and a worker."""
+    """An actor with a model and a worker.
+
+    Attributes:
+        prefix_room: returns the bytes that sessions leave to the prefix cache.
+    """
 
     def __init__(
         self,
@@ -375,6 +379,9 @@ class ModelActor(Actor[S]):
         self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self.prefix_cache = PrefixCache(model, prefix_cache_bytes)
+        self.prefix_room: Callable[[], float] = lambda: math.inf
+        self._prefix_cache_bytes = prefix_cache_bytes
+        self._has_less_room = False
 
     @property
     def is_alive(self) -> bool:
@@ -451,7 +458,7 @@ class ModelActor(Actor[S]):
             if other.beside_another == session.beside_another and other.shared.opened.settings.reuse_prefix
             if (source := _source(other, session)) is not None
         ]
-        call = partial(self._opened_sequence, session, in_use)
+        call = partial(self._opened_sequence, session, in_use, self.prefix_room())
         hit = await self.worker.run(Job("open", call, session.id))
         session.sequence = hit.sequence
         session.cached_tokens.follow(FeedPlan(0, session.shared.opened.prompt[: hit.num_cached]))
@@ -459,8 +466,13 @@ class ModelActor(Actor[S]):
         self._wake_waiting()
         return hit.sequence
 
-    def _opened_sequence(self, session: S, in_use: Sequence[Source]) -> CacheHit:
-        """On the worker's thread."""
+    def _opened_sequence(self, session: S, in_use: Sequence[Source], prefix_room: float) -> CacheHit:
+        """On the worker's thread. Other prefixes than the session's own make room for it."""
+        hit = self._hit(session, in_use)
+        self.prefix_cache.shrink(prefix_room)
+        return hit
+
+    def _hit(self, session: S, in_use: Sequence[Source]) -> CacheHit:
         opened, beside_another = session.shared.opened, session.beside_another
         if opened.settings.reuse_prefix:
             # The last of these tokens is fed in any case, for its logits.
@@ -500,6 +512,22 @@ class ModelActor(Actor[S]):
     def _forget(self, session: S) -> None:
         super()._forget(session)
         self._wake_waiting()
+
+    async def _give_up_prefixes(self) -> None:
+        """Evict prefixes that have no room any more, if there may be some."""
+        if not self._has_less_room:
+            return
+        self._has_less_room = False
+        try:
+            await self.worker.run(Job("close", partial(self.prefix_cache.shrink, self.prefix_room())))
+        except JobError as error:
+            logger.warning("a cached prefix cannot be closed: %s", error)
+
+    def make_room(self) -> None:
+        """Have prefixes evicted that have no room any more, before the next job. Never waits."""
+        if self.prefix_room() < self._prefix_cache_bytes:
+            self._has_less_room = True
+            self._wakeup.set()
 
     async def settled_prefix_cache(self) -> PrefixCache:
         """The prefix cache, once the sessions that nobody wants any more have put their sequences into it.

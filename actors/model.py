@@ -11,6 +11,7 @@ from typing import Protocol
 import attrs
 import mlx.core as mx
 
+from protocol.cache_size import CacheSize
 from protocol.messages import Features
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
@@ -242,6 +243,16 @@ class Model(Protocol):
         """Largest number of positions, or None if the model names no bound."""
         ...
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weights."""
+        ...
+
+    @property
+    def cache_size(self) -> CacheSize:
+        """The memory that its caches take, by the sizes of texts."""
+        ...
+
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """Process tokens of different sequences of this model, in one forward pass as far as their caches can share
         one.
@@ -285,6 +296,8 @@ class Model(Protocol):
 class FeedsEach:
     """The part of a `Model` that concerns several texts, for one that feeds each by itself, such as a scripted one."""
 
+    num_bytes = 0
+    cache_size = CacheSize()
     feed_together = staticmethod(feed_each)
     widest_row = sys.maxsize
 

@@ -234,6 +234,11 @@ class PrefixCache:
         while self.num_bytes > self._max_bytes or len(self._entries) > MAX_SEQUENCES:
             self._evict_oldest()
 
+    def shrink(self, max_bytes: float) -> None:
+        """Evict the oldest sequences until all together take at most `max_bytes`."""
+        while self._entries and self.num_bytes > max_bytes:
+            self._evict_oldest()
+
     def close(self) -> None:
         """Close all sequences."""
         while self._entries:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -15,6 +16,10 @@ from protocol.scores import TokenScore
 from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.stop_strings import Stop
+
+# Tokens by which a text may grow while memory for more is asked for: those of passes that were launched already, with a
+# proposal, or in a row without any.
+ASK_BEFORE = 192
 
 
 class ReasoningLimit(Protocol):
@@ -53,6 +58,10 @@ class Session:
         on_change: called when the target should look at the session: the consumer has made room for a commit that did
             not fit, or the reasoning is to end. Must not wait.
         scores: of the tokens that the session is to score, as far as the target has come.
+        num_reserved: tokens, prompt included, for which there is memory.
+        on_full: called once the text has nearly as many; must not wait. It either raises `num_reserved`, or sets
+            `awaits_memory`.
+        awaits_memory: whether no round may begin, because the text has nearly `num_reserved` tokens.
     """
 
     opened: Open
@@ -70,6 +79,9 @@ class Session:
     reasoning_limit: ReasoningLimit | None = None
     on_change: Callable[[], None] | None = None
     scores: list[TokenScore] = attrs.field(factory=list)
+    num_reserved: float = math.inf
+    on_full: Callable[[], None] | None = None
+    awaits_memory: bool = False
 
     def end(self, error: OutriderError | None = None) -> None:
         """Close the commits, and record the reason. The first reason stands."""
@@ -87,12 +99,17 @@ class Session:
         if self._num_actors == 0 and self.on_left is not None:
             self.on_left()
 
+    def note_length(self, num_tokens: int) -> None:
+        """Note that the text has so many tokens now, prompt included: ask for memory for more in time."""
+        if num_tokens + ASK_BEFORE >= self.num_reserved and not self.awaits_memory and self.on_full is not None:
+            self.on_full()
+
     # --- to the consumer --------------------------------------------------------------------------
 
     @property
     def is_blocked(self) -> bool:
-        """Whether the last commit does not fit into the channel."""
-        return self.unsent is not None and self.room <= 0
+        """Whether no round may begin: the last commit does not fit into the channel, or memory is short."""
+        return self.awaits_memory or (self.unsent is not None and self.room <= 0)
 
     @property
     def room(self) -> float:

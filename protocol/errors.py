@@ -98,6 +98,10 @@ class StreamFailedError(OutriderError):
     """A job of this stream failed; the original error is the cause. The model works, and other streams go on."""
 
 
+class MemoryLimitError(OutriderError):
+    """`memory_limit` has no room for more of this text, not even after other streams have made room for it."""
+
+
 class NotANumberError(OutriderError):
     """A model's logits are NaN or infinite, so that no token can be chosen. It ends that stream alone."""
 

@@ -63,6 +63,12 @@ class OpenOptions:
             these cache options.
         prefix_cache_dir_bytes: maximum size of `prefix_cache_dir` in bytes, such as 40GB. The least recently used files
             are deleted.
+        memory_limit: bytes that the models and the caches of all streams may take together in this process, such as
+            24GB. A stream whose caches do not fit waits, first come, first served, once prefix caches have made room
+            for it. A text that does not fit alone ends where the memory does, as with the context. "auto" for 90 % of
+            what the device recommends to use, or 75 % of the memory of a CPU's machine or container. None for no limit.
+        wire_memory: whether Metal keeps the models resident, by MLX's wired limit, while the runtime is open. False
+            leaves that limit alone.
         defaults: settings for streams that do not set them: a `Settings`, or a mapping of some by name. A logits
             processor among them is shared by all streams.
         generation_config: "auto": the sampling settings in the target's generation_config.json are defaults, too, where
@@ -123,6 +129,12 @@ class OpenOptions:
     prefix_cache_dir_bytes: int = attrs.field(
         default=PREFIX_CACHE_DIR_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)
     )
+    memory_limit: int | Literal["auto"] | None = attrs.field(
+        default="auto",
+        validator=attrs.validators.optional(integer(1, or_auto=True)),
+        metadata=option("SIZE", _CACHES),
+    )
+    wire_memory: bool = attrs.field(default=True, validator=flag, metadata=option("", _CACHES))
     defaults: Any = attrs.field(default=None, metadata=option())
     generation_config: str = attrs.field(default="none", validator=one_of("auto", "none"), metadata=option("HOW"))
     chat_template_args: Mapping[str, Any] | None = attrs.field(default=None, metadata=option("JSON", _CACHES))

@@ -49,6 +49,13 @@ def shown_path(path: str) -> str:
     return excerpt(path, 1000)
 
 
+def size_in_words(num_bytes: float) -> str:
+    """A number of bytes, such as "1.50 GB"."""
+    if num_bytes < 1e6:
+        return f"{num_bytes / 1e3:.1f} kB" if num_bytes >= 1e3 else f"{num_bytes:.0f} bytes"
+    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"
+
+
 def brief(name: str, values: dict[str, Any]) -> str:
     """A representation in the form of a call, `Name(field=value, …)`, of at most 200 characters."""
     said = ", ".join(

@@ -4,6 +4,7 @@ from actors.distributed.joining import join_ranks
 from protocol.errors import (
     ConversationBusyError,
     DrafterAttachedError,
+    MemoryLimitError,
     ModelError,
     NoRuntimeError,
     NotANumberError,
@@ -46,12 +47,12 @@ from runtime.sync import generate_sync, open_sync
 __all__ = [
     "DEMO_DRAFT", "DEMO_TARGET", "DEMO_TRAINED_DRAFT", "Completion", "Completions", "Conversation",
     "ConversationBusyError", "Delta", "DrafterAttachedError", "Event", "Grammar", "Health", "Instant",
-    "LogitsProcessor", "ModelError", "ModelSpec", "NoRuntimeError", "NotANumberError", "OutriderError",
-    "ProcessorError", "PromptError", "PromptTooLongError", "ProtocolError", "RankError", "RewindError", "Runtime",
-    "RuntimeBrokenError", "RuntimeClosedError", "Score", "SessionFileError", "Settings", "SettingsError", "Span",
-    "Statistics", "StreamBusyError", "StreamFailedError", "Token", "TokenStream", "ToolCall", "TopLogprob",
-    "VocabularyMismatchError", "WrongEventLoopError", "aio", "follow", "generate_sync", "join_ranks", "keep_open",
-    "open", "open_sync", "stateless", "stream", "suggest_draft", "sync",
+    "LogitsProcessor", "MemoryLimitError", "ModelError", "ModelSpec", "NoRuntimeError", "NotANumberError",
+    "OutriderError", "ProcessorError", "PromptError", "PromptTooLongError", "ProtocolError", "RankError",
+    "RewindError", "Runtime", "RuntimeBrokenError", "RuntimeClosedError", "Score", "SessionFileError", "Settings",
+    "SettingsError", "Span", "Statistics", "StreamBusyError", "StreamFailedError", "Token", "TokenStream",
+    "ToolCall", "TopLogprob", "VocabularyMismatchError", "WrongEventLoopError", "aio", "follow", "generate_sync",
+    "join_ranks", "keep_open", "open", "open_sync", "stateless", "stream", "suggest_draft", "sync",
 ]  # fmt: skip
 
 __version__: str

@@ -124,6 +124,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     # --- the loop ---------------------------------------------------------------------------------
 
     async def _turn(self) -> None:
+        await self._give_up_prefixes()
         if job := self._next_job():
             await self._work(*job)
         else:

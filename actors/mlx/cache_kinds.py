@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
 )
 
 from actors.mlx.row_caches import RowArraysCache, RowKVCache, RowRingCache
-from actors.mlx.sliding_window import MAX_TRIM, SlidingWindowCache
+from actors.mlx.sliding_window import MAX_TRIM, NUM_SPARE, SlidingWindowCache
 
 Restore = Callable[[], None]
 
@@ -130,6 +130,19 @@ class CacheKind:
                 setattr(layer, name, self._kept(value))
 
         return restore
+
+    def most_slots(self, layer: Any) -> int | None:
+        """The most slots for tokens, without those that a wide pass adds; None if the cache has one for each token."""
+        return None
+
+    def slot_bytes(self, layer: Any, longer: Any, num_more: int) -> int:
+        """Bytes of a slot, of a cache that holds some tokens; `longer` holds `num_more` more. 0 if it has no slots, but
+        states of one size.
+        """
+        if getattr(layer, "keys", None) is None:
+            return int(longer.nbytes - layer.nbytes) // num_more
+        keys = layer.keys[0] if isinstance(layer.keys, (list, tuple)) else layer.keys  # quantised ones have parts
+        return int(layer.nbytes) // int(keys.shape[-2])
 
     def checkpoint_bytes(self, layer: Any) -> int:
         """Bytes that a checkpoint adds in memory, once the cache has changed."""
@@ -308,6 +321,9 @@ class RotatingKVCacheKind(CacheKind):
         """
         return SlidingWindowCache(layer.max_size) if layer.keep == 0 else layer
 
+    def most_slots(self, layer: RotatingKVCache) -> int:
+        return int(layer.max_size)
+
     def can_trim_after(self, layer: RotatingKVCache, num_tokens: int, back_to: int | None = None) -> bool:
         return bool(layer.offset + num_tokens < layer.max_size)
 
@@ -339,6 +355,9 @@ class SlidingWindowCacheKind(RotatingKVCacheKind):
     is_overwritten = False
     state_name = RotatingKVCache.__name__
 
+    def most_slots(self, layer: SlidingWindowCache) -> int:  # type: ignore[override]
+        return int(layer.max_size) + NUM_SPARE
+
     def can_trim_after(self, layer: SlidingWindowCache, num_tokens: int, back_to: int | None = None) -> bool:  # type: ignore[override]
         return layer.can_trim_after(num_tokens, layer.offset if back_to is None else back_to)
 
@@ -365,6 +384,9 @@ class ChunkedKVCacheKind(CacheKind):
     kept = ("keys", "values", "offset", "start_position")
     is_overwritten = True
 
+    def most_slots(self, layer: ChunkedKVCache) -> int:
+        return int(layer.chunk_size) + int(layer.step)
+
     def can_trim_after(self, layer: ChunkedKVCache, num_tokens: int, back_to: int | None = None) -> bool:
         first_cached = max(layer.start_position, layer.offset - layer.chunk_size if num_tokens else 0)
         length = layer.offset if back_to is None else back_to
@@ -387,6 +409,9 @@ class ArraysCacheKind(CacheKind):
 
     cache_class = ArraysCache
     kept = ("cache", "left_padding", "lengths")
+
+    def slot_bytes(self, layer: ArraysCache, longer: ArraysCache, num_more: int) -> int:
+        return 0
 
     def state(self, layer: ArraysCache) -> State:
         return layer.state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import attrs
@@ -10,10 +12,15 @@ from mlx.nn.layers.base import Module
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from actors.mlx.cache_kinds import kind_of, kinds_of
+from actors.mlx.cache_kinds import CacheKind, kind_of, kinds_of
+from actors.mlx.row_caches import MAX_WIDTH, STEP
 from actors.model import RewindMode
+from protocol.cache_size import CacheSize
 
 Rewind = Literal["auto", "trim", "checkpoint", "none"]
+
+# Tokens with which shapes are measured: more than a convolution keeps.
+_NUM_MEASURED = 16
 
 
 @attrs.frozen
@@ -50,6 +57,34 @@ class CacheOptions:
         if quantized:
             attrs.evolve(self, quantized_kv_start=0).quantize(cache, num_tokens)
         return cache
+
+    def size(self, model: Module, *, are_rows: bool) -> CacheSize:
+        """The sizes of a text's caches, by shapes that are never computed. `are_rows`: whether texts share passes."""
+        windows: Counter[int] = Counter()
+        slot_bytes = fixed_bytes = 0
+        for kind, layer, longer in self._measured(model, quantized=False):
+            each = kind.slot_bytes(layer, longer, _NUM_MEASURED)
+            if each == 0:
+                fixed_bytes += int(longer.nbytes)
+            elif (most_slots := kind.most_slots(layer)) is None:
+                slot_bytes += each
+            else:
+                windows[most_slots] += each
+        size = CacheSize(slot_bytes, tuple(windows.items()), fixed_bytes, STEP + MAX_WIDTH, are_rows)
+        if self.kv_bits is None:
+            return size
+        each = sum(
+            kind.slot_bytes(layer, longer, _NUM_MEASURED)
+            for kind, layer, longer in self._measured(model, quantized=True)
+            if kind.most_slots(layer) is None  # the others cannot be quantised
+        )
+        return attrs.evolve(size, slot_bytes=each, dense_slots=self._quantized_from, dense_slot_bytes=slot_bytes)
+
+    def _measured(self, model: Module, *, quantized: bool) -> Iterator[tuple[CacheKind, Any, Any]]:
+        """Each cache of a short text with its kind, and that of one with `_NUM_MEASURED` more tokens."""
+        short, longer = (self.grown_cache(model, n * _NUM_MEASURED, quantized=quantized) for n in (1, 2))
+        for (kind, layer), (_, longer_layer) in zip(kinds_of(short), kinds_of(longer), strict=True):
+            yield kind, layer, longer_layer
 
     def can_trim(self, cache: list[Any], num_tokens: int, back_to: int | None = None) -> bool:
         """Whether every layer could take `num_tokens` more and then drop its tail; see `CacheKind.can_trim_after`."""

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,6 +31,7 @@ from actors.mlx.shared_passes import SharedPasses
 from actors.model import RewindMode
 from actors.probe import PROBED, check_logits
 from actors.trained.features import FeatureRecorder
+from protocol.cache_size import CacheSize
 from protocol.errors import ModelError
 
 logger = logging.getLogger("outrider")
@@ -151,6 +153,7 @@ class MLXModel(SharedPasses):
         self._context_length = context_length_of(model)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
+        self._cache_size = options.size(model, are_rows=self._obstacle is None)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
         """While in force, the model's layers evaluate their results for sequences that ask for it."""
@@ -168,6 +171,10 @@ class MLXModel(SharedPasses):
     @property
     def context_length(self) -> int | None:
         return self._context_length
+
+    @property
+    def cache_size(self) -> CacheSize:
+        return self._cache_size
 
     @property
     def cache_options(self) -> dict[str, int | None]:
@@ -205,9 +212,8 @@ class MLXModel(SharedPasses):
         """How many ranks the model is sharded over."""
         return 1
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
-        """Memory of the weights."""
         return sum(weight.nbytes for weight in _weights_of(self._model))
 
     def anatomy(self) -> Anatomy:

@@ -61,7 +61,7 @@ class RowCache(ABC):
 
     @abstractmethod
     def shrink(self, longest: int) -> None:
-        """Free memory that rows of at most `longest` tokens do not need, if it is much."""
+        """Drop what rows of at most `longest` tokens do not need; another row, which may be longer, is removed next."""
 
     @property
     @abstractmethod
@@ -140,10 +140,10 @@ class RowKVCache(RowCache):
             self.keys, self.values = _without(self.keys, row), _without(self.values, row)
 
     def shrink(self, longest: int) -> None:
-        num_slots = (longest // STEP + 1) * STEP
-        if self.keys is not None and self.values is not None and self.keys.shape[2] > 2 * num_slots:
-            self.keys = mx.contiguous(self.keys[:, :, :num_slots])
-            self.values = mx.contiguous(self.values[:, :, :num_slots])
+        num_slots = self._num_slots_for(max(1, longest))
+        if self.keys is not None and self.values is not None and self.keys.shape[2] > num_slots:
+            # Views, which `remove` copies.
+            self.keys, self.values = self.keys[:, :, :num_slots], self.values[:, :, :num_slots]
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:

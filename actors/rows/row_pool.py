@@ -7,9 +7,8 @@ from typing import Generic, TypeVar
 
 from actors.rows.row_text import RowText
 from actors.rows.rows import Rows
+from protocol.cache_size import MAX_FREE_SLOTS, MAX_PADDING
 
-# Every row has as many slots as the longest. All slots are at most this multiple of all tokens, or this many if more.
-MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
 # A row leaves the batch once it has missed this many passes, each of which computed padding for it.
 MAX_PASSES_MISSED = 4
 
@@ -41,10 +40,12 @@ class RowPool(Generic[T, R]):
         if len(texts) < 2 and not self._rows:
             return []
         rows = [text for text in texts if may_share(text)]
+        too_long: set[T] = set()
         if self.batch.pads_texts:
             others = [text for text in self._rows if text.batch is self.batch]
             fitting = _fitting({text: text.length for text in (*others, *rows)})
             rows = [text for text in rows if text in fitting]
+            too_long = {text for text in others if text not in fitting}
         if len(rows) < 2:
             # A single text stays a row while there are others, which may be fed again in the next pass.
             rows = [text for text in rows if text in self._rows and len(self._rows) > 1]
@@ -53,7 +54,7 @@ class RowPool(Generic[T, R]):
         self.has_fed_rows = True
         self._rows = {text: missed + 1 for text, missed in self._rows.items() if text.batch is self.batch}
         for text, missed in list(self._rows.items()):
-            if text not in rows and missed > MAX_PASSES_MISSED:
+            if text in too_long or (text not in rows and missed > MAX_PASSES_MISSED):
                 text.leave_batch()
                 del self._rows[text]
         if not self._rows:

@@ -90,13 +90,13 @@ class Rows:
         """Remove a row and its text."""
         self._settle()
         row = self._row_of[key]
+        longest = max((length for other, length in enumerate(self._lengths) if other != row), default=0)
         for rows in self._row_caches:
+            rows.shrink(longest)
             rows.remove(row)
         for column in (self.keys, self._lengths, self._lengths_before, self._goes_back):
             del column[row]
         self._row_of = {other: index for index, other in enumerate(self.keys)}
-        for rows in self._row_caches:
-            rows.shrink(max(self._lengths, default=0))
 
     def run(self, widths: Mapping[object, int], forward: Callable[[list[Any]], T]) -> T:
         """Run a pass that reads tokens of some rows: by key how many, >= 0, at most `widest_row`.

@@ -11,8 +11,9 @@ import attrs
 import trio
 
 from actors.actor import ModelActor
-from actors.model import CacheLostError, Model
+from actors.model import CachedSequence, CacheLostError, Model
 from actors.prefill import prefill_chunk
+from actors.prefix_cache import CacheHit
 from actors.probe import PROBED, probe
 from actors.session import Session
 from actors.target.drafter_link import DrafterLink
@@ -29,6 +30,10 @@ from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Share
+
+# Passes of fewer sessions than are open, after one that has failed for want of memory, before more share one again: a
+# failure may cost all texts in the pass their caches.
+SMALL_PASSES = 256
 
 BriefJob = Callable[[TargetSession], Awaitable[None]]
 
@@ -70,7 +75,7 @@ class TargetActor(ModelActor[TargetSession]):
         drafter: the link to the drafter, which is missing until `DrafterLink.attach`.
         max_batch: most sessions that share a pass.
         most_rounds: most sessions in the next pass; fewer after a shared pass has failed, as if it had been too large
-            for the memory.
+            for the memory. Twice as many are tried after `SMALL_PASSES`, then after twice as many passes, and so on.
     """
 
     name = "target"
@@ -101,6 +106,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._target_queue = target_queue
         self.drafter = DrafterLink(lambda: len(self._sessions), prices, partial(self._note, kind="overdue"))
         self.max_batch = self.most_rounds = max_batch
+        self._num_small_passes, self._most_small_passes = 0, SMALL_PASSES
         self._passes = Passes(model)
         self._pass_prices = PassPrices(prices, worker)
         self._running: _Running | None = None
@@ -137,6 +143,7 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _turn(self) -> None:
         self._take_in()
+        await self._give_up_prefixes()
         if self._brief_jobs:
             session = next(iter(self._brief_jobs))
             await self._run_brief_job(session, self._brief_jobs.pop(session))
@@ -252,8 +259,16 @@ class TargetActor(ModelActor[TargetSession]):
     def _set_num_texts(self) -> None:
         num_texts = len(self._texts)
         if num_texts <= self.most_rounds:
-            self.most_rounds = self.max_batch
+            self.most_rounds, self._most_small_passes = self.max_batch, SMALL_PASSES
         self.prices.num_texts = max(1, min(num_texts, self.most_rounds))
+
+    def _count_small_pass(self) -> None:
+        if self.most_rounds == self.max_batch:
+            return
+        self._num_small_passes += 1
+        if self._num_small_passes >= self._most_small_passes:
+            self._num_small_passes, self._most_small_passes = 0, 2 * self._most_small_passes
+            self.most_rounds = min(self.max_batch, 2 * self.most_rounds)
 
     def _view(self) -> tuple[TargetView, float]:
         """What the target could do, and when to look again, in seconds on the worker's clock."""
@@ -454,6 +469,7 @@ class TargetActor(ModelActor[TargetSession]):
             width = max([session.row.num_tokens for session in sessions if session.row is not None], default=1)
             self._pass_prices.learn_verified(job, sessions, num_texts, num_computed, width)
         running.is_first, running.going_on = False, []
+        self._count_small_pass()
         for session, ready_s, result in zip(sessions, running.ready_s, results, strict=True):
             session.shared.counts.wait(job.began - ready_s)
             session.has_shared = session.has_shared or len(sessions) > 1
@@ -497,13 +513,14 @@ class TargetActor(ModelActor[TargetSession]):
             self._pass_prices.learn_round(session, len(commit.tokens), round_s, was_proposed=was_proposed)
         session.was_plain = not was_proposed
         session.shared.unsent = commit
+        session.shared.note_length(len(session.state.committed))
         if not is_plain:
             self._begin_round(session)
             return False
         session.shared.deliver_nowait()
         if commit.finish_reason is not None:
             return False
-        if session.shared.unsent is not None:
+        if session.shared.unsent is not None or session.shared.awaits_memory:
             session.is_blocked = True
         elif session.state.phase is SessionPhase.PROPOSING:
             self._begin_round(session)
@@ -548,7 +565,7 @@ class TargetActor(ModelActor[TargetSession]):
         else:
             for session in sessions:
                 session.goes_alone = True
-            self.most_rounds = max(1, len(sessions) // 2)
+            self._num_small_passes, self.most_rounds = 0, max(1, len(sessions) // 2)
 
     async def _read_again(self, session: TargetSession) -> None:
         """Feed some of the tokens that a session's cache has lost, in one pass of bounded size."""
@@ -583,7 +600,7 @@ class TargetActor(ModelActor[TargetSession]):
         """Hand the consumers the commits of the last pass. Never waits."""
         for session in self._texts.values():
             session.shared.deliver_nowait()
-            if session.is_blocked and session.shared.unsent is None:
+            if session.is_blocked and not session.shared.is_blocked:
                 # Its consumer has taken a commit, but has not called `make_room` yet.
                 self._look_at(session)
 
@@ -607,6 +624,30 @@ class TargetActor(ModelActor[TargetSession]):
             features.want(session.state.phase is not SessionPhase.UNDRAFTED)
         session.shared.counts.cached_tokens = len(session.cached_tokens)
         session.reads_until = session.shared.opened.num_read
+
+    def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:
+        """Empty the cache of a text that waits for memory; it is read again when the text goes on. Never waits.
+
+        Args:
+            on_done: called once that is done, unless the session ends before.
+        """
+        if (session := self._sessions.get(shared.opened.session)) is not None and not session.has_ended:
+            self._brief_jobs[session] = partial(self._give_way, on_done)
+            self._wakeup.set()
+
+    async def _give_way(self, on_done: Callable[[], None], session: TargetSession) -> None:
+        if not session.shared.awaits_memory:
+            return
+        assert session.sequence is not None
+        call = partial(self._emptied, session.sequence, beside_another=session.beside_another)
+        session.sequence = (await self.worker.run(Job("open", call, session.id))).sequence
+        session.notice_loss()
+        on_done()
+
+    def _emptied(self, sequence: CachedSequence, *, beside_another: bool) -> CacheHit:
+        """On the worker's thread."""
+        sequence.close()
+        return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
 
     async def _end_prompt(self, session: TargetSession) -> None:
         """Begin the rounds or the scoring, now that the prompt is read."""

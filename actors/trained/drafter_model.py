@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +12,16 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from actors.mlx.row_caches import MAX_WIDTH, STEP
 from actors.mlx.shared_passes import is_close
 from actors.model import Feed, FeedsEach
 from actors.trained.kinds.attach import attach
 from actors.trained.shared_reading import read_together
 from actors.trained.trained_sequence import TrainedSequence
+from protocol.cache_size import CacheSize
+
+# Tokens of the text whose growth is measured.
+_NUM_MEASURED = 16
 
 # The probe's texts: the length at which each is a row, and how many of its tokens the two passes read.
 _PROBES = ((3, (2, 1)), (6, (3, 1)))
@@ -28,6 +33,7 @@ class TrainedDrafter(FeedsEach):
     Attributes:
         target: mlx-lm's model.
         feature_layers, vocab_size, module, num_draft_tokens, arrays: see `Attached`.
+        cache_size: see `Model.cache_size`.
     """
 
     context_length = None
@@ -53,6 +59,21 @@ class TrainedDrafter(FeedsEach):
         self._passes = attached.passes
         self._obstacle: str | None = None if self._passes else "drafters of this kind read one text at a time"
         self._is_probed = self._obstacle is not None
+        self.cache_size = self._measured_size()
+
+    def _measured_size(self) -> CacheSize:
+        """The growth of a text by one step of its buffers."""
+        short, longer = (self._bytes_of(_NUM_MEASURED + more) for more in (0, STEP))
+        slot_bytes = -(-(longer - short) // STEP)
+        return CacheSize(slot_bytes, (), max(0, short - STEP * slot_bytes), STEP + MAX_WIDTH)
+
+    def _bytes_of(self, num_tokens: int) -> int:
+        sequence = self._open_sequence()
+        sequence.give_nothing(num_tokens)
+        sequence.feed((0,) * num_tokens, 0)
+        num_bytes = sequence.num_bytes
+        sequence.close()
+        return num_bytes
 
     def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
         """The same drafter, loaded once more and quantised; see `attach`."""
@@ -119,8 +140,8 @@ class TrainedDrafter(FeedsEach):
         """One layer is evaluated in one go."""
         yield
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights."""
+    @cached_property
+    def num_bytes(self) -> int:  # type: ignore[override]
+        """Memory of the weights, without those that it shares with the target."""
         weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self.module.parameters())]
         return sum(array.nbytes for array in [*weights, *self.arrays])

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import cast
 
+import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from actors.mlx.model import MLXModel
 from actors.model import CachedSequence, Feed
 from actors.translated.translated_sequence import TokenTables, TranslatedSequence
+from protocol.cache_size import CacheSize
 from protocol.vocabulary_map import VocabularyMap
+
+# A text has about as many tokens in either vocabulary, seldom twice as many.
+_TOKENS_PER_TOKEN = 2
 
 
 class TranslatedModel:
@@ -41,6 +46,12 @@ class TranslatedModel:
     def num_bytes(self) -> int:
         """Memory of the weights."""
         return self._model.num_bytes
+
+    @property
+    def cache_size(self) -> CacheSize:
+        """For the target's tokens, if each is read as `_TOKENS_PER_TOKEN` of the model's own at most."""
+        own = self._model.cache_size
+        return attrs.evolve(own, slot_bytes=_TOKENS_PER_TOKEN * own.slot_bytes)
 
     @property
     def context_length(self) -> int | None:

@@ -18,7 +18,7 @@ from mlx.nn.layers.base import Module
 from actors.mlx.model import quantize_weights
 from protocol.errors import ModelError
 from runtime.bench.small_models import WrappedModel, drawn_model, weights_of
-from runtime.loading.device import physical_memory
+from runtime.loading.device import device_memory
 
 # The part of the memory that the weights may take: caches and passes need some.
 MAX_PART_OF_MEMORY = 0.75
@@ -187,15 +187,6 @@ def shaped_pair(
         for _, weight in weights_of(model):
             mx.eval(weight)
     return pair
-
-
-def device_memory() -> int:
-    """The memory that the models may share with everything else, in bytes."""
-    information = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
-    for name in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-        if name in information:
-            return int(information[name])
-    return physical_memory()
 
 
 def _in_words(dtype: str, quantization: Mapping[str, Any] | None) -> str:

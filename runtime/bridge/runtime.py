@@ -19,7 +19,7 @@ from runtime.bridge.conversation import Conversation
 from runtime.bridge.portal import Portal, TrioThread
 from runtime.bridge.streams import Completions, TokenStream
 from runtime.engine import opening
-from runtime.engine.runtime import Health
+from runtime.engine.runtime import Health, Memory
 from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.conversation import turn_settings
 from runtime.generation.many_prompts import (
@@ -138,8 +138,18 @@ class RuntimeState:
 
     @property
     def num_waiting(self) -> int:
-        """Streams that wait because `max_streams` others are at work; as inexact as `num_streams`."""
+        """Streams that wait for a place or for memory; as inexact as `num_streams`."""
         return self._portal.runtime.num_waiting
+
+    @property
+    def context_in_memory(self) -> int | None:
+        """See `runtime.Runtime.context_in_memory`."""
+        return self._portal.runtime.context_in_memory
+
+    @property
+    def memory(self) -> Memory:
+        """See `runtime.Runtime.memory`."""
+        return self._portal.runtime.memory
 
 
 class Runtime(RuntimeState):

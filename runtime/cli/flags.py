@@ -47,7 +47,12 @@ def hint_for(given: str, known: Sequence[str], *, by_request: bool = False) -> s
 
 
 # Flags whose arguments have another name.
-_NAMED_OTHERWISE = {"lookaheads": "--lookahead", "stalled_s": "--stalled-seconds", "grace_s": "--grace-seconds"}
+_NAMED_OTHERWISE = {
+    "lookaheads": "--lookahead",
+    "stalled_s": "--stalled-seconds",
+    "grace_s": "--grace-seconds",
+    "wire_memory": "--no-wire-memory",
+}
 
 
 def flag(name: str) -> str:

@@ -51,4 +51,5 @@ def follow_target(_: argparse.Namespace, models: Models) -> None:
     """Follow a command that opens one runtime."""
     from runtime.ranks.following import follow
 
-    follow(models.target, models.options["group"], models.draft)
+    wire_memory = models.options.get("wire_memory", True)
+    follow(models.target, models.options["group"], models.draft, wire_memory=wire_memory)

@@ -21,9 +21,8 @@ import trio
 from protocol.errors import ModelError, RuntimeBrokenError, SettingsError
 from protocol.open_options import MAX_BATCH, OpenOptions
 from protocol.options import options_of
-from protocol.reprs import shown
 from runtime.cli.arguments.models import Models, add_models, models_of
-from runtime.cli.arguments.settings import add_defaults, add_flags, add_option, add_options, defaults_of, parse_size
+from runtime.cli.arguments.settings import add_defaults, add_flags, add_option, add_options, defaults_of
 from runtime.cli.command import Command
 from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
@@ -99,11 +98,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             "TOML file with several models, each loaded at its first request; replaces --target and --draft; cache "
             "options and settings given here are for models that do not set them in the file",
         ),
-        (
-            "--memory-limit SIZE",
-            "memory that the models of --config may take, such as 24GB; to make room for another model, the least "
-            "recently used idle one is unloaded (default: no limit)",
-        ),
     )
     add_defaults(parser)
     add_flags(
@@ -135,7 +129,6 @@ def serve(arguments: argparse.Namespace) -> CommandOutcome:
     proxies = [network(proxy) for proxy in arguments.trusted_proxy]
     limits = attrs.evolve(limits, max_connections=make_room_for_connections(limits.max_connections))
     _check_no_model(arguments, models)
-    memory_limit = _memory_limit(arguments)
     key = api_key(arguments.api_key)
     bound = bind(arguments.host, arguments.port, has_key=key is not None)
     outcome = CommandOutcome()
@@ -153,7 +146,6 @@ def serve(arguments: argparse.Namespace) -> CommandOutcome:
             models=models,
             served=served,
             limits=limits,
-            memory_limit=memory_limit,
             key=key,
             proxies=proxies,
             bound=bound,
@@ -170,7 +162,6 @@ class _Server(SignalScope):
     _models: Models
     _served: Sequence[ServedModel]
     _limits: Limits
-    _memory_limit: int | None
     _key: str | None
     _proxies: list[IpNetwork]
     _bound: socket.socket  # not listening yet
@@ -205,7 +196,7 @@ class _Server(SignalScope):
         pool = model_pool(
             self._served,
             partial(open_model, schema_s=limits.schema_s),
-            memory_limit=self._memory_limit,
+            memory_limit=limit if isinstance(limit := self._models.options.get("memory_limit"), int) else None,
             used_bytes=mx.get_active_memory,
             free_memory=free_memory,
             # The display has already shown the loading of a single model.
@@ -284,18 +275,6 @@ def _name_drafter(spec: ServedModel) -> None:
 
 
 # --- the models -----------------------------------------------------------------------------------
-
-
-def _memory_limit(arguments: argparse.Namespace) -> int | None:
-    given: str | None = arguments.memory_limit
-    if given is None:
-        return None
-    if arguments.config is None:
-        raise SettingsError("--memory-limit decides which of several models are in memory; give them by --config")
-    num_bytes = parse_size(given)
-    if not isinstance(num_bytes, int) or num_bytes < 1:
-        raise SettingsError(f"--memory-limit must be a size such as 24GB or 512MB, got {shown(given)}")
-    return num_bytes
 
 
 def _served(arguments: argparse.Namespace, models: Models, options: Mapping[str, Any]) -> Sequence[ServedModel]:

@@ -17,18 +17,20 @@ from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharded_model import ShardedModel
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import Anatomy, MLXModel, dtypes_of
-from actors.model import RewindMode
+from actors.model import Model, RewindMode
 from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import ModelError, RankError, VocabularyMismatchError
 from protocol.open_options import OpenOptions
+from protocol.reprs import size_in_words
 from protocol.settings import AUTO_DRAFT, MTP
 from protocol.trace import Actor
 from runtime.doctor.agreement import BEGINNINGS, agreement_rows
 from runtime.doctor.conclusion import Findings, conclude, width_cost
+from runtime.engine.memory import MemoryBudget, weights_of
 from runtime.loading.blas import blas_in_use
-from runtime.loading.device import processor_name
+from runtime.loading.device import default_memory_limit, processor_name
 from runtime.loading.drafters import Suggestion, suggest_draft
 from runtime.loading.model_files import name_of
 from runtime.loading.model_sources import (
@@ -96,6 +98,7 @@ class Diagnosis:
     findings: Findings  # of both
     vocabulary_note: str  # how much of their vocabularies they share, what differs, or why nothing was compared
     device: str
+    memory: str  # how long a text may be by default, in words
     load: str | None = None  # of the machine, where other programs were at work when the examination began
 
 
@@ -164,6 +167,7 @@ async def examine(
         same, is_translated, note = await _compare(worker, loaded, draft_model)
         suggestions: tuple[Suggestion, ...] = ()
         has_trained = draft_here is not None and draft_model is None
+        memory = _memory_of(loaded.model, None if draft_here is None else draft_here[2].model)
         if loaded.tokenizer is not None and not same and not has_trained and not isinstance(target, tuple):
             on_progress("looking for draft models on the disk")
             # Suggestions are optional: a disk that cannot be searched must not hide the measurements.
@@ -197,7 +201,7 @@ async def examine(
         exchange_seconds=examined.exchange_seconds,
         num_ranks=examined.num_ranks,
     )
-    return Diagnosis(examined, examined_draft, findings, note, mx.default_device().type.name, load)
+    return Diagnosis(examined, examined_draft, findings, note, mx.default_device().type.name, memory, load)
 
 
 def check_examined(
@@ -268,6 +272,18 @@ async def _examine_on(
         raise ModelError(f"{named} failed while it was examined: {error.__cause__}") from error.__cause__
 
 
+def _memory_of(target: MLXModel, draft: Model | None) -> str:
+    """The longest text by the default of `memory_limit`, in words."""
+    models = [target] if draft is None else [target, draft]
+    limit = default_memory_limit(weights_of(models))
+    budget = MemoryBudget(limit, target, lambda: draft, lambda: None)
+    longest, token_bytes = budget.longest_text, sum(model.cache_size.slot_bytes for model in models)
+    budget.close()
+    length = "any number of tokens" if longest is None else f"{longest:,} tokens"
+    bound = "" if target.context_length is None else f" (its context: {target.context_length:,})"
+    return f"{length}{bound} at {size_in_words(token_bytes)} each, within a memory_limit of {size_in_words(limit)}"
+
+
 async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -> tuple[bool | None, bool, str]:
     if draft is None:
         return None, False, "no draft model"
@@ -308,7 +324,7 @@ def report(diagnosis: Diagnosis) -> list[Section]:
                     said = "not compared: "
             pair.insert(0, ("vocabularies", said + diagnosis.vocabulary_note))
         sections += [("draft", rows), ("pair", pair)]
-    machine = [("device", diagnosis.device)]
+    machine = [("device", diagnosis.device), ("a text has room for", diagnosis.memory)]
     if findings.blas is not None:
         machine.append(("linear algebra", findings.blas))
     if diagnosis.load is not None:

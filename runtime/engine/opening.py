@@ -5,6 +5,7 @@ runtime in use.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
@@ -46,16 +47,19 @@ from protocol.errors import (
 )
 from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, OpenOptions, WorkAhead
 from protocol.prices import Prices
+from protocol.reprs import size_in_words
 from protocol.settings import AUTO_DRAFT, NGRAM, SettingsLike, keywords_of
 from protocol.settings_keywords import SettingsArguments
 from protocol.target_queue import TargetQueue
 from protocol.trace import Actor, Event
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot, Load, LoadedDrafter
 from runtime.engine.events import Events
+from runtime.engine.memory import weights_of
 from runtime.engine.nursery import BackgroundNursery, interrupts_unwrapped
 from runtime.engine.runtime import CLOSED, Runtime
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import TokenStream
+from runtime.loading.device import default_memory_limit
 from runtime.loading.model_files import sampling_defaults
 from runtime.loading.model_sources import (
     Loaded,
@@ -96,6 +100,8 @@ class OpenArguments(TypedDict, total=False):
     idle_reading: bool
     prefix_cache_dir: str | os.PathLike[str] | None
     prefix_cache_dir_bytes: int
+    memory_limit: int | Literal["auto"] | None
+    wire_memory: bool
     defaults: SettingsLike | None
     generation_config: str
     chat_template_args: Mapping[str, Any] | None
@@ -125,8 +131,8 @@ async def open(
 
     Raises: before the block is entered, with everything released again:
         SettingsError: the target is missing, or an option is unknown or out of its range.
-        ModelError: a model cannot be loaded (the original error is the cause), or its caches do not support the
-            `rewind` that was named.
+        ModelError: a model cannot be loaded (the original error is the cause), its caches do not support the `rewind`
+            that was named, or the models take all of `memory_limit`.
         VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
         RankError: another rank has failed, or has another model. If that happens later, it is the cause of the
             `RuntimeBrokenError` that every stream raises.
@@ -144,7 +150,8 @@ async def open(
     async with AsyncExitStack() as stack:
         # First in, last out: a trace includes the last spans of the workers.
         listener = await _begin_trace(given.trace, events, stack)
-        stack.enter_context(wired_memory())
+        if given.wire_memory:
+            stack.enter_context(wired_memory())
         draft_stack = await stack.enter_async_context(AsyncExitStack())  # released with the drafter
         worker = await stack.enter_async_context(worker_for(events, group, given.draft_rank))
         if group is not None:
@@ -168,6 +175,8 @@ async def open(
         options["max_batch"] = max_batch
         if given.max_streams == "auto":
             options["max_streams"] = AUTO_TURNS if max_batch == 1 else max(AUTO_TURNS, min(AUTO_STREAMS, max_batch))
+        models = [loaded.model, *([at_draft[0]] if isinstance(at_draft, tuple) else [])]
+        options["memory_limit"] = _memory_limit(given.memory_limit, weights_of(models))
         asks = given.generation_config == "auto"
         sampling = sampling_defaults(loaded.folder) if asks else {}
         options["defaults"] = {**sampling, **keywords_of(given.defaults, "defaults")}
@@ -362,19 +371,28 @@ async def keep_open(
         is_released.set()
 
 
+def _memory_limit(given: int | str | None, model_bytes: int) -> int | None:
+    """Raises: ModelError: the models take all of the memory that was given."""
+    if not isinstance(given, int):
+        return None if given is None else default_memory_limit(model_bytes)
+    if given <= model_bytes:
+        raise ModelError(
+            f"the weights of the models take {size_in_words(model_bytes)}, and memory_limit is {size_in_words(given)}, "
+            "caches included; raise it, or use smaller or quantised models"
+        )
+    return given
+
+
 def _warn_if_too_large(*models: MLXModel | TranslatedModel | TrainedDrafter) -> None:
     if (limit := recommended_working_set()) is None:
         return
-    # One module may be target and draft model.
-    distinct = {id(model.module): model for model in models}
-    num_bytes = sum(model.num_bytes for model in distinct.values())
-    if num_bytes > limit:
+    if (num_bytes := weights_of(models)) > limit:
         logger.warning(
             "the weights of the models take %.1f GB, and this device recommends to use at most %.1f GB, caches "
             "included: expect it to be slow; use a smaller or quantised model%s",
             num_bytes / 1e9,
             limit / 1e9,
-            ", or no draft model" if len(distinct) > 1 else "",
+            ", or no draft model" if len(models) > 1 else "",
         )
 
 
@@ -404,7 +422,8 @@ async def running(
         draft_resources: closed once the drafter is detached, or the runtime is left.
         load_draft: loads a drafter to attach; None if none can be attached.
         chains: see `DraftActor`.
-        **options: those of `open` that are about streams and prefix caches; `max_streams` is a number or None.
+        **options: those of `open` that are about streams, prefix caches and memory; `max_streams` is a number or None,
+            and "auto" means no `memory_limit`.
 
     Cancellation: as `open`.
     """
@@ -454,6 +473,7 @@ async def running(
                 chains=chains,
                 max_batch=given.max_batch,
             )
+            actor.prefix_room = lambda: math.inf if runtime is None else runtime._sessions.memory.prefix_room("draft")
             keep_on_disk(actor)
             return actor
 
@@ -475,6 +495,7 @@ async def running(
             prices,
             nursery,
             given.max_streams,
+            None if given.memory_limit == "auto" else given.memory_limit,
             tokenizer if shared_tokenizer is None else shared_tokenizer,
             given.defaults,
             reads_when_idle=given.idle_reading,
@@ -489,6 +510,7 @@ async def running(
         finally:
             _current.set(before)
             end()
+            runtime._sessions.memory.close()
 
 
 def stream(prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[SettingsArguments]) -> TokenStream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Never, Unpack, overload
@@ -58,6 +59,21 @@ class Health:
         return self.target and self.draft is not False
 
 
+@attrs.frozen
+class Memory:
+    """Memory in bytes.
+
+    Attributes:
+        limit: that models and caches may take together, in this process; None for no limit.
+        models: of the weights.
+        reserved: for the caches of the streams that have begun; at most as much is in use.
+    """
+
+    limit: int | None
+    models: int
+    reserved: int
+
+
 class Runtime:
     """Two models at work; made by `runtime.open` and `runtime.keep_open`.
 
@@ -79,6 +95,7 @@ class Runtime:
         prices: Prices,
         nursery: trio.Nursery,
         max_streams: int | None,
+        memory_limit: int | None,
         shared_tokenizer: TokenizerWrapper | None,
         defaults: SettingsLike | None = None,
         *,
@@ -93,7 +110,7 @@ class Runtime:
         self._shared_tokenizer = shared_tokenizer
         self._prices = prices
         self._began = target.worker.clock()
-        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams)
+        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, memory_limit)
         self.reads_when_idle = reads_when_idle
         if reads_when_idle:
             nursery.start_soon(self._sessions.idle_reading.run)
@@ -118,13 +135,13 @@ class Runtime:
             **overrides: settings by name, each of which replaces that of `settings`; and for messages `tools`,
                 `tool_choice` and `parallel_tool_calls`, see `StreamArguments`.
 
-        Returns: a stream that generates from now on, or once fewer than `max_streams` earlier ones are at work. See
-            `TokenStream` for how to end it.
+        Returns: a stream that generates from now on, or once fewer than `max_streams` earlier ones are at work and
+            there is memory for its caches. See `TokenStream` for how to end it.
 
         Raises: before any model work:
             SettingsError: a setting is unknown or out of its range, stop strings are given and the target has no
                 tokenizer, or a tool is invalid.
-            PromptError: the prompt is empty, longer than the context, or not encodable.
+            PromptError: the prompt is empty, not encodable, or longer than the context or the memory limit allows.
             ProcessorError: a logits processor cannot save its state. If another stream is calling it at this moment,
                 the error comes out of the stream.
             RuntimeClosedError, RuntimeBrokenError: the runtime is closed, or its target has failed.
@@ -342,6 +359,7 @@ class Runtime:
             system = begins[0] if begins else None
             conversation = self._conversation(system, session.thinking, keywords, Functions(tools), past)
             await models.fill(path, session, self._validation.is_drafted(settings_from(keywords)))
+            self._sessions.make_room()
         return conversation
 
     def _conversation(
@@ -483,7 +501,7 @@ class Runtime:
 
     @property
     def num_waiting(self) -> int:
-        """Streams that wait for admission, because `max_streams` are at work."""
+        """Streams that wait for admission, because `max_streams` are at work, or memory is short."""
         return self._sessions.num_waiting
 
     @property
@@ -500,6 +518,21 @@ class Runtime:
     def context_length(self) -> int | None:
         """Most tokens of a text, its prompt included; None where the target has no bound."""
         return self._target.model.context_length
+
+    @property
+    def context_in_memory(self) -> int | None:
+        """Most tokens of a text, its prompt included, for which the memory limit and the context have room, if no other
+        stream runs; None without a bound.
+        """
+        bounds = [bound for bound in (self.context_length, self._sessions.memory.longest_text) if bound is not None]
+        return min(bounds, default=None)
+
+    @property
+    def memory(self) -> Memory:
+        """What the models take, what streams have reserved for their caches, and the limit."""
+        budget = self._sessions.memory
+        limit = None if math.isinf(budget.limit) else int(budget.limit)
+        return Memory(limit, budget.model_bytes, budget.reserved_bytes)
 
     @property
     def _draft(self) -> DrafterActor | None:

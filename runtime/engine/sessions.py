@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +14,18 @@ import attrs
 import trio
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from actors.drafters.draft_actor import DraftActor
 from actors.session import Session
 from actors.target.target_actor import TargetActor
-from protocol.errors import OutriderError, ProtocolError, RuntimeBrokenError, RuntimeClosedError
+from protocol.errors import (
+    MemoryLimitError,
+    OutriderError,
+    PromptTooLongError,
+    ProtocolError,
+    RuntimeBrokenError,
+    RuntimeClosedError,
+    SessionFileError,
+)
 from protocol.messages import Close, Open
 from protocol.prices import Prices
 from protocol.scores import Score, ScoredToken, TopLogprob
@@ -24,6 +34,7 @@ from protocol.statistics import Counts, Statistics
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.engine.idle_reading import IdleReading
+from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
@@ -54,6 +65,10 @@ class Sessions:
     """The sessions of one runtime, and whether the runtime still takes any.
 
     A session begins at both actors when it is admitted: at once if there is room, otherwise in the order of arrival.
+    There is room if fewer than `max_streams` are at work, and if its caches fit into the memory that is left. A text
+    that outgrows what was reserved for it waits, too, before any session that has not begun. If all that are at work
+    wait so, the last one gives up its cache, and reads its text again later.
+
     It ends when its text is over, when its consumer closes or drops the stream, or with the runtime. Whatever ends it,
     its counts move to those of past sessions.
 
@@ -62,6 +77,7 @@ class Sessions:
 
     Attributes:
         max_streams: most sessions at work at a time, >= 1; None for no bound.
+        memory: what sessions reserve for their caches.
         by_id: the sessions that have not ended yet.
         past: the summed counts of those that have.
         failure: the error of every session, if the target has failed.
@@ -75,6 +91,7 @@ class Sessions:
     _prices: Prices
     _nursery: trio.Nursery
     max_streams: int | None
+    _memory_limit: int | None
     by_id: dict[int, Session] = attrs.field(init=False, factory=dict)
     past: Counts = attrs.field(init=False, factory=Counts)
     failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
@@ -82,13 +99,26 @@ class Sessions:
     idle_reading: IdleReading = attrs.field(
         init=False, default=attrs.Factory(lambda self: IdleReading(lambda: not self.by_id), takes_self=True)
     )
-    _num_admitted: int = attrs.field(init=False, default=0)
+    _admitted: dict[int, Session] = attrs.field(init=False, factory=dict)  # in this order
     _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
+    _growing: dict[int, Session] = attrs.field(init=False, factory=dict)  # admitted; they wait for more memory
+    memory: MemoryBudget = attrs.field(init=False)
     _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
     _scopes: set[trio.CancelScope] = attrs.field(init=False, factory=set)  # of calls in `while_open`
     # Held while a session's counts move to `past`: another thread may be adding all of them up.
     _counts_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
     _closed: OutriderError | None = attrs.field(init=False, default=None)
+
+    @memory.default
+    def _new_budget(self) -> MemoryBudget:
+        memory = MemoryBudget(
+            math.inf if self._memory_limit is None else self._memory_limit,
+            self._target.model,
+            lambda: draft.model if isinstance(draft := self._drafter.actor, DraftActor) else None,
+            partial(self.run_soon, self._memory_has_changed),
+        )
+        self._target.prefix_room = partial(memory.prefix_room, "target")
+        return memory
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -149,9 +179,10 @@ class Sessions:
     def begin(self, opened: Open, tools: Tools | None = None) -> TokenStream:
         """Begin a generation; `tools` are what the model was told that it may call.
 
-        Raises: as `check_open`.
+        Raises: as `check_open`, and PromptTooLongError: the memory limit has no room for the prompt.
         """
         self.check_open()
+        opened = self.memory.bounded(opened)
         self.idle_reading.give_way()
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt)
         send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
@@ -209,7 +240,7 @@ class Sessions:
     async def score(self, opened: Open) -> Score:
         """Score the last tokens of a prompt.
 
-        Raises: as `check_open`, and the error that has ended the session early.
+        Raises: as `begin`, and the error that has ended the session early.
 
         Cancellation: ends the session after its running pass.
         """
@@ -231,6 +262,7 @@ class Sessions:
     async def read(self, opened: Open) -> Session:
         """Run a session that generates nothing to its end; see `score`."""
         self.check_open()
+        opened = self.memory.bounded(opened)
         send, receive = trio.open_memory_channel[Commit](0)
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
@@ -293,22 +325,85 @@ class Sessions:
             session.end(_again(error))
             self._end(id)
 
+    def make_room(self) -> None:
+        """Have the models' prefix caches give up what has no room beside the sessions. Never waits."""
+        self._target.make_room()
+        if isinstance(draft := self._drafter.actor, DraftActor):
+            draft.make_room()
+
+    def _memory_has_changed(self) -> None:
+        """Another runtime of the process has taken memory, or released some."""
+        self.make_room()
+        self._admit_next()
+
     def _enter(self, session: Session) -> None:
         """Begin a session as soon as there is room."""
-        if self.max_streams is None or self._num_admitted < self.max_streams:
-            self._admit(session)
-        else:
-            self._waiting[session.opened.session] = session
+        self._waiting[session.opened.session] = session
+        self._admit_next()
 
-    def _leave(self) -> None:
-        self._num_admitted -= 1
+    def _leave(self, id: int) -> None:
+        del self._admitted[id]
+        self._growing.pop(id, None)
+        self.memory.release(id)
+        self._admit_next()
+
+    def _admit_next(self) -> None:
+        """Let texts grow and sessions begin, in the order in which they asked, as far as there is room."""
         # If the actors are being cancelled, waiting sessions are about to end with RuntimeClosedError.
-        if self._waiting and self._closed is None and self._target.is_serving:
-            self._admit(self._waiting.pop(next(iter(self._waiting))))
+        if self._closed is not None or not self._target.is_serving:
+            return
+        for id in [id for id in self._admitted if id in self._growing]:
+            session = self._growing[id]
+            if (num_tokens := self.memory.grow(id)) is None:
+                break
+            del self._growing[id]
+            session.num_reserved, session.awaits_memory = num_tokens, False
+            self.make_room()
+            if session.on_change is not None:
+                session.on_change()
+        if not self._growing:
+            while self._waiting and (self.max_streams is None or len(self._admitted) < self.max_streams):
+                id, session = next(iter(self._waiting.items()))
+                try:
+                    num_tokens = self.memory.reserve(session.opened)
+                except (PromptTooLongError, SessionFileError) as error:  # there are more models now, or a file is gone
+                    session.end(error)
+                    self._end(id)
+                    continue
+                if num_tokens is None:
+                    break
+                del self._waiting[id]
+                session.num_reserved = num_tokens
+                self._admit(session)
+        elif all(id in self._growing and id in self.by_id for id in self._admitted):
+            self._make_way()
+
+    def _make_way(self) -> None:
+        """All sessions at work wait for memory: the last one gives up its cache, which is read again later."""
+        first, *others = self._admitted
+        for id in reversed(others):
+            if self.memory.may_give_way(id):
+                self._target.give_way(self._growing[id], partial(self._has_given_way, id))
+                return
+        id = others[-1] if others else first
+        self._growing[id].end(MemoryLimitError(self.memory.shortage(id)))
+        self._end(id)
+
+    def _has_given_way(self, id: int) -> None:
+        if id in self._growing:
+            self.memory.give_way(id)
+            self._admit_next()
+
+    def _grow(self, session: Session) -> None:
+        session.awaits_memory = True
+        self._growing[session.opened.session] = session
+        self._admit_next()
 
     def _admit(self, session: Session) -> None:
-        self._num_admitted += 1
-        session.on_left = self._leave
+        id = session.opened.session
+        self._admitted[id] = session
+        session.on_left = partial(self._leave, id)
+        session.on_full = partial(self._grow, session)
         draft = self._drafter.drafter_of(session.opened.settings) if session.opened.drafted else None
         if (draft is None or not draft.is_serving) and session.opened.drafted:
             # The drafter was detached while this session waited for admission, or everything is about to end.
@@ -329,10 +424,12 @@ class Sessions:
             if (session := self.by_id.pop(id, None)) is None:
                 return
             self.past.add(session.counts)
-        self._waiting.pop(id, None)
+        was_waiting = self._waiting.pop(id, None) is not None
         self._target.close_session(Close(id))
         self._drafter.close_session(Close(id))
         self.idle_reading.look()
+        if was_waiting:  # and was perhaps the only one for which there was no room
+            self._admit_next()
 
 
 async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:

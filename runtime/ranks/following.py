@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import mlx.core as mx
@@ -24,7 +24,7 @@ from runtime.remote.drafting import draft_for
 logger = logging.getLogger("outrider")
 
 
-def follow(target: Source, group: RankGroup, draft: Source | None = None) -> None:
+def follow(target: Source, group: RankGroup, draft: Source | None = None, *, wire_memory: bool = True) -> None:
     """Follow rank 0: load this rank's part of the target, and repeat each of its operations until rank 0 closes it.
 
     If rank 0 has named this rank as its `draft_rank`, this rank loads the drafter instead, and drafts.
@@ -37,6 +37,7 @@ def follow(target: Source, group: RankGroup, draft: Source | None = None) -> Non
             reads its tokenizer, and the weights that a trained drafter shares with it.
         group: from `join_ranks`, on a rank other than 0.
         draft: the drafter that rank 0 opens, as for `open`; only the rank that drafts loads it.
+        wire_memory: as for `open`, on this rank's machine.
 
     Raises:
         SettingsError: the target is missing or has options that do not go with ranks, or this is rank 0.
@@ -50,7 +51,7 @@ def follow(target: Source, group: RankGroup, draft: Source | None = None) -> Non
     if draft is None:  # this rank cannot be the one that drafts
         check_sharded(source)
     read, drafting = read_shard(source, group), drafting_at(source, draft, group)
-    with wired_memory():
+    with wired_memory() if wire_memory else nullcontext():
         group.run("outrider-target", partial(_follow, read, drafting, group))
 
 

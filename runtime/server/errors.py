@@ -15,6 +15,7 @@ from typing_extensions import TypedDict
 
 from protocol.argument_aliases import ALIASES
 from protocol.errors import (
+    MemoryLimitError,
     OutriderError,
     ProcessorError,
     PromptError,
@@ -92,6 +93,8 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
             return ErrorResponse(400, str(error.__cause__), param=param)
         case ModelLoadError():
             return ErrorResponse(503, message, code="model_not_loaded")
+        case MemoryLimitError():
+            return ErrorResponse(503, message, code="memory_short")
         case RuntimeBrokenError() | RuntimeClosedError():
             return ErrorResponse(503, message, code="models_unavailable")
         case _:

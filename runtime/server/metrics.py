@@ -75,6 +75,12 @@ _GAUGES: tuple[tuple[str, str, Callable[[ModelHealth], float]], ...] = (
         "Streams that wait for the models, and requests that wait for one to be loaded",
         lambda health: health["waiting"],
     ),
+    ("reserved_bytes", "Memory reserved for the caches of streams", lambda health: health["reserved_bytes"]),
+    (
+        "context_in_memory_tokens",
+        "Tokens of the longest text that fits into the memory limit; 0 without a bound, and while not loaded",
+        lambda health: health["context_in_memory"] or 0,
+    ),
     ("healthy", "1 while the target works, or is not loaded", lambda health: health["status"] != "broken"),
     (
         "degraded",

@@ -10,7 +10,8 @@ from runtime.terminal.display import stderr_console
 from runtime.terminal.tables import show_pairs
 
 if TYPE_CHECKING:
-    from protocol.statistics import Statistics
+    from protocol.reprs import size_in_words
+from protocol.statistics import Statistics
 
 
 def print_statistics(statistics: Statistics, ending: str | None = None) -> None:
@@ -65,14 +66,10 @@ def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:
         yield "failed drafter", f"{s.draft_failures:,} times, and the target went on without it"
     yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
     yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
-    yield "peak memory", _size(s.peak_memory)
+    yield "peak memory", size_in_words(s.peak_memory)
     for sentence in s.advice:
         yield "advice", sentence
 
 
 def _duration(seconds: float) -> str:
     return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:.2f} GB"

@@ -38,6 +38,7 @@ from sweeps import sweep
 
 import runtime
 from actors.model import Feed, feed_each
+from actors.target.target_actor import SMALL_PASSES
 from protocol.prices import Prices
 from protocol.trace import Span
 
@@ -332,6 +333,26 @@ def test_after_one_stream_has_failed_the_others_share_passes_at_once() -> None:
 
     assert run(rows_per_pass, None) > 10
     assert run(rows_per_pass, 3) > 7
+
+
+async def test_after_memory_was_short_for_a_while_all_streams_share_passes_again(autojump_clock: Any) -> None:
+    num_passes = 0
+
+    class ShortOfMemory(ScriptedModel):
+        def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
+            nonlocal num_passes
+            num_passes += 1
+            if len(feeds) > 2 and 10 < num_passes < 40:
+                raise MemoryError("no room for so many")
+            return feed_each(feeds)
+
+    async with simulated(ShortOfMemory(truthful)) as simulation:
+        completions = await simulation.runtime.generate_many([[n] for n in range(4)], max_tokens=700, lookahead=0)
+        for n, completion in enumerate(completions):
+            assert [token.id for token in completion.tokens] == continuation([n], 700)
+        widths = [len(span.shares) for span in simulation.spans("target") if span.shares]
+    assert SMALL_PASSES // 2 < widths.count(2) < 2 * SMALL_PASSES
+    assert widths[-100:] == [4] * 100
 
 
 @sweep(

@@ -148,8 +148,11 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
         (["--draft", "none", "--kv-bits", "8"], "leave out --draft"),
         (["--quantize", "4"], "leave out adapters, quantisation and the like"),
         (["--model-name", "x"], "leave out --model-name"),
-        (["--memory-limit", "much"], "--memory-limit must be a size such as 24GB or 512MB, got 'much'"),
-        (["--memory-limit", "0GB"], "--memory-limit must be a size"),
+        (
+            ["--memory-limit", "much"],
+            "--memory-limit must be a whole number of at least 1, or \"auto\", got 'much'",
+        ),
+        (["--memory-limit", "0GB"], "--memory-limit must be a whole number of at least 1"),
         ([], "[models.x], kv_bits: kv_bits must be"),
     ],
 )
@@ -160,6 +163,6 @@ def test_the_command_line_says_so_too(folder: Path, arguments: list[str], expect
     assert expected in capfd.readouterr().err
 
 
-def test_a_limit_of_memory_is_for_several_models(capfd: Any) -> None:
-    assert cli.main(["serve", "--port", "0", "--memory-limit", "24GB"]) == 2
-    assert "give them by --config" in capfd.readouterr().err
+def test_a_limit_of_memory_that_one_model_exceeds_ends_the_server(capfd: Any) -> None:
+    assert cli.main(["serve", "--port", "0", "--target", "demo", "--draft", "none", "--memory-limit", "1kB"]) == 1
+    assert "and --memory-limit is 1.0 kB, caches included; raise it" in capfd.readouterr().err

@@ -267,6 +267,27 @@ async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
     assert (await figures(server.app))["outrider_refusals_total", "429"] == 2
 
 
+@on_server(looping, memory_limit=100)
+async def test_requests_wait_for_memory_and_a_prompt_that_never_fits_is_refused(server: Served) -> None:
+    rt = server.simulation.runtime
+    async with AsyncExitStack() as stack:
+        long = {**DEF, "max_tokens": 50}
+        asked = [await stack.enter_async_context(server.exchange(COMPLETIONS, long)) for _ in range(3)]
+        await trio.sleep(100)
+        assert rt.num_waiting > 0
+        health = (await server.ask("/health")).json["models"][MODEL]
+        assert (health["waiting"], health["reserved_bytes"]) == (rt.num_waiting, rt.memory.reserved)
+        assert health["context_in_memory"] == rt.context_in_memory
+        found = await figures(server.app)
+        assert found["outrider_reserved_bytes", MODEL] == rt.memory.reserved
+        assert found["outrider_context_in_memory_tokens", MODEL] == rt.context_in_memory
+    assert [answer.status for answer in asked] == [200] * 3
+    refused = await server.ask(COMPLETIONS, {**DEF, "prompt": [1] * 150})
+    assert (refused.status, refused.fault["code"]) == (400, "context_length_exceeded")
+    assert "prompt is too long: 150 tokens > 99 maximum" in refused.fault["message"]
+    assert "memory_limit is 100 bytes" in refused.fault["message"]
+
+
 @on_server(max_streams=1, max_waiting=0)
 async def test_a_full_house_is_not_sent_a_body(server: Served) -> None:
     async with server.exchange(COMPLETIONS, {**DEF, "max_tokens": 50}) as first:

@@ -398,12 +398,13 @@ async def served(
     check: ScriptedCheck | None = None,
     settings: Mapping[str, Any] | None = None,
     idle_reading: bool = False,
+    memory_limit: int | None = None,
     **service: Any,
 ) -> AsyncIterator[Served]:
     """A server over scripted models, for simulated time; asserts on exit what `simulated` asserts.
 
     Args:
-        target, draft, max_streams, price, schedule, idle_reading: see `simulated`.
+        target, draft, max_streams, memory_limit, price, schedule, idle_reading: see `simulated`.
         tokenising_s: seconds that the preparation of a prompt takes.
         max_waiting, limits, **service: see `Limits` and `Service`.
         small: name of the draft model.
@@ -416,6 +417,7 @@ async def served(
         tokenizer=tokenizer,
         listener=timelines,
         max_streams=max_streams,
+        memory_limit=memory_limit,
         price=price,
         schedule=schedule,
         defaults=settings,

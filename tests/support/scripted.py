@@ -31,6 +31,7 @@ from actors.drafters.draft_actor import DraftActor
 from actors.model import Feed, FeedsEach, RewindMode, feed_each
 from actors.prefix_cache import CacheHit
 from actors.workers.worker import Job, JobError, Steps, as_job_error
+from protocol.cache_size import CacheSize
 from protocol.errors import RewindError
 from protocol.messages import Message
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
@@ -349,7 +350,7 @@ class ScriptedModel(FeedsEach):
             context_length: maximum number of tokens in a sequence.
             undo: which tokens a sequence can drop without a checkpoint.
             keeps_states: whether a sequence that cannot drop tokens can return to a checkpoint.
-            bytes_per_token: the size that sequences report, per token.
+            bytes_per_token: the size that sequences report, and that is reserved for them, per token.
             fails: the calls that raise, for "open", "feed", "check", "close", "reuse" and "copy", counted from 1
                 over all sequences. A failing check or reuse raises `RewindError`, as a real model's cache does when its
                 length is wrong.
@@ -362,6 +363,7 @@ class ScriptedModel(FeedsEach):
         self.sequences: list[ScriptedSequence] = []
         self.misuses: list[str] = []
         self.bytes_per_token = bytes_per_token
+        self.cache_size = CacheSize(slot_bytes=bytes_per_token)
         self.num_calls = {"open": 0, "feed": 0, "check": 0, "close": 0, "reuse": 0, "copy": 0}
         self._fails = dict(fails or {})
 

@@ -29,8 +29,10 @@ def parse_value(text: str) -> Value:
     return text
 
 
-def parse_size(text: str) -> int | str:
-    """The number of bytes in a text such as "2GB", as mlx-lm reads it; the text itself if it is no size."""
+def parse_size(text: str) -> int | str | None:
+    """The number of bytes in a text such as "2GB", as mlx-lm reads it, or None for "none"; else the text itself."""
+    if text.lower() == "none":
+        return None
     number = text.strip().upper().removesuffix("B")
     factor = {"K": 10**3, "M": 10**6, "G": 10**9}.get(number[-1:], 1)
     try:
@@ -70,12 +72,15 @@ def add_option(
 ) -> None:
     """Add the flag of a declared option. The library checks bounds, and its messages have the remedies."""
     shape: dict[str, Any] = {"metavar": option.form, "type": _READERS.get(option.form, parse_value)}
+    about = option.about
     if option.form == "":
-        shape = {"action": "store_true"}
+        shape = {"action": "store_false" if default is True else "store_true"}
+        if default is True:
+            about = f"not: {about}"
     elif option.form == "TEXT":
         shape = {"metavar": "TEXT", "action": "append"}
     names = [option.short, flag(name)] if option.short else [flag(name)]
-    text = in_help(option.about) + _default(option, default)
+    text = in_help(about) + _default(option, default)
     group.add_argument(*names, dest=name, default=argparse.SUPPRESS, required=required, help=text, **shape)
 
 

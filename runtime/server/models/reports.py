@@ -42,12 +42,18 @@ class ModelList(TypedDict):
 
 
 class ModelHealth(TypedDict):
-    """Whether a model works, and how many of its streams are running and waiting."""
+    """Whether a model works, how many of its streams are running and waiting, and the memory for their caches.
+
+    `context_in_memory` is the length in tokens of the longest text that fits into the memory limit if it has that to
+    itself; null without a bound, or if the model is not loaded. `reserved_bytes` are those of the running streams.
+    """
 
     state: ModelState
     status: ServiceStatus
     streams: int
     waiting: int
+    context_in_memory: int | None
+    reserved_bytes: int
 
 
 class HealthReport(TypedDict):
@@ -129,6 +135,8 @@ def health_of(models: ModelPool, name: str) -> ModelHealth:
         "status": _worst([service_status(each.runtime.health()) for each in in_memory]),
         "streams": sum(each.runtime.num_streams for each in in_memory),
         "waiting": sum(each.runtime.num_waiting for each in in_memory) + models[name].num_waiting,
+        "context_in_memory": in_memory[-1].runtime.context_in_memory if in_memory else None,
+        "reserved_bytes": sum(each.runtime.memory.reserved for each in in_memory),
     }
 
 

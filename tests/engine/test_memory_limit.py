@@ -1,0 +1,331 @@
+"""The memory limit: streams begin, wait, grow, end or are refused by what their caches take, and prefixes make room."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import trio
+import trio.testing
+from architectures import build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import gemma3_text, llama, prompt_of
+from scripted import (
+    ScriptedModel,
+    Simulation,
+    agreeing,
+    collect,
+    continuation,
+    ids,
+    read_into,
+    run,
+    simulated,
+    text_of,
+    truthful,
+)
+from sweeps import sweep
+
+import runtime
+from actors import session as actor_session
+from protocol.cache_size import TextSize
+from protocol.errors import MemoryLimitError, PromptTooLongError, RuntimeClosedError
+from runtime.engine import memory
+
+TARGET_BYTES, DRAFT_BYTES = 100, 10  # a token
+WHILE = 1000.0  # until everything has been put away
+# A drafter's part of each text has room for two proposals more.
+DRAFT_SPARE = 2 * 64
+
+
+def pair(agreement: float = 0.6) -> tuple[ScriptedModel, ScriptedModel]:
+    return (
+        ScriptedModel(truthful, bytes_per_token=TARGET_BYTES),
+        ScriptedModel(agreeing(agreement), bytes_per_token=DRAFT_BYTES),
+    )
+
+
+def bytes_of(num_tokens: int, *, drafted: bool = True) -> int:
+    """What is reserved for a text."""
+    return TARGET_BYTES * num_tokens + (DRAFT_BYTES * (num_tokens + DRAFT_SPARE) if drafted else 0)
+
+
+def count_calls(of: Any, name: str) -> list[None]:
+    """A list that has an element for each call of a method from now on."""
+    calls: list[None] = []
+    method = getattr(of, name)
+
+    def counting(*args: Any, **keywords: Any) -> Any:
+        calls.append(None)
+        return method(*args, **keywords)
+
+    setattr(of, name, counting)
+    return calls
+
+
+def measured(simulation: Simulation) -> int:
+    """The bytes of all sequences that are open, prefixes included."""
+    models = [model for model in (simulation.target, simulation.draft) if model is not None]
+    return sum(each.num_bytes for model in models for each in model.sequences if not each.is_closed)
+
+
+@asynccontextmanager
+async def limited(limit: int, *models: ScriptedModel, **options: Any) -> AsyncIterator[Simulation]:
+    """A runtime with a limit, above which no model is at the beginning or at the end of any job."""
+    simulations: list[Simulation] = []
+
+    def check(_: object) -> None:
+        if simulations:
+            assert measured(simulations[0]) <= limit
+            assert simulations[0].runtime.memory.reserved <= limit
+
+    async with simulated(*models, memory_limit=limit, listener=check, **options) as simulation:
+        simulations.append(simulation)
+        yield simulation
+        await trio.sleep(WHILE)
+        assert simulation.runtime.memory.reserved == 0
+
+
+# --- waiting ----------------------------------------------------------------------------------------
+
+
+@sweep(("max_streams", "reuse_prefix"), [(None, False), (5, False), (None, True)])
+async def test_of_64_streams_at_once_as_many_run_as_the_memory_holds(
+    max_streams: int | None, reuse_prefix: bool, autojump_clock: Any
+) -> None:
+    limit = 8 * bytes_of(9 + 12)
+    async with limited(limit, *pair(), max_streams=max_streams) as simulation:
+        rt = simulation.runtime
+        prompts = [[n, *range(n % 9)] for n in range(64)]
+        streams = [rt.stream(prompt, max_tokens=12, reuse_prefix=reuse_prefix) for prompt in prompts]
+        assert 5 <= rt.num_streams <= (max_streams or 20)
+        assert rt.num_streams + rt.num_waiting == 64
+        texts: dict[int, list[int]] = {}
+
+        async def read(n: int) -> None:
+            texts[n] = await collect(streams[n])
+
+        async with trio.open_nursery() as nursery:
+            for n in range(64):
+                nursery.start_soon(read, n)
+        assert texts == {n: continuation(prompt, 12) for n, prompt in enumerate(prompts)}
+    # In the order of the calls: no small one has overtaken a large one.
+    opened = [instant.session for instant in simulation.instants("open", "target")]
+    assert opened == sorted(opened)
+
+
+@settings(derandomize=True, deadline=None, max_examples=15)
+@given(
+    streams=st.lists(
+        st.tuples(
+            st.integers(1, 40),  # length of the prompt
+            st.integers(1, 30),  # length of the answer
+            st.sampled_from([0, 2, "auto"]),  # lookahead
+            st.sampled_from([0.0, 1.0, 20.0]),  # pause before it begins
+            st.sampled_from([None, None, 0.0, 7.0, 60.0]),  # seconds after which it is cancelled
+            st.booleans(),  # whether it reuses prefixes
+        ),
+        min_size=2,
+        max_size=12,
+    ),
+    spare=st.integers(0, 3000),
+    schedule=st.integers(0, 3),
+)
+def test_random_streams_stay_below_the_limit_and_none_is_lost(streams: Any, spare: int, schedule: int) -> None:
+    limit = spare + max(bytes_of(length + answer) for length, answer, *_ in streams)
+
+    async def main() -> None:
+        ended = set()
+        async with limited(limit, *pair(), schedule=schedule) as simulation, trio.open_nursery() as nursery:
+
+            async def one(n: int) -> None:
+                length, answer, lookahead, _, cancel_s, reuse = streams[n]
+                got: list[int] = []
+                stream = simulation.runtime.stream(
+                    [n] * length, max_tokens=answer, lookahead=lookahead, reuse_prefix=reuse
+                )
+                with trio.move_on_after(float("inf") if cancel_s is None else cancel_s) as scope:
+                    async for token in stream:
+                        got.append(token.id)
+                text = continuation([n] * length, answer)
+                assert got == (text[: len(got)] if scope.cancelled_caught else text)
+                ended.add(n)
+
+            for n, (*_, pause, _, _) in enumerate(streams):
+                await trio.sleep(pause)
+                nursery.start_soon(one, n)
+        assert ended == set(range(len(streams)))
+
+    run(main)
+
+
+async def test_a_stream_that_is_cancelled_while_it_waits_lets_the_next_one_begin(autojump_clock: Any) -> None:
+    async with limited(bytes_of(100, drafted=False), ScriptedModel(truthful, bytes_per_token=100)) as simulation:
+        rt = simulation.runtime
+        first = rt.stream([1], max_tokens=59)
+        large = rt.stream([2], max_tokens=98)
+        small = rt.stream([3], max_tokens=30)
+        assert (rt.num_streams, rt.num_waiting) == (1, 2)  # the small one would fit, and waits its turn
+        await large.aclose()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (rt.num_streams, rt.num_waiting) == (2, 0)
+        assert await collect(small) == continuation([3], 30)
+        assert await collect(first) == continuation([1], 59)
+        # No model ever had anything to do with the large one.
+        assert {event.session for event in simulation.events} <= {0, 2, None}
+
+
+# --- what cannot fit --------------------------------------------------------------------------------
+
+
+async def test_a_prompt_that_can_never_fit_is_refused_with_the_sizes_before_any_work(autojump_clock: Any) -> None:
+    async with limited(5000, ScriptedModel(truthful, bytes_per_token=100)) as simulation:
+        with pytest.raises(PromptTooLongError) as raised:
+            simulation.runtime.stream([1] * 50, max_tokens=1)
+        assert str(raised.value) == (
+            "prompt is too long: 50 tokens > 49 maximum; memory_limit is 5.0 kB, models take 0 bytes of it, and each "
+            "token takes 100 bytes; shorten it"
+        )
+        with pytest.raises(PromptTooLongError, match="51 tokens > 50 maximum"):
+            await simulation.runtime.score([1] * 40, [2] * 11)
+        assert simulation.events == []
+        assert simulation.runtime.context_in_memory == 50
+        assert await text_of(simulation, [1] * 49, max_tokens=1) == continuation([1] * 49, 1)
+
+
+@sweep("max_tokens", [None, 500, 41])
+async def test_a_text_ends_where_it_would_not_fit_alone_as_with_the_context(
+    max_tokens: int | None, autojump_clock: Any
+) -> None:
+    async with limited(5000, ScriptedModel(truthful, bytes_per_token=100)) as simulation:
+        completion = await simulation.runtime.generate([1] * 10, max_tokens=max_tokens)
+        assert [token.id for token in completion.tokens] == continuation([1] * 10, 40)
+        assert completion.finish_reason == "length"
+
+
+# --- growing ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reservations of 40 tokens at a time, which are asked for 36 tokens before they are needed."""
+    monkeypatch.setattr(memory, "GROWTH_TOKENS", 40)
+    monkeypatch.setattr(actor_session, "ASK_BEFORE", 36)
+
+
+@pytest.mark.usefixtures("small_steps")
+@sweep(("lookahead", "num_streams"), [(0, 3), (3, 3), (0, 6), ("auto", 4)])
+async def test_texts_that_grow_wait_and_give_way_and_none_is_lost(
+    lookahead: Any, num_streams: int, autojump_clock: Any
+) -> None:
+    limit = bytes_of(1 + 200, drafted=lookahead != 0) + num_streams * DRAFT_BYTES * (200 + DRAFT_SPARE)
+    async with limited(limit, *pair()[: 1 + (lookahead != 0)]) as simulation:
+        streams = [simulation.runtime.stream([n], max_tokens=150, lookahead=lookahead) for n in range(num_streams)]
+        texts: dict[int, list[int]] = {}
+
+        async def read(n: int) -> None:
+            texts[n] = await collect(streams[n])
+
+        async with trio.open_nursery() as nursery:
+            for n in range(num_streams):
+                nursery.start_soon(read, n)
+        assert texts == {n: continuation([n], 150) for n in range(num_streams)}
+        # Some have read their text again.
+        assert len(simulation.target.sequences) > num_streams
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_a_text_for_which_nothing_is_left_ends_with_the_sizes_and_keeps_its_tokens(autojump_clock: Any) -> None:
+    model = ScriptedModel(truthful, bytes_per_token=100)
+    async with simulated(model, memory_limit=bytes_of(200, drafted=False)) as simulation:
+        stream = simulation.runtime.stream([1], max_tokens=150)
+        got = [(await anext(stream)).id for _ in range(10)]
+        model.num_bytes = 10_000  # as if another model had been loaded
+        with pytest.raises(
+            MemoryLimitError, match=r"memory is short for more than \d+ tokens of this text beside 0 other"
+        ):
+            await read_into(got, stream)
+        assert got == continuation([1], len(got))
+        assert 10 < len(got) < 100
+        # A stream that waited may find that it does not fit any more.
+        assert await text_of(simulation, [2] * 50, max_tokens=50) == continuation([2] * 50, 50)
+        first = simulation.runtime.stream([3] * 50, max_tokens=40)
+        waiting = simulation.runtime.stream([4] * 50, max_tokens=40)
+        assert simulation.runtime.num_waiting == 1
+        model.num_bytes = 15_500
+        assert await collect(first) == continuation([3] * 50, 40)
+        with pytest.raises(PromptTooLongError, match="50 tokens > 44 maximum"):
+            await collect(waiting)
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_prefixes_make_room_for_a_text_that_grows(autojump_clock: Any) -> None:
+    async with limited(bytes_of(200, drafted=False), ScriptedModel(truthful, bytes_per_token=100)) as simulation:
+        await text_of(simulation, [1] * 80, max_tokens=10, reuse_prefix=True)
+        kept = simulation.runtime._target.prefix_cache
+        await trio.sleep(WHILE)
+        assert len(kept) == 1
+        assert await text_of(simulation, [2], max_tokens=180) == continuation([2], 180)
+        assert len(kept) == 0
+
+
+async def test_prefixes_make_room_before_a_stream_waits_but_not_for_the_one_that_reuses_them(
+    autojump_clock: Any,
+) -> None:
+    async with limited(bytes_of(200, drafted=False), ScriptedModel(truthful, bytes_per_token=100)) as simulation:
+        rt = simulation.runtime
+        for n in (1, 2):
+            await text_of(simulation, [n] * 80, max_tokens=10, reuse_prefix=True)
+            await trio.sleep(WHILE)
+        again = rt.stream([1] * 85, max_tokens=100, reuse_prefix=True)
+        assert rt.num_waiting == 0
+        assert await collect(again) == continuation([1] * 85, 100)
+        assert again.statistics().cached_tokens == 80
+        assert await text_of(simulation, [2] * 81, max_tokens=1, reuse_prefix=True) == continuation([2] * 81, 1)
+
+
+async def test_closing_the_runtime_ends_the_texts_that_wait_to_grow(small_steps: None, autojump_clock: Any) -> None:
+    model = ScriptedModel(truthful, bytes_per_token=100)
+    async with simulated(model, memory_limit=bytes_of(84, drafted=False)) as simulation:
+        streams = [simulation.runtime.stream([n], max_tokens=80) for n in range(2)]
+        await trio.sleep(30)
+    for stream in streams:
+        with pytest.raises(RuntimeClosedError):
+            await collect(stream)
+
+
+@pytest.mark.usefixtures("small_steps")
+@sweep(("make", "lookahead"), [(llama, 0), (llama, 3), (lambda: gemma3_text(window=16), 0), (lambda: build("lfm2"), 0)])
+async def test_texts_of_real_models_that_give_way_are_as_without_a_limit(make: Any, lookahead: int) -> None:
+    prompts = [prompt_of(5 + n, seed=n, vocab_size=60) for n in range(4)]
+    model = make()
+    async with runtime.open((model, None), "ngram", memory_limit=None) as rt:
+        expected = await rt.generate_many(prompts, max_tokens=100, lookahead=lookahead)
+        size, weights = rt._target.model.cache_size, rt.memory.models
+    # Room for all as they begin, and for two and a half in the end; some slots of each are to spare.
+    limit = weights + size.of([TextSize(45, 45, 2)] * 4) + size.of([TextSize(45, 45, 2)]) // 8
+    async with runtime.open((model, None), "ngram", memory_limit=limit) as rt:
+        emptied = count_calls(rt._target, "_emptied")
+        found = await rt.generate_many(prompts, max_tokens=100, lookahead=lookahead)
+        assert len(emptied) > 0
+    assert [ids(each.tokens) for each in found] == [ids(each.tokens) for each in expected]
+
+
+# --- several runtimes -------------------------------------------------------------------------------
+
+
+async def test_runtimes_of_one_process_share_the_limit(autojump_clock: Any) -> None:
+    limit = bytes_of(100, drafted=False)
+    models = [ScriptedModel(truthful, bytes_per_token=100) for _ in range(2)]
+    async with (
+        simulated(models[0], memory_limit=limit) as one,
+        simulated(models[1], memory_limit=limit) as other,
+    ):
+        await text_of(one, [1] * 50, max_tokens=10, reuse_prefix=True)
+        first, second = one.runtime.stream([1], max_tokens=70), other.runtime.stream([2], max_tokens=60)
+        assert other.runtime.num_waiting == 1
+        assert await collect(first) == continuation([1], 70)
+        assert await collect(second) == continuation([2], 60)
+    assert memory._budgets == []
