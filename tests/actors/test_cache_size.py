@@ -20,7 +20,9 @@ import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
-from actors.mlx.shared_passes import SharedPasses, _fitting
+from actors.mlx.shared_passes import SharedPasses
+from actors.model import Feed
+from actors.rows.row_pool import _fitting
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.cache_size import CacheSize, TextSize
 
@@ -101,6 +103,31 @@ async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(
                 nursery.start_soon(one, n, length)
         watch.budget = None
     assert 0.02 < watch.largest <= 1
+
+
+@sweep(
+    ("lengths", "leaves"),
+    [
+        ([900, 300, 300, 300], True),  # the longest row ends, and the others need fewer slots
+        ([2000, *[100] * 23], False),  # too many rows for the longest, which takes part in no more passes
+    ],
+)
+def test_rows_take_no_more_than_their_size_when_the_longest_takes_no_part(lengths: list[int], leaves: bool) -> None:
+    model = MLXModel(llama(), CacheOptions())
+    texts = [model.open_sequence(beside_another=False) for _ in lengths]
+    for text, length in zip(texts, lengths, strict=True):
+        text.feed(tuple(prompt_of(length, vocab_size=60)), 0)
+    model.feed_together([Feed(text, (1,), 1) for text in texts[:4]])
+    assert texts[0].is_row
+    first, *others = texts
+    if leaves:
+        first.close()
+    kept = others if leaves else texts
+    size = model.cache_size.of([TextSize(length + 10) for length in lengths[leaves:]])
+    for _ in range(6):
+        model.feed_together([Feed(text, (1,), 1) for text in others])
+        batches = {id(text.batch): text.batch.num_bytes for text in kept if text.batch is not None}
+        assert sum(batches.values()) + sum(text.num_bytes for text in kept if text.batch is None) <= size
 
 
 async def test_a_draft_models_caches_are_reserved_too(watch: Watch) -> None:
