@@ -187,6 +187,7 @@ class MLXSequence(RowText, StatefulSequence):
 
     @property
     def can_copy(self) -> bool:  # type: ignore[override]
+        """Whether all caches are of known classes."""
         return self._keep_states
 
     def copy(self, length: int) -> MLXSequence:

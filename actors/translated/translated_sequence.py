@@ -199,6 +199,7 @@ class TranslatedSequence(ReusableSequence):
 
     @property
     def can_copy(self) -> bool:  # type: ignore[override]
+        """Whether the model's own sequence can be copied."""
         return self.own.can_copy
 
     def copy(self, length: int) -> TranslatedSequence:

@@ -36,9 +36,9 @@ from runtime.engine.drafter_slot import DrafterSlot
 from runtime.engine.idle_reading import IdleReading
 from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
+from runtime.generation.answers.reasoning_limit import ReasoningLimit
 from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
-from runtime.generation.reasoning_limit import ReasoningLimit
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable

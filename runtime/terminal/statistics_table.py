@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from protocol.reprs import shown
+from protocol.reprs import shown, size_in_words
 from runtime.terminal.display import stderr_console
 from runtime.terminal.tables import show_pairs
 
 if TYPE_CHECKING:
-    from protocol.reprs import size_in_words
-from protocol.statistics import Statistics
+    from protocol.statistics import Statistics
 
 
 def print_statistics(statistics: Statistics, ending: str | None = None) -> None:

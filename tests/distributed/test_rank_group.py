@@ -164,7 +164,7 @@ def test_a_wait_for_a_message_ends_after_its_time(pair):
 def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
     found = []
 
-    def follow(*_: Any) -> None:
+    def follow(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         found.append(signal.getsignal(signal.SIGTERM))
 

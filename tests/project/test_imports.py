@@ -38,7 +38,7 @@ FACE = {"__init__", "__main__", "file_limit", "name_collisions"}
 TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 MAX_MODULES_A_FOLDER = 12
-MAX_LINES_A_MODULE = 700
+MAX_LINES_A_MODULE = 740
 # A flat package of decisions that are independent of each other's callers: a reader finds each by its name.
 FLAT = {"protocol"}
 
@@ -218,6 +218,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "runtime/aio/thread.py",
         "runtime/bridge/streams.py",
         "runtime/engine/drafter_slot.py",
+        "runtime/engine/memory.py",
         "runtime/engine/sessions.py",
         "runtime/generation/grammar.py",
         "runtime/server/grammars/checker_process.py",  # the program of another process

@@ -34,7 +34,7 @@ SIMPLE: dict[Any, st.SearchStrategy[Any]] = {
     drafter_wire.Version: st.just(drafter_wire.VERSION),
 }
 # Fields that must go with others, and those that stay here.
-LEFT_OUT = {Open: ("drafted", "num_scored"), Proposal: ("probs", "reach", "num_stale", "drafters")}
+LEFT_OUT = {Open: ("drafted", "num_scored", "only_reads"), Proposal: ("probs", "reach", "num_stale", "drafters")}
 STAY = ("likelihoods", "commit")
 
 
