@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -47,6 +48,8 @@ class SharedPasses:
         self._options = options
         self._vocab_size = vocab_size
         self.recorder_slot = RecorderSlot()
+        # Not a bound method: without the cycle, the model is freed as soon as nobody uses it.
+        self._new_batch = partial(_new_batch, model, options, vocab_size)
         self._pool = RowPool[MLXSequence, RowBatch](self._new_batch)
         self._obstacle = self._find_known_obstacle()
         self._is_probed = self._obstacle is not None
@@ -109,12 +112,6 @@ class SharedPasses:
     def _may_share(self, text: Any) -> bool:
         return isinstance(text, MLXSequence) and (text.is_row or (text.can_be_row and self._find_obstacle() is None))
 
-    def _new_batch(self, first: MLXSequence | None = None) -> RowBatch:
-        caches = self._options.make_cache(self._model)
-        caches = caches if all(kind.can_be_row for kind, _ in kinds_of(caches)) else []
-        layer_evaluation = LayerEvaluation.WHOLE if first is None else first.layer_evaluation
-        return RowBatch(self._model, caches, layer_evaluation, vocab_size=self._vocab_size)
-
     # --- what cannot share ------------------------------------------------------------------------
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
@@ -162,7 +159,7 @@ class SharedPasses:
         return logits
 
     def _probed_together(self) -> list[mx.array]:
-        batch = self._new_batch()
+        batch = self._new_batch(None)
         lengths = [length for length, _ in _PROBES]
         caches = {length: self._options.make_cache(self._model) for length in lengths}
         for length in lengths:
@@ -204,3 +201,10 @@ def _fed_alone(feed: Feed) -> mx.array:
     logits = feed.sequence.feed(feed.tokens, feed.num_logits)
     assert logits is not None
     return logits
+
+
+def _new_batch(model: Module, options: CacheOptions, vocab_size: int, first: MLXSequence | None) -> RowBatch:
+    caches = options.make_cache(model)
+    caches = caches if all(kind.can_be_row for kind, _ in kinds_of(caches)) else []
+    layer_evaluation = LayerEvaluation.WHOLE if first is None else first.layer_evaluation
+    return RowBatch(model, caches, layer_evaluation, vocab_size=vocab_size)
