@@ -175,8 +175,9 @@ async def open(
         options["max_batch"] = max_batch
         if given.max_streams == "auto":
             options["max_streams"] = AUTO_TURNS if max_batch == 1 else max(AUTO_TURNS, min(AUTO_STREAMS, max_batch))
-        models = [loaded.model, *([at_draft[0]] if isinstance(at_draft, tuple) else [])]
-        options["memory_limit"] = _memory_limit(given.memory_limit, weights_of(models))
+        # In no variable: this frame lives as long as the runtime, and a detached drafter's memory is to be freed.
+        num_bytes = weights_of([loaded.model, *([at_draft[0]] if isinstance(at_draft, tuple) else [])])
+        options["memory_limit"] = _memory_limit(given.memory_limit, num_bytes)
         asks = given.generation_config == "auto"
         sampling = sampling_defaults(loaded.folder) if asks else {}
         options["defaults"] = {**sampling, **keywords_of(given.defaults, "defaults")}
