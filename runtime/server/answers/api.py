@@ -99,7 +99,7 @@ class Serializer(ABC):
     content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
     id_header: ClassVar[bytes] = b"x-request-id"
     keep_alive: ClassVar[str] = ": keep-alive\n\n"
-    id: str
+    id: str = ""
     interval_s: float = _KEEP_ALIVE_S
 
     def __init__(self, answer: BegunAnswer) -> None:
