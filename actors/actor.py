@@ -486,6 +486,18 @@ class ModelActor(Actor[S]):
             return CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
         return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
 
+    async def _empty_sequence(self, session: S) -> None:
+        """Give a session an empty sequence in place of its own, whose text is read again when the session goes on."""
+        assert session.sequence is not None
+        call = partial(self._emptied, session.sequence, beside_another=session.beside_another)
+        session.sequence = (await self.worker.run(Job("open", call, session.id))).sequence
+        session.notice_loss()
+
+    def _emptied(self, sequence: CachedSequence, *, beside_another: bool) -> CacheHit:
+        """On the worker's thread."""
+        sequence.close()
+        return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
+
     async def _put_away(self, session: S) -> None:
         """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""
         opened, sequence = session.shared.opened, session.sequence

@@ -13,6 +13,8 @@ import attrs
 # Slots that all rows of a batch together may have: this multiple of their tokens, or so many if that is more. A longer
 # row than that leaves the batch; see `actors.mlx.shared_passes`.
 MAX_PADDING, MAX_FREE_SLOTS = 2.0, 8192
+# Prefix checkpoints of a text: most of them, and most bytes of them all, but this many whatever they take.
+MAX_PREFIX_CHECKPOINTS, MAX_CHECKPOINT_BYTES, LEAST_PREFIX_CHECKPOINTS = 16, 1 << 28, 3
 # Slots of texts that were read in one pass, and are not rows of that batch yet.
 _JUST_READ_SLOTS = 4096
 
@@ -24,14 +26,14 @@ class TextSize:
     Attributes:
         num_tokens: most tokens that are committed, prompt included.
         widest_pass: most tokens of it that are read in one pass.
-        num_checkpoints: most recurrent states that are kept to go back to.
-        num_windows: most windows that are kept likewise.
+        num_checkpoints: most recurrent states that are kept to go back to from a round.
+        keeps_prefixes: whether prefix checkpoints are kept, of recurrent states and windows.
     """
 
     num_tokens: int
     widest_pass: int = 1
     num_checkpoints: int = 0
-    num_windows: int = 0
+    keeps_prefixes: bool = False
 
 
 @attrs.frozen
@@ -61,6 +63,7 @@ class CacheSize:
         if not texts:
             return 0
         num_bytes = sum(self._growing(text) + self.fixed_bytes * (1 + text.num_checkpoints) for text in texts)
+        num_bytes += sum(self._prefixes(text) for text in texts if text.keeps_prefixes)
         rows = len(texts) if self.are_rows else 0
         longest = max(text.num_tokens for text in texts) + self.num_spare
         if rows > 1:
@@ -69,12 +72,17 @@ class CacheSize:
             own = num_tokens + rows * self.num_spare
             num_bytes += self.slot_bytes * max(0, min(rows * longest, fitting) - own)
         for most_slots, slot_bytes in self.windows:
-            own = sum(
-                (1 + text.num_windows) * min(text.num_tokens + self.num_spare, most_slots + text.widest_pass)
-                for text in texts
-            )
+            own = sum(self._window_slots(text, most_slots) for text in texts)
             num_bytes += slot_bytes * max(own, rows * min(longest, most_slots))
         return num_bytes
+
+    def _window_slots(self, text: TextSize, most_slots: int) -> int:
+        return min(text.num_tokens + self.num_spare, most_slots + text.widest_pass)
+
+    def _prefixes(self, text: TextSize) -> int:
+        windows = sum(slot_bytes * self._window_slots(text, most_slots) for most_slots, slot_bytes in self.windows)
+        one = self.fixed_bytes + windows
+        return max(min(MAX_PREFIX_CHECKPOINTS * one, MAX_CHECKPOINT_BYTES), LEAST_PREFIX_CHECKPOINTS * one)
 
     def _growing(self, text: TextSize) -> int:
         num_slots = text.num_tokens + self.num_spare

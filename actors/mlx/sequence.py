@@ -19,13 +19,11 @@ from actors.model import RewindMode
 from actors.rows.row_text import RowText
 from actors.rows.rows import Rows
 from actors.trained.features import RecordedFeatures, RecorderSlot
+from protocol.cache_size import LEAST_PREFIX_CHECKPOINTS, MAX_CHECKPOINT_BYTES, MAX_PREFIX_CHECKPOINTS
 from protocol.errors import RewindError
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 S = TypeVar("S", bound="MLXSequence")
-
-# Most prefix checkpoints of a sequence, and most bytes of them; three are kept whatever they take.
-MAX_PREFIX_CHECKPOINTS, MAX_CHECKPOINT_BYTES = 16, 1 << 28
 
 
 @attrs.frozen
@@ -260,7 +258,8 @@ class MLXSequence(RowText, StatefulSequence):
         mx.eval([layer.arrays for layer in layers])
         checkpoints.append(PrefixCheckpointState(self._length, layers))
         num_bytes = sum(layer.num_bytes for layer in layers)
-        most = min(MAX_PREFIX_CHECKPOINTS, max(3, MAX_CHECKPOINT_BYTES // max(1, num_bytes)))
+        fitting = max(LEAST_PREFIX_CHECKPOINTS, MAX_CHECKPOINT_BYTES // max(1, num_bytes))
+        most = min(MAX_PREFIX_CHECKPOINTS, fitting)
         while len(checkpoints) > most:
             # The one without which least must be read again, wherever a text parts; the newest stay.
             lengths = [0, *(each.length for each in checkpoints)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from actors.target.target_session import TargetSession
@@ -124,3 +124,20 @@ class PassPrices:
         """Seconds for which the worker was idle between the last pass and a job that has just ended."""
         ended_s, busy_s = last
         return max(0.0, job.ended - ended_s - (self._worker.busy_seconds - busy_s))
+
+
+def passes_in_a_row(sessions: Sequence[TargetSession], num_rounds: float) -> int:
+    """Most passes over sessions without drafts in a row, at most `num_rounds`: each commit must fit into its channel,
+    even if the consumer takes nothing meanwhile, and prices are to be measured now and then.
+    """
+    if any(session.shared.logits_pipeline.needs_text for session in sessions):
+        return 1
+    room = min(session.shared.room for session in sessions)
+    return int(max(1, min(num_rounds, room, MEASURED_EVERY)))
+
+
+def num_computed_by(sessions: Sequence[TargetSession], texts: Iterable[TargetSession]) -> int:
+    """How many sequences a pass over some sessions computed: if any is a row of the batch, all other rows, too."""
+    if not any(session.is_row for session in sessions):
+        return len(sessions)
+    return len({*sessions, *(session for session in texts if session.is_row)})

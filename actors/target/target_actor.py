@@ -11,13 +11,12 @@ import attrs
 import trio
 
 from actors.actor import ModelActor
-from actors.model import CachedSequence, CacheLostError, Model
+from actors.model import CacheLostError, Model
 from actors.prefill import prefill_chunk
-from actors.prefix_cache import CacheHit
 from actors.probe import PROBED, probe
 from actors.session import Session
 from actors.target.drafter_link import DrafterLink
-from actors.target.pass_prices import MEASURED_EVERY, PassPrices
+from actors.target.pass_prices import PassPrices, num_computed_by, passes_in_a_row
 from actors.target.passes import Passes, RowResult
 from actors.target.reading import Reading
 from actors.target.target_session import TargetSession
@@ -25,15 +24,12 @@ from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, Features, Message, PromptFeatures
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
+from protocol.pass_limit import PassLimit
 from protocol.pass_plan import Expected, ReadyRound, TargetView, Turn, next_pass
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Share
-
-# Passes of fewer sessions than are open, after one that has failed for want of memory, before more share one again: a
-# failure may cost all texts in the pass their caches.
-SMALL_PASSES = 256
 
 BriefJob = Callable[[TargetSession], Awaitable[None]]
 
@@ -74,8 +70,6 @@ class TargetActor(ModelActor[TargetSession]):
     Attributes:
         drafter: the link to the drafter, which is missing until `DrafterLink.attach`.
         max_batch: most sessions that share a pass.
-        most_rounds: most sessions in the next pass; fewer after a shared pass has failed, as if it had been too large
-            for the memory. Twice as many are tried after `SMALL_PASSES`, then after twice as many passes, and so on.
     """
 
     name = "target"
@@ -105,8 +99,8 @@ class TargetActor(ModelActor[TargetSession]):
         self._on_failure = on_failure
         self._target_queue = target_queue
         self.drafter = DrafterLink(lambda: len(self._sessions), prices, partial(self._note, kind="overdue"))
-        self.max_batch = self.most_rounds = max_batch
-        self._num_small_passes, self._most_small_passes = 0, SMALL_PASSES
+        self.max_batch = max_batch
+        self._pass_limit = PassLimit(max_batch)
         self._passes = Passes(model)
         self._pass_prices = PassPrices(prices, worker)
         self._running: _Running | None = None
@@ -213,7 +207,7 @@ class TargetActor(ModelActor[TargetSession]):
             session.awaits_proposal_since_s = None
             return
         if was_blocked:
-            self._begin_round(session)
+            session.begin_round(self.worker)
         if session.state.phase is SessionPhase.PROPOSING:
             self._await_proposal(session)
         else:
@@ -258,17 +252,8 @@ class TargetActor(ModelActor[TargetSession]):
 
     def _set_num_texts(self) -> None:
         num_texts = len(self._texts)
-        if num_texts <= self.most_rounds:
-            self.most_rounds, self._most_small_passes = self.max_batch, SMALL_PASSES
-        self.prices.num_texts = max(1, min(num_texts, self.most_rounds))
-
-    def _count_small_pass(self) -> None:
-        if self.most_rounds == self.max_batch:
-            return
-        self._num_small_passes += 1
-        if self._num_small_passes >= self._most_small_passes:
-            self._num_small_passes, self._most_small_passes = 0, 2 * self._most_small_passes
-            self.most_rounds = min(self.max_batch, 2 * self.most_rounds)
+        self._pass_limit.settle(num_texts)
+        self.prices.num_texts = max(1, min(num_texts, self._pass_limit.most))
 
     def _view(self) -> tuple[TargetView, float]:
         """What the target could do, and when to look again, in seconds on the worker's clock."""
@@ -287,7 +272,7 @@ class TargetActor(ModelActor[TargetSession]):
             now_s,
             has_prompts=bool(self._reading.wanted),
             most_shared=self.max_batch,
-            max_batch=self.most_rounds,
+            max_batch=self._pass_limit.most,
             idle_since_s=self._idle_since_s,
             hurried_until_s=self._hurried_until_s,
         )
@@ -360,7 +345,7 @@ class TargetActor(ModelActor[TargetSession]):
         goes_ahead = goes_ahead and self._pass_prices.may_go_ahead(len(sessions))
         num_passes = 1
         if goes_ahead and are_all and not view.has_prompts:
-            num_passes = _num_passes(sessions, num_rounds)
+            num_passes = passes_in_a_row(sessions, num_rounds)
         for session in sessions:
             del self._ready[session]
         planned = [session for session in sessions if self._plan(session) is not None]
@@ -460,7 +445,7 @@ class TargetActor(ModelActor[TargetSession]):
         """Apply the results of a pass. The next one may be running already."""
         sessions, num_texts = running.sessions, len(self._texts)
         running.num_left -= 1
-        num_computed = self._num_computed(sessions)
+        num_computed = num_computed_by(sessions, self._texts.values())
         if running.is_plain:
             is_ahead = running.num_left > 0 or running.goes_ahead
             width = max([share.num_tokens for share in running.shares]) if running.is_first else 1
@@ -469,7 +454,7 @@ class TargetActor(ModelActor[TargetSession]):
             width = max([session.row.num_tokens for session in sessions if session.row is not None], default=1)
             self._pass_prices.learn_verified(job, sessions, num_texts, num_computed, width)
         running.is_first, running.going_on = False, []
-        self._count_small_pass()
+        self._pass_limit.count_pass()
         for session, ready_s, result in zip(sessions, running.ready_s, results, strict=True):
             session.shared.counts.wait(job.began - ready_s)
             session.has_shared = session.has_shared or len(sessions) > 1
@@ -515,7 +500,7 @@ class TargetActor(ModelActor[TargetSession]):
         session.shared.unsent = commit
         session.shared.note_length(len(session.state.committed))
         if not is_plain:
-            self._begin_round(session)
+            session.begin_round(self.worker)
             return False
         session.shared.deliver_nowait()
         if commit.finish_reason is not None:
@@ -523,7 +508,7 @@ class TargetActor(ModelActor[TargetSession]):
         if session.shared.unsent is not None or session.shared.awaits_memory:
             session.is_blocked = True
         elif session.state.phase is SessionPhase.PROPOSING:
-            self._begin_round(session)
+            session.begin_round(self.worker)
             # Its drafter is about to propose, as after a verdict.
             session.ended_s, session.last_ready = self.worker.clock(), ReadyRound(1, is_row=session.is_row)
         else:
@@ -561,11 +546,11 @@ class TargetActor(ModelActor[TargetSession]):
         elif is_alone:
             for session in sessions:
                 self._end(session, error)
-            self.most_rounds = self.max_batch  # the size was not the cause
+            self._pass_limit.lift()
         else:
             for session in sessions:
                 session.goes_alone = True
-            self._num_small_passes, self.most_rounds = 0, max(1, len(sessions) // 2)
+            self._pass_limit.fail(len(sessions))
 
     async def _read_again(self, session: TargetSession) -> None:
         """Feed some of the tokens that a session's cache has lost, in one pass of bounded size."""
@@ -579,9 +564,6 @@ class TargetActor(ModelActor[TargetSession]):
             self._end_job([session])
         self._look_at(session)
 
-    def _begin_round(self, session: TargetSession) -> None:
-        session.round_began_s, session.busy_before_s = self.worker.clock(), self.worker.busy_seconds
-
     def _begin_job(self, sessions: Collection[TargetSession]) -> None:
         self._target_queue.begin([session.id for session in sessions], self.worker.clock())
 
@@ -589,12 +571,6 @@ class TargetActor(ModelActor[TargetSession]):
         now_s = self.worker.clock()
         for session in sessions:
             self._target_queue.leave(session.id, now_s)
-
-    def _num_computed(self, sessions: Sequence[TargetSession]) -> int:
-        """How many sequences a pass over these sessions computed: if any is a row of the batch, all other rows, too."""
-        if not any(session.is_row for session in sessions):
-            return len(sessions)
-        return len({*sessions, *(session for session in self._texts.values() if session.is_row)})
 
     def _deliver(self) -> None:
         """Hand the consumers the commits of the last pass. Never waits."""
@@ -638,16 +614,8 @@ class TargetActor(ModelActor[TargetSession]):
     async def _give_way(self, on_done: Callable[[], None], session: TargetSession) -> None:
         if not session.shared.awaits_memory:
             return
-        assert session.sequence is not None
-        call = partial(self._emptied, session.sequence, beside_another=session.beside_another)
-        session.sequence = (await self.worker.run(Job("open", call, session.id))).sequence
-        session.notice_loss()
+        await self._empty_sequence(session)
         on_done()
-
-    def _emptied(self, sequence: CachedSequence, *, beside_another: bool) -> CacheHit:
-        """On the worker's thread."""
-        sequence.close()
-        return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
 
     async def _end_prompt(self, session: TargetSession) -> None:
         """Begin the rounds or the scoring, now that the prompt is read."""
@@ -658,7 +626,7 @@ class TargetActor(ModelActor[TargetSession]):
         elif not opened.only_reads:
             self._texts[session.id] = session
             session.shared.on_change = partial(self._look_at, session)
-            self._begin_round(session)
+            session.begin_round(self.worker)
 
     async def _give_prompt_features(self, session: TargetSession) -> None:
         """Send the prompt's features to a drafter that reads features."""
@@ -730,11 +698,3 @@ class TargetActor(ModelActor[TargetSession]):
         )
         failure.__cause__ = error
         session.shared.end(failure)
-
-
-def _num_passes(sessions: Sequence[TargetSession], num_rounds: float) -> int:
-    """Most passes in a row: each commit must fit into its channel, even if the consumer takes nothing meanwhile."""
-    if any(session.shared.logits_pipeline.needs_text for session in sessions):
-        return 1
-    room = min(session.shared.room for session in sessions)
-    return int(max(1, min(num_rounds, room, MEASURED_EVERY)))

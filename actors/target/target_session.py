@@ -9,6 +9,7 @@ import attrs
 from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.passes import Row, RowResult
+from actors.workers.worker import Worker
 from protocol.deadlines import ROUNDS_ALONE
 from protocol.errors import ProtocolError
 from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
@@ -161,6 +162,10 @@ class TargetSession(ActorSession):
         self.notice_loss()
         self.reads_again = self.reads_again and len(self.cached_tokens) < len(self.state.committed) - 1
         return self.reads_again
+
+    def begin_round(self, worker: Worker) -> None:
+        """Note when the next round begins."""
+        self.round_began_s, self.busy_before_s = worker.clock(), worker.busy_seconds
 
     def plan_pass(self, prices: Prices) -> ReadyRound:
         """Prepare the sequence's row for its next pass, with the proposal of its drafter if there is one. Once a round,

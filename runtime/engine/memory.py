@@ -27,8 +27,8 @@ GROWTH_TOKENS = 2048
 _UNBOUNDED = 2**31
 # A last part of a prompt is read with the pass before it; see `PrefillChunkSize.most_tokens`.
 _WIDEST_PASS = int(math.sqrt(2) * MAX_CHUNK_TOKENS)
-# States that a text keeps to go back to: for other texts, and from before the last rounds.
-_PREFIX_CHECKPOINTS, _ROUND_CHECKPOINTS = 2, 2
+# States that a text keeps from before the last rounds, to go back to.
+_ROUND_CHECKPOINTS = 2
 # Tokens that a drafter of a recurrent model is ahead at most with lookahead="auto", each with a checkpoint of its own.
 _AHEAD_BY_AUTO = 32
 
@@ -58,15 +58,14 @@ class _Reservation:
         """The size of the text in the caches of a model."""
         settings = self.opened.settings
         step = settings.prefill_step_size
-        num_kept = _PREFIX_CHECKPOINTS if settings.reuse_prefix else 0
         ahead = 0
         if actor == "draft":
             ahead = _AHEAD_BY_AUTO if settings.lookahead == "auto" else 2 * int(settings.lookahead) + 1
         return TextSize(
             self.num_before + self.num_tokens + (2 * MAX_LOOKAHEAD if ahead else 0),
             min(self.num_tokens, _WIDEST_PASS if step == "auto" else step),
-            num_kept + _ROUND_CHECKPOINTS + ahead,
-            num_kept,
+            _ROUND_CHECKPOINTS + ahead,
+            settings.reuse_prefix,
         )
 
 

@@ -130,6 +130,20 @@ def test_rows_take_no_more_than_their_size_when_the_longest_takes_no_part(length
         assert sum(batches.values()) + sum(text.num_bytes for text in kept if text.batch is None) <= size
 
 
+@sweep("kind", ["sliding windows", "hybrid", "recurrent", "chunks"])
+def test_prefix_checkpoints_take_no_more_than_is_reserved_for_them(kind: str) -> None:
+    model = MLXModel(MODELS[kind][0](), CacheOptions())
+    sequence = model.open_sequence(beside_another=False)
+    for length in range(15, 400, 15):
+        sequence.feed(tuple(prompt_of(15, seed=length, vocab_size=60)), 0)
+        if sequence.needs_prefix_checkpoints:
+            sequence.add_prefix_checkpoint()
+        assert sequence.num_bytes <= model.cache_size.of([TextSize(length, 15, keeps_prefixes=True)])
+    state = sequence.take_state((0,) * sequence.length)
+    assert state is not None
+    assert len(state.prefix_checkpoints) > 10 or not sequence.needs_prefix_checkpoints
+
+
 async def test_a_draft_models_caches_are_reserved_too(watch: Watch) -> None:
     target = llama()
     async with runtime.open((target, None), (near(target, noise=0.05), None), prefix_cache_bytes=0) as rt:
@@ -177,11 +191,11 @@ async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(
 def test_more_or_longer_texts_never_take_less_and_rows_hold_as_many_slots_as_fit(
     lengths: list[int], size: CacheSize, num_kept: int
 ) -> None:
-    texts = [TextSize(length, 1, num_kept, num_kept) for length in lengths]
+    texts = [TextSize(length, 1, num_kept, num_kept > 0) for length in lengths]
     num_bytes = size.of(texts)
     assert num_bytes >= max(size.of([text]) for text in texts)
     assert num_bytes >= size.of(texts[1:])
-    longer = [TextSize(lengths[0] + 1, 1, num_kept, num_kept), *texts[1:]]
+    longer = [TextSize(lengths[0] + 1, 1, num_kept, num_kept > 0), *texts[1:]]
     assert size.of(longer) >= num_bytes
     # The slots of those texts that the model lets be rows, and of the others, each by itself.
     rows = _fitting(dict(enumerate(lengths)))

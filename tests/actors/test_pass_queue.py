@@ -38,7 +38,7 @@ from sweeps import sweep
 
 import runtime
 from actors.model import Feed, feed_each
-from actors.target.target_actor import SMALL_PASSES
+from protocol.pass_limit import SMALL_PASSES
 from protocol.prices import Prices
 from protocol.trace import Span
 
@@ -226,7 +226,9 @@ async def test_a_session_whose_part_makes_a_pass_fail_ends_or_loses_its_drafter_
         if actor == "target":
             assert "MemoryError: no room for this one; the model itself works" in found.pop(0)
         else:
-            assert [instant.session for instant in simulation.instants("withdraw")] == [0]
+            # Tasks that begin together run in any order, so its id may be any.
+            (session,) = {each.session for each in simulation.instants("open") if each.tokens == tuple(PROMPTS[0])}
+            assert [instant.session for instant in simulation.instants("withdraw")] == [session]
             assert simulation.runtime.statistics().draft_failures == 1
         assert found == {index: EXPECTED[index] for index in found}
         assert simulation.runtime.health().ok

@@ -251,6 +251,7 @@ async def test_a_text_for_which_nothing_is_left_ends_with_the_sizes_and_keeps_it
         assert 10 < len(got) < 100
         # A stream that waited may find that it does not fit any more.
         assert await text_of(simulation, [2] * 50, max_tokens=50) == continuation([2] * 50, 50)
+        await trio.sleep(WHILE)  # until its memory is released
         first = simulation.runtime.stream([3] * 50, max_tokens=40)
         waiting = simulation.runtime.stream([4] * 50, max_tokens=40)
         assert simulation.runtime.num_waiting == 1

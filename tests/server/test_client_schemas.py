@@ -118,15 +118,24 @@ def check_nulls(body: dict[str, Any], nulls: Locations) -> None:
         assert {name for name, must_be_there in of_it.items() if must_be_there} <= found.keys(), location
 
 
+# Reasons for an end that only a client sees which has cancelled an answer by its id, and reasons that the APIs have.
+OURS = {
+    '"finish_reason": "cancelled"': '"finish_reason": "length"',
+    '"reason": "cancelled"': '"reason": "max_output_tokens"',
+    '"stop_reason": "cancelled"': '"stop_reason": "max_tokens"',
+}
+
+
 def check_type(body: dict[str, Any], type: str, nulls: Locations) -> None:
     """Assert that a client for Python takes an object, without conversions."""
+    text = json.dumps(body)
+    for ours, theirs in OURS.items():
+        text = text.replace(ours, theirs)
     try:
-        adapter(pkgutil.resolve_name(type)).validate_json(json.dumps(body), strict=True)
+        adapter(pkgutil.resolve_name(type)).validate_json(text, strict=True)
     except ValidationError as error:
         for problem in error.errors():
             location = ".".join(part for part in problem["loc"] if isinstance(part, str))
-            if "cancelled" in json.dumps(body):
-                continue  # OpenAI has no such reason, and only a client that cancels by id sees it
             assert problem["input"] is None, problem
             assert location in nulls, problem
 
