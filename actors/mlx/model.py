@@ -7,7 +7,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -153,7 +153,9 @@ class MLXModel(SharedPasses):
         self._context_length = context_length_of(model)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
-        self._cache_size = options.size(model, are_rows=self._obstacle is None)
+        self._cache_size = CacheSize()
+        with suppress(Exception):  # of any kind: what the model's own code raises, its first pass reports
+            self._cache_size = options.size(model, are_rows=self._obstacle is None)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
         """While in force, the model's layers evaluate their results for sequences that ask for it."""

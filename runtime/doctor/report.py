@@ -324,7 +324,7 @@ def report(diagnosis: Diagnosis) -> list[Section]:
                     said = "not compared: "
             pair.insert(0, ("vocabularies", said + diagnosis.vocabulary_note))
         sections += [("draft", rows), ("pair", pair)]
-    machine = [("device", diagnosis.device), ("a text has room for", diagnosis.memory)]
+    machine = [("device", diagnosis.device), ("longest text", diagnosis.memory)]
     if findings.blas is not None:
         machine.append(("linear algebra", findings.blas))
     if diagnosis.load is not None:

@@ -100,6 +100,11 @@ class MemoryBudget:
         with _lock:
             _budgets.append(self)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes part in the limit."""
+        return self in _all_budgets()
+
     def close(self) -> None:
         """Release everything."""
         with _lock:

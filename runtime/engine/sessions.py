@@ -333,8 +333,9 @@ class Sessions:
 
     def _memory_has_changed(self) -> None:
         """Another runtime of the process has taken memory, or released some."""
-        self.make_room()
-        self._admit_next()
+        if self.memory.is_open:  # the call may come after the end
+            self.make_room()
+            self._admit_next()
 
     def _enter(self, session: Session) -> None:
         """Begin a session as soon as there is room."""

@@ -104,8 +104,8 @@ def test_a_response_that_is_broken_off_is_over(client: openai.OpenAI, server: Se
 
 
 def test_errors_of_responses_come_as_the_client_knows_them(client: openai.OpenAI, server: Server) -> None:
-    with pytest.raises(openai.BadRequestError, match="max_output_tokens must be at least 1") as bad:
-        client.responses.create(model=MODEL, input="a", max_output_tokens=0)
+    with pytest.raises(openai.BadRequestError, match="max_output_tokens must be at least -1") as bad:
+        client.responses.create(model=MODEL, input="a", max_output_tokens=-2)
     assert bad.value.param == "max_output_tokens"
     with pytest.raises(openai.NotFoundError, match="no such response"):
         client.responses.retrieve("resp_0")

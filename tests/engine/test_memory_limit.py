@@ -330,3 +330,10 @@ async def test_runtimes_of_one_process_share_the_limit(autojump_clock: Any) -> N
         assert await collect(first) == continuation([1], 70)
         assert await collect(second) == continuation([2], 60)
     assert memory._budgets == []
+
+
+async def test_a_runtime_that_is_over_does_not_mind_what_others_release(autojump_clock: Any) -> None:
+    async with limited(bytes_of(200, drafted=False), ScriptedModel(truthful, bytes_per_token=100)) as simulation:
+        sessions = simulation.runtime._sessions
+    assert not sessions.memory.is_open
+    sessions._memory_has_changed()

@@ -179,7 +179,7 @@ def test_of_the_rules_as_much_is_known_as_what_the_steps_bring_decides(
     num_steps = 0
     for token, raw in enumerate(steps, 1000):
         now += policy.prices.draft_s(1, beside_target=due is not None)
-        guess = Guess(token, policy.calibration(None, raw), raw=raw)
+        guess = policy.drafted(Guess(token, raw, raw=raw))
         choice = grown.expand(node, guess)
         draft_budget = draft_budget.after(guess, now)
         # Of two nodes with the same reach, either is right.

@@ -40,6 +40,11 @@ def unfold(page: Page, id: str) -> None:
     page.locator(f"#{id}").evaluate("details => { details.open = true }")
 
 
+def endings(name: str) -> list[str]:
+    """The operations that end an answer."""
+    return [f"cancel_{name}", f"end_thinking_{name}"]
+
+
 def tried(page: Page, id: str) -> Page:
     """Open an operation and send its request as it stands."""
     unfold(page, id)
@@ -50,7 +55,9 @@ def tried(page: Page, id: str) -> Page:
 def test_every_operation_is_there_with_its_fields_and_nothing_runs_over_the_edge(tab: Tab) -> None:
     page = tab.page
     ids = page.locator("details").evaluate_all("all => all.map((one) => one.id)")
-    apis = ["complete", "fill_in", "chat", "respond", "response", "delete_response", "message", "count_tokens"]
+    completions = ["complete", "fill_in", "chat", *endings("completion"), *endings("chat")]
+    responses = ["respond", *endings("response"), "response", "delete_response"]
+    apis = [*completions, *responses, "message", *endings("message"), "count_tokens"]
     others = ["tokenize", "detokenize", "version", "models", "model", "health", "metrics", "timeline"]
     assert ids == [*apis, *others]
     unfold(page, "chat")

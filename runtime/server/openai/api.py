@@ -29,8 +29,6 @@ def _fill_in(body: bytes) -> Parsed:
 
 
 OPERATIONS = (
-    *endings("/v1/completions", "completion"),
-    *endings("/v1/chat/completions", "chat"),
     Operation(
         "/v1/completions",
         lambda context: Endpoint(context, _completion),
@@ -64,4 +62,6 @@ OPERATIONS = (
         {"messages": [{"role": "user", "content": "def quicksort(items):"}], "max_tokens": 32, "stream": True},
         is_streamed=True,
     ),
+    *endings("/v1/completions", "completion"),
+    *endings("/v1/chat/completions", "chat"),
 )
