@@ -245,17 +245,21 @@ class AutoPolicy:
                     best, best_reach_per_s = node, reach_per_s
         if best is None:
             return None
-        step_worth = self._step_worth(view, view.num_to_feed(best), view.verdict_due_s)
+        # Steps after this one keep what cores it takes from the target, so only this one pays for holding them.
+        step_worth = self._step_worth(view, view.num_to_feed(best), view.verdict_due_s, self.prices.core_hold_s)
         return best if step_worth(best.open_reach, view.now_s) else None
 
-    def _step_worth(self, view: PolicyView, width: int, verdict_due_s: float) -> StepWorth:
+    def _step_worth(
+        self, view: PolicyView, width: int, verdict_due_s: float, core_hold_s: float = 0.0
+    ) -> StepWorth:
         step_s = self.prices.draft_share_s(1, beside_target=False)
         # A step saves the target no time if it can be done after the verdict while the target is busy with others.
         is_hidden = view.queue_slack_s > 0.0 and self._expected_proposal * step_s <= view.queue_slack_s
+        beside_target_s = self.prices.draft_share_s(width, beside_target=True)
         return StepWorth(
-            step_s=self.prices.draft_share_s(width, beside_target=True),
+            step_s=beside_target_s,
             saved_step_s=0.0 if is_hidden else step_s,
-            target_slowdown=self.prices.verify.target_slowdown,
+            target_delay_s=self.prices.verify.target_slowdown * (beside_target_s + core_hold_s),
             verdict_due_s=verdict_due_s,
         )
 

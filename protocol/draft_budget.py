@@ -23,19 +23,19 @@ class StepWorth:
     Attributes:
         step_s: seconds that the step takes beside the target.
         saved_step_s: seconds that the same step would take later, while the target waits.
-        target_slowdown: seconds by which the target's pass takes longer for each second of drafting beside it.
+        target_delay_s: seconds by which the step delays the target.
         verdict_due_s: when the verdict is expected, in seconds on the actors' clock.
     """
 
     step_s: float
     saved_step_s: float
-    target_slowdown: float
+    target_delay_s: float
     verdict_due_s: float
 
     def __call__(self, reach: float, now_s: float) -> bool:
         """Whether to draft after a node with this reach, beginning now."""
         overrun_s = min(self.step_s, max(0.0, now_s + self.step_s - self.verdict_due_s))
-        return reach * self.saved_step_s > self.target_slowdown * self.step_s + (1.0 - reach) * overrun_s
+        return reach * self.saved_step_s > self.target_delay_s + (1.0 - reach) * overrun_s
 
 
 @attrs.frozen

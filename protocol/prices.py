@@ -131,8 +131,8 @@ class Prices:
             next pass is started ahead.
         drafts_together: whether texts share the drafter's passes, too.
         hit_rate: how often, recently, the text that a verdict committed had been drafted for, in [0, 1].
-        core_hold_s: seconds after a draft step in which the target still has only its share of the cores; 0 where the
-            models do not share cores.
+        core_hold_s: seconds after a draft step beside the target in which the target still has only its share of the
+            cores; 0 where the models do not share cores.
         tell: called with each measurement, if the other actor is in another process; must neither wait nor raise.
     """
 
@@ -153,7 +153,7 @@ class Prices:
     _num_rounds: int = 0  # speculative ones
     # Tokens and seconds of speculative rounds, with the same weights, by the bit length of the number of texts.
     _speculative: dict[int, tuple[float, float]] = attrs.field(factory=dict)
-    # When the drafter worked: (began, ended).
+    # When the drafter worked, and until when the target had fewer cores for it: (began, held_until).
     _drafting: deque[tuple[float, float]] = attrs.field(factory=lambda: deque(maxlen=256))
     _unpriced_passes: deque[tuple[int, float, float]] = attrs.field(factory=deque)  # (width, began, ended)
     _pays_ahead: dict[tuple[int, int], bool] = attrs.field(factory=dict)  # by lookahead and number of texts
@@ -172,15 +172,18 @@ class Prices:
                 # No step is faster beside the target than alone, so the price of a step alone is too high. It may be
                 # from a time at which the machine did something else.
                 self.draft_alone.observe(width, 0.0, seconds)
-        self._note_drafting(began_s, ended_s)
+        self._note_drafting(began_s, ended_s, beside_target=beside_target)
 
     def observe_draft_reading(self, began_s: float, ended_s: float) -> None:
         """Add a pass in which the drafter read some text, so that passes of the target beside it do not seem dear."""
         self._tell(Measurement("reading", seconds=ended_s - began_s, ended_s=ended_s))
-        self._note_drafting(began_s, ended_s)
+        self._note_drafting(began_s, ended_s, beside_target=True)
 
-    def _note_drafting(self, began_s: float, ended_s: float) -> None:
-        self._drafting.append((began_s, ended_s))
+    def _note_drafting(self, began_s: float, ended_s: float, *, beside_target: bool) -> None:
+        held_until = ended_s + self.core_hold_s if beside_target else ended_s
+        if self._drafting:
+            held_until = max(held_until, self._drafting[-1][1])
+        self._drafting.append((began_s, held_until))
         self._price_passes(until_s=ended_s)
 
     def observe_verify_pass(self, rows: int, began_s: float, ended_s: float) -> None:
@@ -395,13 +398,14 @@ class Prices:
         for k in range(1, 17):
             reach *= acceptance
             tokens += reach
-            verify_s, num_steps = self._beside_drafter_s(self.verify(num_texts * (k + 1))), num_texts * k
-            # On a miss the target waits for the drafter. On a hit it was only slowed down, unless the drafter cannot
-            # keep pace at all.
-            drafting_s = max(
-                num_steps * (hit_rate * hidden_step_s + (1.0 - hit_rate) * step_s), num_steps * step_s - verify_s
+            pass_s, num_steps = self.verify(num_texts * (k + 1)), num_texts * k
+            # A drafter that works ahead: on a miss the target waits for it. On a hit the target was only slowed down,
+            # unless the drafter cannot keep pace at all.
+            beside_s = self._beside_drafter_s(pass_s)
+            ahead_s = beside_s + max(
+                num_steps * (hit_rate * hidden_step_s + (1.0 - hit_rate) * step_s), num_steps * step_s - beside_s
             )
-            if (seconds := verify_s + drafting_s) > 0.0:
+            if (seconds := min(ahead_s, pass_s + num_steps * step_s)) > 0.0:
                 # Plain passes of several texts are started ahead.
                 seconds += self.gap_s.value if num_texts > 1 else 0.0
                 best = max(best, num_texts * tokens / seconds)
@@ -490,10 +494,9 @@ class Prices:
         while self._unpriced_passes and self._unpriced_passes[0][2] <= until_s:
             width, began_s, ended_s = self._unpriced_passes.popleft()
             overlap_s, next_began = 0.0, math.inf
-            for step_began, step_ended in reversed(self._drafting):
-                shared_until = min(step_ended + self.core_hold_s, next_began)
-                if step_ended + self.core_hold_s <= began_s:
+            for step_began, held_until in reversed(self._drafting):
+                if held_until <= began_s:
                     break
-                overlap_s += max(0.0, min(ended_s, shared_until) - max(began_s, step_began))
+                overlap_s += max(0.0, min(ended_s, held_until, next_began) - max(began_s, step_began))
                 next_began = step_began
             self.verify.observe(width, overlap_s, ended_s - began_s)

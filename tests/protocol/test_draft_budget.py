@@ -93,7 +93,7 @@ def test_each_step_has_its_own_least_reach():
 
 
 def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
-    step_worth = StepWorth(step_s=1.0, saved_step_s=1.0, target_slowdown=0.0, verdict_due_s=100.0)
+    step_worth = StepWorth(step_s=1.0, saved_step_s=1.0, target_delay_s=0.0, verdict_due_s=100.0)
     assert after(believed(step_worth=step_worth, best_other_reach=0.6), 0.5) is None
     assert after(believed(step_worth=step_worth, best_other_reach=0.4), 0.5) is not None
     # While the target waits, only the chain counts.
@@ -101,7 +101,7 @@ def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
 
 
 def test_beside_the_target_a_step_must_not_make_a_verdict_wait_for_nothing():
-    draft_budget = believed(step_worth=StepWorth(step_s=1.0, saved_step_s=1.0, target_slowdown=0.0, verdict_due_s=10.0))
+    draft_budget = believed(step_worth=StepWorth(step_s=1.0, saved_step_s=1.0, target_delay_s=0.0, verdict_due_s=10.0))
     assert after(draft_budget, 0.3, now=9.0) is not None
     assert after(draft_budget, 0.3, now=9.9) is None
     assert after(draft_budget, 0.7, now=9.9) is not None

@@ -187,10 +187,17 @@ def test_on_shared_cores_a_pass_has_its_share_until_the_drafter_rests():
     assert hold.verify(1) == pytest.approx(alone.verify(1), rel=0.1)
     assert beside.verify(1) > 1.15 * alone.verify(1)
     assert hold.verify.target_slowdown == pytest.approx(0.5 / 1.5, abs=0.05)
-    # Each pass of a round with drafts is so much longer, however short the drafting.
-    for prices in (alone, hold):
-        prices.observe_draft_step(1, at, at + 0.01, beside_target=False)
-    assert hold.modelled_rate(0.5) < 0.8 * alone.modelled_rate(0.5)
+
+
+def test_on_shared_cores_a_drafter_that_takes_turns_with_the_target_leaves_it_all_cores():
+    prices, at = Prices(core_hold_s=3.0), 0.0
+    for _ in range(100):
+        prices.observe_draft_step(1, at, at + 0.1, beside_target=False)
+        prices.observe_verify_pass(2, at + 0.1, at + 1.1)
+        at += 1.1
+    assert prices.verify(2) == pytest.approx(1.0)
+    # Nobody works ahead where that takes half of the cores for a pass that lasts ten steps.
+    assert prices.modelled_rate(0.5) == pytest.approx(1.5 / 1.1, rel=0.05)
 
 
 spans = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=4)
