@@ -450,7 +450,7 @@ class ModelActor(Actor[S]):
         session.is_disk_searched = True
         self._look_at(session)
 
-    async def _open_sequence(self, session: S) -> CachedSequence:
+    async def _open_sequence(self, session: S) -> CacheHit:
         """Give a session a sequence that holds a beginning of its prompt, or a new one."""
         in_use = [
             source
@@ -464,7 +464,7 @@ class ModelActor(Actor[S]):
         session.cached_tokens.follow(FeedPlan(0, session.shared.opened.prompt[: hit.num_cached]))
         session.checkpoints.add(hit.num_common)  # where prompts part, a third one will part, too
         self._wake_waiting()
-        return hit.sequence
+        return hit
 
     def _opened_sequence(self, session: S, in_use: Sequence[Source], prefix_room: float) -> CacheHit:
         """On the worker's thread. Other prefixes than the session's own make room for it."""

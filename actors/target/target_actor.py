@@ -595,10 +595,11 @@ class TargetActor(ModelActor[TargetSession]):
         self._look_at(session)
 
     async def _open(self, session: TargetSession) -> None:
-        sequence = await self._open_sequence(session)
-        if (features := sequence.features) is not None:
+        hit = await self._open_sequence(session)
+        if (features := hit.sequence.features) is not None:
             features.want(session.state.phase is not SessionPhase.UNDRAFTED)
         session.shared.counts.cached_tokens = len(session.cached_tokens)
+        session.shared.counts.parted_tokens = max(0, hit.num_common - hit.num_cached)
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:

@@ -32,6 +32,11 @@ _Counts = dict[tuple[str, ...], float]
 _COUNTERS = (
     ("prompt_tokens", "Prompt tokens", "prompt_tokens"),
     ("cached_prompt_tokens", "Prompt tokens that were still cached", "cached_tokens"),
+    (
+        "parted_prompt_tokens",
+        "Prompt tokens that were read again although cached, since the cache cannot go back to where the prompts part",
+        "parted_tokens",
+    ),
     ("generated_tokens", "Tokens given to clients", "generated_tokens"),
     ("proposed_tokens", "Drafted tokens that were judged", "proposed"),
     ("accepted_tokens", "Drafted tokens that were accepted", "accepted"),

@@ -23,11 +23,15 @@ ASKED: dict[str, Any] = {"max_tokens": 4, "reuse_prefix": True, "prefill_step_si
 PARTING = ["can be trimmed", "recurrent"]
 
 
-async def cached(simulation: Any, prompt: list[int], **changes: Any) -> int:
-    """How many tokens of a prompt are not read again. Asserts that its text is right."""
+async def cached(simulation: Any, prompt: list[int], *, num_common: int | None = None, **changes: Any) -> int:
+    """How many tokens of a prompt are not read again. Asserts that its text is right, and that its statistics say how
+    many of the `num_common` tokens that a cached text has, too, are read again.
+    """
     completion = await simulation.runtime.generate(prompt, **{**ASKED, **changes})
     assert ids(completion.tokens) == continuation(prompt, len(completion.tokens))
-    return int(completion.statistics.cached_tokens)
+    statistics = completion.statistics
+    assert num_common is None or statistics.parted_tokens == num_common - statistics.cached_tokens
+    return int(statistics.cached_tokens)
 
 
 @sweep("cache", PARTING)
@@ -37,8 +41,8 @@ async def test_a_third_text_parts_where_a_second_one_has_parted(
 ) -> None:
     async with simulated(*pair_with(CACHES[cache])) as simulation:
         first = [*SYSTEM, *QUESTIONS[0]]
-        assert await cached(simulation, first, lookahead=lookahead) == 0
-        second = await cached(simulation, [*SYSTEM, *QUESTIONS[1]], lookahead=lookahead)
+        assert await cached(simulation, first, num_common=0, lookahead=lookahead) == 0
+        second = await cached(simulation, [*SYSTEM, *QUESTIONS[1]], num_common=len(SYSTEM), lookahead=lookahead)
         assert second == len(SYSTEM) if cache == "can be trimmed" else second < len(SYSTEM)
         assert await cached(simulation, [*SYSTEM, *QUESTIONS[2]], lookahead=lookahead) == len(SYSTEM)
         # Nobody has taken the first one's sequence.
