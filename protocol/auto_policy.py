@@ -249,9 +249,7 @@ class AutoPolicy:
         step_worth = self._step_worth(view, view.num_to_feed(best), view.verdict_due_s, self.prices.core_hold_s)
         return best if step_worth(best.open_reach, view.now_s) else None
 
-    def _step_worth(
-        self, view: PolicyView, width: int, verdict_due_s: float, core_hold_s: float = 0.0
-    ) -> StepWorth:
+    def _step_worth(self, view: PolicyView, width: int, verdict_due_s: float, core_hold_s: float = 0.0) -> StepWorth:
         step_s = self.prices.draft_share_s(1, beside_target=False)
         # A step saves the target no time if it can be done after the verdict while the target is busy with others.
         is_hidden = view.queue_slack_s > 0.0 and self._expected_proposal * step_s <= view.queue_slack_s

@@ -73,8 +73,8 @@ class Statistics(ShownCounts):
     Attributes:
         prompt_tokens: prompt length in tokens.
         cached_tokens: prompt tokens that the target need not read, since they were still cached.
-        parted_tokens: prompt tokens that are read again although a cached text has them, too: its cache cannot go back to
-            where the texts part, as with recurrent layers between two checkpoints.
+        parted_tokens: prompt tokens that are read again although a cached text has them, too: its cache cannot go back
+            to where the texts part, as with recurrent layers between two checkpoints.
         prefilled_tokens: prompt tokens that the target's prefill has read so far. The first round reads the last token,
             so the prompt is read once `cached_tokens + prefilled_tokens >= prompt_tokens - 1`.
         generated_tokens: tokens given to the consumer.

@@ -598,8 +598,8 @@ class TargetActor(ModelActor[TargetSession]):
         hit = await self._open_sequence(session)
         if (features := hit.sequence.features) is not None:
             features.want(session.state.phase is not SessionPhase.UNDRAFTED)
-        session.shared.counts.cached_tokens = len(session.cached_tokens)
-        session.shared.counts.parted_tokens = max(0, hit.num_common - hit.num_cached)
+        session.shared.counts.cached_tokens = hit.num_cached
+        session.shared.counts.parted_tokens = hit.num_common - hit.num_cached
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:

@@ -28,6 +28,7 @@ from actors.mlx.model import MLXModel
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.kinds.attach import SUPPORTED
 from actors.trained.kinds.recognition import kind_of, nearest_to
+from actors.translated.reduced_head import reduce_head
 from actors.translated.translated_model import TranslatedModel
 from actors.workers.worker import Job, JobError, Worker
 from protocol.argument_aliases import ALIASES, INSTEAD, MISSING, NOTES, meant
@@ -177,6 +178,8 @@ def _check_spec(role: str, spec: ModelSpec) -> Source:
     assert not isinstance(path, tuple | ModelSpec)
     if spec.is_plain:
         return path
+    if role == "target" and spec.draft_vocabulary is not None:
+        raise SettingsError("draft_vocabulary is of a draft model: a target needs its whole vocabulary; leave it out")
     if isinstance(path, Path):
         if spec.revision is not None:
             raise SettingsError(
@@ -314,6 +317,9 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     with load_errors(role, source):
         if read is not None:
             built, tokenizer = await worker.run(Job("load", read))
+            if isinstance(source, ModelSpec) and (num_tokens := source.draft_vocabulary) is not None:
+                wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
+                await worker.run(Job("load", partial(reduce_head, built, wrapper, num_tokens, named)))
         _advise_on_blas(built)
         model = await worker.run(Job("load", partial(MLXModel, built, options, named, layer_evaluation)))
         wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))

@@ -11,7 +11,7 @@ import attrs
 
 from protocol.errors import ModelError, SettingsError
 from protocol.reprs import shown, shown_path
-from protocol.validation import check_flag, must_be
+from protocol.validation import check_flag, check_integer, must_be
 
 # mlx-lm's modes of quantisation, and the bits and group sizes that MLX has kernels for in each.
 _AFFINE_BITS = (2, 3, 4, 5, 6, 8)
@@ -38,6 +38,9 @@ class ModelSpec:
         quantize: quantises the weights after they were read, as `mlx_lm.convert` does: the number of bits; or a
             mapping with `bits`, `group_size` and `mode`, each of them optional; None leaves them as they are. The mode
             is "affine" (2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128), "mxfp4", "nvfp4" or "mxfp8".
+        draft_vocabulary: for a draft model: how many of the first ids of the vocabulary it drafts, >= 1, besides single
+            characters and the tokenizer's added tokens; None for all. Drafting gets faster as the head gets smaller,
+            and tokens that are left out are always the target's own; texts stay exact.
 
     Raises: SettingsError: a value is of the wrong type or out of its range.
     """
@@ -49,6 +52,7 @@ class ModelSpec:
     tokenizer_config: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, hash=False)
     model_config: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True, hash=False)
     quantize: int | Mapping[str, Any] | None = attrs.field(default=None, kw_only=True, hash=False)
+    draft_vocabulary: int | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path):
@@ -63,6 +67,7 @@ class ModelSpec:
             if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
                 raise must_be(name, "a mapping from names to values", value)
         _quantization(self.quantize)
+        check_integer("draft_vocabulary", self.draft_vocabulary, 1, or_none="all tokens")
 
     def __str__(self) -> str:
         """The path, which names the model in messages."""

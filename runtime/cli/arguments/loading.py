@@ -29,6 +29,12 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     for prefix, whose in (("", "the target"), ("draft_", "the draft model")):
         for name, metavar, text in _OF_EACH:
             group.add_argument(flag(prefix + name), metavar=metavar, help=f"of {whose}: {text}")
+    group.add_argument(
+        flag("draft_vocabulary"),
+        metavar="N",
+        type=int,
+        help="of the draft model: draft only the N first ids of the vocabulary, and added tokens, for faster steps",
+    )
     add_flags(
         group,
         ("--trust-remote-code", "run code that comes with the models, such as a tokenizer's"),
@@ -47,25 +53,29 @@ def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | M
 
 def draft_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
     """The draft model, with its loading options."""
-    return _spec(arguments, "draft_", path, model_config=_json(arguments, "draft_model_config"))
+    return _spec(
+        arguments,
+        "draft_",
+        path,
+        model_config=_json(arguments, "draft_model_config"),
+        draft_vocabulary=arguments.draft_vocabulary,
+    )
 
 
 def names_of_draft(arguments: argparse.Namespace) -> list[str]:
     """The flags of the draft model that were given."""
-    names = [f"draft_{name}" for name, *_ in _OF_EACH]
+    names = [*(f"draft_{name}" for name, *_ in _OF_EACH), "draft_vocabulary"]
     return [flag(name) for name in names if getattr(arguments, name) is not None]
 
 
-def _spec(
-    arguments: argparse.Namespace, prefix: str, path: str | Path, **configs: dict[str, Any]
-) -> str | Path | ModelSpec:
+def _spec(arguments: argparse.Namespace, prefix: str, path: str | Path, **others: Any) -> str | Path | ModelSpec:
     spec = ModelSpec(
         path,
         adapter_path=getattr(arguments, f"{prefix}adapter_path"),
         revision=getattr(arguments, f"{prefix}revision"),
         trust_remote_code=arguments.trust_remote_code,
         quantize=_quantize(getattr(arguments, f"{prefix}quantize")),
-        **configs,
+        **others,
     )
     return path if spec.is_plain else spec
 
