@@ -36,35 +36,24 @@ Decisions = Sequence[tuple[int, int]]
 
 @attrs.frozen
 class Judgement:
-    """The target's decision about one proposal.
+    """The target's decision about one proposal."""
 
-    Attributes:
-        num_accepted: drafted tokens that are accepted.
-        token: the token after them: recovered after a rejection, the bonus after a full acceptance. None if all are
-            accepted and the forward pass had no row for a bonus (the N=1 fallback).
-    """
-
-    num_accepted: int
+    num_accepted: int  # drafted tokens that are accepted
+    # The token after them: recovered after a rejection, the bonus after a full acceptance. None if all are accepted and
+    # the forward pass had no row for a bonus (the N=1 fallback).
     token: int | None
 
 
 @attrs.frozen
 class ProposedRows:
-    """A proposal to judge, and how many rows of logits there are for it.
+    """A proposal to judge, and how many rows of logits there are for it."""
 
-    Attributes:
-        seed: of the session, in [0, 2**64).
-        start: absolute position of the first drafted token.
-        num_rows: k + 1, for each drafted position and the one after; or k if the pass had no row for a bonus token.
-        drafted: (k,) drafted tokens.
-        draft_probs: unless the rule is match, what each token was drawn from: (W,) with W <= V, entries beyond W being
-            zero, or a `Sparse` one; or None for a token that the text before it determined (q is 1 there).
-    """
-
-    seed: int
-    start: int
-    num_rows: int
-    drafted: tuple[int, ...] = ()
+    seed: int  # of the session, in [0, 2**64)
+    start: int  # absolute position of the first drafted token
+    num_rows: int  # k + 1, for each drafted position and the one after; or k if the pass had no row for a bonus token
+    drafted: tuple[int, ...] = ()  # (k,) drafted tokens
+    # Unless the rule is match, what each token was drawn from: (W,) with W <= V, entries beyond W being zero, or a
+    # `Sparse` one; or None for a token that the text before it determined (q is 1 there).
     draft_probs: tuple[Distribution | None, ...] = ()
 
     def check(self, rule: Rule) -> None:
@@ -86,15 +75,10 @@ class ProposedRows:
 
 @attrs.frozen
 class LazyJudgements:
-    """The judgements of several texts, which may not be computed yet.
+    """The judgements of several texts, which may not be computed yet."""
 
-    Attributes:
-        arrays: what `read` reads; evaluated together with other arrays, they cost one synchronisation.
-        read: gives the judgement of each text, and evaluates the arrays if that was not done yet.
-    """
-
-    arrays: tuple[mx.array, ...]
-    read: Callable[[], list[Judgement]]
+    arrays: tuple[mx.array, ...]  # what `read` reads; with others they are evaluated in one synchronisation
+    read: Callable[[], list[Judgement]]  # of each text; evaluates the arrays if that was not done yet
 
     @property
     def tokens(self) -> mx.array:
@@ -128,16 +112,11 @@ def judge(
 
 @attrs.frozen
 class LazyLikelihoods:
-    """The log-probabilities of tokens, and of the likeliest tokens at their positions; may not be computed yet.
+    """The log-probabilities of tokens, and of the likeliest tokens at their positions; may not be computed yet."""
 
-    Attributes:
-        own: (m, 1) log-probabilities of the tokens.
-        ids, best: (m, n) the likeliest tokens, likeliest first, and their log-probabilities.
-    """
-
-    own: mx.array
-    ids: mx.array
-    best: mx.array
+    own: mx.array  # (m, 1) log-probabilities of the tokens
+    ids: mx.array  # (m, n) the likeliest tokens, likeliest first
+    best: mx.array  # their log-probabilities
 
     @classmethod
     def of(cls, logits: mx.array, tokens: mx.array, num_top: int) -> LazyLikelihoods:
@@ -357,17 +336,12 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
 
 @attrs.frozen
 class _Padded:
-    """The drafted tokens of several texts, filled up to the longest proposal: (texts, longest) each.
-
-    Attributes:
-        rows: the row of logits that each token is judged by.
-        exists: False where a text has been filled up.
-    """
+    """The drafted tokens of several texts, filled up to the longest proposal: (texts, longest) each."""
 
     proposed: Sequence[ProposedRows]
-    rows: mx.array
+    rows: mx.array  # the row of logits that each token is judged by
     tokens: mx.array
-    exists: mx.array
+    exists: mx.array  # False where a text has been filled up
 
     @classmethod
     def of(cls, proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int) -> _Padded:

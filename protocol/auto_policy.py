@@ -52,18 +52,12 @@ class AutoPolicy:
     *Copy or draft*: each place of a proposal gets what promises more tokens from there on: a copy, by the reach of its
     own tokens, or a draft, by the mean acceptance. A copy is not delayed for a draft that promises less.
     *Speculate at all*: the target decodes alone while speculating brings less than plain decoding.
-
-    Attributes:
-        prices: of the runtime.
-        calibration: of the drafter, under the session's rule.
-        works_ahead: see `Policy`; if so, `expansion` decides for each node.
-        only_copies: whether only copied tokens are proposed, because there is no model or it rests.
     """
 
-    prices: Prices
-    calibration: Calibration
-    works_ahead: bool = True
-    only_copies: bool = False
+    prices: Prices  # of the runtime
+    calibration: Calibration  # of the drafter, under the session's rule
+    works_ahead: bool = True  # see `Policy`; if so, `expansion` decides for each node
+    only_copies: bool = False  # whether only copied tokens are proposed, because there is no model or it rests
     _num_empty_proposals: int = 0  # in a row
     _copied_share: Mean = attrs.field(factory=lambda: Mean(memory=30.0))  # of the proposals
 

@@ -52,17 +52,13 @@ class _Curve:
 
 @attrs.define
 class Calibration:
-    """What is known of one drafter's confidence under one acceptance rule: a curve by kind of copy and staleness.
+    """What is known of one drafter's confidence under one acceptance rule: a curve by kind of copy and staleness."""
 
-    Attributes:
-        memory: observations over which `mean_acceptance` is averaged.
-        mean_acceptance: how often, recently, the drafter's own choice was right, whatever its confidence; in [0, 1].
-        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in
-            [0, 1]; 1 if it was not measured.
-    """
-
-    memory: float = 30.0
+    memory: float = 30.0  # observations over which `mean_acceptance` is averaged
+    # How often, recently, the drafter's own choice was right, whatever its confidence; in [0, 1].
     mean_acceptance: float = PRIOR_ACCEPTANCE
+    # The measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in [0, 1];
+    # 1 if it was not measured.
     trust: float = 1.0
     _weight: float = PRIOR_WEIGHT
     _curves: dict[tuple[int | None, int], _Curve] = attrs.field(factory=dict)

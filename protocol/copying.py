@@ -34,19 +34,12 @@ _NUM_COPIED_KINDS = 9
 
 @attrs.frozen
 class Copied:
-    """A token that followed earlier occurrences of the text's last tokens, and of the tokens copied after those.
+    """A token that followed earlier occurrences of the text's last tokens, and of the tokens copied after those."""
 
-    Attributes:
-        token: the one that followed most often.
-        match_length: tokens before it that occurred there: at most `MAX_MATCH` of the text, and all those copied.
-        num_agreeing: how many of these occurrences the token followed, >= 1.
-        num_occurrences: how many there were, of those that were considered.
-    """
-
-    token: int
-    match_length: int
-    num_agreeing: int = 1
-    num_occurrences: int = 1
+    token: int  # the one that followed most often
+    match_length: int  # tokens before it that occurred there: at most `MAX_MATCH` of the text, and all those copied
+    num_agreeing: int = 1  # how many of these occurrences the token followed, >= 1
+    num_occurrences: int = 1  # how many there were, of those that were considered
 
     @property
     def confidence(self) -> float:
@@ -68,15 +61,11 @@ class Copied:
 
 @attrs.frozen
 class Forced:
-    """A token of the text that a grammar forces.
+    """A token of the text that a grammar forces."""
 
-    Attributes:
-        token: of the usual tokenisation of that text.
-        doubt: 0 if all that it says is forced; 1 if it is a guess that there are such blanks, or none, or that nothing
-            which follows becomes part of it; 2 if the number or word before it may go on instead.
-    """
-
-    token: int
+    token: int  # of the usual tokenisation of that text
+    # 0 if all that it says is forced; 1 if it is a guess that there are such blanks, or none, or that nothing which
+    # follows becomes part of it; 2 if the number or word before it may go on instead.
     doubt: int = 0
 
     @property

@@ -86,38 +86,24 @@ class Notice(enum.Enum):
 
 @attrs.frozen
 class Facts:
-    """What is known of a session at its drafter.
-
-    Attributes:
-        turn: whose turn it is.
-        standing: see `Standing`.
-        is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-        is_past_context: whether the text has outgrown the drafter.
-        is_open: whether the session has a cache.
-        begins_with_rest: whether its prompt is not to be read before a rest is over.
-        awaits_features: whether the drafter reads hidden states of the target, and has none of the prompt.
-        lacks_features: whether the target has none of the prompt either, because it had cached it.
-        has_read_prompt: whether the cache has held all of the prompt that is read without logits.
-        has_lost_tokens: whether the cache has lost so many tokens, because a shared pass has failed, that it must read
-            them before it drafts.
-        is_idle: whether the drafter rests, or only proposes copies.
-        catches_up: whether it is to read, while it is idle, what the target has committed.
-        num_behind: committed tokens that the cache lacks, >= 0.
-    """
+    """What is known of a session at its drafter."""
 
     turn: SessionPhase = SessionPhase.PROPOSING
-    standing: Standing = Standing.READY
+    standing: Standing = Standing.READY  # see `Standing`
+    # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
     is_leaving: bool = False
-    is_past_context: bool = False
-    is_open: bool = True
-    begins_with_rest: bool = False
-    awaits_features: bool = False
-    lacks_features: bool = False
-    has_read_prompt: bool = True
+    is_past_context: bool = False  # whether the text has outgrown the drafter
+    is_open: bool = True  # whether the session has a cache
+    begins_with_rest: bool = False  # whether its prompt is not to be read before a rest is over
+    awaits_features: bool = False  # whether the drafter reads hidden states of the target, and has none of the prompt
+    lacks_features: bool = False  # whether the target has none of the prompt either, because it had cached it
+    has_read_prompt: bool = True  # whether the cache has held all of the prompt that is read without logits
+    # Whether the cache has lost so many tokens, because a shared pass has failed, that it must read them before it
+    # drafts.
     has_lost_tokens: bool = False
-    is_idle: bool = False
-    catches_up: bool = False
-    num_behind: int = 1
+    is_idle: bool = False  # whether the drafter rests, or only proposes copies
+    catches_up: bool = False  # whether it is to read, while it is idle, what the target has committed
+    num_behind: int = 1  # committed tokens that the cache lacks, >= 0
 
     @property
     def is_ready(self) -> bool:
@@ -184,19 +170,12 @@ def _next_reading(facts: Facts) -> Task | Notice | None:
 
 @attrs.frozen
 class Waiting:
-    """A session that waits for the drafter.
+    """A session that waits for the drafter."""
 
-    Attributes:
-        task: what for.
-        since: how many jobs had begun when its wait began, not counting those that open and close caches.
-        num_read: tokens that were read for other sessions since then.
-        alone: whether no other session may share its draft step.
-    """
-
-    task: Task
-    since: int
-    num_read: int = 0
-    alone: bool = False
+    task: Task  # what for
+    since: int  # how many jobs had begun when its wait began, not counting those that open and close caches
+    num_read: int = 0  # tokens that were read for other sessions since then
+    alone: bool = False  # whether no other session may share its draft step
 
 
 def next_job(waiting: Sequence[Waiting], most: int, chunk_tokens: int) -> tuple[int, ...]:

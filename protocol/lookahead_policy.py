@@ -20,31 +20,19 @@ from protocol.prices import Prices
 
 @attrs.frozen
 class PolicyView:
-    """What a policy may look at.
+    """What a policy may look at."""
 
-    Attributes:
-        tree: the drafted tokens.
-        max_proposal: the most tokens of use in one proposal, >= 0.
-        max_depth: how many tokens beyond the root are of any use, >= 0.
-        can_expand: whether anything may come after a node.
-        num_to_feed: how many tokens the drafter must feed in order to draft after a node.
-        now_s: seconds on the actors' clock.
-        verdict_due_s: when the verdict is expected; None on the drafter's turn.
-        drafting_node: the node that is being drafted after, or None.
-        drafting_until_s: when that step should end.
-        queue_slack_s: seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is
-            the drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
-    """
-
-    tree: LookaheadTree
-    max_proposal: int
-    max_depth: int
-    can_expand: Callable[[Node], bool]
-    num_to_feed: Callable[[Node], int]
-    now_s: float
-    verdict_due_s: float | None = None
-    drafting_node: Node | None = None
-    drafting_until_s: float = 0.0
+    tree: LookaheadTree  # the drafted tokens
+    max_proposal: int  # the most tokens of use in one proposal, >= 0
+    max_depth: int  # how many tokens beyond the root are of any use, >= 0
+    can_expand: Callable[[Node], bool]  # whether anything may come after a node
+    num_to_feed: Callable[[Node], int]  # how many tokens the drafter must feed in order to draft after a node
+    now_s: float  # seconds on the actors' clock
+    verdict_due_s: float | None = None  # when the verdict is expected; None on the drafter's turn
+    drafting_node: Node | None = None  # the node that is being drafted after, or None
+    drafting_until_s: float = 0.0  # when that step should end
+    # Seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is the drafter's
+    # turn; else from the verdict on, and inf where other sessions wait for the drafter.
     queue_slack_s: float = 0.0
 
     def growable(self) -> Node | None:
@@ -102,16 +90,11 @@ class Policy(Protocol):
 
 @attrs.frozen
 class ChainPolicy(Policy):
-    """A fixed lookahead over a single chain.
+    """A fixed lookahead over a single chain."""
 
-    Attributes:
-        lookahead: tokens in a proposal; a proposal is delayed until it has as many.
-        overlaps: whether to draft ahead while a verdict is due.
-        prices: say whether drafting ahead pays; None to draft ahead without asking.
-    """
-
-    lookahead: int
-    overlaps: bool = True
+    lookahead: int  # tokens in a proposal; a proposal is delayed until it has as many
+    overlaps: bool = True  # whether to draft ahead while a verdict is due
+    # Say whether drafting ahead pays; None to draft ahead without asking.
     prices: Prices | None = attrs.field(default=None, eq=False, repr=False)
 
     @property

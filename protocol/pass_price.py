@@ -42,17 +42,12 @@ MAX_LINE_WEIGHT = 50.0
 
 @attrs.define
 class _Entry:
-    """What was seen of passes with about the same rows; times in units of the level.
-
-    Attributes:
-        rows, time, overlap: means.
-        weight: in observations.
-    """
+    """What was seen of passes with about the same rows: means, with times in units of the level."""
 
     rows: float
     time: float
     overlap: float
-    weight: float = 1.0
+    weight: float = 1.0  # in observations
 
     def observe(self, rows: int, time: float, overlap: float) -> None:
         self.weight = min(ENTRY_MEMORY, self.weight + 1.0)
@@ -63,18 +58,12 @@ class _Entry:
 
 @attrs.frozen
 class _Curve:
-    """The table as it is read: prices that rise, and what holds beyond them.
+    """The table as it is read: prices that rise, and what holds beyond them."""
 
-    Attributes:
-        rows, seconds: of the entries, both rising; not empty.
-        slope: seconds of each further row beyond the last entry, and of each one less before the first.
-        slowdown: see `PassPrice.target_slowdown`.
-    """
-
-    rows: tuple[float, ...] = (1.0,)
-    seconds: tuple[float, ...] = (0.0,)
-    slope: float = 0.0
-    slowdown: float = PRIOR_SLOWDOWN
+    rows: tuple[float, ...] = (1.0,)  # of the entries, rising
+    seconds: tuple[float, ...] = (0.0,)  # likewise
+    slope: float = 0.0  # seconds of each further row beyond the last entry, and of each one less before the first
+    slowdown: float = PRIOR_SLOWDOWN  # see `PassPrice.target_slowdown`
 
     def __call__(self, rows: float) -> float:
         right = bisect_right(self.rows, rows)

@@ -20,15 +20,10 @@ from protocol.pass_price import MAX_SURPRISE, PassPrice
 
 @attrs.define
 class Mean:
-    """An exponentially weighted mean.
+    """An exponentially weighted mean."""
 
-    Attributes:
-        memory: in observations, > 1.
-        value: 0 before the first.
-    """
-
-    memory: float = 50.0
-    value: float = 0.0
+    memory: float = 50.0  # in observations, > 1
+    value: float = 0.0  # 0 before the first
     _weight: float = 0.0
 
     def observe(self, value: float) -> None:
@@ -83,23 +78,17 @@ OF_DRAFTER: frozenset[MeasurementKind] = frozenset({"draft", "reading", "rate"})
 
 @attrs.frozen
 class Measurement:
-    """What one actor has measured, for the prices of the other actor if that is in another process.
+    """What one actor has measured, for the prices of the other actor if that is in another process."""
 
-    Attributes:
-        kind: a draft step, a pass in which the drafter read some text, a target's pass, a gap between passes, a round
-            without a drafter, a speculative round; or that the speculative rate was replaced by the modelled one.
-        number: tokens that the draft step fed, rows of the pass, texts of the round without a drafter, or tokens that
-            the speculative round committed.
-        seconds: that it took.
-        ended_s: when it ended, on the clock of this process.
-        beside_target: whether the target worked beside the draft step.
-    """
-
+    # A draft step, a pass in which the drafter read some text, a target's pass, a gap between passes, a round without a
+    # drafter, a speculative round; or that the speculative rate was replaced by the modelled one.
     kind: MeasurementKind
+    # Tokens that the draft step fed, rows of the pass, texts of the round without a drafter, or tokens that the
+    # speculative round committed.
     number: int = 0
-    seconds: float = 0.0
-    ended_s: float = 0.0
-    beside_target: bool = False
+    seconds: float = 0.0  # that it took
+    ended_s: float = 0.0  # when it ended, on the clock of this process
+    beside_target: bool = False  # whether the target worked beside the draft step
 
 
 # A price that is off by this factor is not plausible.
@@ -120,31 +109,24 @@ class Prices:
     """Everything that a runtime measures of its models, for the rules of `protocol.lookahead_policy`.
 
     Prices outlive streams: a stream begins with what earlier ones have measured.
-
-    Attributes:
-        verify: seconds of a target's pass, by rows.
-        draft_alone: seconds of a draft step while the target waits, by rows.
-        draft_slowdown: by what factor a draft step takes longer while the target works.
-        num_texts: how many texts could share a target's pass now, >= 1.
-        num_copying: how many of the texts that do not rest have something to copy now.
-        gap_s: idle seconds before a pass whose proposals are all copied. Without proposals there is no gap, since the
-            next pass is started ahead.
-        drafts_together: whether texts share the drafter's passes, too.
-        hit_rate: how often, recently, the text that a verdict committed had been drafted for, in [0, 1].
-        core_hold_s: seconds after a draft step in which the target still has only its share of the cores; 0 where the
-            models do not share cores.
-        tell: called with each measurement, if the other actor is in another process; must neither wait nor raise.
     """
 
-    verify: PassPrice = attrs.field(factory=PassPrice)
-    draft_alone: PassPrice = attrs.field(factory=PassPrice)
+    verify: PassPrice = attrs.field(factory=PassPrice)  # seconds of a target's pass, by rows
+    draft_alone: PassPrice = attrs.field(factory=PassPrice)  # seconds of a draft step while the target waits, by rows
+    # By what factor a draft step takes longer while the target works.
     draft_slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
-    num_texts: int = 1
-    num_copying: int = 0
+    num_texts: int = 1  # how many texts could share a target's pass now, >= 1
+    num_copying: int = 0  # how many of the texts that do not rest have something to copy now
+    # Idle seconds before a pass whose proposals are all copied. Without proposals there is no gap, since the next pass
+    # is started ahead.
     gap_s: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
-    drafts_together: bool = False
+    drafts_together: bool = False  # whether texts share the drafter's passes, too
+    # How often, recently, the text that a verdict committed had been drafted for, in [0, 1].
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
+    # Seconds after a draft step in which the target still has only its share of the cores; 0 where the models do not
+    # share cores.
     core_hold_s: float = 0.0
+    # Called with each measurement, if the other actor is in another process; must neither wait nor raise.
     tell: Callable[[Measurement], None] | None = None
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
