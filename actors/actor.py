@@ -59,13 +59,10 @@ class LocalMailbox:
 
     The channel is unbounded, so that the actors never wait for each other's mailboxes, and yet never long: a session
     has at most one proposal and one verdict under way.
-
-    Attributes:
-        event: what is set; the actor changes it, so that a message wakes the task that is to take it in.
     """
 
     def __init__(self, event: trio.Event) -> None:
-        self.event = event
+        self.event = event  # set by each message. The actor swaps it, so that its loop or its receiver wakes.
         self._send, self._receive = trio.open_memory_channel[Message](math.inf)
 
     def send_nowait(self, message: Message, /) -> None:
@@ -81,31 +78,25 @@ class LocalMailbox:
 
 
 class ActorSession:
-    """The state of one session at one actor.
-
-    Attributes:
-        shared: what the runtime and both actors share about the session.
-        sequence: the text in the model's cache, while the actor works on the session.
-        beside_another: see `Model.open_sequence`.
-        is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
-        is_broken: whether the content of the cache is unknown, so that no other session may use it.
-        checkpoints: lengths of the prompt at which its cache keeps a prefix checkpoint, if it needs any.
-        is_disk_searched: whether the stored part of its prompt, if any, has been loaded into the prefix cache; None
-            before that has begun.
-    """
+    """The state of one session at one actor."""
 
     def __init__(self, shared: Session) -> None:
-        self.shared = shared
+        self.shared = shared  # what the runtime and both actors share about the session
         self.id = shared.opened.session
         self.state = SessionState(shared.opened)
         self.cached_tokens = CachedTokens()
+        # The text in the model's cache, while the actor works on the session.
         self.sequence: CachedSequence | None = None
-        self.beside_another = True
+        self.beside_another = True  # see `Model.open_sequence`
+        # Set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         self.is_over = trio.Event()
-        self.is_broken = False
+        self.is_broken = False  # whether the content of the cache is unknown, so that no other session may use it
         num_read = shared.opened.num_read
+        # Lengths of the prompt at which its cache keeps a prefix checkpoint, if it needs any.
         self.checkpoints = {num_read - CHECKPOINT_DISTANCE, num_read, *range(0, num_read, CHECKPOINT_INTERVAL)}
         self.checkpoints.update(shared.opened.message_starts)
+        # Whether the stored part of its prompt, if any, has been loaded into the prefix cache; None before that has
+        # begun.
         self.is_disk_searched: bool | None = None
 
     @cached_property
@@ -357,11 +348,7 @@ class Actor(ABC, Generic[S]):
 
 
 class ModelActor(Actor[S]):
-    """An actor with a model and a worker.
-
-    Attributes:
-        prefix_room: returns the bytes that sessions leave to the prefix cache.
-    """
+    """An actor with a model and a worker."""
 
     def __init__(
         self,
@@ -379,7 +366,7 @@ class ModelActor(Actor[S]):
         self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self.prefix_cache = PrefixCache(model, prefix_cache_bytes)
-        self.prefix_room: Callable[[], float] = lambda: math.inf
+        self.prefix_room: Callable[[], float] = lambda: math.inf  # bytes that sessions leave to the prefix cache
         self._prefix_cache_bytes = prefix_cache_bytes
         self._has_less_room = False
 

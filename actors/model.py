@@ -210,18 +210,12 @@ class ReusableSequence(CachedSequence):
 
 @attrs.frozen
 class Feed:
-    """Tokens of one text, to be processed in a pass that other texts may share.
-
-    Attributes:
-        tokens: at least one id.
-        num_logits: rows of logits wanted, for the last `num_logits` tokens; in [1, len(tokens)].
-        alone: whether it must have its pass to itself, and its cache must stay apart from those of others.
-    """
+    """Tokens of one text, to be processed in a pass that other texts may share."""
 
     sequence: CachedSequence
-    tokens: tuple[int, ...]
-    num_logits: int
-    alone: bool = False
+    tokens: tuple[int, ...]  # at least one id
+    num_logits: int  # rows of logits wanted, for the last `num_logits` tokens; in [1, len(tokens)]
+    alone: bool = False  # whether it must have its pass to itself, and its cache must stay apart from those of others
 
 
 def feed_each(feeds: Sequence[Feed]) -> list[mx.array]:

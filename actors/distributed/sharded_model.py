@@ -32,15 +32,12 @@ from protocol.text_ledger import TextLedger
 
 
 class Announcer:
-    """Sends the operations of one target from rank 0 to the others; on these, it only keeps the ledger, as on rank 0.
-
-    Attributes:
-        unused_states: numbers of states that the other ranks need not keep any more; any thread may add some.
-    """
+    """Sends the operations of one target from rank 0 to the others. On these, it only keeps the ledger."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.ledger = TextLedger()
+        # Numbers of states that the other ranks need not keep any more; any thread may add some.
         self.unused_states: deque[int] = deque()
         self._numbers = count()
         self._is_inside = False

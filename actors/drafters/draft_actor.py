@@ -51,12 +51,7 @@ ROUNDS_WITHOUT_FEATURES = 2
 
 
 class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
-    """Drafts one token a step, for all sessions that can share the step.
-
-    Attributes:
-        chains: whether a step is launched before the token that it starts from is read back. None: on a GPU, which
-            computes while the next step is prepared, and on a CPU while no other model computes.
-    """
+    """Drafts one token a step, for all sessions that can share the step."""
 
     name = "draft"
     rest_rounds, max_rest_rounds = 8, 64
@@ -84,7 +79,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             target_vocab_size: the width of its logits.
             make_policy: makes the policy that decides how far a session is drafted ahead.
             target_queue: the passes that wait and run at the target; None if it has only one session.
-            chains: see the class.
+            chains: whether a step is launched before the token that it starts from is read back. None: on a GPU, which
+                computes while the next step is prepared, and on a CPU while no other model computes.
             max_batch: most sessions that share one pass, >= 1.
             max_drawn_from: see `DraftSteps`.
         """

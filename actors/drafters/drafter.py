@@ -43,21 +43,7 @@ def policy_by_settings(settings: Settings, prices: Prices, work_ahead: WorkAhead
 
 
 class DrafterSession(ActorSession):
-    """The state of one session at a drafter.
-
-    Attributes:
-        policy: decides how far to draft and what to propose.
-        search: finds earlier occurrences of the text's end; None if nothing is copied.
-        forced: what the text's grammar forces; None without one.
-        target_vocab_size: the width of the target's logits.
-        has_model: whether it can go on where a copy ends.
-        tree: the guesses that continue the committed text.
-        standing: whether the target waits for its proposals.
-        is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-        num_rested: rounds of the last rest.
-        num_idle_rounds: rounds in a row in which the target judged no copied token.
-        verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
-    """
+    """The state of one session at a drafter."""
 
     def __init__(
         self, shared: Session, policy: Policy, target_vocab_size: int, *, has_model: bool, grammar_only: bool = False
@@ -65,17 +51,22 @@ class DrafterSession(ActorSession):
         """Of a session that has just begun; with `grammar_only`, nothing is copied."""
         super().__init__(shared)
         opened = shared.opened
-        self.policy = policy
-        self.target_vocab_size = target_vocab_size
-        self.has_model = has_model
+        self.policy = policy  # decides how far to draft and what to propose
+        self.target_vocab_size = target_vocab_size  # the width of the target's logits
+        self.has_model = has_model  # whether it can go on where a copy ends
+        # Finds earlier occurrences of the text's end; None if nothing is copied.
         self.search = self._new_search() if self.copies and not grammar_only else None
         processors = opened.settings.logits_processors
+        # What the text's grammar forces; None without one.
         self.forced = next((each.forced_text() for each in processors if isinstance(each, Forcing)), None)
+        # The guesses that continue the committed text.
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
-        self.standing = Standing.NEW
+        self.standing = Standing.NEW  # whether the target waits for its proposals
+        # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
         self.is_leaving = False
-        self.num_rested = self.num_idle_rounds = 0
-        self.verdict_due_s = 0.0
+        self.num_rested = 0  # rounds of the last rest
+        self.num_idle_rounds = 0  # rounds in a row in which the target judged no copied token
+        self.verdict_due_s = 0.0  # when the verdict on the last proposal was expected, in seconds on the actors' clock
         self._copied: list[Guess] = []  # after the root
         self._is_copying = False
 
@@ -262,15 +253,10 @@ S = TypeVar("S", bound=DrafterSession)
 
 
 class Drafter(Actor[S]):
-    """An actor that proposes tokens. Without it, a session goes on, only slower.
+    """An actor that proposes tokens. Without it, a session goes on, only slower."""
 
-    Attributes:
-        rest_rounds, max_rest_rounds: rounds that the drafter leaves to the target alone: in the first rest, and at most
-            at a time, as rests are prolonged.
-    """
-
-    rest_rounds: ClassVar[int]
-    max_rest_rounds: ClassVar[int]
+    rest_rounds: ClassVar[int]  # that the drafter leaves to the target alone in the first rest
+    max_rest_rounds: ClassVar[int]  # likewise at a time, as rests are prolonged
     _target: Mailbox
 
     def _forget(self, session: S) -> None:

@@ -37,11 +37,7 @@ _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 
 
 class SharedPasses:
-    """The part of an `MLXModel` that concerns several texts.
-
-    Attributes:
-        recorder_slot: holds the recorder of the features that a trained drafter reads, while there is one.
-    """
+    """The part of an `MLXModel` that concerns several texts."""
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
         self._model = model

@@ -41,16 +41,12 @@ FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
 class DraftingEnd:
     """The end of a link at which a drafter works: the mailbox that the drafter's actor sends its messages to, and the
     function that the actor and its worker call with their events.
-
-    Attributes:
-        prices: of this end. Both ends tell each other what they measure.
-        wants_instants: whether the runtime has a trace; see `runtime.engine.events.Events`.
     """
 
     def __init__(self, link: Link, clock: Callable[[], float]) -> None:
         """Make the end of a link to the runtime; `clock` is the drafter's worker's, in seconds."""
-        self.prices = Prices(tell=self._note_measurement)
-        self.wants_instants = False
+        self.prices = Prices(tell=self._note_measurement)  # of this end. Both ends tell each other what they measure.
+        self.wants_instants = False  # whether the runtime has a trace; see `runtime.engine.events.Events`
         self._link = link
         self._clock = clock
         self._queue = TargetQueue(self.prices.verify)

@@ -61,20 +61,14 @@ class Link(Protocol):
 
 
 class SocketLink:
-    """A link over a connected stream socket.
-
-    Attributes:
-        name: see `Link`.
-        max_silence_s: longest time that the other end may send nothing; it sends heartbeats.
-        is_silent: whether it has sent nothing for longer.
-    """
+    """A link over a connected stream socket."""
 
     def __init__(self, sock: socket.socket, name: str, max_silence_s: float = math.inf) -> None:
         """Take over a socket of the kind SOCK_STREAM."""
         sock.setblocking(False)
         self.name = name
-        self.max_silence_s = max_silence_s
-        self.is_silent = False
+        self.max_silence_s = max_silence_s  # longest time that the other end may send nothing; it sends heartbeats
+        self.is_silent = False  # whether it has sent nothing for longer
         self._socket = sock
         self._frames = Frames()
         self._silent_s = 0.0

@@ -53,10 +53,8 @@ class RemoteDrafter:
     """A drafter in another process: passes the messages of the sessions on.
 
     Once its link breaks, falls silent or brings nonsense, every session goes on without the drafter at once, whatever
-    that has drawn; only what has arrived is proposed. The other end handles errors of single sessions.
-
-    Attributes:
-        busy_seconds, is_serving: see `Actor`.
+    that has drawn; only what has arrived is proposed. The other end handles errors of single sessions. Its properties
+    are those of an `Actor`.
     """
 
     name: ActorName = "draft"

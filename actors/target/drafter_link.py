@@ -18,24 +18,16 @@ class DrafterLink:
 
     Waiting never changes the text. A drafter that is late is left behind for a round or two (`protocol.deadlines`), and
     one that is gone is not waited for.
-
-    Attributes:
-        mailbox: the drafter's; None while there is no drafter, and then messages to it are dropped.
-        has_model: whether there is a drafter with a model, which works at the same time as the target's.
     """
 
     def __init__(
         self, num_sessions: Callable[[], int], prices: Prices, on_overdue: Callable[[TargetSession], None]
     ) -> None:
-        """A link without a drafter.
-
-        Args:
-            num_sessions: returns how many sessions are under way.
-            prices: measured costs of both models.
-            on_overdue: called when a session's proposal is late, before the drafter is asked for it.
+        """A link without a drafter; `num_sessions` returns how many sessions are under way. `on_overdue` is called when
+        the proposal of a session is late, before the drafter is asked for it.
         """
-        self.mailbox: Mailbox | None = None
-        self.has_model = False
+        self.mailbox: Mailbox | None = None  # the drafter's; None while there is none: messages to it are dropped
+        self.has_model = False  # whether there is a drafter with a model, which works at the same time as the target's
         self._take_messages: Callable[[], None] | None = None
         self._num_sessions = num_sessions
         self._prices = prices

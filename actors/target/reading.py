@@ -26,34 +26,17 @@ MAX_MORE = 0.25
 
 
 class Reading:
-    """The prompts that are being read, in the order in which they have their turns.
+    """The prompts that are being read, in the order in which they have their turns."""
 
-    Attributes:
-        prompts: their sessions.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        worker: Worker,
-        chunk_size: PrefillChunkSize,
-        max_batch: int,
-    ) -> None:
-        """Begin without prompts.
-
-        Args:
-            model: lives on the worker's thread.
-            worker: runs the passes.
-            chunk_size: of the model; updated.
-            max_batch: how many texts may share a pass, >= 1.
-        """
+    def __init__(self, model: Model, worker: Worker, chunk_size: PrefillChunkSize, max_batch: int) -> None:
+        """Begin without prompts; `chunk_size` is updated, and `max_batch` is how many texts may share a pass, >= 1."""
         self._model = model
         self._worker = worker
         self._chunk_size = chunk_size
         # A pass that scores costs more than one that only reads.
         self._score_size = PrefillChunkSize()
         self._max_batch = max_batch
-        self.prompts: dict[TargetSession, None] = {}
+        self.prompts: dict[TargetSession, None] = {}  # their sessions
 
     @property
     def wanted(self) -> list[TargetSession]:

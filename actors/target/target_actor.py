@@ -36,27 +36,17 @@ BriefJob = Callable[[TargetSession], Awaitable[None]]
 
 @attrs.define(eq=False)
 class _Running:
-    """The pass that runs, or several in a row over sessions without drafted tokens.
-
-    Attributes:
-        sessions, shares: that take part, with their shares in the first pass.
-        ready_s: when each became ready, in seconds on the worker's clock.
-        is_plain: whether no session has drafted tokens, so that a pass may launch the next one ahead.
-        num_left: the most passes that are still to finish.
-        goes_ahead: whether the last of them launches one more pass ahead.
-        steps: the passes, for the worker.
-        is_first: whether no pass has finished yet.
-        going_on: the sessions that can take part in another such pass, as of the last one that finished.
-    """
+    """The pass that runs, or several in a row over sessions without drafted tokens."""
 
     sessions: Sequence[TargetSession]
-    shares: Sequence[Share]
-    ready_s: Sequence[float]
-    is_plain: bool
-    num_left: int
-    goes_ahead: bool
-    steps: Steps[list[RowResult]] = attrs.field(init=False)
-    is_first: bool = True
+    shares: Sequence[Share]  # of the sessions, in the first pass
+    ready_s: Sequence[float]  # when each became ready, in seconds on the worker's clock
+    is_plain: bool  # whether no session has drafted tokens, so that a pass may launch the next one ahead
+    num_left: int  # the most passes that are still to finish
+    goes_ahead: bool  # whether the last of them launches one more pass ahead
+    steps: Steps[list[RowResult]] = attrs.field(init=False)  # the passes, for the worker
+    is_first: bool = True  # whether no pass has finished yet
+    # The sessions that can take part in another such pass, as of the last one that finished.
     going_on: list[TargetSession] = attrs.field(factory=list)
 
 
@@ -66,10 +56,6 @@ class TargetActor(ModelActor[TargetSession]):
     A session goes through these steps, each a job of the loop: open its cache, read its prompt, hand the prompt's
     features to a drafter, run the rounds, close the cache. All but reading and rounds take almost no time and are done
     first (`_brief_jobs`). `protocol.pass_plan.next_pass` decides which pass is next.
-
-    Attributes:
-        drafter: the link to the drafter, which is missing until `DrafterLink.attach`.
-        max_batch: most sessions that share a pass.
     """
 
     name = "target"
@@ -98,6 +84,7 @@ class TargetActor(ModelActor[TargetSession]):
         )
         self._on_failure = on_failure
         self._target_queue = target_queue
+        # The link to the drafter, which is missing until `DrafterLink.attach`.
         self.drafter = DrafterLink(lambda: len(self._sessions), prices, partial(self._note, kind="overdue"))
         self.max_batch = max_batch
         self._pass_limit = PassLimit(max_batch)

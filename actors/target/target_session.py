@@ -20,62 +20,37 @@ from protocol.session_state import SessionPhase
 
 
 class TargetSession(ActorSession):
-    """The state of one session at the target.
-
-    Attributes:
-        row: the sequence's row in passes; None before the first one, and after its cache was lost.
-        replay: decides when replayed tokens are settled.
-        verify_seconds: spent on verify passes so far.
-        reads_until: length of the part of the prompt that is to be read.
-        has_read_prompt: whether it was read, and its features handed on.
-        reads_alone: whether no other prompt may be read in its passes.
-        failure: the error that ended the session, if one did.
-        is_blocked: whether a slow consumer keeps the next round from beginning.
-        awaits_proposal_since_s: when the wait for a proposal began, in seconds on the worker's clock; None in no wait.
-        proposal_due_s: when that wait ends.
-        was_asked: whether the drafter was asked for what it has drafted by now, because it was late.
-        was_hurried: whether it was asked because other texts wait.
-        is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
-        decodes_alone: whether the target goes on without the drafter until the drafter is ready.
-        unreported: tokens that were committed in a rest, and not sent to the drafter yet.
-        round_began_s, busy_before_s: when the round began, and the worker's busy seconds by then.
-        ended_s: when the last pass over proposals ended; None once the next round is ready.
-        last_ready: the round that took part in it.
-        turnaround_s: mean time from the end of a pass until the next round is ready.
-        has_shared: whether the text has shared a pass.
-        was_plain: whether the round before had no proposal.
-        was_single_step: whether the last verify pass could not have been undone.
-        goes_alone: whether the next pass of the text is its own, because one that it shared has failed.
-        rounds_undrafted: rounds without drafted tokens after the next pass with some that fails.
-        reads_again: whether the cache has lost committed tokens because a pass has failed.
-    """
+    """The state of one session at the target."""
 
     def __init__(self, shared: Session) -> None:
         super().__init__(shared)
+        # The sequence's row in passes; None before the first one, and after its cache was lost.
         self.row: Row | None = None
-        self.replay = ReplayDebt()
-        self.verify_seconds = 0.0
-        self.reads_until = 0
-        self.has_read_prompt = False
-        self.reads_alone = False
-        self.failure: Exception | None = None
-        self.is_blocked = False
+        self.replay = ReplayDebt()  # decides when replayed tokens are settled
+        self.verify_seconds = 0.0  # spent on verify passes so far
+        self.reads_until = 0  # length of the part of the prompt that is to be read
+        self.has_read_prompt = False  # whether it was read, and its features handed on
+        self.reads_alone = False  # whether no other prompt may be read in its passes
+        self.failure: Exception | None = None  # the error that ended the session, if one did
+        self.is_blocked = False  # whether a slow consumer keeps the next round from beginning
+        # When the wait for a proposal began, in seconds on the worker's clock; None in no wait.
         self.awaits_proposal_since_s: float | None = None
-        self.proposal_due_s = 0.0
-        self.was_asked = self.was_hurried = False
-        self.is_drafter_ready = False
-        self.decodes_alone = False
-        self.unreported: tuple[int, ...] = ()
-        self.round_began_s = self.busy_before_s = 0.0
-        self.ended_s: float | None = None
-        self.last_ready = ReadyRound(1)
-        self.turnaround_s = Mean(memory=8.0)
-        self.has_shared = False
-        self.was_plain = False
-        self.was_single_step = False
-        self.goes_alone = False
-        self.rounds_undrafted = ROUNDS_ALONE
-        self.reads_again = False
+        self.proposal_due_s = 0.0  # when that wait ends
+        self.was_asked = False  # whether the drafter was asked for what it has drafted by now, because it was late
+        self.was_hurried = False  # whether it was asked because other texts wait
+        self.is_drafter_ready = False  # whether the drafter has read the text, so that its proposals can be waited for
+        self.decodes_alone = False  # whether the target goes on without the drafter until the drafter is ready
+        self.unreported: tuple[int, ...] = ()  # tokens that were committed in a rest, and not sent to the drafter yet
+        self.round_began_s = self.busy_before_s = 0.0  # when the round began, and the worker's busy seconds by then
+        self.ended_s: float | None = None  # when the last pass over proposals ended; None once the next round is ready
+        self.last_ready = ReadyRound(1)  # the round that took part in it
+        self.turnaround_s = Mean(memory=8.0)  # mean time from the end of a pass until the next round is ready
+        self.has_shared = False  # whether the text has shared a pass
+        self.was_plain = False  # whether the round before had no proposal
+        self.was_single_step = False  # whether the last verify pass could not have been undone
+        self.goes_alone = False  # whether the next pass of the text is its own, because one that it shared has failed
+        self.rounds_undrafted = ROUNDS_ALONE  # rounds without drafted tokens after the next pass with some that fails
+        self.reads_again = False  # whether the cache has lost committed tokens because a pass has failed
 
     def notice_loss(self) -> bool:
         """See `ActorSession.notice_loss`."""

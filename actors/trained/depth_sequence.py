@@ -40,17 +40,11 @@ MAX_READ, MAX_READ_WITH_LOGITS = 512, 64
 
 @attrs.frozen
 class Masks:
-    """What a module reads after the tokens of a text, for the depths from 1 on. It leaves nothing in the caches.
+    """What a module reads after the tokens of a text, for the depths from 1 on. It leaves nothing in the caches."""
 
-    Attributes:
-        num_masks: >= 1; that many depths more.
-        token: the target's id for each.
-        hidden: returns (1, hidden size), which each has for its hidden state; lazy.
-    """
-
-    num_masks: int
-    token: int
-    hidden: Callable[[], mx.array]
+    num_masks: int  # >= 1; that many depths more
+    token: int  # the target's id for each
+    hidden: Callable[[], mx.array]  # returns (1, hidden size), which each has for its hidden state; lazy
 
 
 class DepthSequence(TrainedSequence):

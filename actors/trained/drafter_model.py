@@ -28,12 +28,8 @@ _PROBES = ((3, (2, 1)), (6, (3, 1)))
 
 
 class TrainedDrafter(FeedsEach):
-    """A drafter that was trained for its target, on its own thread, on which it must also be made.
-
-    Attributes:
-        target: mlx-lm's model.
-        feature_layers, vocab_size, module, num_draft_tokens, arrays: see `Attached`.
-        cache_size: see `Model.cache_size`.
+    """A drafter that was trained for its target, on its own thread, on which it must also be made. For its attributes,
+    see `Attached` and `Model`.
     """
 
     context_length = None

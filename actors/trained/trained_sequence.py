@@ -25,15 +25,10 @@ _TOKENS_PER_PASS = 512
 
 
 class DrafterReader(Protocol):
-    """A drafter's forward pass.
+    """A drafter's forward pass."""
 
-    Attributes:
-        vocab_size: width of its logits: the target's.
-        feature_width: width of a position's features.
-    """
-
-    vocab_size: int
-    feature_width: int
+    vocab_size: int  # width of its logits: the target's
+    feature_width: int  # width of a position's features
 
     def make_cache(self) -> list[Any]:
         """Empty caches of mlx-lm's `KVCache`."""

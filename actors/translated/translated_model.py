@@ -25,17 +25,13 @@ class TranslatedModel:
 
     Tokens and logits are the target's. The logits are a distribution over the tokens that both vocabularies have, and
     drafts are drawn from it, so all acceptance rules stay exact.
-
-    Attributes:
-        vocabulary_map: which tokens both have, and how the others are read.
-        vocab_size: the target's; see `Model.vocab_size`.
     """
 
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
         """Translate for a model; the map leads to its vocabulary."""
         self._model = model
-        self.vocabulary_map = vocabulary_map
-        self.vocab_size = len(vocabulary_map.readings)
+        self.vocabulary_map = vocabulary_map  # which tokens both have, and how the others are read
+        self.vocab_size = len(vocabulary_map.readings)  # the target's; see `Model.vocab_size`
         self._tables = TokenTables.of(vocabulary_map)
 
     @property

@@ -64,16 +64,13 @@ class TranslatedSequence(ReusableSequence):
     """See `CachedSequence`. Lengths and tokens are the target's.
 
     Each token of the target is translated by itself, so a text always has the same tokens of the model's own.
-
-    Attributes:
-        own: the text in the model's own tokens.
     """
 
     def __init__(
         self, own: ReusableSequence, vocabulary_map: VocabularyMap, tables: TokenTables, context_length: int | None
     ) -> None:
         """Make an empty sequence around an empty one of the model's; `context_length` is in the model's own tokens."""
-        self.own = own
+        self.own = own  # the text in the model's own tokens
         self._map = vocabulary_map
         self._tables = tables
         self._context_length = context_length

@@ -17,22 +17,16 @@ T = TypeVar("T")
 
 @attrs.define(eq=False)
 class Job(Generic[T]):
-    """One call for a worker to make, in the round of a session.
-
-    Attributes:
-        call: does the work, on the worker's thread. Its result crosses threads: only ints and evaluated arrays.
-        num_tokens: tokens that go through the model; once the job is done, what `count`, if given, makes of its result.
-        shares: see `Span.shares`.
-        began, ended: seconds on the worker's clock, set once the job is done.
-    """
+    """One call for a worker to make, in the round of a session."""
 
     kind: SpanKind
-    call: Callable[[], T]
+    call: Callable[[], T]  # on the worker's thread. Its result crosses threads: only ints and evaluated arrays.
     session: int | None = None
-    num_tokens: int = 0
+    num_tokens: int = 0  # that go through the model; once the job is done, what `count`, if given, makes of its result
     round: int | None = None
     count: Callable[[T], int] | None = None
-    shares: tuple[Share, ...] = ()
+    shares: tuple[Share, ...] = ()  # see `Span`
+    # Seconds on the worker's clock, set once the job is done.
     began: float = attrs.field(default=0.0, init=False)
     ended: float = attrs.field(default=0.0, init=False)
 

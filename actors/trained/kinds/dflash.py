@@ -321,17 +321,11 @@ class DFlash(Module):
 
 @attrs.frozen(eq=False)
 class Anchor:
-    """A text's part in the pass of a block.
+    """A text's part in the pass of a block."""
 
-    Attributes:
-        token: its last id.
-        position: of that.
-        cache: those of the context, of which the first `num_context` positions are read.
-    """
-
-    token: int
-    position: int
-    cache: list[Any]
+    token: int  # its last id
+    position: int  # of that
+    cache: list[Any]  # those of the context, of which the first `num_context` positions are read
     num_context: int
 
 
