@@ -51,7 +51,6 @@ class Mailbox(Protocol):
 
     def send_nowait(self, message: Message, /) -> None:
         """Send a message. Never waits."""
-        ...
 
 
 class LocalMailbox:
@@ -66,7 +65,6 @@ class LocalMailbox:
         self._send, self._receive = trio.open_memory_channel[Message](math.inf)
 
     def send_nowait(self, message: Message, /) -> None:
-        """See `Mailbox`."""
         self._send.send_nowait(message)
         self.event.set()
 

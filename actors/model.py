@@ -123,22 +123,18 @@ class TextFeatures(Protocol):
     @property
     def are_recorded(self) -> bool:
         """Whether the next pass records some."""
-        ...
 
     def want(self, wanted: bool) -> None:
         """Say whether somebody reads them; if not, none are recorded from the next pass on, and those here are dropped.
 
         In any thread while no pass over the text runs. Without a call, they are recorded if the model records any.
         """
-        ...
 
     def arrays(self) -> list[mx.array]:
         """What `take` reads, to be evaluated together with something else."""
-        ...
 
     def take(self, end: int) -> Features | None:
         """The features of tokens before position `end` that were fed since the last call; None if there are none."""
-        ...
 
 
 class ReusableSequence(CachedSequence):
@@ -230,22 +226,18 @@ class Model(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width of its logits, padding rows included."""
-        ...
 
     @property
     def context_length(self) -> int | None:
         """Largest number of positions, or None if the model names no bound."""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        ...
 
     @property
     def cache_size(self) -> CacheSize:
         """The memory that its caches take, by the sizes of texts."""
-        ...
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """Process tokens of different sequences of this model, in one forward pass as far as their caches can share
@@ -253,12 +245,10 @@ class Model(Protocol):
 
         Returns: (num_logits, V) logits of each, which may be lazy.
         """
-        ...
 
     @property
     def widest_row(self) -> int:
         """Most tokens of one text in a pass that texts share."""
-        ...
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
         """Process the first tokens of empty sequences, at most `widest_row` of each, without logits: in
@@ -266,25 +256,20 @@ class Model(Protocol):
 
         Raises: whatever the model raises; what the sequences hold is not known then.
         """
-        ...
 
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
         """As `feed_together` for one token each, (n,), which may not be computed yet. Returns: (n, V) logits, lazy."""
-        ...
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """Why texts of this model cannot share passes; None if they can. `rewinds_passes` asks for texts that may have
         to be rewound by more than their last pass, as drafts are.
         """
-        ...
 
     def abandon_shared(self) -> None:
         """Empty the caches of all texts that share passes, because one of those passes has failed."""
-        ...
 
     def open_sequence(self, *, beside_another: bool) -> CachedSequence:
         """Make an empty sequence, whose passes leave processor time for another model of this process."""
-        ...
 
 
 class FeedsEach:

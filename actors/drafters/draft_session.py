@@ -72,7 +72,6 @@ class DraftSession(DrafterSession):
             self._given.clear()
 
     def notice_loss(self) -> bool:
-        """See `ActorSession.notice_loss`."""
         was_lost = super().notice_loss()
         self.has_lost_tokens = self.has_lost_tokens or was_lost
         return was_lost
@@ -190,7 +189,6 @@ class DraftSession(DrafterSession):
         return self.policy.drafted(guess) if isinstance(self.policy, AutoPolicy) else guess
 
     def view(self, now_s: float, queue_slack_s: float = 0.0, *, may_draft: bool = True) -> PolicyView:
-        """See `DrafterSession.view`."""
         view = super().view(now_s, queue_slack_s, may_draft=may_draft)
         if (part := self.part) is None:
             return view

@@ -74,7 +74,6 @@ class DraftingEnd:
         self._events.append(event)
 
     def send_nowait(self, message: Message, /) -> None:
-        """See `Mailbox`."""
         if isinstance(message, Proposal):
             # Passes without this drafter's sessions are unknown here. Its sessions are taken to share one from now on.
             self._queue.enter(message.session, 1 + len(message.tokens))

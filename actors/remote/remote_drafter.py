@@ -165,7 +165,6 @@ class RemoteDrafter:
     # --- from the target --------------------------------------------------------------------------
 
     def send_nowait(self, message: Message, /) -> None:
-        """See `Mailbox`."""
         if (session := self._sessions.get(message.session)) is None:
             return
         try:

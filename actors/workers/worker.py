@@ -118,21 +118,17 @@ class Worker(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether the worker runs jobs."""
-        ...
 
     @property
     def is_hanging(self) -> bool:
         """Whether the running job takes very much longer than it should. May be read in any thread."""
-        ...
 
     @property
     def overdue_s(self) -> float:
         """Seconds by which the running job exceeds a multiple of what it should take; -inf if it may take any time."""
-        ...
 
     def watch(self) -> None:
         """Give up the worker if its running job hangs and that is allowed: another task waits for its end."""
-        ...
 
     async def run(self, job: Job[T]) -> T:
         """Run a job and return its result.
@@ -142,7 +138,6 @@ class Worker(Protocol):
             does not wait for a job that hangs.)
         Raises: JobError: the job raised, or the worker has died or was given up; the error is the cause.
         """
-        ...
 
     async def run_steps(self, steps: Steps[Any], *, meanwhile: Callable[[], None] | None = None) -> None:
         """Run steps until one is the last, or they are interrupted.
@@ -154,16 +149,13 @@ class Worker(Protocol):
         Raises: JobError: a step raised; the results of the steps before it were handed over. Also what `Steps.on_step`
             raises.
         """
-        ...
 
     def clock(self) -> float:
         """Seconds on the clock of this worker's spans."""
-        ...
 
     @property
     def busy_seconds(self) -> float:
         """Seconds spent on jobs so far."""
-        ...
 
 
 def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:
