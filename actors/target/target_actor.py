@@ -22,7 +22,7 @@ from actors.target.reading import Reading
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
-from protocol.messages import Close, Features, Message, PromptFeatures
+from protocol.messages import Close, Features, Message, PromptFeatures, Proposal, Ready, Rest, Withdraw
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.pass_limit import PassLimit
 from protocol.pass_plan import Expected, ReadyRound, TargetView, Turn, next_pass
@@ -107,7 +107,18 @@ class TargetActor(ModelActor[TargetSession]):
             self._look_at(session)
 
     def _receive(self, session: TargetSession, message: Message) -> None:
-        session.receive(message)
+        match message:
+            case Proposal():
+                if not session.state.propose(message):
+                    session.shared.counts.stale_proposals += 1
+            case Ready():
+                session.is_drafter_ready, session.decodes_alone = True, False
+            case Rest():
+                session.state.rest(message)
+            case Withdraw():
+                session.state.withdraw(message)
+            case _:
+                raise ProtocolError(f"the target cannot handle {message!r}")
 
     def _new_session(self, shared: Session) -> TargetSession:
         session = TargetSession(shared)

@@ -11,8 +11,7 @@ from actors.session import Session
 from actors.target.passes import Row, RowResult
 from actors.workers.worker import Worker
 from protocol.deadlines import ROUNDS_ALONE
-from protocol.errors import ProtocolError
-from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
+from protocol.messages import Overdue, Proposal, Verdict
 from protocol.pass_plan import ReadyRound
 from protocol.prices import Mean, Prices
 from protocol.replay import ReplayDebt
@@ -53,7 +52,6 @@ class TargetSession(ActorSession):
         self.reads_again = False  # whether the cache has lost committed tokens because a pass has failed
 
     def notice_loss(self) -> bool:
-        """See `ActorSession.notice_loss`."""
         if not super().notice_loss():
             return False
         self.reads_again = True
@@ -213,21 +211,6 @@ class TargetSession(ActorSession):
     def proposal(self) -> Proposal | None:
         """The part of the drafter's proposal that the last pass has judged."""
         return None if self.row is None else self.row.proposal
-
-    def receive(self, message: Message) -> None:
-        """Take a proposal, or another message of the drafter's."""
-        match message:
-            case Proposal():
-                if not self.state.propose(message):
-                    self.shared.counts.stale_proposals += 1
-            case Ready():
-                self.is_drafter_ready, self.decodes_alone = True, False
-            case Rest():
-                self.state.rest(message)
-            case Withdraw():
-                self.state.withdraw(message)
-            case _:
-                raise ProtocolError(f"the target cannot handle {message!r}")
 
     def drop_proposal(self) -> Overdue | None:
         """Drop the outstanding proposal, because a pass with its tokens has failed.
