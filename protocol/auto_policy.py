@@ -120,16 +120,10 @@ class AutoPolicy:
         return len(chain)
 
     def drafted(self, guess: Guess) -> Guess:
-        """A drafter's guess with the confidence that the calibration gives it, and its worth."""
         confidence = self.calibration(None, guess.raw, guess.staleness)
         return attrs.evolve(guess, confidence=confidence, worth=confidence * (1.0 + self._expected_further()))
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
-        """Likewise the guesses of a copy, as far as they might be proposed. No more are taken from the iterable.
-
-        Args:
-            then_drafts: whether a drafter may go on where the copy ends.
-        """
         guesses, copied, confidences = iter(guesses), list[Guess](), list[float]()
 
         def reaches() -> Iterator[float]:

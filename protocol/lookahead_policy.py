@@ -8,13 +8,13 @@ expect (see `actors.drafters.draft_actor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import attrs
 
 from protocol.draft_budget import DraftBudget
-from protocol.lookahead_tree import LookaheadTree, Node
+from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
 
@@ -64,6 +64,18 @@ class Policy(Protocol):
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """How far to go on without asking, after the drafter's own choices, beyond a node that `expansion` returned."""
+
+    def drafted(self, guess: Guess) -> Guess:
+        """A drafter's guess with the confidence and the worth that the policy gives it."""
+        return guess
+
+    def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
+        """Likewise the guesses of a copy, as far as they might be proposed. No more are taken from the iterable.
+
+        Args:
+            then_drafts: whether a drafter may go on where the copy ends.
+        """
+        return list(guesses)
 
     def should_rest(self) -> bool:
         """Whether to leave some rounds to the target alone. Called when the drafter's turn begins."""

@@ -413,7 +413,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             session.goes_alone = False
             # A verdict may have dropped the node from the tree meanwhile.
             if node is not None and node.alive:
-                choice = session.tree.expand(node, session.calibrated(drafted.guess))
+                choice = session.tree.expand(node, session.policy.drafted(drafted.guess))
                 session.force_after(choice)
                 # A copied token may have been drafted after before it was drafted itself.
                 next_node = None if choice.is_expanded else choice

@@ -184,10 +184,6 @@ class DraftSession(DrafterSession):
             else:
                 self.policy.calibration.observe_unjudged(raw)
 
-    def calibrated(self, guess: Guess) -> Guess:
-        """A guess with the confidence that the calibration gives it."""
-        return self.policy.drafted(guess) if isinstance(self.policy, AutoPolicy) else guess
-
     def view(self, now_s: float, queue_slack_s: float = 0.0, *, may_draft: bool = True) -> PolicyView:
         view = super().view(now_s, queue_slack_s, may_draft=may_draft)
         if (part := self.part) is None:

@@ -131,15 +131,11 @@ class DrafterSession(ActorSession):
         max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
         if self.state.remaining is not None:
             max_tokens = min(max_tokens, self.state.remaining)
-        guesses = self._guesses(self._chained(max_tokens))
         before = self._copied
-        if isinstance(policy, AutoPolicy):
-            self._copied = policy.copied(guesses, then_drafts=self.has_model)
-            # A session that rests takes part in no pass over proposals.
-            is_awake = self.state.phase is not SessionPhase.RESTING
-            self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
-        else:
-            self._copied = list(guesses)
+        self._copied = policy.copied(self._guesses(self._chained(max_tokens)), then_drafts=self.has_model)
+        # A session that rests takes part in no pass over proposals.
+        is_awake = self.state.phase is not SessionPhase.RESTING
+        self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
         if before or self._copied:
             self.tree.copy(self._copied)
 
@@ -152,10 +148,7 @@ class DrafterSession(ActorSession):
     def force_after(self, node: Node) -> None:
         """Put what the grammar forces after a drafted token into the tree."""
         if self.can_continue(node) and (found := self.forced_after(self.tree.path(node))):
-            guesses = self._guesses(found)
-            policy = self.policy
-            copied = policy.copied(guesses, then_drafts=True) if isinstance(policy, AutoPolicy) else list(guesses)
-            self.tree.copy(copied, node)
+            self.tree.copy(self.policy.copied(self._guesses(found), then_drafts=True), node)
 
     def _guesses(self, tokens: Iterable[Forced | Copied]) -> Iterator[Guess]:
         for found in tokens:
