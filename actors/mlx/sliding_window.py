@@ -34,7 +34,6 @@ class SlidingWindowCache(RotatingKVCache):
     values: mx.array | None
 
     def __init__(self, max_size: int) -> None:
-        """Make an empty cache of a window of `max_size` tokens."""
         super().__init__(max_size)  # type: ignore[no-untyped-call]
         self._num_seen = 0  # slots that the last pass read
 
