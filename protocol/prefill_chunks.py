@@ -57,7 +57,6 @@ class PrefillChunkSize:
                     del self._seconds_per_token[larger]
 
     def __call__(self) -> int:
-        """Tokens for the next pass."""
         return self._next()[0]
 
     def of(self, num_tokens: int) -> int:

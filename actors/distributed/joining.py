@@ -64,7 +64,6 @@ def versions() -> dict[str, str]:
 
 
 def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> dict[int, Connection]:
-    """Wait for all other ranks, and welcome them."""
     try:
         listener = _listener(address)
     except OSError as error:

@@ -298,7 +298,6 @@ class RankGroup:
         return None if link is None or rank != link.rank or link.has_closed_target else link
 
     def _drop(self, rank: int) -> None:
-        """Stop using a connection."""
         with self._lock:
             # A new mapping, since other threads may be going through the old one.
             connections = dict(self._connections)

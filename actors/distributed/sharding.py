@@ -182,7 +182,6 @@ def _digest(weight: mx.array) -> str:
 
 
 def _parts_of_files(folder: Path) -> dict[str, str]:
-    """Digests of a model's configuration, and of blocks of its files of weights."""
     parts = {}
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         size = path.stat().st_size

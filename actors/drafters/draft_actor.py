@@ -15,11 +15,7 @@ import outcome
 
 from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
-from actors.drafters.draft_steps import (
-    Drafted,
-    DraftInput,
-    DraftSteps,
-)
+from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CacheLostError, Model
@@ -102,18 +98,16 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     @property
     def is_alive(self) -> bool:
-        """See `Actor.is_alive`. Also False while a job hangs, or the target has stopped waiting for a proposal."""
-        return super().is_alive and not self._is_late_or_hanging()
-
-    def _is_late_or_hanging(self) -> bool:
-        return self.worker.is_hanging or any(session.is_late for session in list(self._sessions.values()))
+        """Also False while a job hangs, or the target has stopped waiting for a proposal."""
+        any_is_late = any(session.is_late for session in list(self._sessions.values()))
+        return super().is_alive and not (self.worker.is_hanging or any_is_late)
 
     def _new_session(self, shared: Session) -> DraftSession:
         policy = self._make_policy(shared.opened.settings, self.prices)
         return DraftSession(shared, self.model.context_length, policy, self._target_vocab_size)
 
     def close_session(self, message: Close) -> None:
-        """See `Actor.close_session`. Earlier messages are taken in first: a verdict may add to the text to be kept."""
+        """Earlier messages are taken in first: a verdict may add to the text that is kept."""
         self.take_messages()
         super().close_session(message)
 
@@ -167,7 +161,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return task, chosen
 
     async def _work(self, task: Task, sessions: Sequence[DraftSession]) -> None:
-        """Do a job, and have its sessions looked at again."""
         if not task.is_brief:
             self._num_jobs += 1
         num_cached = len(sessions[0].cached_tokens)
@@ -238,11 +231,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._rest(session)
 
     def _rests_on(self, session: DraftSession, num_rounds: int) -> bool:
-        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first.
-
-        Args:
-            num_rounds: see `Policy.should_rest_on`.
-        """
+        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first."""
         if session.policy.should_rest_on(session.num_behind, num_rounds):
             return True
         session.catches_up = session.num_behind > MAX_UNREAD
@@ -251,7 +240,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     # --- the jobs ---------------------------------------------------------------------------------
 
     async def _prepare(self, session: DraftSession, task: Task) -> None:
-        """Open a session's cache, or read some of its text."""
         read: Job[Any] | None = None
         match task:
             case Task.OPEN:
@@ -335,10 +323,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         start = DraftInput(plan, node.trail, history, draft_budget)
-        state = session.state
-        return DraftPart(
-            session.id, self._draft_steps(session), start, (state.round, state.phase), alone=session.goes_alone
-        )
+        decided_in = session.state.round, session.state.phase
+        return DraftPart(session.id, self._draft_steps(session), start, decided_in, alone=session.goes_alone)
 
     def _draft_steps(self, session: DraftSession) -> DraftSteps:
         assert session.sequence is not None
@@ -366,7 +352,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return now_s + alone_s, now_s + beside_target_s
 
     def _on_step(self, job: Job[Any], results: PartResults, goes_on: bool) -> None:
-        """Apply the results of a draft step."""
         self._price(job, results)
         num_going_on = sum(result.continues for result in results) if goes_on else 0
         next_ends_s = self._step_ends_s(num_going_on) if num_going_on else None
@@ -397,11 +382,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 return
 
     def _drafted(self, session: DraftSession, result: PartResult, next_ends_s: tuple[float, float] | None) -> None:
-        """Add the guess of a finished draft step to the tree. The step that follows it drafts after that guess.
-
-        Args:
-            next_ends_s: see `_step_ends_s`; None if no step follows.
-        """
+        """Add the guess of a finished step to the tree. The next step, if one follows, drafts after that guess."""
         part, drafted = result.part, result.outcome.unwrap()
         node, part.node = part.node, None
         next_node: Node | None = None
@@ -415,7 +396,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             if node is not None and node.alive:
                 choice = session.tree.expand(node, session.policy.drafted(drafted.guess))
                 session.force_after(choice)
-                # A copied token may have been drafted after before it was drafted itself.
+                # The model may have been run on this token already, when it was in the tree as a copy.
                 next_node = None if choice.is_expanded else choice
         if next_ends_s is None:
             session.part = None
@@ -482,18 +463,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return 0.0
         if session.state.phase is not SessionPhase.VERIFYING:
             return self._target_queue.remaining_s(now_s)
-        if self._other_sessions_wait(session):
+        others = (other for other in self._sessions.values() if other is not session)
+        if any(other.state.phase is SessionPhase.PROPOSING and other.is_ready for other in others):
             # Their proposals come first: they are sure to be of use, and keep the target busy.
             return math.inf
         return self._target_queue.others_s(session.id)
-
-    def _other_sessions_wait(self, session: DraftSession) -> bool:
-        """Whether the target waits for the proposal of another session."""
-        return any(
-            other.state.phase is SessionPhase.PROPOSING and other.is_ready
-            for other in self._sessions.values()
-            if other is not session
-        )
 
     def _reconsider(self, session: DraftSession) -> None:
         """End the draft steps that are under way if the policy now wants to draft after another node.
@@ -579,7 +553,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._reconsider(session)
 
     def _receive_verdict(self, session: DraftSession, verdict: Verdict | Rested) -> None:
-        """Advance over a verdict's commit, and begin the drafter's turn."""
         was_resting, proposal = session.state.phase is SessionPhase.RESTING, session.state.outstanding
         if (commit := self._follow(session, verdict)) is None:
             return

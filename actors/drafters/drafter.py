@@ -257,7 +257,6 @@ class Drafter(Actor[S]):
         session.count_copying(False)
 
     async def _let_go(self, session: S) -> None:
-        """End the work on a session."""
         if session.id in self._sessions:
             self._forget(session)
 
@@ -293,11 +292,7 @@ class Drafter(Actor[S]):
         self._withdraw(session)
 
     def _withdraw(self, session: S, *, at_once: bool = False) -> None:
-        """Leave a session to the target, which is faster alone than with empty proposals, if that is allowed.
-
-        Args:
-            at_once: see `withdrawal`.
-        """
+        """Leave a session to the target, which is faster alone than with empty proposals; if `withdrawal` allows it."""
         if session.has_left or (message := withdrawal(session.id, session.tree, at_once=at_once)) is None:
             return
         self._note(session, "withdraw")
@@ -351,7 +346,6 @@ class Drafter(Actor[S]):
         self._note(session, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
     def _count_hit(self, session: S, round: int, was_hit: bool) -> None:
-        """Count whether the last token that a round committed was in the tree."""
         if was_hit:
             session.shared.counts.lookahead_hits += 1
             self._note(session, "hit", round=round, num_tokens=len(session.tree.chain()))

@@ -91,7 +91,6 @@ class LookupActor(Drafter[DrafterSession]):
                 raise ProtocolError(f"the drafter cannot handle {message!r}")
 
     def _receive_verdict(self, session: DrafterSession, verdict: Verdict | Rested) -> None:
-        """Advance over a verdict's commit, and answer it."""
         was_resting = session.state.phase is SessionPhase.RESTING
         commit = self._follow(session, verdict)
         if commit is None or commit.finish_reason is not None:

@@ -13,13 +13,7 @@ import attrs
 import mlx.core as mx
 import outcome
 
-from actors.drafters.draft_steps import (
-    Drafted,
-    DraftInput,
-    DraftSteps,
-    LazyGuesses,
-    guesses_together,
-)
+from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps, LazyGuesses, guesses_together
 from actors.model import Feed, Model, feed_each
 from actors.sampling.logits_pipeline import by_kind
 from actors.workers.worker import Job, Step
@@ -66,7 +60,6 @@ class SharedSteps:
     """The draft steps of one draft model."""
 
     def __init__(self, model: Model, max_batch: int) -> None:
-        """Of a model on its thread, for steps of at most `max_batch` sessions, >= 1."""
         # Most sessions in one step; 1 once it is known that the model's cached sequences cannot share passes.
         self.num_shared = max_batch
         self._model = model
@@ -86,7 +79,7 @@ class SharedSteps:
 
         Raises: whatever their pass raises.
         """
-        prepared = {part: outcome.capture(_prepare, part) for part in parts}
+        prepared = {part: outcome.capture(part.draft_steps.prepare, part.start.plan) for part in parts}
         guesses = self._guesses(
             [each for each, found in prepared.items() if isinstance(found, outcome.Value) and found.value is None]
         )
@@ -137,10 +130,6 @@ class SharedSteps:
         if num_sessions > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
             self.num_shared = 1
         return self.num_shared > 1
-
-
-def _prepare(part: DraftPart) -> Drafted | None:
-    return part.draft_steps.prepare(part.start.plan)
 
 
 def _lazies(

@@ -187,7 +187,6 @@ class DraftingEnd:
         self._link.send(encode(news))
 
     def _grown(self, session: int) -> tuple[int, ...]:
-        """How much each count of a session has grown since the last news."""
         shared, told = self._sessions.get(session), self._told.get(session, (0,) * len(COUNTED))
         if shared is None:
             return ()

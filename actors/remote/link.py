@@ -64,7 +64,6 @@ class SocketLink:
     """A link over a connected stream socket."""
 
     def __init__(self, sock: socket.socket, name: str, max_silence_s: float = math.inf) -> None:
-        """Take over a socket of the kind SOCK_STREAM."""
         sock.setblocking(False)
         self.name = name
         self.max_silence_s = max_silence_s  # longest time that the other end may send nothing; it sends heartbeats

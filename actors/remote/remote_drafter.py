@@ -260,7 +260,6 @@ class RemoteDrafter:
     # --- the end ----------------------------------------------------------------------------------
 
     def _lose(self, error: LinkLostError | ProtocolError) -> None:
-        """Leave every session to the target: the drafter is gone."""
         self.is_serving = False
         how = f"{self._link.name} sent nonsense: {error}" if isinstance(error, ProtocolError) else error
         logger.warning("the drafter is lost: %s", how)

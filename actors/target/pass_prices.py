@@ -18,7 +18,6 @@ class PassPrices:
     """Learns from each finished pass what passes and rounds cost, and decides when one must be measured."""
 
     def __init__(self, prices: Prices, worker: Worker) -> None:
-        """Learn for `prices` from the passes of a worker."""
         self._prices = prices
         self._worker = worker
         self._num_ahead = 0  # passes in succession that were launched ahead; -1 if the next one is to be measured

@@ -46,7 +46,6 @@ class TrainedDrafter(FeedsEach):
         is_targets_own: bool = False,
         quantize: Mapping[str, Any] | None = None,
     ) -> None:
-        """See `attach`."""
         self._load = partial(TrainedDrafter, folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
         attached = attach(folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize)
         self.target, self.feature_layers, self.vocab_size = target, attached.feature_layers, attached.vocab_size

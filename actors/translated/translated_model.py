@@ -28,7 +28,6 @@ class TranslatedModel:
     """
 
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
-        """Translate for a model; the map leads to its vocabulary."""
         self._model = model
         self.vocabulary_map = vocabulary_map  # which tokens both have, and how the others are read
         self.vocab_size = len(vocabulary_map.readings)  # the target's; see `Model.vocab_size`
