@@ -178,12 +178,8 @@ class ReusableSequence(CachedSequence):
     @abstractmethod
     def copy(self, length: int) -> ReusableSequence:
         """A new sequence with the first tokens of this one, which goes on as if nothing had happened, also as a row of
-        a batch. To be called only if `can_copy`.
-
-        Args:
-            length: as for `reuse`; it may be of a sequence that is still being read or generated.
-
-        Raises: RewindError: as `reuse`.
+        a batch or while it is still being read or generated. To be called only if `can_copy`. Length and errors: as of
+        `reuse`.
         """
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:

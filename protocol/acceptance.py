@@ -168,13 +168,11 @@ def _highest(rows: mx.array, num: int) -> mx.array:
 
 
 def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The scores whose argmax is the token that a model chooses at each position under the match rule: (n, V), lazy.
+    """The scores whose argmax is the token that a model chooses at each position under the match rule: (n, V), lazy. At
+    temperature 0 they are the logits, (n, V) for positions from `start` on.
 
-    Args:
-        logits: (n, V) for positions start … start + n - 1.
-        temperature: >= 0; at 0 the scores are the logits, and no noise is used.
-        noise_size: the width at which noise is made, >= V. It must be the same for both models, because MLX's noise
-            for one entry depends on the size of the array.
+    `noise_size` is the width at which noise is made, >= V. It must be the same for both models, because MLX's noise for
+    one entry depends on the size of the array.
     """
     return scores_together(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
 
@@ -194,13 +192,8 @@ def _gumbel(keys: mx.array, size: int) -> mx.array:
 
 
 def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions: Decisions) -> mx.array:
-    """The tokens that texts choose, as one set of array operations: (n,) ids, lazy; each as for its text alone.
-
-    Args:
-        logits: (n, V) of any texts.
-        rule: of all of them: argmaxes of `scores` under the match rule, bonus tokens under the others.
-        temperature: of all of them, >= 0; > 0 under the rejection rule.
-        decisions: of each row.
+    """The tokens that texts choose by (n, V) logits, as one set of array operations: (n,) ids, lazy; each as for its
+    text alone. They are argmaxes of `scores` under the match rule, and bonus tokens under the other.
     """
     if rule == "match":
         return mx.argmax(scores_together(logits, temperature, decisions, logits.shape[1]), axis=-1)

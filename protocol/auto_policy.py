@@ -162,10 +162,8 @@ class AutoPolicy:
         return further
 
     def _best_length(self, reaches: Iterable[float]) -> tuple[int, float]:
-        """How many drafted tokens to propose, and the tokens gained, less what their time would bring otherwise.
-
-        Args:
-            reaches: of the drafted tokens, falling; no more of them are asked for once none can gain anything.
+        """How many drafted tokens to propose, by their falling reaches, and the tokens gained, less what their time
+        would bring otherwise. No more reaches are asked for once none can gain anything.
         """
         best_length, best_gain, expected, rate = 0, 0.0, 0.0, self.prices.rate
         extra_s = self.prices.extra_seconds(only_copies=self.only_copies)
@@ -361,12 +359,9 @@ def policy_for(
 ) -> Policy:
     """The policy that a setting asks for.
 
-    Args:
-        lookahead: the session's setting.
-        prices: of the runtime.
-        rule: tells acceptance rules apart: the drafter's confidence means something else under each.
-        work_ahead: whether to draft while a verdict is due: "auto" decides by prices, and so does "always" unless the
-            lookahead is fixed.
+    `rule` tells acceptance rules apart: the drafter's confidence means something else under each. `work_ahead` says
+    whether to draft while a verdict is due: "auto" decides by prices, and so does "always" unless the lookahead is
+    fixed.
     """
     if lookahead == "auto":
         calibration = prices.calibration(rule)

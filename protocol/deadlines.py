@@ -33,11 +33,8 @@ def prompt_wait_s(prices: Prices) -> float:
 
 
 def proposal_wait_s(prices: Prices, num_steps: int, num_sessions: int) -> float:
-    """Seconds, > 0, that the target waits for the proposal of a drafter that has read the text.
-
-    Args:
-        num_steps: draft steps that a proposal may take, >= 1.
-        num_sessions: sessions that the drafter works for, >= 1; it serves them in turn.
+    """Seconds, > 0, that the target waits for the proposal of a drafter that has read the text: of up to `num_steps`
+    draft steps, where the drafter serves `num_sessions` sessions in turn.
     """
     if not prices.draft_alone.is_known:
         return UNPRICED_PROPOSAL_WAIT_S

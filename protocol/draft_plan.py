@@ -181,14 +181,9 @@ class Waiting:
 def next_job(waiting: Sequence[Waiting], most: int, chunk_tokens: int) -> tuple[int, ...]:
     """The sessions of the next job, the one that has waited longest first; empty if there is nothing to do.
 
-    Caches are opened and closed first. A session that needs a step waits for the running job and one chunk at most,
-    unless there are more sessions than fit into a step. Short prompts are read before it, so that their sessions share
-    the step.
-
-    Args:
-        waiting: all that wait.
-        most: most sessions in one draft step, >= 1.
-        chunk_tokens: tokens that may be read while a draft step waits, >= 1.
+    Caches are opened and closed first. A session that needs a step waits for the running job and `chunk_tokens` that
+    are read at most, unless there are more sessions than the `most` that fit into a step. Short prompts are read before
+    it, so that their sessions share the step.
     """
     order = sorted(range(len(waiting)), key=lambda index: (waiting[index].since, waiting[index].task))
     brief = [index for index in order if waiting[index].task.is_brief]

@@ -70,10 +70,8 @@ class Policy(Protocol):
         return guess
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
-        """Likewise the guesses of a copy, as far as they might be proposed. No more are taken from the iterable.
-
-        Args:
-            then_drafts: whether a drafter may go on where the copy ends.
+        """Likewise the guesses of a copy, as far as they might be proposed; no more are taken from the iterable.
+        `then_drafts` says whether a drafter may go on where the copy ends.
         """
         return list(guesses)
 
@@ -82,20 +80,14 @@ class Policy(Protocol):
         return False
 
     def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
-        """Whether to prolong a rest. Called shortly before it ends; if False, speculating begins again.
-
-        Args:
-            num_behind: tokens that the drafter must read first.
-            num_rounds: rounds of the rest since it began or was prolonged.
+        """Whether to prolong a rest of `num_rounds`, counted since it began or was prolonged. Called shortly before it
+        ends; if False, speculating begins again, once the drafter has read the `num_behind` tokens that it lacks.
         """
         return False
 
     def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
-        """Whether to read, during a rest, what was committed, in order to see what the drafter would have guessed.
-
-        Args:
-            num_behind: committed tokens that the drafter has not read.
-            num_generated: those of them that were generated, and not in the prompt.
+        """Whether to read, during a rest, the `num_behind` committed tokens that the drafter lacks, of which
+        `num_generated` are not in the prompt, in order to see what the drafter would have guessed.
         """
         return False
 

@@ -95,13 +95,7 @@ class PassPrice:
     _curve: _Curve = attrs.field(factory=_Curve, init=False)
 
     def observe(self, rows: int, overlap_s: float, seconds: float) -> None:
-        """Add the measurement of a pass.
-
-        Args:
-            rows: >= 1.
-            overlap_s: seconds of the pass for which a drafter worked beside it.
-            seconds: of the whole pass.
-        """
+        """Add the measurement of a pass; for `overlap_s` of its seconds, a drafter worked beside it."""
         self._num_passes += 1
         if self._unit == 0.0:
             if seconds < MIN_FIRST_S:  # as of a drafter without a model
@@ -123,11 +117,8 @@ class PassPrice:
         return self._curve.slowdown
 
     def __call__(self, rows: float, overlap_s: float = 0.0) -> float:
-        """Seconds that a pass is expected to take, >= 0, rising in both; 0 before the first was measured.
-
-        Args:
-            rows: >= 1; between whole numbers the price is interpolated.
-            overlap_s: seconds for which a drafter will work beside it.
+        """Seconds that a pass is expected to take, with a drafter beside it for `overlap_s`; >= 0, rising in both; 0
+        before the first was measured. Between whole numbers of rows, >= 1, the price is interpolated.
         """
         curve = self._curve
         return curve(rows) + curve.slowdown * overlap_s if self._num_passes else 0.0

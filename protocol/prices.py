@@ -178,12 +178,7 @@ class Prices:
         self.gap_s.observe(seconds)
 
     def observe_plain_round(self, seconds: float, *, num_texts: int = 1) -> None:
-        """Add a round without drafts.
-
-        Args:
-            seconds: from the last verdict to its own.
-            num_texts: that shared its pass.
-        """
+        """Add a round without drafts, from the last verdict to its own, in a pass that `num_texts` shared."""
         self._tell(Measurement("plain", num_texts, seconds))
         known = self._plain_rounds_s.setdefault(num_texts, Mean(memory=50.0))
         if known.value > 0.0:
@@ -266,12 +261,8 @@ class Prices:
         self._drafting.clear()
 
     def calibration(self, rule: object) -> Calibration:
-        """The drafter's calibration under an acceptance rule.
-
-        The `MAX_RULES` rules that were asked for last are remembered.
-
-        Args:
-            rule: anything hashable that tells rules apart.
+        """The drafter's calibration under an acceptance rule, which is anything hashable that tells rules apart. The
+        `MAX_RULES` rules that were asked for last are remembered.
         """
         known = self._calibrations.pop(rule) if rule in self._calibrations else Calibration()
         self._last_calibration = self._calibrations[rule] = known
@@ -293,11 +284,9 @@ class Prices:
         return alone_s * self.draft_slowdown.value if beside_target and self.draft_slowdown.is_known else alone_s
 
     def extra_seconds(self, *, only_copies: bool) -> Callable[[float], float]:
-        """Seconds that a proposal of some length adds to a pass, for each of the texts that have one.
-
-        Args:
-            only_copies: whether only texts with something to copy have proposals, and not all that share the pass.
-                Without proposals, the pass would be started ahead.
+        """Seconds that a proposal of some length adds to a pass, for each of the texts that have one: all that share
+        the pass, or with `only_copies` those with something to copy. Then the pass without proposals would be started
+        ahead.
         """
         verify, num_texts = self.verify, self.num_texts
         num_drafting, without_s = num_texts, verify(num_texts)
@@ -390,13 +379,11 @@ class Prices:
         return best
 
     def works_ahead(self, lookahead: int) -> bool:
-        """Whether drafting while the target verifies is worth more than it takes from the pass.
+        """Whether drafting while the target verifies is worth more than it takes from the pass, for proposals of
+        `lookahead` tokens, >= 1.
 
         Either way a round verifies as many tokens. A drafter that works ahead has the next proposal at a hit; one that
         does not drafts it after the verdict, with the whole device.
-
-        Args:
-            lookahead: drafted tokens of each proposal, >= 1.
         """
         if not (self.is_known and self.hit_rate.is_known) or self._num_rounds % TRIED_EVERY_ROUNDS < TRIED_ROUNDS:
             return True
@@ -425,14 +412,11 @@ class Prices:
         return num_steps * self.draft_s(num_texts, beside_target=False)
 
     def one_group_pays(self, num_texts: int, lookahead: int) -> bool:
-        """Whether texts of a fixed lookahead are faster if all are drafted for, and then verified in one pass.
+        """Whether `num_texts` texts, >= 2, of a fixed lookahead, >= 1, are faster if all are drafted for, and then
+        verified in one pass.
 
         Otherwise two groups alternate: one is drafted for while the other is verified, in a pass of half the rows. The
         answer depends on how much drafting slows down the pass beside it, and on what rows cost.
-
-        Args:
-            num_texts: >= 2.
-            lookahead: drafted tokens of each proposal, >= 1.
         """
         if not self.is_known:
             return False

@@ -122,11 +122,7 @@ def _beginnings(target: Vocabulary, draft: Vocabulary, shared: Mapping[int, int]
 
 
 def _same_role(token: int, target: Vocabulary, draft: Vocabulary, by_name: Mapping[str, int]) -> int | None:
-    """The draft model's special token for one of the target's; None if there is none.
-
-    Args:
-        by_name: the draft model's special tokens.
-    """
+    """The special token of the draft model, all `by_name`, for one of the target's; None if there is none."""
     named = by_name.get(target.special[token])
     # A token of the same name may end texts in one model only, and then has another role in the other.
     if named is not None and (named in draft.ends) == (token in target.ends):

@@ -52,13 +52,11 @@ def load_shard(
     path_or_hub_id: str | Path, group: mx.distributed.Group, find_folder: Callable[[], Path | None], **options: Any
 ) -> Shard:
     """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline if the model supports only that.
-
-    Args:
-        find_folder: returns where the files are, once they are loaded.
-        **options: of `mlx_lm.utils.sharded_load`.
+    `find_folder` returns where the files are, once they are loaded; the options are those of
+    `mlx_lm.utils.sharded_load`.
 
     Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises, also if the model
-        supports neither.
+    supports neither.
     """
     model, tokenizer = sharded_load(str(path_or_hub_id), **options)
     folder = find_folder()

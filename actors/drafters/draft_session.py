@@ -146,10 +146,8 @@ class DraftSession(DrafterSession):
         return self.policy.expansion(self.view(now_s, queue_slack_s))
 
     def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
-        """The proposal to send now, or None to draft on, or if it is not the drafter's turn.
-
-        Args:
-            is_due: whether to propose what has been drafted by now, even if that is nothing.
+        """The proposal to send now, or None to draft on, or if it is not the drafter's turn. If it is due, what has
+        been drafted by now, even if that is nothing.
         """
         if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None

@@ -41,12 +41,8 @@ class DraftInput:
         return self.plan.keep + len(self.plan.feed)
 
     def following(self, token: int, feed: tuple[int, ...], budget: DraftBudget) -> DraftInput:
-        """The input of the step that drafts after this one's token.
-
-        Args:
-            token: that was drafted.
-            feed: the token, or nothing if it was fed already.
-            budget: that is left.
+        """The input of the step that drafts after this one's token, with the budget that is left; it feeds the token,
+        or nothing if that was fed already.
         """
         plan = FeedPlan(self.position + 1 - len(feed), feed)
         return DraftInput(plan, further(self.trail, token), self.history.appended(token), budget)
@@ -289,12 +285,8 @@ def guesses_by_match(
 
 
 def guesses_together(steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]) -> LazyGuesses:
-    """Guesses for sessions of one kind (`DraftSteps.kind`), as one set of array operations; each as if it were alone.
-
-    Args:
-        steps: of the sessions.
-        logits: (1, V) of the draft model after each.
-        positions: of the tokens that come next.
+    """Guesses for sessions of one kind (`DraftSteps.kind`) at the positions that come next, from (1, V) logits of each,
+    as one set of array operations; each as if it were alone.
     """
     first, shared = steps[0], steps[0].shared
     rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]

@@ -101,12 +101,7 @@ class DraftingEnd:
         max_batch: int,
         cache_bytes: int,
     ) -> None:
-        """Draft until the link is closed.
-
-        Args: as of `DraftActor`; `vocab_size` is the width of the target's logits, `cache_bytes` the size of the prefix
-            cache.
-
-        Raises: as `receive`.
+        """Draft until the link is closed; args as of `DraftActor`. Raises: as `receive`.
 
         Cancellation: the running jobs finish, and the sessions' caches are closed.
         """

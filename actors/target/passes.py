@@ -319,13 +319,9 @@ def _judge(
     failed: dict[Row, RowResult],
     before: mx.array | None = None,
 ) -> list[_Judged]:
-    """Judge rows; lazy, except that user code is called.
-
-    Args:
-        counts: rows of logits of each.
-        logits: (R, V), of one row after the other.
-        failed: takes the rows whose processors or samplers fail.
-        before: (n,) tokens that were fed after the rows' plans, if there were any.
+    """Judge rows by (R, V) logits, of which each has as many as `counts` says; lazy, except that user code is called.
+    `failed` takes the rows whose processors or samplers fail. `before` are (n,) tokens that were fed after the rows'
+    plans, if there were any.
     """
     kinds = by_kind([row.logits_pipeline.kind for row in rows])
     judged = []

@@ -530,12 +530,8 @@ class TargetActor(ModelActor[TargetSession]):
         return commit
 
     def _pass_failed(self, sessions: Sequence[TargetSession], error: JobError, *, is_alone: bool) -> None:
-        """Have a failed pass repeated: without drafted tokens if it had some, else each session by itself. One that was
-        by itself ends.
-
-        Args:
-            sessions: that took part, and have not ended.
-            is_alone: whether the pass was of one session, and computed no other row of the batch.
+        """Have a failed pass over sessions that have not ended repeated: without drafted tokens if it had some, else
+        each session by itself. One that was by itself (`is_alone`: no other row of the batch was computed) ends.
         """
         if drafted := [session for session in sessions if session.row is not None and session.row.feeds_drafted]:
             for session in drafted:
@@ -600,10 +596,8 @@ class TargetActor(ModelActor[TargetSession]):
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:
-        """Empty the cache of a text that waits for memory; it is read again when the text goes on. Never waits.
-
-        Args:
-            on_done: called once that is done, unless the session ends before.
+        """Empty the cache of a text that waits for memory; it is read again when the text goes on. `on_done` is called
+        once that is done, unless the session ends before. Never waits.
         """
         if (session := self._sessions.get(shared.opened.session)) is not None and not session.has_ended:
             self._brief_jobs[session] = partial(self._give_way, on_done)

@@ -41,15 +41,11 @@ def attach(
     is_targets_own: bool = False,
     quantize: Mapping[str, Any] | None = None,
 ) -> Attached:
-    """Load the drafter in a folder, of the kind that its `config.json` says, and attach it to its target.
+    """Load the drafter in a folder, of the kind that its `config.json` says, and attach it to mlx-lm's model, whose
+    weights are evaluated and whose logits have a width of `target_vocab_size`. Messages call the drafter `named`.
 
-    Args:
-        folder: with its files.
-        target: mlx-lm's model, whose weights are evaluated.
-        target_vocab_size: width of the target's logits.
-        named: the drafter, for messages.
-        is_targets_own: whether the folder is the target's own, and the drafter the MTP layer in it.
-        quantize: `bits`, `group_size` and `mode`, to which its weights are quantised; None leaves them.
+    If `is_targets_own`, the folder is the target's, and the drafter the MTP layer in it. To `quantize` its weights
+    takes `bits`, `group_size` and `mode`.
 
     Raises: ModelError: it cannot be loaded, or was made for another target; the message says what differs.
     """
