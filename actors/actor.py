@@ -42,8 +42,7 @@ MIN_AWAITED = 64
 # chat template leaves out the tokens that asked for the answer, such as a tag that begins reasoning.
 CHECKPOINT_DISTANCE = 16
 
-# A prefix checkpoint is made at least every so many tokens of a prompt.
-CHECKPOINT_INTERVAL = 1024
+CHECKPOINT_INTERVAL = 1024  # a prefix checkpoint is made at least every so many tokens of a prompt
 
 
 class Mailbox(Protocol):
@@ -475,13 +474,13 @@ class ModelActor(Actor[S]):
         """Give a session an empty sequence in place of its own, whose text is read again when the session goes on."""
         assert session.sequence is not None
         call = partial(self._emptied, session.sequence, beside_another=session.beside_another)
-        session.sequence = (await self.worker.run(Job("open", call, session.id))).sequence
+        session.sequence = await self.worker.run(Job("open", call, session.id))
         session.notice_loss()
 
-    def _emptied(self, sequence: CachedSequence, *, beside_another: bool) -> CacheHit:
+    def _emptied(self, sequence: CachedSequence, *, beside_another: bool) -> CachedSequence:
         """On the worker's thread."""
         sequence.close()
-        return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
+        return self.model.open_sequence(beside_another=beside_another)
 
     async def _put_away(self, session: S) -> None:
         """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""

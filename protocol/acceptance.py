@@ -390,5 +390,4 @@ def _tempered(logits: mx.array, temperature: float) -> mx.array:
     return shifted / max(temperature, _MIN_TEMPERATURE)
 
 
-# Far below any temperature at which a draw differs from the argmax, and not zero in float32.
-_MIN_TEMPERATURE = 1e-30
+_MIN_TEMPERATURE = 1e-30  # far below any temperature at which a draw differs from the argmax, and not zero in float32

@@ -16,27 +16,22 @@ from protocol.open_options import WorkAhead
 from protocol.prices import Mean, Prices
 from protocol.settings import MAX_LOOKAHEAD
 
-# Tokens to propose before anything was measured.
-UNPRICED_LOOKAHEAD = 2
-# Nodes with a smaller reach are not drafted after: they would cost power for next to nothing.
-MIN_REACH = 0.02
+UNPRICED_LOOKAHEAD = 2  # tokens to propose before anything was measured
+MIN_REACH = 0.02  # nodes with a smaller reach are not drafted after: they would cost power for next to nothing
 # How many draft steps of a budget have a price each; later steps have the last one's. That will do: whether to propose
 # is decided after each step in any case, and what is drafted beyond the proposal is drafted ahead.
 MAX_PRICED_STEPS = 16
 # A rest begins when speculating was worse than plain decoding by the first factor, and ends when it promises to be
 # better by the second.
 REST_BELOW, RESUME_ABOVE = 0.99, 1.02
-# Tokens over which catching up with the text must pay for itself.
-CATCH_UP_HORIZON = 100.0
-# A rest begins after this many proposals in a row with nothing in them.
-MAX_EMPTY_PROPOSALS = 8
+CATCH_UP_HORIZON = 100.0  # tokens over which catching up with the text must pay for itself
+MAX_EMPTY_PROPOSALS = 8  # a rest begins after this many proposals in a row with nothing in them
 # In a rest, the drafter catches up once so many unread tokens were generated, and reading delays the target by at most
 # this share of the time in which they were.
 MIN_CATCH_UP, PROBE_SHARE = 6, 0.02
 # If more than this share of the recent proposals were copied, the measured rate says little about the drafter.
 MAX_COPIED_SHARE = 0.1
-# Rounds of a rest after which a distrust of the price model has faded to 1/e.
-TRUST_MEMORY_ROUNDS = 100.0
+TRUST_MEMORY_ROUNDS = 100.0  # rounds of a rest after which a distrust of the price model has faded to 1/e
 
 
 @attrs.define

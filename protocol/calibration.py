@@ -11,10 +11,8 @@ from protocol.lookahead_tree import Guess
 # Confidence is corrected in logits, by an offset that is learnt at this many knots and interpolated between them.
 NUM_KNOTS = 7
 FIRST_KNOT, LAST_KNOT = -4.0, 6.0
-# Weight of the prior, an offset of 0, at each knot: as much as this many coin tosses.
-PRIOR_TOSSES = 3.0
-# Observations after which a knot has forgotten all but 1/e.
-KNOT_MEMORY = 100.0
+PRIOR_TOSSES = 3.0  # weight of the prior, an offset of 0, at each knot: as much as this many coin tosses
+KNOT_MEMORY = 100.0  # observations after which a knot has forgotten all but 1/e
 # The acceptance that is assumed of a drafter before it was tried, and its weight in observations: at first, and again
 # when another text begins. It is optimistic, since a drafter that is never tried is never known.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT, NEW_TEXT_WEIGHT = 0.8, 12.0, 6.0
@@ -93,11 +91,7 @@ class Calibration:
         self.mean_acceptance += (right - self.mean_acceptance) / self._weight
 
     def _curve(self, copy_kind: int | None, staleness: int) -> _Curve:
-        return self._curves.setdefault((copy_kind, _staleness_class(staleness)), _Curve())
-
-
-def _staleness_class(staleness: int) -> int:
-    return min(staleness.bit_length(), LAST_STALENESS_CLASS)
+        return self._curves.setdefault((copy_kind, min(staleness.bit_length(), LAST_STALENESS_CLASS)), _Curve())
 
 
 def _knot_below(logit: float) -> tuple[int, float]:

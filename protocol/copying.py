@@ -19,17 +19,14 @@ import attrs
 # A draft model or trained drafter, a copy from earlier in the text, or the grammar that the text must follow.
 Drafter = Literal["model", "copy", "grammar"]
 
-# The most tokens of a match that are compared: a longer one counts as one of this length.
-MAX_MATCH = 16
+MAX_MATCH = 16  # the most tokens of a match that are compared: a longer one counts as one of this length
 # How often the token after the only match of 1, 2, … tokens was right, counted over files of Python's standard library
 # in the demo pair's tokens, each file looked up in itself; what several matches are worth was counted there, too. These
 # are initial values: the calibration learns from what is accepted.
 _PRIORS = (0.24, 0.42, 0.52, 0.59, 0.64, 0.68, 0.73, 0.75, 0.77, 0.79, 0.79, 0.81, 0.81, 0.82, 0.83, 0.9)
 _PRIOR_OF_DISAGREEING = 0.5
-# Of a token that a grammar forces, by `Forced.doubt`.
-_PRIORS_OF_FORCED = (0.98, 0.8, 0.4)
-# Kinds of what is copied, and of what is forced, for the calibration.
-_NUM_COPIED_KINDS = 9
+_PRIORS_OF_FORCED = (0.98, 0.8, 0.4)  # of a token that a grammar forces, by `Forced.doubt`
+_NUM_COPIED_KINDS = 9  # kinds of what is copied, and of what is forced, for the calibration
 
 
 @attrs.frozen

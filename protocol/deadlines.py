@@ -12,12 +12,9 @@ from protocol.prices import Prices
 MIN_PROMPT_WAIT_S = 0.1
 # The shortest wait for a proposal. A shorter delay may be due to a busy machine, and not to the drafter.
 MIN_PROPOSAL_WAIT_S = 1.0
-# The wait for a proposal is this many times the expected time of its draft steps.
-PROPOSAL_FACTOR = 4.0
-# The wait for a proposal before any draft step has been measured.
-UNPRICED_PROPOSAL_WAIT_S = 60.0
-# Rounds that the target decodes alone before it decides again.
-ROUNDS_ALONE = 2
+PROPOSAL_FACTOR = 4.0  # the wait for a proposal is this many times the expected time of its draft steps
+UNPRICED_PROPOSAL_WAIT_S = 60.0  # the wait for a proposal before any draft step has been measured
+ROUNDS_ALONE = 2  # rounds that the target decodes alone before it decides again
 
 
 def prompt_wait_s(prices: Prices) -> float:

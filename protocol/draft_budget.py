@@ -72,5 +72,4 @@ class DraftBudget:
         )
 
 
-# The drafter asks after each step.
-EMPTY_BUDGET = DraftBudget(0)
+EMPTY_BUDGET = DraftBudget(0)  # the drafter asks after each step

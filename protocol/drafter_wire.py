@@ -36,10 +36,8 @@ VERSION = Version(9)
 # How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
 # the recovered token is drawn from the residual.
 MAX_DRAWN_FROM = 1024
-# A vocabulary of more tokens is nonsense.
-MAX_VOCAB_SIZE = 2**24
-# By how much the sum of a distribution may differ from 1.
-MAX_MISSING = 1e-2
+MAX_VOCAB_SIZE = 2**24  # a vocabulary of more tokens is nonsense
+MAX_MISSING = 1e-2  # by how much the sum of a distribution may differ from 1
 
 # Settings that no drafter needs, user code among them; and attributes of messages that it does not look at.
 _SETTINGS_NOT_SENT = {"logits_processors", "sampler", "prompt_cache_file", "stop", "thinking_budget"}

@@ -15,8 +15,7 @@ from protocol.validation import flag, integer, one_of
 # When the drafter drafts; see `OpenOptions.work_ahead`.
 WorkAhead = Literal["auto", "always", "never"]
 WORK_AHEAD: tuple[WorkAhead, ...] = get_args(WorkAhead)
-# Default of the most streams that share one forward pass of the target.
-MAX_BATCH = 64
+MAX_BATCH = 64  # default of the most streams that share one forward pass of the target
 # Streams at work at once if that is "auto": of streams that share passes, which bounds the memory for their caches, and
 # of streams that take turns.
 AUTO_STREAMS, AUTO_TURNS = 16, 4

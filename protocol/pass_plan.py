@@ -29,8 +29,7 @@ from protocol.prices import Prices
 # The seconds of a pass, by the rows that it computes.
 PassSeconds = Callable[[int], float]
 
-# How many moments at which the pass could begin are compared.
-MAX_MOMENTS = 4
+MAX_MOMENTS = 4  # how many moments at which the pass could begin are compared
 # A wait for further rounds must promise to make the pass better by this factor, since their arrival is only estimated.
 MIN_GAIN_OF_WAITING = 1.02
 # In units of a pass of one row: the longest wait for rounds that are about to be ready; how long past its expected time

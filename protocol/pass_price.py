@@ -32,12 +32,9 @@ MAX_EXACT_ROWS, ENTRY_FACTOR = 16, 1.15
 ENTRY_MEMORY, LEVEL_MEMORY, SLOWDOWN_MEMORY = 20.0, 20.0, 60.0
 # An overlap that differs from the usual one by this share of the pass tells half of what it could about the slowdown.
 TELLING_SHARE = 0.1
-# Passes of other entries after which an entry's weight has fallen to 1/e.
-UNSEEN_MEMORY = 500.0
-# The first pass sets the unit of the others, so it must have taken a time that a clock can tell.
-MIN_FIRST_S = 1e-9
-# How many observations the line stands for in an entry, at most.
-MAX_LINE_WEIGHT = 50.0
+UNSEEN_MEMORY = 500.0  # passes of other entries after which an entry's weight has fallen to 1/e
+MIN_FIRST_S = 1e-9  # the first pass sets the unit of the others, so it must have taken a time that a clock can tell
+MAX_LINE_WEIGHT = 50.0  # how many observations the line stands for in an entry, at most
 
 
 @attrs.define

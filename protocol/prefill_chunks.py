@@ -14,20 +14,13 @@ import attrs
 from protocol.pass_price import MAX_SURPRISE
 from protocol.prices import Mean
 
-# The sizes that are tried, in tokens: powers of two between these.
-MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 16, 2048
-# The longest that a pass should take.
-MAX_PASS_S = 0.2
-# A size counts as cheap if it costs at most this many times as much per token as the cheapest size.
-CHEAP_FACTOR = 1.1
-# Passes after which sizes above the present one are tried again.
-RETRY_PASSES = 16
-# Before anything was measured, the price per token is that expected of a pass over this many tokens.
-PRIOR_TOKENS = 64
-# The largest part of a pass over several prompts that may be padding.
-MAX_PADDING = 0.25
-# The size if the text depends on how the prompt is cut into passes: mlx-lm's.
-FIXED_CHUNK_TOKENS = 2048
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 16, 2048  # the sizes that are tried, in tokens: powers of two between these
+MAX_PASS_S = 0.2  # the longest that a pass should take
+CHEAP_FACTOR = 1.1  # a size counts as cheap if it costs at most this many times as much per token as the cheapest size
+RETRY_PASSES = 16  # passes after which sizes above the present one are tried again
+PRIOR_TOKENS = 64  # before anything was measured, the price per token is that expected of a pass over this many tokens
+MAX_PADDING = 0.25  # the largest part of a pass over several prompts that may be padding
+FIXED_CHUNK_TOKENS = 2048  # the size if the text depends on how the prompt is cut into passes: mlx-lm's
 
 
 @attrs.define

@@ -91,17 +91,14 @@ class Measurement:
     beside_target: bool = False  # whether the target worked beside the draft step
 
 
-# A price that is off by this factor is not plausible.
-IMPLAUSIBLE = 10.0
-# The row up to which `Estimates.verify_seconds_per_token` averages.
-LAST_ROW_OF_SLOPE = 5
+IMPLAUSIBLE = 10.0  # a price that is off by this factor is not plausible
+LAST_ROW_OF_SLOPE = 5  # the row up to which `Estimates.verify_seconds_per_token` averages
 # How many acceptance rules have a calibration that is remembered. Clients choose temperatures as they like, and each
 # temperature makes a rule of its own.
 MAX_RULES = 16
 # In the first few of this many rounds, a fixed lookahead works ahead whatever the prices say, to keep them current.
 TRIED_EVERY_ROUNDS, TRIED_ROUNDS = 512, 8
-# Rounds over which the speculative rate is averaged.
-RATE_MEMORY_ROUNDS = 40.0
+RATE_MEMORY_ROUNDS = 40.0  # rounds over which the speculative rate is averaged
 
 
 @attrs.define

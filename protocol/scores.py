@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import mlx.core as mx
@@ -80,15 +80,8 @@ class ScoredToken:
     top_logprobs: tuple[TopLogprob, ...] = ()
 
     def __repr__(self) -> str:
-        shown: dict[str, Any] = {
-            "id": self.id,
-            "text": self.text,
-            "logprob": self.logprob,
-            "is_greedy": self.is_greedy,
-        }
-        if self.top_logprobs:
-            shown["top_logprobs"] = self.top_logprobs
-        return brief("ScoredToken", shown)
+        names = ["id", "text", "logprob", "is_greedy", *(["top_logprobs"] if self.top_logprobs else [])]
+        return brief("ScoredToken", {name: getattr(self, name) for name in names})
 
 
 @attrs.frozen

@@ -28,15 +28,12 @@ MAX_LOGPROBS = 128
 # `Settings`.
 MAX_ANSWER_TOKENS = 2**15
 MAX_STOP_LENGTH = 1000
-# Logits are divided by it. If it were smaller, they might overflow in float16.
-MIN_REPETITION_PENALTY = 0.01
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it. If it were smaller, they might overflow in float16.
 
-# Words in place of a draft model; a directory of such a name is "./ngram". Prompt lookup:
-NGRAM: Final = "ngram"
-# The MTP layer that a target's own files bring.
-MTP: Final = "mtp"
-# Whatever is on this disk and fits the target, or nothing.
-AUTO_DRAFT: Final = "auto"
+# Words in place of a draft model; a directory of such a name is "./ngram".
+NGRAM: Final = "ngram"  # prompt lookup
+MTP: Final = "mtp"  # the MTP layer that a target's own files bring
+AUTO_DRAFT: Final = "auto"  # whatever is on this disk and fits the target, or nothing
 DRAFT_WORDS: Final = (NGRAM, MTP, AUTO_DRAFT)
 
 _LARGEST = sys.float_info.max

@@ -14,10 +14,8 @@ from actors.remote.link import SILENCE_S
 from protocol.errors import ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Broken, Hello, Welcome
 
-# Longest wait for the other ranks to start, in seconds.
-JOIN_TIMEOUT_S = 60.0
-# Pause between two attempts to reach rank 0, in seconds.
-RETRY_S = 0.1
+JOIN_TIMEOUT_S = 60.0  # longest wait for the other ranks to start, in seconds
+RETRY_S = 0.1  # pause between two attempts to reach rank 0, in seconds
 
 _PACKAGES = ("outrider", "mlx", "mlx-lm")
 

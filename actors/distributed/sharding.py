@@ -23,17 +23,14 @@ from actors.mlx.cache_options import CacheOptions
 from protocol.errors import ModelError
 from protocol.tensor import Tensor
 
-# What is sampled of each file of weights.
-_NUM_BLOCKS, _BLOCK_BYTES = 16, 4096
+_NUM_BLOCKS, _BLOCK_BYTES = 16, 4096  # what is sampled of each file of weights
 
-# Families whose `shard` repeats key-value heads if there are fewer of them than ranks.
-_REPEATS_HEADS = ("qwen3_5",)
+_REPEATS_HEADS = ("qwen3_5",)  # families whose `shard` repeats key-value heads if there are fewer of them than ranks
 
 # Attribute of a model that was sharded in place: digests of its weights from before that, by name.
 _SHARDED = "_outrider_sharded"
 
-# The beginning of the names of classes whose calls submit their collectives.
-_ORDERED = "Ordered"
+_ORDERED = "Ordered"  # the beginning of the names of classes whose calls submit their collectives
 
 # Whether they do at the moment, in this thread.
 _submits = ContextVar("outrider_submits", default=True)

@@ -14,8 +14,7 @@ import numpy as np
 
 from protocol.copying import MAX_MATCH, Copied
 
-# Occurrences of a match that are considered, the newest ones.
-MAX_OCCURRENCES = 8
+MAX_OCCURRENCES = 8  # occurrences of a match that are considered, the newest ones
 
 
 class CopySearch:

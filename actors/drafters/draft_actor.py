@@ -36,14 +36,11 @@ from protocol.session_state import SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
-# Most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
-MAX_ROWS = 32
-# With at least this many sessions, each begins with a rest in which its prompt is not read.
-MANY_TEXTS = 4
+MAX_ROWS = 32  # most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
+MANY_TEXTS = 4  # with at least this many sessions, each begins with a rest in which its prompt is not read
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
-# Rounds that are left to the target if a drafter has no features to read the prompt with.
-ROUNDS_WITHOUT_FEATURES = 2
+ROUNDS_WITHOUT_FEATURES = 2  # rounds that are left to the target if a drafter has no features to read the prompt with
 
 
 class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):

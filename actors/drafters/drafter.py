@@ -31,8 +31,7 @@ logger = logging.getLogger("outrider")
 # A drafter that only copies rests after this many rounds in a row without a copy. In a rest, the target goes on without
 # waiting for an answer, but the next proposal may come a little late.
 MAX_IDLE_ROUNDS = 8
-# A session counts as having something to copy if the first copied token is at least this likely.
-LIKELY = 0.5
+LIKELY = 0.5  # a session counts as having something to copy if the first copied token is at least this likely
 
 MakePolicy = Callable[[Settings, Prices], Policy]
 

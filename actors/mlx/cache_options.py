@@ -19,8 +19,7 @@ from protocol.cache_size import CacheSize
 
 Rewind = Literal["auto", "trim", "checkpoint", "none"]
 
-# Tokens with which shapes are measured: more than a convolution keeps.
-_NUM_MEASURED = 16
+_NUM_MEASURED = 16  # tokens with which shapes are measured: more than a convolution keeps
 
 
 @attrs.frozen

@@ -55,8 +55,7 @@ class MLXSequence(RowText, StatefulSequence):
         self.layer_evaluation = layer_evaluation
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
         self._prefix_checkpoints: list[PrefixCheckpointState] = []  # likewise; for other texts
-        # The length at which the caches were quantised; None if they are not.
-        self._quantized_at: int | None = None
+        self._quantized_at: int | None = None  # the length at which the caches were quantised; None if they are not
 
     @property
     def features(self) -> RecordedFeatures:

@@ -32,8 +32,7 @@ from protocol.session_state import Commit
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
-# Most events, measurements and warnings that wait for the next news, which is sent with each message.
-MAX_NEWS = 1000
+MAX_NEWS = 1000  # most events, measurements and warnings that wait for the next news, which is sent with each message
 
 FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
 

@@ -18,8 +18,7 @@ from protocol.wire import Frames
 # Heartbeat interval, and the silence after which the other end counts as hanging: at work, and before it has loaded its
 # model, since importing packages may keep it silent for long. In seconds.
 BEAT_S, SILENCE_S, LOADING_SILENCE_S = 0.5, 3.5, 60.0
-# A longer message is nonsense. Hidden states of a long prompt are large.
-MAX_LINK_MESSAGE_BYTES = 2**30
+MAX_LINK_MESSAGE_BYTES = 2**30  # a longer message is nonsense. Hidden states of a long prompt are large.
 
 _MOMENTS: dict[type, tuple[str, ...]] = {Measurement: ("ended_s",), Span: ("began", "ended"), Instant: ("at",)}
 

@@ -26,8 +26,7 @@ logger = logging.getLogger("outrider")
 
 # Most measurements that wait for the next message to the drafter. While it rests, messages may be rare.
 MAX_MEASURED = 64
-# Longest time in which a drafter that is detached may propose what it has drawn.
-LEAVE_S = 0.5
+LEAVE_S = 0.5  # longest time in which a drafter that is detached may propose what it has drawn
 
 
 @attrs.frozen

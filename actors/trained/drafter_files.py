@@ -27,8 +27,7 @@ _MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
 _AFFINE_BITS, _AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 # Endings of the names of weights that something other than MLX has quantised.
 _OF_OTHERS = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight_scale_2")
-# How many names a message has at most.
-_NUM_NAMED = 4
+_NUM_NAMED = 4  # how many names a message has at most
 
 
 @attrs.frozen

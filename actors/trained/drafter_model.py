@@ -20,8 +20,7 @@ from actors.trained.shared_reading import read_together
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.cache_size import CacheSize
 
-# Tokens of the text whose growth is measured.
-_NUM_MEASURED = 16
+_NUM_MEASURED = 16  # tokens of the text whose growth is measured
 
 # The probe's texts: the length at which each is a row, and how many of its tokens the two passes read.
 _PROBES = ((3, (2, 1)), (6, (3, 1)))

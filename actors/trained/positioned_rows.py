@@ -6,8 +6,7 @@ import copy
 
 import mlx.core as mx
 
-# Rows are merged into the last piece as long as that has no more than this.
-MAX_MERGED = 64
+MAX_MERGED = 64  # rows are merged into the last piece as long as that has no more than this
 
 
 class PositionedRows:

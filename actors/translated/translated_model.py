@@ -16,8 +16,7 @@ from actors.translated.translated_sequence import TokenTables, TranslatedSequenc
 from protocol.cache_size import CacheSize
 from protocol.vocabulary_map import VocabularyMap
 
-# A text has about as many tokens in either vocabulary, seldom twice as many.
-_TOKENS_PER_TOKEN = 2
+_TOKENS_PER_TOKEN = 2  # a text has about as many tokens in either vocabulary, seldom twice as many
 
 
 class TranslatedModel:

@@ -19,8 +19,7 @@ import outcome
 logger = logging.getLogger("outrider")
 
 IDLE = "idle thread of outrider's pool"  # the name of one
-# Seconds that the end of the process waits for one thread. An idle one takes a millisecond.
-JOIN_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 5.0  # seconds that the end of the process waits for one thread. An idle one takes a millisecond.
 
 Work = Callable[[], None]
 OnEnd = Callable[[outcome.Outcome[None]], None]

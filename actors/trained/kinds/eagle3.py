@@ -55,8 +55,7 @@ _AUTHORS_LAYER, _LAYER = "midlayer.", "layers.0."
 # Weights of the target that Speculators may have saved along.
 _OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "t2d")
 _EMBEDDING = "embed_tokens."
-# Tokens that P-EAGLE predicts if the files do not say: Speculators' default.
-_NUM_DEPTHS = 8
+_NUM_DEPTHS = 8  # tokens that P-EAGLE predicts if the files do not say: Speculators' default
 
 
 @attrs.frozen

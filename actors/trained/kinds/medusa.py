@@ -35,8 +35,7 @@ _WEIGHT = re.compile(
     r"(?:medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.(?P<rest>(?:linear\.)?(?:weight|bias|scales|biases))"
 )
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-# Positions whose features are kept: a drafter that catches up reads at most as many at a time.
-NUM_KEPT = 64
+NUM_KEPT = 64  # positions whose features are kept: a drafter that catches up reads at most as many at a time
 
 
 @attrs.frozen
@@ -114,8 +113,7 @@ class HeadSequence(TrainedSequence):
         # What the heads read of the last positions, the first of which is `_begin`.
         self._begin = 0
         self._hidden: mx.array | None = None
-        # Logits by head, at the last position: siblings in the tree have the same.
-        self._rows: dict[int, mx.array] = {}
+        self._rows: dict[int, mx.array] = {}  # logits by head, at the last position: siblings in the tree have the same
 
     def give_nothing(self, num_tokens: int) -> None:
         """All positions are kept, so that each timed pass runs a head."""
