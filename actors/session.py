@@ -95,8 +95,6 @@ class Session:
         if num_tokens + ASK_BEFORE >= self.num_reserved and not self.awaits_memory and self.on_full is not None:
             self.on_full()
 
-    # --- to the consumer --------------------------------------------------------------------------
-
     @property
     def is_blocked(self) -> bool:
         """Whether no round may begin: the last commit does not fit into the channel, or memory is short."""

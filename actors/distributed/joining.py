@@ -58,9 +58,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-# --- rank 0 ---------------------------------------------------------------------------------------
-
-
 def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> dict[int, Connection]:
     try:
         listener = _listener(address)
@@ -127,9 +124,6 @@ def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, 
             raise RankError(
                 f"rank {message.rank} has {package} {other}, rank 0 has {own_version}; install the same version on all"
             )
-
-
-# --- the others -----------------------------------------------------------------------------------
 
 
 def _reach(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> Connection:

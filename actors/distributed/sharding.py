@@ -117,9 +117,6 @@ def _check_heads(named: str, config: dict[str, Any], size: int) -> None:
             )
 
 
-# --- passes in order ------------------------------------------------------------------------------
-
-
 def _in_order(model: Module) -> Module:
     """Have each pass of the model submit its collectives when it is called.
 
@@ -159,9 +156,6 @@ def never_computed() -> Iterator[None]:
         yield
     finally:
         _submits.reset(token)
-
-
-# --- what ranks compare ---------------------------------------------------------------------------
 
 
 def _kinds(model: Module) -> dict[str, str]:

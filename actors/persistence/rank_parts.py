@@ -47,9 +47,6 @@ def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
     return errors
 
 
-# --- at either end --------------------------------------------------------------------------------
-
-
 def send_record(record: SequenceRecord, group: RankGroup, *, to: int) -> None:
     """Send a rank its part, from rank 0. Raises: RankError: the group is broken."""
     for name, tensor in record.tensors.items():

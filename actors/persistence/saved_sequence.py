@@ -128,9 +128,6 @@ def _savable(actor: ModelActor[Any]) -> SavableModel:
     return actor.model
 
 
-# --- on the model's thread ------------------------------------------------------------------------
-
-
 def _fingerprint(model: SavableModel) -> Fingerprint:
     if isinstance(model, MLXModel):
         return fingerprint(model.module)

@@ -117,7 +117,8 @@ class Reading:
         scored = opened.prompt[begin + 1 : begin + 1 + len(plan.feed)]
         call = partial(_score, sequence, plan.feed, scored, opened.settings.logprobs, begin)
         job = Job("prefill", call, session.id, len(plan.feed))
-        session.shared.scores += await self._worker.run(job)
+        scores = await self._worker.run(job)
+        session.shared.scores += scores
         self._score_size.observe(job.num_tokens, job.seconds)
         cached_tokens.follow(plan)
 

@@ -78,8 +78,6 @@ class TargetSession(ActorSession):
         """The target's verify time for each generated token so far; 0 before the first token."""
         return self.verify_seconds / self.state.num_generated if self.state.num_generated else 0.0
 
-    # --- the next round -------------------------------------------------------------------------------
-
     def is_plain(self) -> bool:
         """Whether the next round is one token of the target's own, in a pass that may be launched ahead."""
         return (
@@ -204,8 +202,6 @@ class TargetSession(ActorSession):
         if self.shared.find_stop is None:
             return verdict
         return attrs.evolve(verdict, stop=self.shared.find_stop(self.state.preview(verdict)))
-
-    # --- the drafter ----------------------------------------------------------------------------------
 
     @property
     def proposal(self) -> Proposal | None:

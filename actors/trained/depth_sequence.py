@@ -162,8 +162,6 @@ class DepthSequence(TrainedSequence):
             hidden, _ = each.reader.read(hidden, mx.zeros((1, num_rows), mx.int32), cache)
         return layers
 
-    # --- reading ----------------------------------------------------------------------------------
-
     @property
     def _num_known(self) -> int:
         return self._hidden[0].end

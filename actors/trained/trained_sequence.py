@@ -162,9 +162,6 @@ class TrainedSequence(StatefulSequence, FeatureInput):
         """(n, V) logits after the token at a position, and after some of those that follow it, n >= 1; lazy."""
 
 
-# --- the state of its parts -----------------------------------------------------------------------
-
-
 def copied_layers(cache: Sequence[Any]) -> list[Any]:
     """New caches with the same tokens."""
     return [kind_of(layer).copied(layer) for layer in cache]

@@ -161,8 +161,6 @@ class TranslatedSequence(ReusableSequence):
     def close(self) -> None:
         self.own.close()
 
-    # --- reuse by another text with the same beginning --------------------------------------------
-
     @property
     def num_bytes(self) -> int:
         return self.own.num_bytes

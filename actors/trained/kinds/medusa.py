@@ -139,8 +139,6 @@ class HeadSequence(TrainedSequence):
         self._hidden = None
         self._rows.clear()
 
-    # --- reuse by another text with the same beginning --------------------------------------------
-
     @property
     def num_bytes(self) -> int:
         return 0 if self._hidden is None else int(self._hidden.nbytes)
@@ -166,8 +164,6 @@ class HeadSequence(TrainedSequence):
         check_features(state.features, self._project(mx.zeros((1, self.feature_width))))
         self._begin, self._hidden = state.features.start, state.features.values
         self._tokens, self.num_given = [*state.tokens], self._num_known
-
-    # --- logits -----------------------------------------------------------------------------------
 
     def _logits(self, position: int) -> Reading[mx.array]:
         if position <= self._begin or self._hidden is None:
