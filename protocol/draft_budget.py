@@ -65,10 +65,7 @@ class DraftBudget:
         if self.step_worth is not None and (reach <= self.best_other_reach or not self.step_worth(reach, now_s)):
             return None
         return attrs.evolve(
-            self,
-            max_steps=self.max_steps - 1,
-            reach=reach,
-            min_reaches=self.min_reaches[1:] or self.min_reaches,
+            self, max_steps=self.max_steps - 1, reach=reach, min_reaches=self.min_reaches[1:] or self.min_reaches
         )
 
 

@@ -96,9 +96,7 @@ class OpenOptions:
     target: Any = attrs.field(default=MISSING, metadata=option("MODEL"))
     draft: Any = attrs.field(default=None, metadata=option("MODEL"))
     rewind: str = attrs.field(
-        default="auto",
-        validator=one_of("auto", "trim", "checkpoint", "none"),
-        metadata=option("HOW", _CACHES),
+        default="auto", validator=one_of("auto", "trim", "checkpoint", "none"), metadata=option("HOW", _CACHES)
     )
     max_kv_size: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(integer(5)), metadata=option("N", _CACHES)
@@ -113,15 +111,11 @@ class OpenOptions:
     )
     quantized_kv_start: int = attrs.field(default=5000, validator=integer(0), metadata=option("N", _CACHES))
     max_streams: int | Literal["auto"] | None = attrs.field(
-        default=None,
-        validator=attrs.validators.optional(integer(1, or_auto=True)),
-        metadata=option("N"),
+        default=None, validator=attrs.validators.optional(integer(1, or_auto=True)), metadata=option("N")
     )
     max_batch: int = attrs.field(default=MAX_BATCH, validator=integer(1), metadata=option("N"))
     prefix_cache_bytes: int = attrs.field(
-        default=PREFIX_CACHE_BYTES,
-        validator=integer(0),
-        metadata=option("SIZE", _CACHES),
+        default=PREFIX_CACHE_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)
     )
     idle_reading: bool = attrs.field(default=False, validator=flag, metadata=option("", _CACHES))
     prefix_cache_dir: Any = attrs.field(default=None, metadata=option("DIR", _CACHES))
@@ -129,9 +123,7 @@ class OpenOptions:
         default=PREFIX_CACHE_DIR_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)
     )
     memory_limit: int | Literal["auto"] | None = attrs.field(
-        default="auto",
-        validator=attrs.validators.optional(integer(1, or_auto=True)),
-        metadata=option("SIZE", _CACHES),
+        default="auto", validator=attrs.validators.optional(integer(1, or_auto=True)), metadata=option("SIZE", _CACHES)
     )
     wire_memory: bool = attrs.field(default=True, validator=flag, metadata=option("", _CACHES))
     defaults: Any = attrs.field(default=None, metadata=option())
@@ -146,11 +138,7 @@ class OpenOptions:
         validator=one_of("cpu", "gpu", None, spelled='"cpu", "gpu" or None'),
         metadata=option("DEVICE", _CACHES),
     )
-    work_ahead: WorkAhead = attrs.field(
-        default="auto",
-        validator=one_of(*WORK_AHEAD),
-        metadata=option("WHEN", _CACHES),
-    )
+    work_ahead: WorkAhead = attrs.field(default="auto", validator=one_of(*WORK_AHEAD), metadata=option("WHEN", _CACHES))
 
     def __attrs_post_init__(self) -> None:
         if self.kv_bits is not None and self.max_kv_size is not None:

@@ -24,13 +24,7 @@ from actors.mlx.sequence_state import SequenceState
 from actors.trained.module_pass import ModulePart, ModulePass, ModuleText
 from actors.trained.positioned_rows import PositionedRows
 from actors.trained.shared_reading import Part, Reading, read_alone
-from actors.trained.trained_sequence import (
-    TrainedSequence,
-    check_features,
-    check_state,
-    put_layers,
-    taken_layers,
-)
+from actors.trained.trained_sequence import TrainedSequence, check_features, check_state, put_layers, taken_layers
 from protocol.messages import Features
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
