@@ -423,12 +423,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             self._most_together = self._steps.num_shared  # the size was not the cause
             self._give_up(sessions[0], error)
 
-    def _interrupt(self, session: DraftSession) -> None:
-        """End a session's part in the draft steps after the running one."""
-        if session.part is not None:
-            session.part.is_interrupted = True
-        self._end_if_nobody_goes_on()
-
     def _end_if_nobody_goes_on(self) -> None:
         parts = (each.part for each in self._running)
         if self._under_way is not None and all(part is None or part.is_interrupted for part in parts):
@@ -474,7 +468,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if (part := session.part) is None or part.is_interrupted:
             return
         if part.node is None or part.node is not self._next_expansion(session):
-            self._interrupt(session)
+            part.is_interrupted = True
+            self._end_if_nobody_goes_on()
 
     async def _catch_up(self, session: DraftSession) -> None:
         """Read what the target committed in a rest, and calibrate with what the drafter would have guessed."""

@@ -13,6 +13,10 @@ from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 
 
+def _nothing() -> None:
+    pass
+
+
 class DrafterLink:
     """The drafter as the target sees it: a mailbox for messages, and proposals that arrive in the sessions' states.
 
@@ -28,23 +32,19 @@ class DrafterLink:
         """
         self.mailbox: Mailbox | None = None  # the drafter's; None while there is none: messages to it are dropped
         self.has_model = False  # whether there is a drafter with a model, which works at the same time as the target's
-        self._take_messages: Callable[[], None] | None = None
+        # Has a drafter in this process take in what it was sent, and answer what it can at once. Never waits.
+        self.take_messages: Callable[[], None] = _nothing
         self._num_sessions = num_sessions
         self._prices = prices
         self._on_overdue = on_overdue
 
     def attach(self, mailbox: Mailbox, *, has_model: bool, take_messages: Callable[[], None] | None = None) -> None:
         """Send messages to this drafter from now on; `take_messages` has one in this process take them in at once."""
-        self.mailbox, self.has_model, self._take_messages = mailbox, has_model, take_messages
+        self.mailbox, self.has_model, self.take_messages = mailbox, has_model, take_messages or _nothing
 
     def detach(self) -> None:
         """Send messages to nobody from now on."""
-        self.mailbox, self.has_model, self._take_messages = None, False, None
-
-    def exchange(self) -> None:
-        """Have a drafter in this process take in what it was sent, and answer what it can at once. Never waits."""
-        if self._take_messages is not None:
-            self._take_messages()
+        self.mailbox, self.has_model, self.take_messages = None, False, _nothing
 
     def send(self, message: Message) -> None:
         """Send a message to the drafter, if there is one. Never waits."""

@@ -317,7 +317,7 @@ class TargetActor(ModelActor[TargetSession]):
         """Have a drafter in this process answer what it was sent, and take in its answers, before anything else runs: a
         thread that builds a pass may take Python's lock at each switch between tasks.
         """
-        self.drafter.exchange()
+        self.drafter.take_messages()
         self.take_messages()
 
     # --- passes -----------------------------------------------------------------------------------
