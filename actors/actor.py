@@ -548,9 +548,7 @@ class ModelActor(Actor[S]):
 
 
 def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> bool:
-    """Whether a session can copy the first tokens of another's sequence, once those were read; True if that is not
-    known yet.
-    """
+    """Whether a session can copy the first tokens of another's sequence once they were read; True if not known yet."""
     if (sequence := other.sequence) is None:
         return True
     if (reusable := sequence.reusable) is None or not reusable.can_copy:

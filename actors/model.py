@@ -82,9 +82,7 @@ class CachedSequence(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """Number of cached tokens. Less than a session has counted, if a pass that it shared has failed. May be read in
-        any thread while no pass runs.
-        """
+        """Number of cached tokens; fewer than counted if a shared pass has failed. In any thread while no pass runs."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -195,9 +193,7 @@ class ReusableSequence(CachedSequence):
         return False
 
     def add_prefix_checkpoint(self) -> None:
-        """Keep the present state for other texts, until the sequence is rewound below it; if that is needed. A sequence
-        keeps a bounded number of them.
-        """
+        """Keep the present state for other texts, if that is needed, until the sequence is rewound below it."""
 
 
 @attrs.frozen

@@ -197,10 +197,7 @@ class AutoPolicy:
         return best_gain
 
     def _target_delay_s(self, view: PolicyView, drafting_s: float) -> float:
-        """Seconds by which drafting for some seconds, from now on, delays the target.
-
-        While the target has passes of other sessions, it is only slowed down.
-        """
+        """Seconds by which drafting delays the target. One with passes of other sessions is only slowed down."""
         hidden_s = min(drafting_s, view.queue_slack_s)
         return drafting_s - hidden_s + self.prices.verify.target_slowdown * hidden_s
 

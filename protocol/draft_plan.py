@@ -110,11 +110,6 @@ class Facts:
         """Whether the target waits for proposals."""
         return self.standing is Standing.READY
 
-    @property
-    def must_read(self) -> bool:
-        """Whether reading comes first, even in a rest."""
-        return not self.has_read_prompt or self.awaits_features or self.has_lost_tokens
-
 
 def phase_of(facts: Facts) -> DraftPhase:
     """The phase of a session."""
@@ -122,7 +117,8 @@ def phase_of(facts: Facts) -> DraftPhase:
         return DraftPhase.LEFT
     if facts.is_leaving or facts.is_past_context:
         return DraftPhase.LEAVING
-    if facts.is_open and (facts.must_read or not facts.is_ready):
+    must_read = not facts.has_read_prompt or facts.awaits_features or facts.has_lost_tokens  # even in a rest
+    if facts.is_open and (must_read or not facts.is_ready):
         return DraftPhase.READING
     if facts.is_ready and facts.is_idle:
         return DraftPhase.RESTING

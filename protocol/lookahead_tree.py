@@ -121,10 +121,7 @@ class LookaheadTree:
         return child
 
     def copy(self, guesses: Sequence[Guess], after: Node | None = None) -> None:
-        """Put a chain of copied tokens after a node, by default the root, in place of what was copied there before.
-
-        What was drafted stays.
-        """
+        """Replace the chain of copied tokens after a node, by default the root. What was drafted stays."""
         top = after or self.root
         for node in reversed(list(_copied_below(top))):
             node.copy = None

@@ -37,10 +37,7 @@ class TokenScore:
 
 
 def token_scores(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[TokenScore, ...]:
-    """The scores of tokens (n,) by the target's logits (n, V), with the `num_top` most probable ones, >= 0.
-
-    Costs a synchronisation.
-    """
+    """The scores of tokens (n,) by logits (n, V), with the `num_top` >= 0 likeliest. Costs a synchronisation."""
     greedy = mx.argmax(logits, axis=-1)
     rows = logits.astype(mx.float32)
     chosen = mx.take_along_axis(rows, mx.array(tuple(tokens))[:, None], axis=-1)

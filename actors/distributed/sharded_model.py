@@ -337,10 +337,7 @@ def _number(sequence: Any) -> int:
 
 
 class FollowingModel:
-    """The target at a rank other than 0, and its sequences by their numbers: repeats what rank 0 announces.
-
-    To be used on the model's thread.
-    """
+    """The target on another rank's model thread, and its sequences by number: repeats what rank 0 announces."""
 
     def __init__(self, model: ShardedModel, group: RankGroup) -> None:
         self._model = model
@@ -451,10 +448,7 @@ class FollowingModel:
         return None
 
     def _received_state(self, tokens: tuple[int, ...]) -> SequenceState:
-        """The part of a saved text that rank 0 sends to this rank.
-
-        Raises: MisfitError: it is not a part of this model.
-        """
+        """The part of a saved text that rank 0 sends to this rank. Raises: MisfitError: it is not one of this model."""
         record = receive_record(self._group)
         saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
         if saved != self._identity:

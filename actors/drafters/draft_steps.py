@@ -41,8 +41,8 @@ class DraftInput:
         return self.plan.keep + len(self.plan.feed)
 
     def following(self, token: int, feed: tuple[int, ...], budget: DraftBudget) -> DraftInput:
-        """The input of the step that drafts after this one's token, with the budget that is left; it feeds the token,
-        or nothing if that was fed already.
+        """The input of the step after this one's token, which is fed unless it was already, with the budget that is
+        left.
         """
         plan = FeedPlan(self.position + 1 - len(feed), feed)
         return DraftInput(plan, further(self.trail, token), self.history.appended(token), budget)

@@ -75,10 +75,7 @@ class SharedSteps:
         return Step(results, lambda: self._of_one(part, next_call()), step.num_tokens)
 
     def together(self, parts: Sequence[DraftPart]) -> Step[PartResults]:
-        """Draft one token for each session.
-
-        Raises: whatever their pass raises.
-        """
+        """Draft one token for each session. Raises: whatever their pass raises."""
         prepared = {part: outcome.capture(part.draft_steps.prepare, part.start.plan) for part in parts}
         guesses = self._guesses(
             [each for each, found in prepared.items() if isinstance(found, outcome.Value) and found.value is None]

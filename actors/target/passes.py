@@ -166,9 +166,7 @@ class _Judged:
         return found
 
     def _result(self, row: Row, judgement: Judgement, num_sound: int, rows: slice, *, goes_ahead: bool) -> RowResult:
-        """If no token can be chosen from some row of logits, the tokens accepted before that row stand, as they would
-        without a drafter.
-        """
+        """What is accepted before a row of logits from which no token can be chosen stands, as without a drafter."""
         num_accepted, token = judgement.num_accepted, judgement.token
         if num_accepted + (token is not None) > num_sound:
             num_accepted, token = num_sound, None

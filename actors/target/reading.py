@@ -154,10 +154,7 @@ def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Seq
 def _score(
     sequence: CachedSequence, feed: tuple[int, ...], tokens: tuple[int, ...], num_top: int, begin: int
 ) -> tuple[TokenScore, ...]:
-    """Feed tokens from position `begin` on, and score those that follow each of them.
-
-    Raises: NotANumberError: the logits are no numbers.
-    """
+    """Feed tokens from position `begin` on, and score the one after each. Raises: NotANumberError: of the logits."""
     logits = sequence.feed(feed, len(feed))
     assert logits is not None, "rows of logits were asked for"
     check = LogitCheck.of(logits, logits)

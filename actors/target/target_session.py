@@ -139,9 +139,7 @@ class TargetSession(ActorSession):
         self.round_began_s, self.busy_before_s = worker.clock(), worker.busy_seconds
 
     def plan_pass(self, prices: Prices) -> ReadyRound:
-        """Prepare the sequence's row for its next pass, with the proposal of its drafter if there is one. Once a round,
-        or again as long as that is plain.
-        """
+        """Prepare the row for its next pass, with the drafter's proposal if there is one; once, unless it is plain."""
         assert self.sequence is not None
         if self.row is None or self.row.sequence is not self.sequence:
             self.row = Row(self.sequence, self.shared.opened, self.shared.logits_pipeline)

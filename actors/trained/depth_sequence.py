@@ -116,9 +116,7 @@ class DepthSequence(TrainedSequence):
         self.num_given = self._num_known
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """None also if features are missing. The last positions are left out: they are read again, since their outputs
-        are what the next module reads.
-        """
+        """None also if features are missing. The last positions are left out, whose outputs the next module reads."""
         self._look_at_arrived()
         read_alone(self._read_text())
         features = self._hidden[0]

@@ -41,10 +41,7 @@ class DrafterFiles:
 
     @classmethod
     def read(cls, folder: Path, named: str = "the drafter", quantize: Mapping[str, Any] | None = None) -> DrafterFiles:
-        """Read `config.json`.
-
-        Raises: ModelError: there is none, or it is damaged.
-        """
+        """Read `config.json`. Raises: ModelError: there is none, or it is damaged."""
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -54,10 +51,7 @@ class DrafterFiles:
         return cls(folder, config, named, quantize)
 
     def weights(self, pattern: str = "*.safetensors") -> dict[str, mx.array]:
-        """The arrays in the folder's safetensors, by name; lazy.
-
-        Raises: ModelError: there are none, or a file is damaged.
-        """
+        """The arrays in the safetensors, by name; lazy. Raises: ModelError: there are none, or a file is damaged."""
         return {name: value for arrays, _ in self.weights_and_metadata(pattern) for name, value in arrays.items()}
 
     def weights_and_metadata(self, pattern: str = "*.safetensors") -> list[tuple[dict[str, mx.array], dict[str, str]]]:

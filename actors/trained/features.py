@@ -84,9 +84,7 @@ class FeatureRecorder:
     """Records the inputs of some layers of a model, while `evaluating_layers` is in force for it."""
 
     def __init__(self, model: Module, layer_ids: Sequence[int]) -> None:
-        """Record the inputs of `layer_ids`, each in [0, number of layers]; that number means the output of the last
-        layer.
-        """
+        """Record what enters layers `layer_ids`, each in [0, number of layers], which means the last output."""
         layers = list(model.layers)
         self._layer_ids = tuple(layer_ids)
         self._index = {id(layer): i for i, layer in enumerate(layers)}

@@ -78,10 +78,7 @@ class TranslatedSequence(ReusableSequence):
         self._own_lengths = [0]
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`.
-
-        Raises: ModelError: in its own tokens, the text does not fit the model's context.
-        """
+        """Raises: ModelError: in its own tokens, the text does not fit the model's context."""
         reading = self.read(tokens, num_logits)
         rows = self.own.feed(reading.tokens, reading.num_rows)
         if rows is None:
@@ -111,10 +108,7 @@ class TranslatedSequence(ReusableSequence):
         return Reading(own_tokens, ends, ends[-1] - first + 1, tuple(end - first for end in ends[-num_logits:]))
 
     def take_rows(self, reading: Reading, rows: mx.array) -> mx.array:
-        """Count what was read, and translate the logits that were asked for.
-
-        Returns: (number of wanted rows, V) logits of the target's tokens; lazy.
-        """
+        """Count what was read. Returns: the wanted rows of logits, translated: (n, V) of the target's tokens; lazy."""
         self._own_lengths += reading.ends
         if len(reading.wanted) < reading.num_rows:
             rows = rows[mx.array(reading.wanted)]

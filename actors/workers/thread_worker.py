@@ -203,9 +203,7 @@ class ThreadWorker:
         self.give_up(HangError(f"a job had not ended after {seconds:.0f} s"))
 
     def give_up(self, reason: OutriderError) -> None:
-        """Abandon the thread, whatever it does, and fail every task that waits for one of its jobs. Harmless once the
-        worker has ended.
-        """
+        """Abandon the thread, and fail all tasks that wait for its jobs. Harmless once the worker has ended."""
         if not self._stopped.is_set():
             self._jobs.put(None)
             self._thread.abandon()

@@ -32,9 +32,7 @@ class Attached:
 def check_target(
     files: DrafterFiles, target: Module, target_vocab_size: int, *, hidden_size: int, vocab_size: int
 ) -> None:
-    """Raises: ModelError: a target's hidden states have another width than a drafter reads, or it has fewer tokens than
-    the drafter knows.
-    """
+    """Raises: ModelError: a target has hidden states of another width than a drafter reads, or lacks tokens."""
     if (width := width_of(target, files.named)) != hidden_size:
         raise ModelError(
             f"{files.named} reads hidden states of a width of {hidden_size}, and those of this target have {width}"

@@ -88,10 +88,7 @@ class Eagle3Config:
         return 3 if self.feature_layers is None else len(self.feature_layers)
 
     def feature_layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a target with `num_layers` whose inputs are the features.
-
-        Raises: ModelError: the target does not have them.
-        """
+        """The layers of a target with `num_layers` whose inputs are the features. Raises: ModelError: it lacks some."""
         if self.reads_output:
             return (num_layers,)
         ids = (2, num_layers // 2, num_layers - 3) if self.feature_layers is None else self.feature_layers

@@ -25,20 +25,14 @@ _FINAL_NORMS = (
 
 
 def embedding_of(target: Module, named: str) -> Layer:
-    """The embedding of a target: (…) ids to (…, hidden size). `named` is the drafter, for messages.
-
-    Raises: ModelError: none is found.
-    """
+    """The embedding of a target: (…) ids to (…, hidden size). Raises: ModelError: a `named` drafter finds none."""
     if (found := _embedding(target)) is None:
         raise ModelError(f"{named} reads its target's embedding, and none was found in {type(target).__name__}")
     return cast(Layer, found)
 
 
 def final_norm_of(target: Module, named: str) -> Layer:
-    """The norm between the last layer of a target and its head.
-
-    Raises: ModelError: none is found.
-    """
+    """The norm between the last layer of a target and its head. Raises: ModelError: none is found."""
     for holder in _around_layers(target):
         for name in _FINAL_NORMS:
             norm: Any = holder.get(name)
