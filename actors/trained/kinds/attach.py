@@ -9,13 +9,13 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from actors.trained.drafter_files import DrafterFiles, check_named_target
-from actors.trained.kinds.attached import Attached
 from actors.trained.kinds.dflash import attach_dflash
 from actors.trained.kinds.eagle3 import attach_eagle3
 from actors.trained.kinds.gemma4_assistant import attach_gemma4_assistant
 from actors.trained.kinds.medusa import attach_medusa
 from actors.trained.kinds.mtp import attach_mtp
 from actors.trained.kinds.recognition import kind_of
+from actors.trained.kinds.target_parts import Attached
 from protocol.errors import ModelError
 
 # By the name from `kind_of`: loads a drafter's files, and attaches it to mlx-lm's model, given the width of its logits.

@@ -39,9 +39,8 @@ from actors.trained.drafter_files import (
     target_ids_of,
     widened,
 )
-from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.recognition import kind_of
-from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
+from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
 from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 

@@ -31,8 +31,7 @@ from mlx_lm.models.cache import KVCache
 
 from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import DrafterFiles, reading_config
-from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
+from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
 from actors.trained.shared_reading import Reading
 from protocol.errors import ModelError
 

@@ -22,8 +22,7 @@ from mlx.nn.layers.linear import Linear
 
 from actors.mlx.sequence_state import SequenceState
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.target_parts import Layer, final_norm_of
+from actors.trained.kinds.target_parts import Attached, Layer, check_target, final_norm_of
 from actors.trained.kinds.torch_file import load_torch_file
 from actors.trained.shared_reading import Part, Reading, SharedPass
 from actors.trained.trained_sequence import TrainedSequence, check_features, check_state
