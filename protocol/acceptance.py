@@ -307,8 +307,13 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
     q = _draft_rows(proposed, begins, like=p)
-    padded = _Padded.of(proposed, begins, longest)
-    num_accepted = count_accepted(*padded.probs(p, q), padded.uniforms())
+    rows, drafted, exists = _padded(proposed, begins, longest)
+    of_target, of_draft = p[rows, drafted], q[rows, drafted]
+    # 0 where a text was filled up, and where the drafter had nothing to draw from, since a processor left it no token.
+    # So no such token is accepted.
+    was_drawn = exists & (of_draft > 0)
+    probs = [mx.where(was_drawn, each, 0.0) for each in (of_target, of_draft)]
+    num_accepted = count_accepted(*probs, _uniforms(proposed, longest))
     # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
     # a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
@@ -327,40 +332,27 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     return LazyJudgements((num_accepted, tokens), read)
 
 
-@attrs.frozen
-class _Padded:
-    """The drafted tokens of several texts, filled up to the longest proposal: (texts, longest) each."""
+def _padded(
+    proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The drafted tokens of several texts, filled up to the longest proposal; (texts, longest) each: the row of logits
+    that each token is judged by, the tokens, and whether they exist.
+    """
+    rows, tokens, exists = [], [], []
+    for each, begin in zip(proposed, begins, strict=True):
+        num_drafted = len(each.drafted)
+        missing = longest - num_drafted
+        rows.append([*range(begin, begin + num_drafted), *[begin] * missing])
+        tokens.append([*each.drafted, *[0] * missing])
+        exists.append([True] * num_drafted + [False] * missing)
+    return mx.array(rows), mx.array(tokens), mx.array(exists)
 
-    proposed: Sequence[ProposedRows]
-    rows: mx.array  # the row of logits that each token is judged by
-    tokens: mx.array
-    exists: mx.array  # False where a text has been filled up
 
-    @classmethod
-    def of(cls, proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int) -> _Padded:
-        rows, tokens, exists = [], [], []
-        for each, begin in zip(proposed, begins, strict=True):
-            num_drafted = len(each.drafted)
-            missing = longest - num_drafted
-            rows.append([*range(begin, begin + num_drafted), *[begin] * missing])
-            tokens.append([*each.drafted, *[0] * missing])
-            exists.append([True] * num_drafted + [False] * missing)
-        return cls(proposed, mx.array(rows), mx.array(tokens), mx.array(exists))
-
-    def probs(self, p: mx.array, q: mx.array) -> tuple[mx.array, mx.array]:
-        """The tokens' probabilities under target and draft: 0 where a text was filled up, and where the drafter had
-        nothing to draw from, since a processor left it no token. So no such token is accepted.
-        """
-        of_target, of_draft = p[self.rows, self.tokens], q[self.rows, self.tokens]
-        was_drawn = self.exists & (of_draft > 0)
-        return mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
-
-    def uniforms(self) -> mx.array:
-        """(texts, longest) draws in [0, 1)."""
-        shape = self.rows.shape
-        decisions = [(each.seed, each.start + i) for each in self.proposed for i in range(shape[1])]
-        draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, decisions))
-        return draws.reshape(shape)
+def _uniforms(proposed: Sequence[ProposedRows], longest: int) -> mx.array:
+    """(texts, longest) draws in [0, 1)."""
+    decisions = [(each.seed, each.start + i) for each in proposed for i in range(longest)]
+    draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, decisions))
+    return draws.reshape(len(proposed), longest)
 
 
 def _draft_rows(proposed: Sequence[ProposedRows], begins: Sequence[int], *, like: mx.array) -> mx.array:
