@@ -221,21 +221,15 @@ class TargetView:
 
 @attrs.frozen
 class NextJob:
-    """What the target does next.
-
-    Attributes:
-        kind: "prompts" to read a chunk, "again" to read again what a text has lost, "plain" for a pass without drafts,
-            "verify" for any other pass, "wait" for nothing.
-        num_drafted: the texts that take part, as indices of `TargetView.turns`, each with the number of drafted tokens
-            that it feeds.
-        wait_s: seconds to wait, > 0, unless something changes first; inf to wait until something does.
-        hurried: texts whose drafter is to be asked for what it has, as indices of `TargetView.expected`.
+    """What the target does next: "prompts" to read a chunk, "again" to read again what a text has lost, "plain" for a
+    pass without drafts, "verify" for any other pass, "wait" for nothing.
     """
 
     kind: Literal["prompts", "again", "plain", "verify", "wait"]
+    # The texts that take part, as indices of `TargetView.turns`, each with the number of drafted tokens that it feeds.
     num_drafted: dict[int, int] = attrs.field(factory=dict)
-    wait_s: float = 0.0
-    hurried: tuple[int, ...] = ()
+    wait_s: float = 0.0  # seconds to wait, > 0, unless something changes first; inf to wait until something does
+    hurried: tuple[int, ...] = ()  # whose drafter is to be asked for what it has, as indices of `TargetView.expected`
 
 
 def next_pass(view: TargetView) -> NextJob:

@@ -98,7 +98,3 @@ class DrafterLink:
         """Whether a drafter that is waited for can be asked for what it has drafted by now."""
         # A fixed lookahead is what the user wants, however long it takes.
         return session.is_drafter_ready and not session.was_asked and session.state.opened.settings.lookahead == "auto"
-
-    def hurry(self, session: TargetSession) -> None:
-        """Ask the drafter for what it has drafted by now."""
-        self.send(Due(session.id, session.state.round, is_late=False))

@@ -22,7 +22,7 @@ from actors.target.reading import Reading
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
-from protocol.messages import Close, Features, Message, PromptFeatures, Proposal, Ready, Rest, Withdraw
+from protocol.messages import Close, Due, Features, Message, PromptFeatures, Proposal, Ready, Rest, Withdraw
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.pass_limit import PassLimit
 from protocol.pass_plan import Expected, ReadyRound, TargetView, Turn, next_pass
@@ -307,7 +307,7 @@ class TargetActor(ModelActor[TargetSession]):
 
     def _hurry(self, sessions: Sequence[TargetSession], until_s: float) -> None:
         for session in sessions:
-            self.drafter.hurry(session)
+            self.drafter.send(Due(session.id, session.state.round, is_late=False))
             session.was_hurried = True
             self._hurried_until_s = until_s
         if sessions:

@@ -60,20 +60,16 @@ class Steps(Generic[T]):
 
     They end early, after the running one, if they are interrupted, if the call that waits for them is cancelled, or if
     another job waits for the worker.
-
-    Attributes:
-        num_tokens, shares, count: as in `Job`, of the first step.
-        round: may be changed for the steps that follow.
-        on_step: called in trio's thread after each step with its job, its result, and whether another follows (unless
-            that is prevented meanwhile). Must not wait. What it raises ends the steps; `Worker.run_steps` raises it.
     """
 
     kind: SpanKind
     first_call: Callable[[], Step[T]]
+    # Called in trio's thread after each step with its job, its result, and whether another follows (unless that is
+    # prevented meanwhile). Must not wait. What it raises ends the steps; `Worker.run_steps` raises it.
     on_step: Callable[[Job[Step[T]], T, bool], None]
     session: int | None = None
-    num_tokens: int = 0
-    round: int | None = None
+    num_tokens: int = 0  # as in `Job`, of the first step; likewise the shares, and what counts
+    round: int | None = None  # may be changed for the steps that follow
     shares: tuple[Share, ...] = ()
     count: Callable[[Step[T]], int] | None = None
     # Set in trio's thread and read in the worker's. Seeing it late costs time and nothing else.
