@@ -312,8 +312,8 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     # 0 where a text was filled up, and where the drafter had nothing to draw from, since a processor left it no token.
     # So no such token is accepted.
     was_drawn = exists & (of_draft > 0)
-    probs = [mx.where(was_drawn, each, 0.0) for each in (of_target, of_draft)]
-    num_accepted = count_accepted(*probs, _uniforms(proposed, longest))
+    of_target, of_draft = mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
+    num_accepted = count_accepted(of_target, of_draft, _uniforms(proposed, longest))
     # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
     # a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
