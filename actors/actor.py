@@ -459,8 +459,7 @@ class ModelActor(Actor[S]):
     def _hit(self, session: S, in_use: Sequence[Source]) -> CacheHit:
         opened, beside_another = session.shared.opened, session.beside_another
         if opened.settings.reuse_prefix:
-            # The last of these tokens is fed in any case, for its logits.
-            prompt = opened.prompt[: opened.num_read + 1]
+            prompt = opened.prompt[: opened.num_read + 1]  # the last of these tokens is fed in any case, for its logits
             return self.prefix_cache.open(
                 prompt, beside_another=beside_another, pass_tokens=session.pass_tokens, in_use=in_use
             )

@@ -41,9 +41,7 @@ class ReasoningLimit(Protocol):
 
 @attrs.define(eq=False)
 class Session:
-    """One generation, as the runtime hands it to the actors. Touched in trio's thread only. What it calls must not
-    raise.
-    """
+    """One generation, as the runtime gives it to the actors, in trio's thread only. What it calls must not raise."""
 
     opened: Open
     # Where the target puts committed tokens. Bounded, so that a slow consumer slows down the models instead of filling

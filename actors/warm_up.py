@@ -108,8 +108,7 @@ async def _time_side_by_side(
     target: tuple[CachedSequence, Worker], draft: tuple[CachedSequence, Worker], prices: Prices
 ) -> None:
     is_over = False
-    # Collected here, since the nursery would wrap them in an exception group.
-    errors: list[JobError] = []
+    errors: list[JobError] = []  # collected here, since the nursery would wrap them in an exception group
 
     async def time_draft_steps() -> None:
         sequence, worker = draft

@@ -16,8 +16,7 @@ KNOT_MEMORY = 100.0  # observations after which a knot has forgotten all but 1/e
 # The acceptance that is assumed of a drafter before it was tried, and its weight in observations: at first, and again
 # when another text begins. It is optimistic, since a drafter that is never tried is never known.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT, NEW_TEXT_WEIGHT = 0.8, 12.0, 6.0
-# Staleness is grouped as 0, 1, 2 to 3, 4 to 7, and 8 or more.
-LAST_STALENESS_CLASS = 4
+LAST_STALENESS_CLASS = 4  # staleness is grouped as 0, 1, 2 to 3, 4 to 7, and 8 or more
 MIN_CONFIDENCE, MAX_CONFIDENCE = 0.002, 0.9995
 
 

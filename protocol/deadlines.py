@@ -1,7 +1,4 @@
-"""Deadlines: how long it is worth for the target to wait for its drafter, before it decodes on alone.
-
-Waiting never changes the text, only the speed.
-"""
+"""Deadlines: how long the target should wait for its drafter. Waiting never changes the text, only the speed."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ from protocol.tensor import Tensor
 from protocol.trace import Event
 from protocol.wire import Codec, Form, whole
 
-# Both ends must speak the same version.
-Version = NewType("Version", int)
+Version = NewType("Version", int)  # both ends must speak the same version
 VERSION = Version(9)
 # How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
 # the recovered token is drawn from the residual.

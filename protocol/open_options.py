@@ -12,8 +12,7 @@ from protocol.errors import SettingsError
 from protocol.options import option
 from protocol.validation import flag, integer, one_of
 
-# When the drafter drafts; see `OpenOptions.work_ahead`.
-WorkAhead = Literal["auto", "always", "never"]
+WorkAhead = Literal["auto", "always", "never"]  # when the drafter drafts; see `OpenOptions.work_ahead`
 WORK_AHEAD: tuple[WorkAhead, ...] = get_args(WorkAhead)
 MAX_BATCH = 64  # default of the most streams that share one forward pass of the target
 # Streams at work at once if that is "auto": of streams that share passes, which bounds the memory for their caches, and

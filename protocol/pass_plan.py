@@ -26,8 +26,7 @@ import attrs
 
 from protocol.prices import Prices
 
-# The seconds of a pass, by the rows that it computes.
-PassSeconds = Callable[[int], float]
+PassSeconds = Callable[[int], float]  # the seconds of a pass, by the rows that it computes
 
 MAX_MOMENTS = 4  # how many moments at which the pass could begin are compared
 # A wait for further rounds must promise to make the pass better by this factor, since their arrival is only estimated.
@@ -86,16 +85,10 @@ def plan_pass(
     max_wait_s: float = 0.0,
     num_other_rows: int = 0,
 ) -> PassPlan:
-    """Decide on the next pass.
+    """Decide on the next pass over rounds in the order in which they became ready, at least one of which is.
 
     The first round that is ready takes part in any case, and so do those that were passed over, up to `max_batch`.
-
-    Args:
-        rounds: in the order in which they became ready, at least one of which is.
-        seconds: of a pass by its rows, rising.
-        max_batch: most rounds in a pass, >= 1.
-        max_wait_s: longest wait for rounds that are not ready.
-        num_other_rows: rows of the batch beside those of the rounds.
+    `seconds` are those of a pass by its rows, rising; the batch has `num_other_rows` beside those of the rounds.
     """
     num_rows = num_other_rows + sum(each.is_row for each in rounds)
     best, best_rate = PassPlan({}, 0), -1.0

@@ -86,12 +86,9 @@ class PrefillChunkSize:
 
 
 def read_together(lengths: Sequence[int], max_tokens: int, max_width: int) -> list[int]:
-    """Which prompts to read in one pass, each whole: the first, and others of like length; indices, ascending.
-
-    Args:
-        lengths: tokens to read of each prompt, >= 1, in the order in which they came.
-        max_tokens: of a pass, padding included; a first prompt that is longer has the pass to itself.
-        max_width: longest prompt of a pass that several share.
+    """Which prompts to read in one pass, each whole: the first, and others of like length; indices, ascending. Their
+    lengths are >= 1, in the order in which they came. A pass has at most `max_tokens`, padding included, and the
+    longest prompt of several `max_width`; a first one that is longer has the pass to itself.
     """
     chosen, longest, total = [0], lengths[0], lengths[0]
     if longest > max_width:

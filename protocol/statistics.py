@@ -20,8 +20,7 @@ from protocol.session_state import Commit
 MIN_ROUNDS = 10
 MIN_PROPOSED = 30
 
-# A loss of a few per cent against plain decoding may be noise.
-MIN_SPEED_UP = 0.95
+MIN_SPEED_UP = 0.95  # a loss of a few per cent against plain decoding may be noise
 LOW_ACCEPTANCE = 0.3
 MAX_SHARE_OF_ROUNDS = 0.8  # advice on rounds of one kind is given if they are more than this share of all rounds
 

@@ -49,10 +49,8 @@ class Tensor:
     def array(self) -> mx.array:
         """The array, evaluated."""
         dtype = _MLX_DTYPES[self.dtype]
-        array = (
-            mx.array(cast(Any, self.data)).view(dtype).reshape(self.shape)
-            if len(self.data)
-            else mx.zeros(self.shape, dtype)
-        )
+        array = mx.zeros(self.shape, dtype)
+        if len(self.data) > 0:
+            array = mx.array(cast(Any, self.data)).view(dtype).reshape(self.shape)
         mx.eval(array)
         return array

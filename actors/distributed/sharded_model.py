@@ -61,16 +61,12 @@ class Announcer:
         reads: Sequence[int] = (),
         holds_back: bool = False,
     ) -> Iterator[bool]:
-        """Announce the operation that the block runs. What that calls in turn is not announced: each rank calls it.
+        """Announce the operation that the block runs; see `Operation`. What that calls in turn is not announced: each
+        rank calls it. `reads` are the sequences that a pass reads. With `holds_back`, the announcement may wait for the
+        next one.
 
-        Args:
-            name, sequence, arguments: see `Operation`.
-            reads: the sequences that a pass reads.
-            holds_back: whether the announcement may wait, to be sent with the next one.
-
-        Yields: whether this is the outermost operation.
-        Raises: RankError: the group is broken, or the operation has failed, which breaks it: the other ranks have done
-            their part.
+        Yields: whether this is the outermost operation. Raises: RankError: the group is broken, or the operation has
+        failed, which breaks it: the other ranks have done their part.
         """
         if self._is_inside:
             yield False

@@ -65,17 +65,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         max_batch: int = MAX_BATCH,
         max_drawn_from: int | None = None,
     ) -> None:
-        """As `ModelActor`, and:
+        """As `ModelActor`. `make_policy` makes the policy of each session; `target_queue` is None if the target has
+        only one. At most `max_batch` sessions share one pass. For `max_drawn_from`, see `DraftSteps`.
 
-        Args:
-            target: the target's mailbox.
-            target_vocab_size: the width of its logits.
-            make_policy: makes the policy that decides how far a session is drafted ahead.
-            target_queue: the passes that wait and run at the target; None if it has only one session.
-            chains: whether a step is launched before the token that it starts from is read back. None: on a GPU, which
-                computes while the next step is prepared, and on a CPU while no other model computes.
-            max_batch: most sessions that share one pass, >= 1.
-            max_drawn_from: see `DraftSteps`.
+        `chains` says whether a step is launched before the token that it starts from is read back. None: on a GPU,
+        which computes while the next step is prepared, and on a CPU while no other model computes.
         """
         super().__init__(
             model, worker, on_event, prices, pass_price=prices.draft_alone, prefix_cache_bytes=prefix_cache_bytes

@@ -68,17 +68,13 @@ def load(
     is_lazy: bool = False,
     **mlx_lm_options: Any,
 ) -> tuple[Module, TokenizerWrapper]:
-    """Load a model and its tokenizer. The weights are evaluated on the calling thread.
+    """Load a model and its tokenizer, by `mlx_lm.load` and its options. The weights are evaluated on the calling
+    thread; if `is_lazy`, each stays in its file until it is first used, on the same thread.
 
-    Args:
-        adapter: the directory of an adapter to apply to the model.
-        quantize: `bits`, `group_size` and `mode` of a quantisation, done before the adapter is applied; None for none.
-        is_lazy: whether each weight stays in its file until it is first used, on the same thread.
-        **mlx_lm_options: further options of `mlx_lm.load`.
+    Weights are quantised to `bits`, `group_size` and `mode` before an adapter, given by its directory, is applied.
 
-    Raises:
-        ModelError: the model would crash the process, or `quantize` is given for a model that is quantised already.
-        Whatever mlx-lm raises, which is of many kinds; a worker wraps it in a `JobError`.
+    Raises: ModelError: the model would crash the process, or `quantize` is given for one that is quantised already; and
+    whatever mlx-lm raises, which is of many kinds. A worker wraps it in a `JobError`.
     """
     _check_config(path_or_hub_id)
     # Lazily, so that weights which quantisation replaces are not loaded into memory first.
@@ -129,10 +125,8 @@ class MLXModel(SharedPasses):
         """Wrap a model whose weights are evaluated, and feed it two tokens to check it. Messages call it `named`.
         `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
-        Raises:
-            ModelError: the model would crash the process, does not return logits, or does not fill the cache that it
-                is given; or the options demand something that its caches cannot do.
-            Whatever the model raises.
+        Raises: ModelError: the model would crash the process, does not return logits, or does not fill the cache that
+        it is given; or the options demand something that its caches cannot do. And whatever the model raises.
         """
         self._layer_evaluation = layer_evaluation
         for module in model.modules():

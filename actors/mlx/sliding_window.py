@@ -37,8 +37,7 @@ class SlidingWindowCache(RotatingKVCache):
         super().__init__(max_size)  # type: ignore[no-untyped-call]
         self._num_seen = 0  # slots that the last pass read
 
-    # Tokens in the buffers: the last ones that were read. The name is mlx-lm's.
-    _idx: int
+    _idx: int  # tokens in the buffers: the last ones that were read. The name is mlx-lm's.
 
     @property
     def num_trimmable(self) -> int:

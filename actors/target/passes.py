@@ -210,10 +210,9 @@ class Passes:
     def steps(
         self, rows: Sequence[Row], shares: Sequence[Share], num_passes: int, *, goes_ahead: bool
     ) -> Step[list[RowResult]]:
-        """Run a pass in each step, fewer if a text ends or a row fails.
+        """Run a pass in each step, fewer if a text ends or a row fails; `shares` are the rows' parts in the first pass.
 
         Args:
-            rows, shares: the rows, and their parts in the first pass.
             num_passes: >= 1. If more than 1, no row may have drafted tokens, or processors that depend on its tokens.
             goes_ahead: whether each row goes on with one more token after these, whatever they are; then none may have
                 drafted tokens.
@@ -231,10 +230,7 @@ class Passes:
         return Step(results, following, len(rows), shares if len(shares) > 1 else ())
 
     def _pass(self, rows: Sequence[Row], *, goes_ahead: bool) -> list[RowResult]:
-        """Rows that do not take part stay ahead if they are.
-
-        Raises: whatever the model raises: the pass has failed for all rows, and their caches are empty.
-        """
+        """Rows that take no part stay ahead. Raises: whatever the model raises; then the rows' caches are empty."""
         results: dict[Row, RowResult] = {}
         feeds: dict[Row, Feed | None] = {}
         for row in rows:

@@ -72,12 +72,8 @@ class TargetActor(ModelActor[TargetSession]):
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         max_batch: int = MAX_BATCH,
     ) -> None:
-        """As `ModelActor`, and:
-
-        Args:
-            on_failure: called when the model itself has failed, so that no session can go on.
-            target_queue: the passes that wait and run here, for the drafter to see.
-            max_batch: most sessions that share one pass, >= 1.
+        """As `ModelActor`. `on_failure` is called when the model itself has failed, so that no session can go on.
+        `target_queue` shows the drafter the passes that wait and run here. At most `max_batch` sessions share one pass.
         """
         super().__init__(
             model, worker, on_event, prices, pass_price=prices.verify, prefix_cache_bytes=prefix_cache_bytes
@@ -91,7 +87,6 @@ class TargetActor(ModelActor[TargetSession]):
         self._passes = Passes(model)
         self._pass_prices = PassPrices(prices, worker)
         self._running: _Running | None = None
-        self._pass_began_s = 0.0  # when the last pass that was not plain was handed to the worker
         self._texts: dict[int, TargetSession] = {}  # whose rounds are run, by id
         self._reading = Reading(model, worker, self.chunk_size, max_batch)
         self._brief_jobs: dict[TargetSession, BriefJob] = {}
@@ -380,10 +375,10 @@ class TargetActor(ModelActor[TargetSession]):
             planned.append(session)
             ready_s.append(turn.since_s)
         if planned:
-            self._pass_began_s = self.worker.clock()
+            began_s = self.worker.clock()
             await self._run(planned, ready_s)
             for session, turn in self._ready.items():
-                if turn.since_s < self._pass_began_s and not turn.round.was_passed_over:
+                if turn.since_s < began_s and not turn.round.was_passed_over:
                     self._ready[session] = attrs.evolve(turn, round=attrs.evolve(turn.round, was_passed_over=True))
         for session in sessions:
             self._look_at(session)
@@ -396,13 +391,9 @@ class TargetActor(ModelActor[TargetSession]):
         *,
         goes_ahead: bool = False,
     ) -> list[TargetSession]:
-        """Run the next pass over sessions whose parts in it are planned.
-
-        Args:
-            ready_s: when each became ready, in seconds on the worker's clock.
-            num_passes: how many passes without drafted tokens to run in a row at most, until something changes; 0 for
-                one of any kind.
-            goes_ahead: whether the last of them launches another one.
+        """Run the next pass over sessions whose parts in it are planned, with the times at which they became ready; or
+        up to `num_passes` without drafted tokens in a row, until something changes, the last of which may launch one
+        more.
 
         Returns: after passes without drafted tokens, the sessions that can take part in another one at once, in order.
         """

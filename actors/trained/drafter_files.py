@@ -136,10 +136,7 @@ def reading_config() -> Iterator[None]:
 
 
 def flatten_rope(layer: dict[str, Any]) -> None:
-    """Put the settings of the rotary embedding, which transformers 5 nests, where mlx-lm looks for them.
-
-    Raises: ModelError: layers have different ones.
-    """
+    """Put rotary settings, which transformers 5 nests, where mlx-lm looks. Raises: ModelError: layers differ."""
     rope = layer.pop("rope_parameters", None)
     if rope:
         if any(isinstance(value, dict) for value in rope.values()):

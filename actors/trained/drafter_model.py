@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,9 +27,7 @@ _PROBES = ((3, (2, 1)), (6, (3, 1)))
 
 
 class TrainedDrafter(FeedsEach):
-    """A drafter that was trained for its target, on its own thread, on which it must also be made. For its attributes,
-    see `Attached` and `Model`.
-    """
+    """A drafter that was trained for its target, on the thread on which it was made. See `Attached` and `Model`."""
 
     context_length = None
     cache_options: Mapping[str, Any] = {}  # none affect the cached values
@@ -129,10 +127,9 @@ class TrainedDrafter(FeedsEach):
             sequence.close()
         return logits
 
-    @contextmanager
-    def evaluating_layers(self) -> Iterator[None]:
+    def evaluating_layers(self) -> AbstractContextManager[None]:
         """One layer is evaluated in one go."""
-        yield
+        return nullcontext()
 
     @cached_property
     def num_bytes(self) -> int:  # type: ignore[override]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -119,11 +119,6 @@ class FeatureRecorder:
         return mx.concatenate(fitting, axis=-1)
 
 
-@contextmanager
-def recording(recorder: FeatureRecorder | None) -> Iterator[None]:
+def recording(recorder: FeatureRecorder | None) -> AbstractContextManager[None]:
     """Have a recorder record the forward pass that this thread runs, while in force; None records nothing."""
-    if recorder is None:
-        yield
-        return
-    with observing(recorder.observe):
-        yield
+    return nullcontext() if recorder is None else observing(recorder.observe)

@@ -209,14 +209,11 @@ class Eagle3(Module):
         return [KVCache() for _ in self.layers]
 
     def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """Process positions after the cached ones.
+        """Process positions after the cached ones: (B, W, hidden size) projected features, or the drafter's own hidden
+        states, and embeddings of the tokens one position further on.
 
-        Args:
-            hidden: (B, W, hidden size) projected features, or the drafter's own hidden states.
-            embedded: of the same shape, of the tokens one position further on.
-
-        Returns: hidden states of the same shape, which stand for the features of the next positions, and
-            (B, W, draft_vocab_size) logits; lazy.
+        Returns: hidden states of the same shape, which stand for the features of the next positions, and (B, W,
+        draft_vocab_size) logits; lazy.
         """
         mask = create_attention_mask(embedded, cache[0])
 
