@@ -246,7 +246,8 @@ class AutoPolicy:
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         expected_worth = self.calibration.mean_acceptance * (1.0 + self._expected_further())
-        if not self.prices.is_known or any(_worth(child) > expected_worth for child in node.children.values()):
+        bests = (child.best for child in node.children.values())
+        if not self.prices.is_known or any(best is not None and best.worth > expected_worth for best in bests):
             # The best token after the node may be a copied one, not the drafter's choice.
             return EMPTY_BUDGET
         calibration = self.calibration.snapshot()
@@ -340,10 +341,6 @@ class AutoPolicy:
 def _is_copied(node: Node) -> bool:
     best = node.best
     return best is not None and best.is_copied
-
-
-def _worth(node: Node) -> float:
-    return 0.0 if (best := node.best) is None else best.worth
 
 
 def policy_for(
