@@ -42,8 +42,7 @@ MIN_AWAITED = 64
 # chat template leaves out the tokens that asked for the answer, such as a tag that begins reasoning.
 CHECKPOINT_DISTANCE = 16
 
-# A prefix checkpoint is made at least every so many tokens of a prompt.
-CHECKPOINT_INTERVAL = 1024
+CHECKPOINT_INTERVAL = 1024  # a prefix checkpoint is made at least every so many tokens of a prompt
 
 
 class Mailbox(Protocol):
@@ -51,7 +50,6 @@ class Mailbox(Protocol):
 
     def send_nowait(self, message: Message, /) -> None:
         """Send a message. Never waits."""
-        ...
 
 
 class LocalMailbox:
@@ -59,17 +57,13 @@ class LocalMailbox:
 
     The channel is unbounded, so that the actors never wait for each other's mailboxes, and yet never long: a session
     has at most one proposal and one verdict under way.
-
-    Attributes:
-        event: what is set; the actor changes it, so that a message wakes the task that is to take it in.
     """
 
     def __init__(self, event: trio.Event) -> None:
-        self.event = event
+        self.event = event  # set by each message. The actor swaps it, so that its loop or its receiver wakes.
         self._send, self._receive = trio.open_memory_channel[Message](math.inf)
 
     def send_nowait(self, message: Message, /) -> None:
-        """See `Mailbox`."""
         self._send.send_nowait(message)
         self.event.set()
 
@@ -81,31 +75,25 @@ class LocalMailbox:
 
 
 class ActorSession:
-    """The state of one session at one actor.
-
-    Attributes:
-        shared: what the runtime and both actors share about the session.
-        sequence: the text in the model's cache, while the actor works on the session.
-        beside_another: see `Model.open_sequence`.
-        is_over: set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
-        is_broken: whether the content of the cache is unknown, so that no other session may use it.
-        checkpoints: lengths of the prompt at which its cache keeps a prefix checkpoint, if it needs any.
-        is_disk_searched: whether the stored part of its prompt, if any, has been loaded into the prefix cache; None
-            before that has begun.
-    """
+    """The state of one session at one actor."""
 
     def __init__(self, shared: Session) -> None:
-        self.shared = shared
+        self.shared = shared  # what the runtime and both actors share about the session
         self.id = shared.opened.session
         self.state = SessionState(shared.opened)
         self.cached_tokens = CachedTokens()
+        # The text in the model's cache, while the actor works on the session.
         self.sequence: CachedSequence | None = None
-        self.beside_another = True
+        self.beside_another = True  # see `Model.open_sequence`
+        # Set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         self.is_over = trio.Event()
-        self.is_broken = False
+        self.is_broken = False  # whether the content of the cache is unknown, so that no other session may use it
         num_read = shared.opened.num_read
+        # Lengths of the prompt at which its cache keeps a prefix checkpoint, if it needs any.
         self.checkpoints = {num_read - CHECKPOINT_DISTANCE, num_read, *range(0, num_read, CHECKPOINT_INTERVAL)}
         self.checkpoints.update(shared.opened.message_starts)
+        # Whether the stored part of its prompt, if any, has been loaded into the prefix cache; None before that has
+        # begun.
         self.is_disk_searched: bool | None = None
 
     @cached_property
@@ -357,11 +345,7 @@ class Actor(ABC, Generic[S]):
 
 
 class ModelActor(Actor[S]):
-    """An actor with a model and a worker.
-
-    Attributes:
-        prefix_room: returns the bytes that sessions leave to the prefix cache.
-    """
+    """An actor with a model and a worker."""
 
     def __init__(
         self,
@@ -379,7 +363,7 @@ class ModelActor(Actor[S]):
         self.chunk_size = PrefillChunkSize(pass_price)
         # Belongs to the worker's thread, as the cached sequences do: only jobs touch it.
         self.prefix_cache = PrefixCache(model, prefix_cache_bytes)
-        self.prefix_room: Callable[[], float] = lambda: math.inf
+        self.prefix_room: Callable[[], float] = lambda: math.inf  # bytes that sessions leave to the prefix cache
         self._prefix_cache_bytes = prefix_cache_bytes
         self._has_less_room = False
 
@@ -475,8 +459,7 @@ class ModelActor(Actor[S]):
     def _hit(self, session: S, in_use: Sequence[Source]) -> CacheHit:
         opened, beside_another = session.shared.opened, session.beside_another
         if opened.settings.reuse_prefix:
-            # The last of these tokens is fed in any case, for its logits.
-            prompt = opened.prompt[: opened.num_read + 1]
+            prompt = opened.prompt[: opened.num_read + 1]  # the last of these tokens is fed in any case, for its logits
             return self.prefix_cache.open(
                 prompt, beside_another=beside_another, pass_tokens=session.pass_tokens, in_use=in_use
             )
@@ -490,13 +473,13 @@ class ModelActor(Actor[S]):
         """Give a session an empty sequence in place of its own, whose text is read again when the session goes on."""
         assert session.sequence is not None
         call = partial(self._emptied, session.sequence, beside_another=session.beside_another)
-        session.sequence = (await self.worker.run(Job("open", call, session.id))).sequence
+        session.sequence = await self.worker.run(Job("open", call, session.id))
         session.notice_loss()
 
-    def _emptied(self, sequence: CachedSequence, *, beside_another: bool) -> CacheHit:
+    def _emptied(self, sequence: CachedSequence, *, beside_another: bool) -> CachedSequence:
         """On the worker's thread."""
         sequence.close()
-        return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
+        return self.model.open_sequence(beside_another=beside_another)
 
     async def _put_away(self, session: S) -> None:
         """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""
@@ -564,9 +547,7 @@ class ModelActor(Actor[S]):
 
 
 def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> bool:
-    """Whether a session can copy the first tokens of another's sequence, once those were read; True if that is not
-    known yet.
-    """
+    """Whether a session can copy the first tokens of another's sequence once they were read; True if not known yet."""
     if (sequence := other.sequence) is None:
         return True
     if (reusable := sequence.reusable) is None or not reusable.can_copy:

@@ -82,9 +82,7 @@ class CachedSequence(ABC):
     @property
     @abstractmethod
     def length(self) -> int:
-        """Number of cached tokens. Less than a session has counted, if a pass that it shared has failed. May be read in
-        any thread while no pass runs.
-        """
+        """Number of cached tokens; fewer than counted if a shared pass has failed. In any thread while no pass runs."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -123,22 +121,18 @@ class TextFeatures(Protocol):
     @property
     def are_recorded(self) -> bool:
         """Whether the next pass records some."""
-        ...
 
     def want(self, wanted: bool) -> None:
         """Say whether somebody reads them; if not, none are recorded from the next pass on, and those here are dropped.
 
         In any thread while no pass over the text runs. Without a call, they are recorded if the model records any.
         """
-        ...
 
     def arrays(self) -> list[mx.array]:
         """What `take` reads, to be evaluated together with something else."""
-        ...
 
     def take(self, end: int) -> Features | None:
         """The features of tokens before position `end` that were fed since the last call; None if there are none."""
-        ...
 
 
 class ReusableSequence(CachedSequence):
@@ -182,12 +176,8 @@ class ReusableSequence(CachedSequence):
     @abstractmethod
     def copy(self, length: int) -> ReusableSequence:
         """A new sequence with the first tokens of this one, which goes on as if nothing had happened, also as a row of
-        a batch. To be called only if `can_copy`.
-
-        Args:
-            length: as for `reuse`; it may be of a sequence that is still being read or generated.
-
-        Raises: RewindError: as `reuse`.
+        a batch or while it is still being read or generated. To be called only if `can_copy`. Length and errors: as of
+        `reuse`.
         """
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
@@ -203,25 +193,17 @@ class ReusableSequence(CachedSequence):
         return False
 
     def add_prefix_checkpoint(self) -> None:
-        """Keep the present state for other texts, until the sequence is rewound below it; if that is needed. A sequence
-        keeps a bounded number of them.
-        """
+        """Keep the present state for other texts, if that is needed, until the sequence is rewound below it."""
 
 
 @attrs.frozen
 class Feed:
-    """Tokens of one text, to be processed in a pass that other texts may share.
-
-    Attributes:
-        tokens: at least one id.
-        num_logits: rows of logits wanted, for the last `num_logits` tokens; in [1, len(tokens)].
-        alone: whether it must have its pass to itself, and its cache must stay apart from those of others.
-    """
+    """Tokens of one text, to be processed in a pass that other texts may share."""
 
     sequence: CachedSequence
-    tokens: tuple[int, ...]
-    num_logits: int
-    alone: bool = False
+    tokens: tuple[int, ...]  # at least one id
+    num_logits: int  # rows of logits wanted, for the last `num_logits` tokens; in [1, len(tokens)]
+    alone: bool = False  # whether it must have its pass to itself, and its cache must stay apart from those of others
 
 
 def feed_each(feeds: Sequence[Feed]) -> list[mx.array]:
@@ -236,22 +218,18 @@ class Model(Protocol):
     @property
     def vocab_size(self) -> int:
         """Width of its logits, padding rows included."""
-        ...
 
     @property
     def context_length(self) -> int | None:
         """Largest number of positions, or None if the model names no bound."""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        ...
 
     @property
     def cache_size(self) -> CacheSize:
         """The memory that its caches take, by the sizes of texts."""
-        ...
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """Process tokens of different sequences of this model, in one forward pass as far as their caches can share
@@ -259,12 +237,10 @@ class Model(Protocol):
 
         Returns: (num_logits, V) logits of each, which may be lazy.
         """
-        ...
 
     @property
     def widest_row(self) -> int:
         """Most tokens of one text in a pass that texts share."""
-        ...
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
         """Process the first tokens of empty sequences, at most `widest_row` of each, without logits: in
@@ -272,25 +248,20 @@ class Model(Protocol):
 
         Raises: whatever the model raises; what the sequences hold is not known then.
         """
-        ...
 
     def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
         """As `feed_together` for one token each, (n,), which may not be computed yet. Returns: (n, V) logits, lazy."""
-        ...
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         """Why texts of this model cannot share passes; None if they can. `rewinds_passes` asks for texts that may have
         to be rewound by more than their last pass, as drafts are.
         """
-        ...
 
     def abandon_shared(self) -> None:
         """Empty the caches of all texts that share passes, because one of those passes has failed."""
-        ...
 
     def open_sequence(self, *, beside_another: bool) -> CachedSequence:
         """Make an empty sequence, whose passes leave processor time for another model of this process."""
-        ...
 
 
 class FeedsEach:

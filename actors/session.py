@@ -41,47 +41,36 @@ class ReasoningLimit(Protocol):
 
 @attrs.define(eq=False)
 class Session:
-    """One generation, as the runtime hands it to the actors. Touched in trio's thread only. What it calls must not
-    raise.
-
-    Attributes:
-        commits: where the target puts committed tokens. Bounded, so that a slow consumer slows down the models instead
-            of filling the memory; closed when nothing more comes.
-        counts: statistics that the actors count; the consumer's side counts tokens.
-        unsent: the last commit, while the channel has no space for it.
-        error: the reason why nothing more comes, if that is not the end of the text.
-        on_left: called when no actor works on the session any more and their cached sequences are put away.
-        is_unwanted: whether nobody will read the rest. May be set in any thread.
-        find_stop: reads each round's tokens before they are committed, once and in order, and returns where a stop
-            string ends the text, if one does.
-        reasoning_limit: of the answer; None if it may reason as long as it wants. The target follows the text with it.
-        on_change: called when the target should look at the session: the consumer has made room for a commit that did
-            not fit, or the reasoning is to end. Must not wait.
-        scores: of the tokens that the session is to score, as far as the target has come.
-        num_reserved: tokens, prompt included, for which there is memory.
-        on_full: called once the text has nearly as many; must not wait. It either raises `num_reserved`, or sets
-            `awaits_memory`.
-        awaits_memory: whether no round may begin, because the text has nearly `num_reserved` tokens.
-    """
+    """One generation, as the runtime gives it to the actors, in trio's thread only. What it calls must not raise."""
 
     opened: Open
+    # Where the target puts committed tokens. Bounded, so that a slow consumer slows down the models instead of filling
+    # the memory; closed when nothing more comes.
     commits: trio.MemorySendChannel[Commit]
-    counts: Counts = attrs.field(factory=Counts)
-    unsent: Commit | None = None
-    error: OutriderError | None = None
+    counts: Counts = attrs.field(factory=Counts)  # statistics that the actors count; the consumer's side counts tokens
+    unsent: Commit | None = None  # the last commit, while the channel has no space for it
+    error: OutriderError | None = None  # the reason why nothing more comes, if that is not the end of the text
+    # Called when no actor works on the session any more and their cached sequences are put away.
     on_left: Callable[[], None] | None = None
     _num_actors: int = attrs.field(default=0, init=False)
-    is_unwanted: bool = False
+    is_unwanted: bool = False  # whether nobody will read the rest. May be set in any thread.
     logits_pipeline: LogitsPipeline = attrs.field(
         init=False, default=attrs.Factory(lambda self: LogitsPipeline(self.opened), takes_self=True)
     )
+    # Reads each round's tokens before they are committed, once and in order, and returns where a stop string ends the
+    # text, if one does.
     find_stop: Callable[[Commit], Stop | None] | None = None
+    # Of the answer; None if it may reason as long as it wants. The target follows the text with it.
     reasoning_limit: ReasoningLimit | None = None
+    # Called when the target should look at the session: the consumer has made room for a commit that did not fit, or
+    # the reasoning is to end. Must not wait.
     on_change: Callable[[], None] | None = None
+    # Of the tokens that the session is to score, as far as the target has come.
     scores: list[TokenScore] = attrs.field(factory=list)
-    num_reserved: float = math.inf
+    num_reserved: float = math.inf  # tokens, prompt included, for which there is memory
+    # Called once the text has nearly as many; must not wait. It either raises `num_reserved`, or sets `awaits_memory`.
     on_full: Callable[[], None] | None = None
-    awaits_memory: bool = False
+    awaits_memory: bool = False  # whether no round may begin, because the text has nearly `num_reserved` tokens
 
     def end(self, error: OutriderError | None = None) -> None:
         """Close the commits, and record the reason. The first reason stands."""
@@ -103,8 +92,6 @@ class Session:
         """Note that the text has so many tokens now, prompt included: ask for memory for more in time."""
         if num_tokens + ASK_BEFORE >= self.num_reserved and not self.awaits_memory and self.on_full is not None:
             self.on_full()
-
-    # --- to the consumer --------------------------------------------------------------------------
 
     @property
     def is_blocked(self) -> bool:

@@ -38,8 +38,7 @@ TEMPERATURE = 1.0  # of the sampled tokens
 # Most draft steps beside the target's passes: a drafter may be very much faster than the target.
 MAX_STEPS_BESIDE_TARGET = 48
 MAX_TOKENS = 256  # more than any warm-up feeds
-# A model with a shorter context is not warmed up: its prices are measured while it works.
-MIN_CONTEXT_LENGTH = 128
+MIN_CONTEXT_LENGTH = 128  # a model with a shorter context is not warmed up: its prices are measured while it works
 
 _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=frozenset())
 
@@ -109,8 +108,7 @@ async def _time_side_by_side(
     target: tuple[CachedSequence, Worker], draft: tuple[CachedSequence, Worker], prices: Prices
 ) -> None:
     is_over = False
-    # Collected here, since the nursery would wrap them in an exception group.
-    errors: list[JobError] = []
+    errors: list[JobError] = []  # collected here, since the nursery would wrap them in an exception group
 
     async def time_draft_steps() -> None:
         sequence, worker = draft

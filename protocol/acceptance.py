@@ -36,35 +36,24 @@ Decisions = Sequence[tuple[int, int]]
 
 @attrs.frozen
 class Judgement:
-    """The target's decision about one proposal.
+    """The target's decision about one proposal."""
 
-    Attributes:
-        num_accepted: drafted tokens that are accepted.
-        token: the token after them: recovered after a rejection, the bonus after a full acceptance. None if all are
-            accepted and the forward pass had no row for a bonus (the N=1 fallback).
-    """
-
-    num_accepted: int
+    num_accepted: int  # drafted tokens that are accepted
+    # The token after them: recovered after a rejection, the bonus after a full acceptance. None if all are accepted and
+    # the forward pass had no row for a bonus (the N=1 fallback).
     token: int | None
 
 
 @attrs.frozen
 class ProposedRows:
-    """A proposal to judge, and how many rows of logits there are for it.
+    """A proposal to judge, and how many rows of logits there are for it."""
 
-    Attributes:
-        seed: of the session, in [0, 2**64).
-        start: absolute position of the first drafted token.
-        num_rows: k + 1, for each drafted position and the one after; or k if the pass had no row for a bonus token.
-        drafted: (k,) drafted tokens.
-        draft_probs: unless the rule is match, what each token was drawn from: (W,) with W <= V, entries beyond W being
-            zero, or a `Sparse` one; or None for a token that the text before it determined (q is 1 there).
-    """
-
-    seed: int
-    start: int
-    num_rows: int
-    drafted: tuple[int, ...] = ()
+    seed: int  # of the session, in [0, 2**64)
+    start: int  # absolute position of the first drafted token
+    num_rows: int  # k + 1, for each drafted position and the one after; or k if the pass had no row for a bonus token
+    drafted: tuple[int, ...] = ()  # (k,) drafted tokens
+    # Unless the rule is match, what each token was drawn from: (W,) with W <= V, entries beyond W being zero, or a
+    # `Sparse` one; or None for a token that the text before it determined (q is 1 there).
     draft_probs: tuple[Distribution | None, ...] = ()
 
     def check(self, rule: Rule) -> None:
@@ -86,15 +75,10 @@ class ProposedRows:
 
 @attrs.frozen
 class LazyJudgements:
-    """The judgements of several texts, which may not be computed yet.
+    """The judgements of several texts, which may not be computed yet."""
 
-    Attributes:
-        arrays: what `read` reads; evaluated together with other arrays, they cost one synchronisation.
-        read: gives the judgement of each text, and evaluates the arrays if that was not done yet.
-    """
-
-    arrays: tuple[mx.array, ...]
-    read: Callable[[], list[Judgement]]
+    arrays: tuple[mx.array, ...]  # what `read` reads; with others they are evaluated in one synchronisation
+    read: Callable[[], list[Judgement]]  # of each text; evaluates the arrays if that was not done yet
 
     @property
     def tokens(self) -> mx.array:
@@ -128,16 +112,11 @@ def judge(
 
 @attrs.frozen
 class LazyLikelihoods:
-    """The log-probabilities of tokens, and of the likeliest tokens at their positions; may not be computed yet.
+    """The log-probabilities of tokens, and of the likeliest tokens at their positions; may not be computed yet."""
 
-    Attributes:
-        own: (m, 1) log-probabilities of the tokens.
-        ids, best: (m, n) the likeliest tokens, likeliest first, and their log-probabilities.
-    """
-
-    own: mx.array
-    ids: mx.array
-    best: mx.array
+    own: mx.array  # (m, 1) log-probabilities of the tokens
+    ids: mx.array  # (m, n) the likeliest tokens, likeliest first
+    best: mx.array  # their log-probabilities
 
     @classmethod
     def of(cls, logits: mx.array, tokens: mx.array, num_top: int) -> LazyLikelihoods:
@@ -189,13 +168,11 @@ def _highest(rows: mx.array, num: int) -> mx.array:
 
 
 def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The scores whose argmax is the token that a model chooses at each position under the match rule: (n, V), lazy.
+    """The scores whose argmax is the token that a model chooses at each position under the match rule: (n, V), lazy. At
+    temperature 0 they are the logits, (n, V) for positions from `start` on.
 
-    Args:
-        logits: (n, V) for positions start … start + n - 1.
-        temperature: >= 0; at 0 the scores are the logits, and no noise is used.
-        noise_size: the width at which noise is made, >= V. It must be the same for both models, because MLX's noise
-            for one entry depends on the size of the array.
+    `noise_size` is the width at which noise is made, >= V. It must be the same for both models, because MLX's noise for
+    one entry depends on the size of the array.
     """
     return scores_together(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
 
@@ -215,13 +192,8 @@ def _gumbel(keys: mx.array, size: int) -> mx.array:
 
 
 def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions: Decisions) -> mx.array:
-    """The tokens that texts choose, as one set of array operations: (n,) ids, lazy; each as for its text alone.
-
-    Args:
-        logits: (n, V) of any texts.
-        rule: of all of them: argmaxes of `scores` under the match rule, bonus tokens under the others.
-        temperature: of all of them, >= 0; > 0 under the rejection rule.
-        decisions: of each row.
+    """The tokens that texts choose by (n, V) logits, as one set of array operations: (n,) ids, lazy; each as for its
+    text alone. They are argmaxes of `scores` under the match rule, and bonus tokens under the other.
     """
     if rule == "match":
         return mx.argmax(scores_together(logits, temperature, decisions, logits.shape[1]), axis=-1)
@@ -335,8 +307,13 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
     q = _draft_rows(proposed, begins, like=p)
-    padded = _Padded.of(proposed, begins, longest)
-    num_accepted = count_accepted(*padded.probs(p, q), padded.uniforms())
+    rows, drafted, exists = _padded(proposed, begins, longest)
+    of_target, of_draft = p[rows, drafted], q[rows, drafted]
+    # 0 where a text was filled up, and where the drafter had nothing to draw from, since a processor left it no token.
+    # So no such token is accepted.
+    was_drawn = exists & (of_draft > 0)
+    of_target, of_draft = mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
+    num_accepted = count_accepted(of_target, of_draft, _uniforms(proposed, longest))
     # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
     # a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
@@ -355,45 +332,27 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     return LazyJudgements((num_accepted, tokens), read)
 
 
-@attrs.frozen
-class _Padded:
-    """The drafted tokens of several texts, filled up to the longest proposal: (texts, longest) each.
-
-    Attributes:
-        rows: the row of logits that each token is judged by.
-        exists: False where a text has been filled up.
+def _padded(
+    proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """The drafted tokens of several texts, filled up to the longest proposal; (texts, longest) each: the row of logits
+    that each token is judged by, the tokens, and whether they exist.
     """
+    rows, tokens, exists = [], [], []
+    for each, begin in zip(proposed, begins, strict=True):
+        num_drafted = len(each.drafted)
+        missing = longest - num_drafted
+        rows.append([*range(begin, begin + num_drafted), *[begin] * missing])
+        tokens.append([*each.drafted, *[0] * missing])
+        exists.append([True] * num_drafted + [False] * missing)
+    return mx.array(rows), mx.array(tokens), mx.array(exists)
 
-    proposed: Sequence[ProposedRows]
-    rows: mx.array
-    tokens: mx.array
-    exists: mx.array
 
-    @classmethod
-    def of(cls, proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int) -> _Padded:
-        rows, tokens, exists = [], [], []
-        for each, begin in zip(proposed, begins, strict=True):
-            num_drafted = len(each.drafted)
-            missing = longest - num_drafted
-            rows.append([*range(begin, begin + num_drafted), *[begin] * missing])
-            tokens.append([*each.drafted, *[0] * missing])
-            exists.append([True] * num_drafted + [False] * missing)
-        return cls(proposed, mx.array(rows), mx.array(tokens), mx.array(exists))
-
-    def probs(self, p: mx.array, q: mx.array) -> tuple[mx.array, mx.array]:
-        """The tokens' probabilities under target and draft: 0 where a text was filled up, and where the drafter had
-        nothing to draw from, since a processor left it no token. So no such token is accepted.
-        """
-        of_target, of_draft = p[self.rows, self.tokens], q[self.rows, self.tokens]
-        was_drawn = self.exists & (of_draft > 0)
-        return mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
-
-    def uniforms(self) -> mx.array:
-        """(texts, longest) draws in [0, 1)."""
-        shape = self.rows.shape
-        decisions = [(each.seed, each.start + i) for each in self.proposed for i in range(shape[1])]
-        draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, decisions))
-        return draws.reshape(shape)
+def _uniforms(proposed: Sequence[ProposedRows], longest: int) -> mx.array:
+    """(texts, longest) draws in [0, 1)."""
+    decisions = [(each.seed, each.start + i) for each in proposed for i in range(longest)]
+    draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, decisions))
+    return draws.reshape(len(proposed), longest)
 
 
 def _draft_rows(proposed: Sequence[ProposedRows], begins: Sequence[int], *, like: mx.array) -> mx.array:
@@ -423,5 +382,4 @@ def _tempered(logits: mx.array, temperature: float) -> mx.array:
     return shifted / max(temperature, _MIN_TEMPERATURE)
 
 
-# Far below any temperature at which a draw differs from the argmax, and not zero in float32.
-_MIN_TEMPERATURE = 1e-30
+_MIN_TEMPERATURE = 1e-30  # far below any temperature at which a draw differs from the argmax, and not zero in float32

@@ -45,8 +45,7 @@ ALIASES = {
     "top_logprobs": "logprobs",
 }
 
-# Hints to give besides the name.
-NOTES = {"prompt_lookup_num_tokens": 'draft="ngram"'}
+NOTES = {"prompt_lookup_num_tokens": 'draft="ngram"'}  # hints to give besides the name
 
 
 _ONE_DEVICE = (

@@ -16,27 +16,22 @@ from protocol.open_options import WorkAhead
 from protocol.prices import Mean, Prices
 from protocol.settings import MAX_LOOKAHEAD
 
-# Tokens to propose before anything was measured.
-UNPRICED_LOOKAHEAD = 2
-# Nodes with a smaller reach are not drafted after: they would cost power for next to nothing.
-MIN_REACH = 0.02
+UNPRICED_LOOKAHEAD = 2  # tokens to propose before anything was measured
+MIN_REACH = 0.02  # nodes with a smaller reach are not drafted after: they would cost power for next to nothing
 # How many draft steps of a budget have a price each; later steps have the last one's. That will do: whether to propose
 # is decided after each step in any case, and what is drafted beyond the proposal is drafted ahead.
 MAX_PRICED_STEPS = 16
 # A rest begins when speculating was worse than plain decoding by the first factor, and ends when it promises to be
 # better by the second.
 REST_BELOW, RESUME_ABOVE = 0.99, 1.02
-# Tokens over which catching up with the text must pay for itself.
-CATCH_UP_HORIZON = 100.0
-# A rest begins after this many proposals in a row with nothing in them.
-MAX_EMPTY_PROPOSALS = 8
+CATCH_UP_HORIZON = 100.0  # tokens over which catching up with the text must pay for itself
+MAX_EMPTY_PROPOSALS = 8  # a rest begins after this many proposals in a row with nothing in them
 # In a rest, the drafter catches up once so many unread tokens were generated, and reading delays the target by at most
 # this share of the time in which they were.
 MIN_CATCH_UP, PROBE_SHARE = 6, 0.02
 # If more than this share of the recent proposals were copied, the measured rate says little about the drafter.
 MAX_COPIED_SHARE = 0.1
-# Rounds of a rest after which a distrust of the price model has faded to 1/e.
-TRUST_MEMORY_ROUNDS = 100.0
+TRUST_MEMORY_ROUNDS = 100.0  # rounds of a rest after which a distrust of the price model has faded to 1/e
 
 
 @attrs.define
@@ -52,18 +47,12 @@ class AutoPolicy:
     *Copy or draft*: each place of a proposal gets what promises more tokens from there on: a copy, by the reach of its
     own tokens, or a draft, by the mean acceptance. A copy is not delayed for a draft that promises less.
     *Speculate at all*: the target decodes alone while speculating brings less than plain decoding.
-
-    Attributes:
-        prices: of the runtime.
-        calibration: of the drafter, under the session's rule.
-        works_ahead: see `Policy`; if so, `expansion` decides for each node.
-        only_copies: whether only copied tokens are proposed, because there is no model or it rests.
     """
 
-    prices: Prices
-    calibration: Calibration
-    works_ahead: bool = True
-    only_copies: bool = False
+    prices: Prices  # of the runtime
+    calibration: Calibration  # of the drafter, under the session's rule
+    works_ahead: bool = True  # see `Policy`; if so, `expansion` decides for each node
+    only_copies: bool = False  # whether only copied tokens are proposed, because there is no model or it rests
     _num_empty_proposals: int = 0  # in a row
     _copied_share: Mean = attrs.field(factory=lambda: Mean(memory=30.0))  # of the proposals
 
@@ -126,16 +115,10 @@ class AutoPolicy:
         return len(chain)
 
     def drafted(self, guess: Guess) -> Guess:
-        """A drafter's guess with the confidence that the calibration gives it, and its worth."""
         confidence = self.calibration(None, guess.raw, guess.staleness)
         return attrs.evolve(guess, confidence=confidence, worth=confidence * (1.0 + self._expected_further()))
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
-        """Likewise the guesses of a copy, as far as they might be proposed. No more are taken from the iterable.
-
-        Args:
-            then_drafts: whether a drafter may go on where the copy ends.
-        """
         guesses, copied, confidences = iter(guesses), list[Guess](), list[float]()
 
         def reaches() -> Iterator[float]:
@@ -174,10 +157,8 @@ class AutoPolicy:
         return further
 
     def _best_length(self, reaches: Iterable[float]) -> tuple[int, float]:
-        """How many drafted tokens to propose, and the tokens gained, less what their time would bring otherwise.
-
-        Args:
-            reaches: of the drafted tokens, falling; no more of them are asked for once none can gain anything.
+        """How many drafted tokens to propose, by their falling reaches, and the tokens gained, less what their time
+        would bring otherwise. No more reaches are asked for once none can gain anything.
         """
         best_length, best_gain, expected, rate = 0, 0.0, 0.0, self.prices.rate
         extra_s = self.prices.extra_seconds(only_copies=self.only_copies)
@@ -216,10 +197,7 @@ class AutoPolicy:
         return best_gain
 
     def _target_delay_s(self, view: PolicyView, drafting_s: float) -> float:
-        """Seconds by which drafting for some seconds, from now on, delays the target.
-
-        While the target has passes of other sessions, it is only slowed down.
-        """
+        """Seconds by which drafting delays the target. One with passes of other sessions is only slowed down."""
         hidden_s = min(drafting_s, view.queue_slack_s)
         return drafting_s - hidden_s + self.prices.verify.target_slowdown * hidden_s
 
@@ -270,7 +248,8 @@ class AutoPolicy:
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         expected_worth = self.calibration.mean_acceptance * (1.0 + self._expected_further())
-        if not self.prices.is_known or any(_worth(child) > expected_worth for child in node.children.values()):
+        bests = (child.best for child in node.children.values())
+        if not self.prices.is_known or any(best is not None and best.worth > expected_worth for best in bests):
             # The best token after the node may be a copied one, not the drafter's choice.
             return EMPTY_BUDGET
         calibration = self.calibration.snapshot()
@@ -366,21 +345,14 @@ def _is_copied(node: Node) -> bool:
     return best is not None and best.is_copied
 
 
-def _worth(node: Node) -> float:
-    return 0.0 if (best := node.best) is None else best.worth
-
-
 def policy_for(
     lookahead: int | Literal["auto"], prices: Prices, rule: object, work_ahead: WorkAhead = "auto"
 ) -> Policy:
     """The policy that a setting asks for.
 
-    Args:
-        lookahead: the session's setting.
-        prices: of the runtime.
-        rule: tells acceptance rules apart: the drafter's confidence means something else under each.
-        work_ahead: whether to draft while a verdict is due: "auto" decides by prices, and so does "always" unless the
-            lookahead is fixed.
+    `rule` tells acceptance rules apart: the drafter's confidence means something else under each. `work_ahead` says
+    whether to draft while a verdict is due: "auto" decides by prices, and so does "always" unless the lookahead is
+    fixed.
     """
     if lookahead == "auto":
         calibration = prices.calibration(rule)

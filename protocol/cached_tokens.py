@@ -39,12 +39,9 @@ class CachedTokens:
         return tuple(self._tokens)
 
     def plan(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_logits: int = 1) -> FeedPlan:
-        """The shortest way to a cache that has processed exactly `committed + beyond`.
-
-        Args:
-            committed: the committed text, prompt included, which only grows; may include tokens that will be committed.
-            beyond: drafted tokens after it.
-            num_logits: how many of the last tokens to feed even if they are cached, for the logits after them; >= 0.
+        """The shortest way to a cache that has processed exactly `committed + beyond`: the committed text, which only
+        grows, and drafted tokens after it. The last `num_logits` tokens are fed even if they are cached, for the logits
+        after them.
 
         Raises: ProtocolError: num_logits exceeds the length of the text.
         """

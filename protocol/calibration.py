@@ -11,15 +11,12 @@ from protocol.lookahead_tree import Guess
 # Confidence is corrected in logits, by an offset that is learnt at this many knots and interpolated between them.
 NUM_KNOTS = 7
 FIRST_KNOT, LAST_KNOT = -4.0, 6.0
-# Weight of the prior, an offset of 0, at each knot: as much as this many coin tosses.
-PRIOR_TOSSES = 3.0
-# Observations after which a knot has forgotten all but 1/e.
-KNOT_MEMORY = 100.0
+PRIOR_TOSSES = 3.0  # weight of the prior, an offset of 0, at each knot: as much as this many coin tosses
+KNOT_MEMORY = 100.0  # observations after which a knot has forgotten all but 1/e
 # The acceptance that is assumed of a drafter before it was tried, and its weight in observations: at first, and again
 # when another text begins. It is optimistic, since a drafter that is never tried is never known.
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT, NEW_TEXT_WEIGHT = 0.8, 12.0, 6.0
-# Staleness is grouped as 0, 1, 2 to 3, 4 to 7, and 8 or more.
-LAST_STALENESS_CLASS = 4
+LAST_STALENESS_CLASS = 4  # staleness is grouped as 0, 1, 2 to 3, 4 to 7, and 8 or more
 MIN_CONFIDENCE, MAX_CONFIDENCE = 0.002, 0.9995
 
 
@@ -52,17 +49,13 @@ class _Curve:
 
 @attrs.define
 class Calibration:
-    """What is known of one drafter's confidence under one acceptance rule: a curve by kind of copy and staleness.
+    """What is known of one drafter's confidence under one acceptance rule: a curve by kind of copy and staleness."""
 
-    Attributes:
-        memory: observations over which `mean_acceptance` is averaged.
-        mean_acceptance: how often, recently, the drafter's own choice was right, whatever its confidence; in [0, 1].
-        trust: the measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in
-            [0, 1]; 1 if it was not measured.
-    """
-
-    memory: float = 30.0
+    memory: float = 30.0  # observations over which `mean_acceptance` is averaged
+    # How often, recently, the drafter's own choice was right, whatever its confidence; in [0, 1].
     mean_acceptance: float = PRIOR_ACCEPTANCE
+    # The measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in [0, 1];
+    # 1 if it was not measured.
     trust: float = 1.0
     _weight: float = PRIOR_WEIGHT
     _curves: dict[tuple[int | None, int], _Curve] = attrs.field(factory=dict)
@@ -97,11 +90,7 @@ class Calibration:
         self.mean_acceptance += (right - self.mean_acceptance) / self._weight
 
     def _curve(self, copy_kind: int | None, staleness: int) -> _Curve:
-        return self._curves.setdefault((copy_kind, _staleness_class(staleness)), _Curve())
-
-
-def _staleness_class(staleness: int) -> int:
-    return min(staleness.bit_length(), LAST_STALENESS_CLASS)
+        return self._curves.setdefault((copy_kind, min(staleness.bit_length(), LAST_STALENESS_CLASS)), _Curve())
 
 
 def _knot_below(logit: float) -> tuple[int, float]:

@@ -19,34 +19,24 @@ import attrs
 # A draft model or trained drafter, a copy from earlier in the text, or the grammar that the text must follow.
 Drafter = Literal["model", "copy", "grammar"]
 
-# The most tokens of a match that are compared: a longer one counts as one of this length.
-MAX_MATCH = 16
+MAX_MATCH = 16  # the most tokens of a match that are compared: a longer one counts as one of this length
 # How often the token after the only match of 1, 2, … tokens was right, counted over files of Python's standard library
 # in the demo pair's tokens, each file looked up in itself; what several matches are worth was counted there, too. These
 # are initial values: the calibration learns from what is accepted.
 _PRIORS = (0.24, 0.42, 0.52, 0.59, 0.64, 0.68, 0.73, 0.75, 0.77, 0.79, 0.79, 0.81, 0.81, 0.82, 0.83, 0.9)
 _PRIOR_OF_DISAGREEING = 0.5
-# Of a token that a grammar forces, by `Forced.doubt`.
-_PRIORS_OF_FORCED = (0.98, 0.8, 0.4)
-# Kinds of what is copied, and of what is forced, for the calibration.
-_NUM_COPIED_KINDS = 9
+_PRIORS_OF_FORCED = (0.98, 0.8, 0.4)  # of a token that a grammar forces, by `Forced.doubt`
+_NUM_COPIED_KINDS = 9  # kinds of what is copied, and of what is forced, for the calibration
 
 
 @attrs.frozen
 class Copied:
-    """A token that followed earlier occurrences of the text's last tokens, and of the tokens copied after those.
+    """A token that followed earlier occurrences of the text's last tokens, and of the tokens copied after those."""
 
-    Attributes:
-        token: the one that followed most often.
-        match_length: tokens before it that occurred there: at most `MAX_MATCH` of the text, and all those copied.
-        num_agreeing: how many of these occurrences the token followed, >= 1.
-        num_occurrences: how many there were, of those that were considered.
-    """
-
-    token: int
-    match_length: int
-    num_agreeing: int = 1
-    num_occurrences: int = 1
+    token: int  # the one that followed most often
+    match_length: int  # tokens before it that occurred there: at most `MAX_MATCH` of the text, and all those copied
+    num_agreeing: int = 1  # how many of these occurrences the token followed, >= 1
+    num_occurrences: int = 1  # how many there were, of those that were considered
 
     @property
     def confidence(self) -> float:
@@ -68,15 +58,11 @@ class Copied:
 
 @attrs.frozen
 class Forced:
-    """A token of the text that a grammar forces.
+    """A token of the text that a grammar forces."""
 
-    Attributes:
-        token: of the usual tokenisation of that text.
-        doubt: 0 if all that it says is forced; 1 if it is a guess that there are such blanks, or none, or that nothing
-            which follows becomes part of it; 2 if the number or word before it may go on instead.
-    """
-
-    token: int
+    token: int  # of the usual tokenisation of that text
+    # 0 if all that it says is forced; 1 if it is a guess that there are such blanks, or none, or that nothing which
+    # follows becomes part of it; 2 if the number or word before it may go on instead.
     doubt: int = 0
 
     @property

@@ -1,7 +1,4 @@
-"""Deadlines: how long it is worth for the target to wait for its drafter, before it decodes on alone.
-
-Waiting never changes the text, only the speed.
-"""
+"""Deadlines: how long the target should wait for its drafter. Waiting never changes the text, only the speed."""
 
 from __future__ import annotations
 
@@ -12,12 +9,9 @@ from protocol.prices import Prices
 MIN_PROMPT_WAIT_S = 0.1
 # The shortest wait for a proposal. A shorter delay may be due to a busy machine, and not to the drafter.
 MIN_PROPOSAL_WAIT_S = 1.0
-# The wait for a proposal is this many times the expected time of its draft steps.
-PROPOSAL_FACTOR = 4.0
-# The wait for a proposal before any draft step has been measured.
-UNPRICED_PROPOSAL_WAIT_S = 60.0
-# Rounds that the target decodes alone before it decides again.
-ROUNDS_ALONE = 2
+PROPOSAL_FACTOR = 4.0  # the wait for a proposal is this many times the expected time of its draft steps
+UNPRICED_PROPOSAL_WAIT_S = 60.0  # the wait for a proposal before any draft step has been measured
+ROUNDS_ALONE = 2  # rounds that the target decodes alone before it decides again
 
 
 def prompt_wait_s(prices: Prices) -> float:
@@ -33,11 +27,8 @@ def prompt_wait_s(prices: Prices) -> float:
 
 
 def proposal_wait_s(prices: Prices, num_steps: int, num_sessions: int) -> float:
-    """Seconds, > 0, that the target waits for the proposal of a drafter that has read the text.
-
-    Args:
-        num_steps: draft steps that a proposal may take, >= 1.
-        num_sessions: sessions that the drafter works for, >= 1; it serves them in turn.
+    """Seconds, > 0, that the target waits for the proposal of a drafter that has read the text: of up to `num_steps`
+    draft steps, where the drafter serves `num_sessions` sessions in turn.
     """
     if not prices.draft_alone.is_known:
         return UNPRICED_PROPOSAL_WAIT_S

@@ -18,19 +18,12 @@ from protocol.lookahead_tree import Guess
 
 @attrs.frozen
 class StepWorth:
-    """Whether a draft step beside the target is worth its time: the rule *work ahead or rest*.
+    """Whether a draft step beside the target is worth its time: the rule *work ahead or rest*."""
 
-    Attributes:
-        step_s: seconds that the step takes beside the target.
-        saved_step_s: seconds that the same step would take later, while the target waits.
-        target_delay_s: seconds by which the step delays the target.
-        verdict_due_s: when the verdict is expected, in seconds on the actors' clock.
-    """
-
-    step_s: float
-    saved_step_s: float
-    target_delay_s: float
-    verdict_due_s: float
+    step_s: float  # seconds that the step takes beside the target
+    saved_step_s: float  # seconds that the same step would take later, while the target waits
+    target_delay_s: float  # seconds by which the step delays the target
+    verdict_due_s: float  # when the verdict is expected, in seconds on the actors' clock
 
     def __call__(self, reach: float, now_s: float) -> bool:
         """Whether to draft after a node with this reach, beginning now."""
@@ -40,28 +33,21 @@ class StepWorth:
 
 @attrs.frozen
 class DraftBudget:
-    """Permission to go on drafting after the drafter's own choices, once the draft step under way is done.
+    """Permission to go on drafting after the drafter's own choices, once the draft step under way is done."""
 
-    Attributes:
-        max_steps: how many more steps may follow, >= 0.
-        reach: of the node that is being drafted after, in [0, 1].
-        min_reaches: for each of the steps that may follow, the reach at which, or below which, the drafter asks
-            instead; the last one holds for all further steps.
-        best_other_reach: the greatest reach among the other nodes that could be drafted after, per time of a step of
-            width 1. While the target works, the next step must beat it.
-        step_worth: the test that a step must pass while the target works; None where the target waits for the drafter.
-        calibrate: (kind of copy, raw confidence, staleness) → probability that the guess is right; None to ignore
-            reach.
-        mean_acceptance: what to expect of a choice that is not known yet, in [0, 1].
-    """
-
-    max_steps: int
-    reach: float = 1.0
+    max_steps: int  # how many more steps may follow, >= 0
+    reach: float = 1.0  # of the node that is being drafted after, in [0, 1]
+    # For each of the steps that may follow, the reach at which, or below which, the drafter asks instead; the last one
+    # holds for all further steps.
     min_reaches: tuple[float, ...] = (0.0,)
+    # The greatest reach among the other nodes that could be drafted after, per time of a step of width 1. While the
+    # target works, the next step must beat it.
     best_other_reach: float = 0.0
+    # The test that a step must pass while the target works; None where the target waits for the drafter.
     step_worth: StepWorth | None = None
+    # (kind of copy, raw confidence, staleness) → probability that the guess is right; None to ignore reach.
     calibrate: Callable[[int | None, float, int], float] | None = None
-    mean_acceptance: float = 1.0
+    mean_acceptance: float = 1.0  # what to expect of a choice that is not known yet, in [0, 1]
 
     def after(self, guess: Guess, now_s: float) -> DraftBudget | None:
         """The budget that is left after a step, by its guess; None if the drafter must ask."""
@@ -79,12 +65,8 @@ class DraftBudget:
         if self.step_worth is not None and (reach <= self.best_other_reach or not self.step_worth(reach, now_s)):
             return None
         return attrs.evolve(
-            self,
-            max_steps=self.max_steps - 1,
-            reach=reach,
-            min_reaches=self.min_reaches[1:] or self.min_reaches,
+            self, max_steps=self.max_steps - 1, reach=reach, min_reaches=self.min_reaches[1:] or self.min_reaches
         )
 
 
-# The drafter asks after each step.
-EMPTY_BUDGET = DraftBudget(0)
+EMPTY_BUDGET = DraftBudget(0)  # the drafter asks after each step

@@ -86,48 +86,29 @@ class Notice(enum.Enum):
 
 @attrs.frozen
 class Facts:
-    """What is known of a session at its drafter.
-
-    Attributes:
-        turn: whose turn it is.
-        standing: see `Standing`.
-        is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-        is_past_context: whether the text has outgrown the drafter.
-        is_open: whether the session has a cache.
-        begins_with_rest: whether its prompt is not to be read before a rest is over.
-        awaits_features: whether the drafter reads hidden states of the target, and has none of the prompt.
-        lacks_features: whether the target has none of the prompt either, because it had cached it.
-        has_read_prompt: whether the cache has held all of the prompt that is read without logits.
-        has_lost_tokens: whether the cache has lost so many tokens, because a shared pass has failed, that it must read
-            them before it drafts.
-        is_idle: whether the drafter rests, or only proposes copies.
-        catches_up: whether it is to read, while it is idle, what the target has committed.
-        num_behind: committed tokens that the cache lacks, >= 0.
-    """
+    """What is known of a session at its drafter."""
 
     turn: SessionPhase = SessionPhase.PROPOSING
-    standing: Standing = Standing.READY
+    standing: Standing = Standing.READY  # see `Standing`
+    # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
     is_leaving: bool = False
-    is_past_context: bool = False
-    is_open: bool = True
-    begins_with_rest: bool = False
-    awaits_features: bool = False
-    lacks_features: bool = False
-    has_read_prompt: bool = True
+    is_past_context: bool = False  # whether the text has outgrown the drafter
+    is_open: bool = True  # whether the session has a cache
+    begins_with_rest: bool = False  # whether its prompt is not to be read before a rest is over
+    awaits_features: bool = False  # whether the drafter reads hidden states of the target, and has none of the prompt
+    lacks_features: bool = False  # whether the target has none of the prompt either, because it had cached it
+    has_read_prompt: bool = True  # whether the cache has held all of the prompt that is read without logits
+    # Whether the cache has lost so many tokens, because a shared pass has failed, that it must read them before it
+    # drafts.
     has_lost_tokens: bool = False
-    is_idle: bool = False
-    catches_up: bool = False
-    num_behind: int = 1
+    is_idle: bool = False  # whether the drafter rests, or only proposes copies
+    catches_up: bool = False  # whether it is to read, while it is idle, what the target has committed
+    num_behind: int = 1  # committed tokens that the cache lacks, >= 0
 
     @property
     def is_ready(self) -> bool:
         """Whether the target waits for proposals."""
         return self.standing is Standing.READY
-
-    @property
-    def must_read(self) -> bool:
-        """Whether reading comes first, even in a rest."""
-        return not self.has_read_prompt or self.awaits_features or self.has_lost_tokens
 
 
 def phase_of(facts: Facts) -> DraftPhase:
@@ -136,7 +117,8 @@ def phase_of(facts: Facts) -> DraftPhase:
         return DraftPhase.LEFT
     if facts.is_leaving or facts.is_past_context:
         return DraftPhase.LEAVING
-    if facts.is_open and (facts.must_read or not facts.is_ready):
+    must_read = not facts.has_read_prompt or facts.awaits_features or facts.has_lost_tokens  # even in a rest
+    if facts.is_open and (must_read or not facts.is_ready):
         return DraftPhase.READING
     if facts.is_ready and facts.is_idle:
         return DraftPhase.RESTING
@@ -184,32 +166,20 @@ def _next_reading(facts: Facts) -> Task | Notice | None:
 
 @attrs.frozen
 class Waiting:
-    """A session that waits for the drafter.
+    """A session that waits for the drafter."""
 
-    Attributes:
-        task: what for.
-        since: how many jobs had begun when its wait began, not counting those that open and close caches.
-        num_read: tokens that were read for other sessions since then.
-        alone: whether no other session may share its draft step.
-    """
-
-    task: Task
-    since: int
-    num_read: int = 0
-    alone: bool = False
+    task: Task  # what for
+    since: int  # how many jobs had begun when its wait began, not counting those that open and close caches
+    num_read: int = 0  # tokens that were read for other sessions since then
+    alone: bool = False  # whether no other session may share its draft step
 
 
 def next_job(waiting: Sequence[Waiting], most: int, chunk_tokens: int) -> tuple[int, ...]:
     """The sessions of the next job, the one that has waited longest first; empty if there is nothing to do.
 
-    Caches are opened and closed first. A session that needs a step waits for the running job and one chunk at most,
-    unless there are more sessions than fit into a step. Short prompts are read before it, so that their sessions share
-    the step.
-
-    Args:
-        waiting: all that wait.
-        most: most sessions in one draft step, >= 1.
-        chunk_tokens: tokens that may be read while a draft step waits, >= 1.
+    Caches are opened and closed first. A session that needs a step waits for the running job and `chunk_tokens` that
+    are read at most, unless there are more sessions than the `most` that fit into a step. Short prompts are read before
+    it, so that their sessions share the step.
     """
     order = sorted(range(len(waiting)), key=lambda index: (waiting[index].since, waiting[index].task))
     brief = [index for index in order if waiting[index].task.is_brief]

@@ -30,16 +30,13 @@ from protocol.tensor import Tensor
 from protocol.trace import Event
 from protocol.wire import Codec, Form, whole
 
-# Both ends must speak the same version.
-Version = NewType("Version", int)
+Version = NewType("Version", int)  # both ends must speak the same version
 VERSION = Version(9)
 # How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
 # the recovered token is drawn from the residual.
 MAX_DRAWN_FROM = 1024
-# A vocabulary of more tokens is nonsense.
-MAX_VOCAB_SIZE = 2**24
-# By how much the sum of a distribution may differ from 1.
-MAX_MISSING = 1e-2
+MAX_VOCAB_SIZE = 2**24  # a vocabulary of more tokens is nonsense
+MAX_MISSING = 1e-2  # by how much the sum of a distribution may differ from 1
 
 # Settings that no drafter needs, user code among them; and attributes of messages that it does not look at.
 _SETTINGS_NOT_SENT = {"logits_processors", "sampler", "prompt_cache_file", "stop", "thinking_budget"}
@@ -48,35 +45,25 @@ _NOT_SENT = {"drafted", "num_scored", "only_reads", "likelihoods", "commit"}
 
 @attrs.frozen
 class LoadDrafter:
-    """The drafter to load at the other end.
-
-    Attributes:
-        target, draft: what to load, as `runtime.remote.draft_process` says it; None where the other end knows.
-        vocab_size: width of the target's logits.
-        cache_options, options: those of the drafter's caches, and those of `open` that concern the drafter; by name.
-        traces: whether decisions are wanted for a trace.
-    """
+    """The drafter to load at the other end."""
 
     version: Version
+    # What to load, as `runtime.remote.draft_process` says it; None where the other end knows.
     target: dict[str, Any] | None
     draft: dict[str, Any] | None
-    vocab_size: int
-    cache_options: dict[str, Any]
-    options: dict[str, Any]
-    traces: bool = False
+    vocab_size: int  # width of the target's logits
+    cache_options: dict[str, Any]  # of the drafter's caches, by name
+    options: dict[str, Any]  # of `open`, those that concern the drafter
+    traces: bool = False  # whether decisions are wanted for a trace
 
 
 @attrs.frozen
 class DrafterLoaded:
-    """The drafter is loaded and timed; see `Model` for its attributes.
-
-    Attributes:
-        feature_layers: layers of the target whose inputs the drafter reads; None if it reads none.
-    """
+    """The drafter is loaded and timed; see `Model` for its attributes."""
 
     vocab_size: int
     context_length: int | None
-    feature_layers: tuple[int, ...] | None
+    feature_layers: tuple[int, ...] | None  # layers of the target whose inputs the drafter reads; None if it reads none
 
 
 @attrs.frozen
@@ -89,38 +76,25 @@ class DrafterNotLoaded:
 
 @attrs.frozen
 class TargetNews:
-    """News for the drafter's end, beside messages.
+    """News for the drafter's end, beside messages."""
 
-    Attributes:
-        measured: at the target since the last news; `ended_s` is how many seconds ago.
-        num_texts: see `Prices`.
-    """
-
-    measured: tuple[Measurement, ...] = ()
-    num_texts: int = 1
+    measured: tuple[Measurement, ...] = ()  # at the target since the last news; `ended_s` is how many seconds ago
+    num_texts: int = 1  # see `Prices`
 
 
 @attrs.frozen
 class DraftNews:
-    """News for the runtime's end, beside messages.
+    """News for the runtime's end, beside messages. For acceptance and what follows it, see `Prices.take_drafter`."""
 
-    Attributes:
-        measured: as in `TargetNews`, of the drafter.
-        events: of the drafter since the last news; moments are how many seconds ago.
-        counts: of some sessions, (session, what its `COUNTED` have grown by since the last news).
-        acceptance, hit_rate, drafts_together: see `Prices.take_drafter`.
-        is_alive: see `Actor.is_alive`.
-        warnings: for the log.
-    """
-
-    measured: tuple[Measurement, ...] = ()
-    events: tuple[Event, ...] = ()
+    measured: tuple[Measurement, ...] = ()  # as in `TargetNews`, of the drafter
+    events: tuple[Event, ...] = ()  # of the drafter since the last news; moments are how many seconds ago
+    # Of some sessions, (session, what its `COUNTED` have grown by since the last news).
     counts: tuple[tuple[int, ...], ...] = ()
     acceptance: float = 0.0
     hit_rate: float | None = None
     drafts_together: bool = False
-    is_alive: bool = True
-    warnings: tuple[str, ...] = ()
+    is_alive: bool = True  # see `Actor.is_alive`
+    warnings: tuple[str, ...] = ()  # for the log
 
 
 # What a drafter counts of a session.

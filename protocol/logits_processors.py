@@ -73,7 +73,6 @@ class Stateless:
     function: Callable[..., mx.array]
 
     def __call__(self, *arguments: mx.array) -> mx.array:
-        """Call the function."""
         return self.function(*arguments)
 
 

@@ -8,43 +8,31 @@ expect (see `actors.drafters.draft_actor`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import attrs
 
 from protocol.draft_budget import DraftBudget
-from protocol.lookahead_tree import LookaheadTree, Node
+from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 
 
 @attrs.frozen
 class PolicyView:
-    """What a policy may look at.
+    """What a policy may look at."""
 
-    Attributes:
-        tree: the drafted tokens.
-        max_proposal: the most tokens of use in one proposal, >= 0.
-        max_depth: how many tokens beyond the root are of any use, >= 0.
-        can_expand: whether anything may come after a node.
-        num_to_feed: how many tokens the drafter must feed in order to draft after a node.
-        now_s: seconds on the actors' clock.
-        verdict_due_s: when the verdict is expected; None on the drafter's turn.
-        drafting_node: the node that is being drafted after, or None.
-        drafting_until_s: when that step should end.
-        queue_slack_s: seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is
-            the drafter's turn; else from the verdict on, and inf where other sessions wait for the drafter.
-    """
-
-    tree: LookaheadTree
-    max_proposal: int
-    max_depth: int
-    can_expand: Callable[[Node], bool]
-    num_to_feed: Callable[[Node], int]
-    now_s: float
-    verdict_due_s: float | None = None
-    drafting_node: Node | None = None
-    drafting_until_s: float = 0.0
+    tree: LookaheadTree  # the drafted tokens
+    max_proposal: int  # the most tokens of use in one proposal, >= 0
+    max_depth: int  # how many tokens beyond the root are of any use, >= 0
+    can_expand: Callable[[Node], bool]  # whether anything may come after a node
+    num_to_feed: Callable[[Node], int]  # how many tokens the drafter must feed in order to draft after a node
+    now_s: float  # seconds on the actors' clock
+    verdict_due_s: float | None = None  # when the verdict is expected; None on the drafter's turn
+    drafting_node: Node | None = None  # the node that is being drafted after, or None
+    drafting_until_s: float = 0.0  # when that step should end
+    # Seconds for which the target has passes of other sessions to work on, >= 0: from now on, if it is the drafter's
+    # turn; else from the verdict on, and inf where other sessions wait for the drafter.
     queue_slack_s: float = 0.0
 
     def growable(self) -> Node | None:
@@ -77,41 +65,40 @@ class Policy(Protocol):
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """How far to go on without asking, after the drafter's own choices, beyond a node that `expansion` returned."""
 
+    def drafted(self, guess: Guess) -> Guess:
+        """A drafter's guess with the confidence and the worth that the policy gives it."""
+        return guess
+
+    def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
+        """Likewise the guesses of a copy, as far as they might be proposed; no more are taken from the iterable.
+        `then_drafts` says whether a drafter may go on where the copy ends.
+        """
+        return list(guesses)
+
     def should_rest(self) -> bool:
         """Whether to leave some rounds to the target alone. Called when the drafter's turn begins."""
         return False
 
     def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
-        """Whether to prolong a rest. Called shortly before it ends; if False, speculating begins again.
-
-        Args:
-            num_behind: tokens that the drafter must read first.
-            num_rounds: rounds of the rest since it began or was prolonged.
+        """Whether to prolong a rest of `num_rounds`, counted since it began or was prolonged. Called shortly before it
+        ends; if False, speculating begins again, once the drafter has read the `num_behind` tokens that it lacks.
         """
         return False
 
     def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
-        """Whether to read, during a rest, what was committed, in order to see what the drafter would have guessed.
-
-        Args:
-            num_behind: committed tokens that the drafter has not read.
-            num_generated: those of them that were generated, and not in the prompt.
+        """Whether to read, during a rest, the `num_behind` committed tokens that the drafter lacks, of which
+        `num_generated` are not in the prompt, in order to see what the drafter would have guessed.
         """
         return False
 
 
 @attrs.frozen
 class ChainPolicy(Policy):
-    """A fixed lookahead over a single chain.
+    """A fixed lookahead over a single chain."""
 
-    Attributes:
-        lookahead: tokens in a proposal; a proposal is delayed until it has as many.
-        overlaps: whether to draft ahead while a verdict is due.
-        prices: say whether drafting ahead pays; None to draft ahead without asking.
-    """
-
-    lookahead: int
-    overlaps: bool = True
+    lookahead: int  # tokens in a proposal; a proposal is delayed until it has as many
+    overlaps: bool = True  # whether to draft ahead while a verdict is due
+    # Say whether drafting ahead pays; None to draft ahead without asking.
     prices: Prices | None = attrs.field(default=None, eq=False, repr=False)
 
     @property

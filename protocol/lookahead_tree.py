@@ -20,25 +20,20 @@ from protocol.randomness import further
 
 @attrs.frozen
 class Guess:
-    """A token that may come after a node.
-
-    Attributes:
-        confidence: modelled probability, in [0, 1], that the committed text has the token there.
-        probs: the distribution that it was drawn from, as in a `Proposal`; None if it was not drawn.
-        copy_kind: of a token that was copied or is forced, see `protocol.copying`; None if a model drafted it.
-        raw: the drafter's own confidence, before calibration, in [0, 1].
-        staleness: how many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for
-            a drafter that reads none of the target's.
-        worth: tokens to expect of a proposal from this one on, itself included. If the token was drawn, it must not
-            depend on which one was drawn, nor on what was drafted after it.
-    """
+    """A token that may come after a node."""
 
     token: int
-    confidence: float
+    confidence: float  # modelled probability, in [0, 1], that the committed text has the token there
+    # The distribution that it was drawn from, as in a `Proposal`; None if it was not drawn.
     probs: Distribution | None = attrs.field(default=None, eq=False, repr=False)
+    # Of a token that was copied or is forced, see `protocol.copying`; None if a model drafted it.
     copy_kind: int | None = None
-    raw: float = 0.0
+    raw: float = 0.0  # the drafter's own confidence, before calibration, in [0, 1]
+    # How many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for a drafter
+    # that reads none of the target's.
     staleness: int = 0
+    # Tokens to expect of a proposal from this one on, itself included. If the token was drawn, it must not depend on
+    # which one was drawn, nor on what was drafted after it.
     worth: float = attrs.Factory(lambda guess: guess.confidence, takes_self=True)
 
     @property
@@ -53,32 +48,22 @@ class Guess:
 
 
 class Node:
-    """A token of the tree. The token and the distribution that it was drawn from never change.
-
-    Attributes:
-        guess: the drafter's guess; None if the token was only copied, and at a root that was not drafted.
-        copy: the guess of the copy; None if the token was not copied.
-        position: absolute position of the token in the text.
-        trail: a hash of the text up to and including this token; see `protocol.randomness.further`.
-        children: by token.
-        is_expanded: whether the draft model has been run on it.
-        reach: modelled probability, in [0, 1], that the committed text passes through here.
-        alive: False once a verdict has dropped it.
-    """
+    """A token of the tree. The token and the distribution that it was drawn from never change."""
 
     __slots__ = ("alive", "children", "copy", "guess", "is_expanded", "parent", "position", "reach", "token", "trail")
 
     def __init__(self, token: int, position: int, trail: int, parent: Node | None) -> None:
         self.token = token
-        self.position = position
-        self.trail = trail
+        self.position = position  # absolute position of the token in the text
+        self.trail = trail  # a hash of the text up to and including this token; see `protocol.randomness.further`
         self.parent = parent
+        # The drafter's guess; None if the token was only copied, and at a root that was not drafted.
         self.guess: Guess | None = None
-        self.copy: Guess | None = None
-        self.children: dict[int, Node] = {}
-        self.is_expanded = False
-        self.reach = 1.0
-        self.alive = True
+        self.copy: Guess | None = None  # the guess of the copy; None if the token was not copied
+        self.children: dict[int, Node] = {}  # by token
+        self.is_expanded = False  # whether the draft model has been run on it
+        self.reach = 1.0  # modelled probability, in [0, 1], that the committed text passes through here
+        self.alive = True  # False once a verdict has dropped it
 
     def __repr__(self) -> str:
         return f"Node(token={self.token}, position={self.position}, reach={self.reach:.3g})"
@@ -136,10 +121,7 @@ class LookaheadTree:
         return child
 
     def copy(self, guesses: Sequence[Guess], after: Node | None = None) -> None:
-        """Put a chain of copied tokens after a node, by default the root, in place of what was copied there before.
-
-        What was drafted stays.
-        """
+        """Replace the chain of copied tokens after a node, by default the root. What was drafted stays."""
         top = after or self.root
         for node in reversed(list(_copied_below(top))):
             node.copy = None

@@ -250,8 +250,7 @@ class Rested:
         _tokens(self, attrs.fields(Rested).tokens, self.tokens)
 
 
-# The target sends `Rested` once this many rounds of a rest are left, and then after each round.
-TELL_BEFORE_END = 3
+TELL_BEFORE_END = 3  # the target sends `Rested` once this many rounds of a rest are left, and then after each round
 
 
 @attrs.frozen

@@ -12,11 +12,9 @@ from protocol.errors import SettingsError
 from protocol.options import option
 from protocol.validation import flag, integer, one_of
 
-# When the drafter drafts; see `OpenOptions.work_ahead`.
-WorkAhead = Literal["auto", "always", "never"]
+WorkAhead = Literal["auto", "always", "never"]  # when the drafter drafts; see `OpenOptions.work_ahead`
 WORK_AHEAD: tuple[WorkAhead, ...] = get_args(WorkAhead)
-# Default of the most streams that share one forward pass of the target.
-MAX_BATCH = 64
+MAX_BATCH = 64  # default of the most streams that share one forward pass of the target
 # Streams at work at once if that is "auto": of streams that share passes, which bounds the memory for their caches, and
 # of streams that take turns.
 AUTO_STREAMS, AUTO_TURNS = 16, 4
@@ -97,9 +95,7 @@ class OpenOptions:
     target: Any = attrs.field(default=MISSING, metadata=option("MODEL"))
     draft: Any = attrs.field(default=None, metadata=option("MODEL"))
     rewind: str = attrs.field(
-        default="auto",
-        validator=one_of("auto", "trim", "checkpoint", "none"),
-        metadata=option("HOW", _CACHES),
+        default="auto", validator=one_of("auto", "trim", "checkpoint", "none"), metadata=option("HOW", _CACHES)
     )
     max_kv_size: int | None = attrs.field(
         default=None, validator=attrs.validators.optional(integer(5)), metadata=option("N", _CACHES)
@@ -114,15 +110,11 @@ class OpenOptions:
     )
     quantized_kv_start: int = attrs.field(default=5000, validator=integer(0), metadata=option("N", _CACHES))
     max_streams: int | Literal["auto"] | None = attrs.field(
-        default=None,
-        validator=attrs.validators.optional(integer(1, or_auto=True)),
-        metadata=option("N"),
+        default=None, validator=attrs.validators.optional(integer(1, or_auto=True)), metadata=option("N")
     )
     max_batch: int = attrs.field(default=MAX_BATCH, validator=integer(1), metadata=option("N"))
     prefix_cache_bytes: int = attrs.field(
-        default=PREFIX_CACHE_BYTES,
-        validator=integer(0),
-        metadata=option("SIZE", _CACHES),
+        default=PREFIX_CACHE_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)
     )
     idle_reading: bool = attrs.field(default=False, validator=flag, metadata=option("", _CACHES))
     prefix_cache_dir: Any = attrs.field(default=None, metadata=option("DIR", _CACHES))
@@ -130,9 +122,7 @@ class OpenOptions:
         default=PREFIX_CACHE_DIR_BYTES, validator=integer(0), metadata=option("SIZE", _CACHES)
     )
     memory_limit: int | Literal["auto"] | None = attrs.field(
-        default="auto",
-        validator=attrs.validators.optional(integer(1, or_auto=True)),
-        metadata=option("SIZE", _CACHES),
+        default="auto", validator=attrs.validators.optional(integer(1, or_auto=True)), metadata=option("SIZE", _CACHES)
     )
     wire_memory: bool = attrs.field(default=True, validator=flag, metadata=option("", _CACHES))
     defaults: Any = attrs.field(default=None, metadata=option())
@@ -147,11 +137,7 @@ class OpenOptions:
         validator=one_of("cpu", "gpu", None, spelled='"cpu", "gpu" or None'),
         metadata=option("DEVICE", _CACHES),
     )
-    work_ahead: WorkAhead = attrs.field(
-        default="auto",
-        validator=one_of(*WORK_AHEAD),
-        metadata=option("WHEN", _CACHES),
-    )
+    work_ahead: WorkAhead = attrs.field(default="auto", validator=one_of(*WORK_AHEAD), metadata=option("WHEN", _CACHES))
 
     def __attrs_post_init__(self) -> None:
         if self.kv_bits is not None and self.max_kv_size is not None:

@@ -16,23 +16,15 @@ import attrs
 
 @attrs.frozen
 class Option:
-    """An option, apart from its field.
+    """An option, apart from its field."""
 
-    Attributes:
-        form: the form of its flag's value, such as "N"; "" for a flag without one; None if it has no flag.
-        group: the heading of its flag in a command's help; "" where commands add the flag themselves.
-        short: a second spelling of the flag, of one letter, or "".
-        in_requests: whether a request to a server can set it.
-        fields: further names of its field in a request.
-        about: what it is, in one sentence: the first that the class's docstring has about it.
-    """
-
+    # The form of its flag's value, such as "N"; "" for a flag without one; None if it has no flag.
     form: str | None = None
-    group: str = ""
-    short: str = ""
-    in_requests: bool = True
-    fields: Sequence[str] = ()
-    about: str = ""
+    group: str = ""  # the heading of its flag in a command's help; "" where commands add the flag themselves
+    short: str = ""  # a second spelling of the flag, of one letter, or ""
+    in_requests: bool = True  # whether a request to a server can set it
+    fields: Sequence[str] = ()  # further names of its field in a request
+    about: str = ""  # what it is, in one sentence: the first that the class's docstring has about it
 
 
 def option(

@@ -13,20 +13,13 @@ SMALL_PASSES = 256
 class PassLimit:
     """Half as many sessions as were in the pass that failed share one, then twice as many after `SMALL_PASSES`, then
     again after twice as many passes, and so on.
-
-    Attributes:
-        max_batch: most sessions that share a pass, >= 1.
-        most: most sessions in the next pass, in [1, max_batch].
     """
 
-    max_batch: int
-    most: int = attrs.field(init=False)
+    max_batch: int  # most sessions that share a pass, >= 1
+    # Most sessions in the next pass, in [1, max_batch].
+    most: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.max_batch, takes_self=True))
     _num_passes: int = attrs.field(default=0, init=False)
     _most_passes: int = attrs.field(default=SMALL_PASSES, init=False)
-
-    @most.default
-    def _no_limit(self) -> int:
-        return self.max_batch
 
     def fail(self, num_sessions: int) -> None:
         """Note that a pass over so many sessions has failed."""

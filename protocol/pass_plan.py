@@ -26,11 +26,9 @@ import attrs
 
 from protocol.prices import Prices
 
-# The seconds of a pass, by the rows that it computes.
-PassSeconds = Callable[[int], float]
+PassSeconds = Callable[[int], float]  # the seconds of a pass, by the rows that it computes
 
-# How many moments at which the pass could begin are compared.
-MAX_MOMENTS = 4
+MAX_MOMENTS = 4  # how many moments at which the pass could begin are compared
 # A wait for further rounds must promise to make the pass better by this factor, since their arrival is only estimated.
 MIN_GAIN_OF_WAITING = 1.02
 # In units of a pass of one row: the longest wait for rounds that are about to be ready; how long past its expected time
@@ -42,24 +40,17 @@ PATIENCE_FOR_ALL = 3.0
 
 @attrs.frozen
 class ReadyRound:
-    """A round that could take part in the next pass.
+    """A round that could take part in the next pass."""
 
-    Attributes:
-        num_needed: tokens that it must feed, >= 1: those committed tokens that its cache lacks. Its first new token
-            comes from the last of them.
-        reach: for each drafted token, the probability that it and all before it are accepted; each in [0, 1], falling.
-        was_passed_over: whether the last pass left it out, so that this one must not.
-        due_s: seconds from now until it should be ready, >= 0; 0 if it is.
-        can_hurry: whether it could also take part earlier, with only the tokens that it must feed.
-        is_row: whether its text is a row of the batch, which a pass computes in any case.
-    """
-
+    # Tokens that it must feed, >= 1: those committed tokens that its cache lacks. Its first new token comes from the
+    # last of them.
     num_needed: int
+    # For each drafted token, the probability that it and all before it are accepted; each in [0, 1], falling.
     reach: tuple[float, ...] = ()
-    was_passed_over: bool = False
-    due_s: float = 0.0
-    can_hurry: bool = False
-    is_row: bool = False
+    was_passed_over: bool = False  # whether the last pass left it out, so that this one must not
+    due_s: float = 0.0  # seconds from now until it should be ready, >= 0; 0 if it is
+    can_hurry: bool = False  # whether it could also take part earlier, with only the tokens that it must feed
+    is_row: bool = False  # whether its text is a row of the batch, which a pass computes in any case
 
     def after(self, wait_s: float) -> ReadyRound | None:
         """The round as it could take part in a pass that begins after a wait; None if it could not."""
@@ -79,17 +70,11 @@ class ReadyRound:
 
 @attrs.frozen
 class PassPlan:
-    """The next pass.
+    """The next pass."""
 
-    Attributes:
-        num_drafted: drafted tokens to feed, by the index of each round that takes part.
-        width: of the pass.
-        wait_s: seconds to wait for those of them that are not ready yet; 0 if all are.
-    """
-
-    num_drafted: dict[int, int]
-    width: int
-    wait_s: float = 0.0
+    num_drafted: dict[int, int]  # drafted tokens to feed, by the index of each round that takes part
+    width: int  # of the pass
+    wait_s: float = 0.0  # seconds to wait for those of them that are not ready yet; 0 if all are
 
 
 def plan_pass(
@@ -100,16 +85,10 @@ def plan_pass(
     max_wait_s: float = 0.0,
     num_other_rows: int = 0,
 ) -> PassPlan:
-    """Decide on the next pass.
+    """Decide on the next pass over rounds in the order in which they became ready, at least one of which is.
 
     The first round that is ready takes part in any case, and so do those that were passed over, up to `max_batch`.
-
-    Args:
-        rounds: in the order in which they became ready, at least one of which is.
-        seconds: of a pass by its rows, rising.
-        max_batch: most rounds in a pass, >= 1.
-        max_wait_s: longest wait for rounds that are not ready.
-        num_other_rows: rows of the batch beside those of the rounds.
+    `seconds` are those of a pass by its rows, rising; the batch has `num_other_rows` beside those of the rounds.
     """
     num_rows = num_other_rows + sum(each.is_row for each in rounds)
     best, best_rate = PassPlan({}, 0), -1.0
@@ -172,53 +151,33 @@ def _plan_at(
 
 @attrs.frozen
 class Turn:
-    """A text whose next round could begin.
+    """A text whose next round could begin."""
 
-    Attributes:
-        round: what it would feed.
-        lookahead: the session's setting.
-        is_plain: whether the round is one token of the target's own.
-        is_ahead: whether the pass for that token was launched already. The text must get its result before it takes
-            part in any other pass.
-        is_alone: whether it must have a pass to itself.
-        reads_again: whether the text needs a job that reads again the tokens that its cache has lost, before any pass.
-        is_due: whether a chunk of a prompt was read since the round became ready.
-        since_s: when it became ready, in seconds.
-    """
-
-    round: ReadyRound = ReadyRound(1)
-    lookahead: int | Literal["auto"] = 0
-    is_plain: bool = False
+    round: ReadyRound = ReadyRound(1)  # what it would feed
+    lookahead: int | Literal["auto"] = 0  # the session's setting
+    is_plain: bool = False  # whether the round is one token of the target's own
+    # Whether the pass for that token was launched already. The text must get its result before it takes part in any
+    # other pass.
     is_ahead: bool = False
-    is_alone: bool = False
+    is_alone: bool = False  # whether it must have a pass to itself
+    # Whether the text needs a job that reads again the tokens that its cache has lost, before any pass.
     reads_again: bool = False
-    is_due: bool = False
-    since_s: float = 0.0
+    is_due: bool = False  # whether a chunk of a prompt was read since the round became ready
+    since_s: float = 0.0  # when it became ready, in seconds
 
 
 @attrs.frozen
 class Expected:
-    """A text whose next round cannot begin yet.
+    """A text whose next round cannot begin yet."""
 
-    Attributes:
-        awaits_drafter: whether it waits for a proposal; if not, it waits for its consumer.
-        is_drafter_ready: whether the drafter has read the text.
-        lookahead: the session's setting.
-        last: its last round that was in a pass; None if there was none.
-        due_s: when the next one should be ready, as experience says.
-        can_hurry: whether the drafter can be asked for what it has.
-        was_hurried: whether it was asked.
-        is_row: as for `ReadyRound`.
-    """
-
-    awaits_drafter: bool
-    is_drafter_ready: bool = False
-    lookahead: int | Literal["auto"] = "auto"
-    last: ReadyRound | None = None
-    due_s: float = 0.0
-    can_hurry: bool = False
-    was_hurried: bool = False
-    is_row: bool = False
+    awaits_drafter: bool  # whether it waits for a proposal; if not, it waits for its consumer
+    is_drafter_ready: bool = False  # whether the drafter has read the text
+    lookahead: int | Literal["auto"] = "auto"  # the session's setting
+    last: ReadyRound | None = None  # its last round that was in a pass; None if there was none
+    due_s: float = 0.0  # when the next one should be ready, as experience says
+    can_hurry: bool = False  # whether the drafter can be asked for what it has
+    was_hurried: bool = False  # whether it was asked
+    is_row: bool = False  # as for `ReadyRound`
 
     def coming(self, now_s: float, patience_s: float) -> ReadyRound | None:
         """Its next round, as far as it can be foreseen; None if it is not waited for."""
@@ -235,29 +194,17 @@ class Expected:
 
 @attrs.frozen
 class TargetView:
-    """What the target could do.
+    """What the target could do."""
 
-    Attributes:
-        turns: texts whose rounds could begin, in the order in which they became ready.
-        expected: the other texts whose prompts were read.
-        has_prompts: whether there are prompts to read.
-        prices: of both models.
-        most_shared: most texts that may share a pass of this model, >= 1.
-        max_batch: most texts to have in the next pass, in [1, most_shared].
-        now_s: the time in seconds.
-        idle_since_s: when the last job ended.
-        hurried_until_s: until when to wait for texts that were asked to hurry.
-    """
-
-    turns: Sequence[Turn]
-    expected: Sequence[Expected]
-    prices: Prices
-    now_s: float = 0.0
-    has_prompts: bool = False
-    most_shared: int = 1
-    max_batch: int = 1
-    idle_since_s: float = -math.inf
-    hurried_until_s: float = -math.inf
+    turns: Sequence[Turn]  # texts whose rounds could begin, in the order in which they became ready
+    expected: Sequence[Expected]  # the other texts whose prompts were read
+    prices: Prices  # of both models
+    now_s: float = 0.0  # the time in seconds
+    has_prompts: bool = False  # whether there are prompts to read
+    most_shared: int = 1  # most texts that may share a pass of this model, >= 1
+    max_batch: int = 1  # most texts to have in the next pass, in [1, most_shared]
+    idle_since_s: float = -math.inf  # when the last job ended
+    hurried_until_s: float = -math.inf  # until when to wait for texts that were asked to hurry
 
     @property
     def all_are_plain(self) -> bool:
@@ -267,21 +214,15 @@ class TargetView:
 
 @attrs.frozen
 class NextJob:
-    """What the target does next.
-
-    Attributes:
-        kind: "prompts" to read a chunk, "again" to read again what a text has lost, "plain" for a pass without drafts,
-            "verify" for any other pass, "wait" for nothing.
-        num_drafted: the texts that take part, as indices of `TargetView.turns`, each with the number of drafted tokens
-            that it feeds.
-        wait_s: seconds to wait, > 0, unless something changes first; inf to wait until something does.
-        hurried: texts whose drafter is to be asked for what it has, as indices of `TargetView.expected`.
+    """What the target does next: "prompts" to read a chunk, "again" to read again what a text has lost, "plain" for a
+    pass without drafts, "verify" for any other pass, "wait" for nothing.
     """
 
     kind: Literal["prompts", "again", "plain", "verify", "wait"]
+    # The texts that take part, as indices of `TargetView.turns`, each with the number of drafted tokens that it feeds.
     num_drafted: dict[int, int] = attrs.field(factory=dict)
-    wait_s: float = 0.0
-    hurried: tuple[int, ...] = ()
+    wait_s: float = 0.0  # seconds to wait, > 0, unless something changes first; inf to wait until something does
+    hurried: tuple[int, ...] = ()  # whose drafter is to be asked for what it has, as indices of `TargetView.expected`
 
 
 def next_pass(view: TargetView) -> NextJob:

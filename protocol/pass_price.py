@@ -32,27 +32,19 @@ MAX_EXACT_ROWS, ENTRY_FACTOR = 16, 1.15
 ENTRY_MEMORY, LEVEL_MEMORY, SLOWDOWN_MEMORY = 20.0, 20.0, 60.0
 # An overlap that differs from the usual one by this share of the pass tells half of what it could about the slowdown.
 TELLING_SHARE = 0.1
-# Passes of other entries after which an entry's weight has fallen to 1/e.
-UNSEEN_MEMORY = 500.0
-# The first pass sets the unit of the others, so it must have taken a time that a clock can tell.
-MIN_FIRST_S = 1e-9
-# How many observations the line stands for in an entry, at most.
-MAX_LINE_WEIGHT = 50.0
+UNSEEN_MEMORY = 500.0  # passes of other entries after which an entry's weight has fallen to 1/e
+MIN_FIRST_S = 1e-9  # the first pass sets the unit of the others, so it must have taken a time that a clock can tell
+MAX_LINE_WEIGHT = 50.0  # how many observations the line stands for in an entry, at most
 
 
 @attrs.define
 class _Entry:
-    """What was seen of passes with about the same rows; times in units of the level.
-
-    Attributes:
-        rows, time, overlap: means.
-        weight: in observations.
-    """
+    """What was seen of passes with about the same rows: means, with times in units of the level."""
 
     rows: float
     time: float
     overlap: float
-    weight: float = 1.0
+    weight: float = 1.0  # in observations
 
     def observe(self, rows: int, time: float, overlap: float) -> None:
         self.weight = min(ENTRY_MEMORY, self.weight + 1.0)
@@ -63,18 +55,12 @@ class _Entry:
 
 @attrs.frozen
 class _Curve:
-    """The table as it is read: prices that rise, and what holds beyond them.
+    """The table as it is read: prices that rise, and what holds beyond them."""
 
-    Attributes:
-        rows, seconds: of the entries, both rising; not empty.
-        slope: seconds of each further row beyond the last entry, and of each one less before the first.
-        slowdown: see `PassPrice.target_slowdown`.
-    """
-
-    rows: tuple[float, ...] = (1.0,)
-    seconds: tuple[float, ...] = (0.0,)
-    slope: float = 0.0
-    slowdown: float = PRIOR_SLOWDOWN
+    rows: tuple[float, ...] = (1.0,)  # of the entries, rising
+    seconds: tuple[float, ...] = (0.0,)  # likewise
+    slope: float = 0.0  # seconds of each further row beyond the last entry, and of each one less before the first
+    slowdown: float = PRIOR_SLOWDOWN  # see `PassPrice.target_slowdown`
 
     def __call__(self, rows: float) -> float:
         right = bisect_right(self.rows, rows)
@@ -106,13 +92,7 @@ class PassPrice:
     _curve: _Curve = attrs.field(factory=_Curve, init=False)
 
     def observe(self, rows: int, overlap_s: float, seconds: float) -> None:
-        """Add the measurement of a pass.
-
-        Args:
-            rows: >= 1.
-            overlap_s: seconds of the pass for which a drafter worked beside it.
-            seconds: of the whole pass.
-        """
+        """Add the measurement of a pass; for `overlap_s` of its seconds, a drafter worked beside it."""
         self._num_passes += 1
         if self._unit == 0.0:
             if seconds < MIN_FIRST_S:  # as of a drafter without a model
@@ -134,11 +114,8 @@ class PassPrice:
         return self._curve.slowdown
 
     def __call__(self, rows: float, overlap_s: float = 0.0) -> float:
-        """Seconds that a pass is expected to take, >= 0, rising in both; 0 before the first was measured.
-
-        Args:
-            rows: >= 1; between whole numbers the price is interpolated.
-            overlap_s: seconds for which a drafter will work beside it.
+        """Seconds that a pass is expected to take, with a drafter beside it for `overlap_s`; >= 0, rising in both; 0
+        before the first was measured. Between whole numbers of rows, >= 1, the price is interpolated.
         """
         curve = self._curve
         return curve(rows) + curve.slowdown * overlap_s if self._num_passes else 0.0

@@ -14,20 +14,13 @@ import attrs
 from protocol.pass_price import MAX_SURPRISE
 from protocol.prices import Mean
 
-# The sizes that are tried, in tokens: powers of two between these.
-MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 16, 2048
-# The longest that a pass should take.
-MAX_PASS_S = 0.2
-# A size counts as cheap if it costs at most this many times as much per token as the cheapest size.
-CHEAP_FACTOR = 1.1
-# Passes after which sizes above the present one are tried again.
-RETRY_PASSES = 16
-# Before anything was measured, the price per token is that expected of a pass over this many tokens.
-PRIOR_TOKENS = 64
-# The largest part of a pass over several prompts that may be padding.
-MAX_PADDING = 0.25
-# The size if the text depends on how the prompt is cut into passes: mlx-lm's.
-FIXED_CHUNK_TOKENS = 2048
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 16, 2048  # the sizes that are tried, in tokens: powers of two between these
+MAX_PASS_S = 0.2  # the longest that a pass should take
+CHEAP_FACTOR = 1.1  # a size counts as cheap if it costs at most this many times as much per token as the cheapest size
+RETRY_PASSES = 16  # passes after which sizes above the present one are tried again
+PRIOR_TOKENS = 64  # before anything was measured, the price per token is that expected of a pass over this many tokens
+MAX_PADDING = 0.25  # the largest part of a pass over several prompts that may be padding
+FIXED_CHUNK_TOKENS = 2048  # the size if the text depends on how the prompt is cut into passes: mlx-lm's
 
 
 @attrs.define
@@ -57,7 +50,6 @@ class PrefillChunkSize:
                     del self._seconds_per_token[larger]
 
     def __call__(self) -> int:
-        """Tokens for the next pass."""
         return self._next()[0]
 
     def of(self, num_tokens: int) -> int:
@@ -94,12 +86,9 @@ class PrefillChunkSize:
 
 
 def read_together(lengths: Sequence[int], max_tokens: int, max_width: int) -> list[int]:
-    """Which prompts to read in one pass, each whole: the first, and others of like length; indices, ascending.
-
-    Args:
-        lengths: tokens to read of each prompt, >= 1, in the order in which they came.
-        max_tokens: of a pass, padding included; a first prompt that is longer has the pass to itself.
-        max_width: longest prompt of a pass that several share.
+    """Which prompts to read in one pass, each whole: the first, and others of like length; indices, ascending. Their
+    lengths are >= 1, in the order in which they came. A pass has at most `max_tokens`, padding included, and the
+    longest prompt of several `max_width`; a first one that is longer has the pass to itself.
     """
     chosen, longest, total = [0], lengths[0], lengths[0]
     if longest > max_width:

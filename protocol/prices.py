@@ -20,15 +20,10 @@ from protocol.pass_price import MAX_SURPRISE, PassPrice
 
 @attrs.define
 class Mean:
-    """An exponentially weighted mean.
+    """An exponentially weighted mean."""
 
-    Attributes:
-        memory: in observations, > 1.
-        value: 0 before the first.
-    """
-
-    memory: float = 50.0
-    value: float = 0.0
+    memory: float = 50.0  # in observations, > 1
+    value: float = 0.0  # 0 before the first
     _weight: float = 0.0
 
     def observe(self, value: float) -> None:
@@ -83,36 +78,27 @@ OF_DRAFTER: frozenset[MeasurementKind] = frozenset({"draft", "reading", "rate"})
 
 @attrs.frozen
 class Measurement:
-    """What one actor has measured, for the prices of the other actor if that is in another process.
+    """What one actor has measured, for the prices of the other actor if that is in another process."""
 
-    Attributes:
-        kind: a draft step, a pass in which the drafter read some text, a target's pass, a gap between passes, a round
-            without a drafter, a speculative round; or that the speculative rate was replaced by the modelled one.
-        number: tokens that the draft step fed, rows of the pass, texts of the round without a drafter, or tokens that
-            the speculative round committed.
-        seconds: that it took.
-        ended_s: when it ended, on the clock of this process.
-        beside_target: whether the target worked beside the draft step.
-    """
-
+    # A draft step, a pass in which the drafter read some text, a target's pass, a gap between passes, a round without a
+    # drafter, a speculative round; or that the speculative rate was replaced by the modelled one.
     kind: MeasurementKind
+    # Tokens that the draft step fed, rows of the pass, texts of the round without a drafter, or tokens that the
+    # speculative round committed.
     number: int = 0
-    seconds: float = 0.0
-    ended_s: float = 0.0
-    beside_target: bool = False
+    seconds: float = 0.0  # that it took
+    ended_s: float = 0.0  # when it ended, on the clock of this process
+    beside_target: bool = False  # whether the target worked beside the draft step
 
 
-# A price that is off by this factor is not plausible.
-IMPLAUSIBLE = 10.0
-# The row up to which `Estimates.verify_seconds_per_token` averages.
-LAST_ROW_OF_SLOPE = 5
+IMPLAUSIBLE = 10.0  # a price that is off by this factor is not plausible
+LAST_ROW_OF_SLOPE = 5  # the row up to which `Estimates.verify_seconds_per_token` averages
 # How many acceptance rules have a calibration that is remembered. Clients choose temperatures as they like, and each
 # temperature makes a rule of its own.
 MAX_RULES = 16
 # In the first few of this many rounds, a fixed lookahead works ahead whatever the prices say, to keep them current.
 TRIED_EVERY_ROUNDS, TRIED_ROUNDS = 512, 8
-# Rounds over which the speculative rate is averaged.
-RATE_MEMORY_ROUNDS = 40.0
+RATE_MEMORY_ROUNDS = 40.0  # rounds over which the speculative rate is averaged
 
 
 @attrs.define
@@ -120,31 +106,24 @@ class Prices:
     """Everything that a runtime measures of its models, for the rules of `protocol.lookahead_policy`.
 
     Prices outlive streams: a stream begins with what earlier ones have measured.
-
-    Attributes:
-        verify: seconds of a target's pass, by rows.
-        draft_alone: seconds of a draft step while the target waits, by rows.
-        draft_slowdown: by what factor a draft step takes longer while the target works.
-        num_texts: how many texts could share a target's pass now, >= 1.
-        num_copying: how many of the texts that do not rest have something to copy now.
-        gap_s: idle seconds before a pass whose proposals are all copied. Without proposals there is no gap, since the
-            next pass is started ahead.
-        drafts_together: whether texts share the drafter's passes, too.
-        hit_rate: how often, recently, the text that a verdict committed had been drafted for, in [0, 1].
-        core_hold_s: seconds after a draft step beside the target in which the target still has only its share of the
-            cores; 0 where the models do not share cores.
-        tell: called with each measurement, if the other actor is in another process; must neither wait nor raise.
     """
 
-    verify: PassPrice = attrs.field(factory=PassPrice)
-    draft_alone: PassPrice = attrs.field(factory=PassPrice)
+    verify: PassPrice = attrs.field(factory=PassPrice)  # seconds of a target's pass, by rows
+    draft_alone: PassPrice = attrs.field(factory=PassPrice)  # seconds of a draft step while the target waits, by rows
+    # By what factor a draft step takes longer while the target works.
     draft_slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
-    num_texts: int = 1
-    num_copying: int = 0
+    num_texts: int = 1  # how many texts could share a target's pass now, >= 1
+    num_copying: int = 0  # how many of the texts that do not rest have something to copy now
+    # Idle seconds before a pass whose proposals are all copied. Without proposals there is no gap, since the next pass
+    # is started ahead.
     gap_s: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
-    drafts_together: bool = False
+    drafts_together: bool = False  # whether texts share the drafter's passes, too
+    # How often, recently, the text that a verdict committed had been drafted for, in [0, 1].
     hit_rate: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
+    # Seconds after a draft step beside the target in which the target still has only its share of the cores; 0 where
+    # the models do not share cores.
     core_hold_s: float = 0.0
+    # Called with each measurement, if the other actor is in another process; must neither wait nor raise.
     tell: Callable[[Measurement], None] | None = None
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
@@ -199,12 +178,7 @@ class Prices:
         self.gap_s.observe(seconds)
 
     def observe_plain_round(self, seconds: float, *, num_texts: int = 1) -> None:
-        """Add a round without drafts.
-
-        Args:
-            seconds: from the last verdict to its own.
-            num_texts: that shared its pass.
-        """
+        """Add a round without drafts, from the last verdict to its own, in a pass that `num_texts` shared."""
         self._tell(Measurement("plain", num_texts, seconds))
         known = self._plain_rounds_s.setdefault(num_texts, Mean(memory=50.0))
         if known.value > 0.0:
@@ -287,12 +261,8 @@ class Prices:
         self._drafting.clear()
 
     def calibration(self, rule: object) -> Calibration:
-        """The drafter's calibration under an acceptance rule.
-
-        The `MAX_RULES` rules that were asked for last are remembered.
-
-        Args:
-            rule: anything hashable that tells rules apart.
+        """The drafter's calibration under an acceptance rule, which is anything hashable that tells rules apart. The
+        `MAX_RULES` rules that were asked for last are remembered.
         """
         known = self._calibrations.pop(rule) if rule in self._calibrations else Calibration()
         self._last_calibration = self._calibrations[rule] = known
@@ -314,11 +284,9 @@ class Prices:
         return alone_s * self.draft_slowdown.value if beside_target and self.draft_slowdown.is_known else alone_s
 
     def extra_seconds(self, *, only_copies: bool) -> Callable[[float], float]:
-        """Seconds that a proposal of some length adds to a pass, for each of the texts that have one.
-
-        Args:
-            only_copies: whether only texts with something to copy have proposals, and not all that share the pass.
-                Without proposals, the pass would be started ahead.
+        """Seconds that a proposal of some length adds to a pass, for each of the texts that have one: all that share
+        the pass, or with `only_copies` those with something to copy. Then the pass without proposals would be started
+        ahead.
         """
         verify, num_texts = self.verify, self.num_texts
         num_drafting, without_s = num_texts, verify(num_texts)
@@ -412,13 +380,11 @@ class Prices:
         return best
 
     def works_ahead(self, lookahead: int) -> bool:
-        """Whether drafting while the target verifies is worth more than it takes from the pass.
+        """Whether drafting while the target verifies is worth more than it takes from the pass, for proposals of
+        `lookahead` tokens, >= 1.
 
         Either way a round verifies as many tokens. A drafter that works ahead has the next proposal at a hit; one that
         does not drafts it after the verdict, with the whole device.
-
-        Args:
-            lookahead: drafted tokens of each proposal, >= 1.
         """
         if not (self.is_known and self.hit_rate.is_known) or self._num_rounds % TRIED_EVERY_ROUNDS < TRIED_ROUNDS:
             return True
@@ -447,14 +413,11 @@ class Prices:
         return num_steps * self.draft_s(num_texts, beside_target=False)
 
     def one_group_pays(self, num_texts: int, lookahead: int) -> bool:
-        """Whether texts of a fixed lookahead are faster if all are drafted for, and then verified in one pass.
+        """Whether `num_texts` texts, >= 2, of a fixed lookahead, >= 1, are faster if all are drafted for, and then
+        verified in one pass.
 
         Otherwise two groups alternate: one is drafted for while the other is verified, in a pass of half the rows. The
         answer depends on how much drafting slows down the pass beside it, and on what rows cost.
-
-        Args:
-            num_texts: >= 2.
-            lookahead: drafted tokens of each proposal, >= 1.
         """
         if not self.is_known:
             return False

@@ -30,12 +30,8 @@ class Purpose(enum.IntEnum):
 
 
 def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.array:
-    """A random key for one decision.
-
-    Args:
-        seed: of the session, in [0, 2**64).
-        position: absolute position of the token that it is for, >= 0; 0 is the prompt's first token.
-        trail: the hash of the text before the token (see `further`); 0 if that text does not matter.
+    """A random key for one decision about the token at an absolute position; 0 is the prompt's first. `trail` is the
+    hash of the text before the token (see `further`), or 0 if that text does not matter.
     """
     return mx.random.key(_number(seed, purpose, position, trail))
 

@@ -17,14 +17,10 @@ from protocol.wire import Codec
 
 @attrs.frozen
 class Beat:
-    """Says that the sender is alive. Sent both ways, also while a model works.
+    """Says that the sender is alive. Sent both ways, also while a model works."""
 
-    Attributes:
-        operation, seconds: the target's operation that the sender is in, and for how long; None if it waits for one.
-    """
-
-    operation: str | None = None
-    seconds: float = 0.0
+    operation: str | None = None  # of the target, which the sender is in; None if it waits for one
+    seconds: float = 0.0  # for how long
 
 
 @attrs.frozen
@@ -36,15 +32,11 @@ class Broken:
 
 @attrs.frozen
 class Hello:
-    """The first message of a rank, to rank 0.
-
-    Attributes:
-        versions: of the packages that must be the same on all ranks, by name.
-    """
+    """The first message of a rank, to rank 0."""
 
     rank: int
     size: int
-    versions: dict[str, str]
+    versions: dict[str, str]  # of the packages that must be the same on all ranks, by name
 
 
 @attrs.frozen
@@ -79,19 +71,12 @@ class Loaded:
 
 @attrs.frozen
 class Operation:
-    """An operation on the target, which each rank repeats.
+    """An operation on the target, which each rank repeats."""
 
-    Attributes:
-        name: of a method of the model, or of a sequence.
-        sequence: number of the sequence; None for the model.
-        arguments: of the method; sequences are given by their numbers.
-        texts: of the sequences that a pass reads, from before the pass.
-    """
-
-    name: str
-    sequence: int | None = None
-    arguments: tuple[Any, ...] = ()
-    texts: tuple[TextEntry, ...] = ()
+    name: str  # of a method of the model, or of a sequence
+    sequence: int | None = None  # number of the sequence; None for the model
+    arguments: tuple[Any, ...] = ()  # of the method; sequences are given by their numbers
+    texts: tuple[TextEntry, ...] = ()  # of the sequences that a pass reads, from before the pass
 
 
 @attrs.frozen

@@ -22,12 +22,9 @@ class ReplayDebt:
     _rent_s: float = attrs.field(default=0.0, init=False)
 
     def should_settle(self, num_pending: int, price: Callable[[float], float], seconds_per_token: float) -> bool:
-        """Decide whether this round feeds only committed tokens, and charge the round to the debt.
-
-        Args:
-            num_pending: committed tokens that must be fed again, >= 0, not counting the last committed one.
-            price: seconds of a pass, by rows.
-            seconds_per_token: what a committed token costs at present; a settling round commits one.
+        """Decide whether this round feeds only committed tokens, and charge the round to the debt. `num_pending` of
+        them must be fed again, without the last one. A settling round commits one token, which costs
+        `seconds_per_token` at present.
         """
         if num_pending == 0:
             self._rent_s = 0.0

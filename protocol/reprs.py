@@ -5,8 +5,7 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-# The most characters of a `__repr__`, and of a user's value in an error message.
-MAX_CHARACTERS = 200
+MAX_CHARACTERS = 200  # the most characters of a `__repr__`, and of a user's value in an error message
 
 
 class _Bounded(reprlib.Repr):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import attrs
 import mlx.core as mx
@@ -37,10 +37,7 @@ class TokenScore:
 
 
 def token_scores(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[TokenScore, ...]:
-    """The scores of tokens (n,) by the target's logits (n, V), with the `num_top` most probable ones, >= 0.
-
-    Costs a synchronisation.
-    """
+    """The scores of tokens (n,) by logits (n, V), with the `num_top` >= 0 likeliest. Costs a synchronisation."""
     greedy = mx.argmax(logits, axis=-1)
     rows = logits.astype(mx.float32)
     chosen = mx.take_along_axis(rows, mx.array(tuple(tokens))[:, None], axis=-1)
@@ -80,15 +77,8 @@ class ScoredToken:
     top_logprobs: tuple[TopLogprob, ...] = ()
 
     def __repr__(self) -> str:
-        shown: dict[str, Any] = {
-            "id": self.id,
-            "text": self.text,
-            "logprob": self.logprob,
-            "is_greedy": self.is_greedy,
-        }
-        if self.top_logprobs:
-            shown["top_logprobs"] = self.top_logprobs
-        return brief("ScoredToken", shown)
+        names = ["id", "text", "logprob", "is_greedy", *(["top_logprobs"] if self.top_logprobs else [])]
+        return brief("ScoredToken", {name: getattr(self, name) for name in names})
 
 
 @attrs.frozen

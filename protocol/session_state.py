@@ -121,27 +121,17 @@ class Commit:
 
 
 class SessionState:
-    """One actor's copy of a session's state.
-
-    Attributes:
-        opened: the message that began the session.
-        round: the round that is under way, from 0.
-        committed: the text so far, prompt included. It only ever grows.
-        outstanding: the proposal that awaits its verdict, or None.
-        rests_until: the first round after the last rest; 0 if there was none.
-        finish_reason: why the text ended, or None so far.
-        num_stale: messages that were dropped because their round was over.
-    """
+    """One actor's copy of a session's state."""
 
     def __init__(self, opened: Open) -> None:
-        self.opened = opened
+        self.opened = opened  # the message that began the session
         self.phase = SessionPhase.PROPOSING if opened.drafted else SessionPhase.UNDRAFTED
-        self.round = 0
-        self.committed: list[int] = list(opened.prompt)
-        self.outstanding: Proposal | None = None
-        self.rests_until = 0
-        self.finish_reason: FinishReason | None = None
-        self.num_stale = 0
+        self.round = 0  # the round that is under way, from 0
+        self.committed: list[int] = list(opened.prompt)  # the text so far, prompt included. It only ever grows.
+        self.outstanding: Proposal | None = None  # the proposal that awaits its verdict, or None
+        self.rests_until = 0  # the first round after the last rest; 0 if there was none
+        self.finish_reason: FinishReason | None = None  # why the text ended, or None so far
+        self.num_stale = 0  # messages that were dropped because their round was over
         bounds = [] if opened.context_length is None else [opened.context_length]
         if opened.settings.max_tokens is not None:
             bounds.append(len(opened.prompt) + opened.settings.max_tokens)

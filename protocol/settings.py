@@ -28,15 +28,12 @@ MAX_LOGPROBS = 128
 # `Settings`.
 MAX_ANSWER_TOKENS = 2**15
 MAX_STOP_LENGTH = 1000
-# Logits are divided by it. If it were smaller, they might overflow in float16.
-MIN_REPETITION_PENALTY = 0.01
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it. If it were smaller, they might overflow in float16.
 
-# Words in place of a draft model; a directory of such a name is "./ngram". Prompt lookup:
-NGRAM: Final = "ngram"
-# The MTP layer that a target's own files bring.
-MTP: Final = "mtp"
-# Whatever is on this disk and fits the target, or nothing.
-AUTO_DRAFT: Final = "auto"
+# Words in place of a draft model; a directory of such a name is "./ngram".
+NGRAM: Final = "ngram"  # prompt lookup
+MTP: Final = "mtp"  # the MTP layer that a target's own files bring
+AUTO_DRAFT: Final = "auto"  # whatever is on this disk and fits the target, or nothing
 DRAFT_WORDS: Final = (NGRAM, MTP, AUTO_DRAFT)
 
 _LARGEST = sys.float_info.max
@@ -220,9 +217,7 @@ class Settings:
     """
 
     max_tokens: int | None = attrs.field(
-        default=256,
-        validator=integer(1, or_none="no limit"),
-        metadata=option("N", _BASIC, short="-m"),
+        default=256, validator=integer(1, or_none="no limit"), metadata=option("N", _BASIC, short="-m")
     )
     temperature: float = attrs.field(
         default=0.0,
@@ -275,16 +270,10 @@ class Settings:
         metadata=option("N", _BASIC, fields=("thinking_token_budget", "thinking_budget_tokens")),
     )
     stop: tuple[str, ...] = attrs.field(
-        default=(),
-        converter=_strings_tupled,
-        validator=_strings,
-        metadata=option("TEXT", _ENDS),
+        default=(), converter=_strings_tupled, validator=_strings, metadata=option("TEXT", _ENDS)
     )
     stop_tokens: tuple[int, ...] = attrs.field(
-        default=(),
-        converter=_tupled,
-        validator=_ids,
-        metadata=option("IDS", _ENDS, fields=("stop_token_ids",)),
+        default=(), converter=_tupled, validator=_ids, metadata=option("IDS", _ENDS, fields=("stop_token_ids",))
     )
     ignore_eos: bool = attrs.field(default=False, validator=flag, metadata=option("", _ENDS))
     logit_bias: Mapping[int, float] = attrs.field(
@@ -297,9 +286,7 @@ class Settings:
         metadata=option("X", _PENALTIES, fields=("repeat_penalty",)),
     )
     repetition_context_size: int | None = attrs.field(
-        default=20,
-        validator=integer(1, or_none="the whole text"),
-        metadata=option("N", _PENALTIES),
+        default=20, validator=integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
     )
     presence_penalty: float | None = attrs.field(
         default=None,
@@ -325,9 +312,7 @@ class Settings:
     sampler: Sampler | None = attrs.field(default=None, validator=_sampler, metadata=option(in_requests=False))
     logprobs: int = attrs.field(default=0, validator=integer(0, MAX_LOGPROBS), metadata=option("N"))
     prefill_step_size: int | Literal["auto"] = attrs.field(
-        default="auto",
-        validator=integer(1, or_auto=True),
-        metadata=option("N", _BASIC, in_requests=False),
+        default="auto", validator=integer(1, or_auto=True), metadata=option("N", _BASIC, in_requests=False)
     )
     acceptance: Acceptance = attrs.field(
         default="auto",

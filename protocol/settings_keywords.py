@@ -10,10 +10,7 @@ from protocol.settings import Acceptance
 
 
 class SettingsArguments(TypedDict, total=False):
-    """The keyword arguments of `stream`, `generate` and others: those of `Settings`, which explains them.
-
-    Some have a wider type, which `Settings` converts.
-    """
+    """The keyword arguments of `stream` and others. `Settings` explains them, and converts those with a wider type."""
 
     max_tokens: int | None
     temperature: float

@@ -20,11 +20,9 @@ from protocol.session_state import Commit
 MIN_ROUNDS = 10
 MIN_PROPOSED = 30
 
-# A loss of a few per cent against plain decoding may be noise.
-MIN_SPEED_UP = 0.95
+MIN_SPEED_UP = 0.95  # a loss of a few per cent against plain decoding may be noise
 LOW_ACCEPTANCE = 0.3
-# Advice on rounds of one kind is given if they are more than this share of all rounds.
-MAX_SHARE_OF_ROUNDS = 0.8
+MAX_SHARE_OF_ROUNDS = 0.8  # advice on rounds of one kind is given if they are more than this share of all rounds
 
 
 # The key of a field's metadata for the function that combines the counters of two streams; by default they are added.

@@ -14,15 +14,10 @@ import attrs
 
 @attrs.define
 class TargetQueue:
-    """The rounds that were handed to the target and are not done, at most one a session.
+    """The rounds that were handed to the target and are not done, at most one a session."""
 
-    Attributes:
-        seconds: what a pass costs by its rows; 0 where that is not known.
-        max_batch: most rounds in one pass, >= 1.
-    """
-
-    seconds: Callable[[float], float] = lambda rows: 0.0
-    max_batch: int = 1
+    seconds: Callable[[float], float] = lambda rows: 0.0  # what a pass costs by its rows; 0 where that is not known
+    max_batch: int = 1  # most rounds in one pass, >= 1
     _waiting: dict[int, int] = attrs.field(factory=dict, init=False)  # by session: tokens to feed
     _running: dict[int, int] = attrs.field(factory=dict, init=False)
     _began_s: float = attrs.field(default=0.0, init=False)  # when the running pass began, or the last one ended

@@ -31,17 +31,11 @@ DTYPES: Final = {name: dtype.size for name, dtype in _MLX_DTYPES.items()}
 
 @attrs.frozen
 class Tensor:
-    """An array's bytes, which any thread may read.
+    """An array's bytes, which any thread may read."""
 
-    Attributes:
-        dtype: one of `DTYPES`.
-        shape: its dimensions, any number of them.
-        data: its elements in row-major order, little-endian: `prod(shape)` times `DTYPES[dtype]` bytes.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: memoryview
+    dtype: str  # one of `DTYPES`
+    shape: tuple[int, ...]  # its dimensions, any number of them
+    data: memoryview  # its elements in row-major order, little-endian: `prod(shape)` times `DTYPES[dtype]` bytes
 
     @classmethod
     def of(cls, array: mx.array) -> Tensor:
@@ -55,10 +49,8 @@ class Tensor:
     def array(self) -> mx.array:
         """The array, evaluated."""
         dtype = _MLX_DTYPES[self.dtype]
-        array = (
-            mx.array(cast(Any, self.data)).view(dtype).reshape(self.shape)
-            if len(self.data)
-            else mx.zeros(self.shape, dtype)
-        )
+        array = mx.zeros(self.shape, dtype)
+        if len(self.data) > 0:
+            array = mx.array(cast(Any, self.data)).view(dtype).reshape(self.shape)
         mx.eval(array)
         return array

@@ -23,11 +23,6 @@ class _Text:
         for token in tokens:
             self.checksums.append(zlib.crc32(token.to_bytes(8, "little", signed=True), self.checksums[-1]))
 
-    def settle(self) -> None:
-        """Read the pending tokens, which waits until they are computed."""
-        pending, self.pending = self.pending, []
-        self.add([cast(int, token.item()) for token in pending])
-
     @property
     def length(self) -> int:
         return len(self.checksums) - 1 + len(self.pending)
@@ -57,9 +52,7 @@ class TextLedger:
 
     def copy(self, sequence: int, other: int) -> None:
         """Begin another text with the same tokens."""
-        text = self._texts[sequence]
-        text.settle()
-        self._texts[other] = _Text(list(text.checksums))
+        self._texts[other] = _Text(list(self._settled(sequence).checksums))
 
     def close(self, sequence: int) -> None:
         """Forget a text."""
@@ -67,25 +60,25 @@ class TextLedger:
 
     def feed(self, sequence: int, tokens: Sequence[int]) -> None:
         """Add tokens to a text."""
-        text = self._texts[sequence]
-        text.settle()
-        text.add(tokens)
+        self._settled(sequence).add(tokens)
 
     def feed_later(self, sequence: int, token: mx.array) -> None:
         """Add a token that may not be computed yet, (1,); it is read when the text is looked at next."""
-        text = self._texts[sequence]
-        text.settle()
-        text.pending.append(token)
+        self._settled(sequence).pending.append(token)
 
     def cut(self, sequence: int, length: int) -> None:
         """Drop a text's tokens from a length on."""
-        text = self._texts[sequence]
-        if length < text.length:
-            text.settle()
-            del text.checksums[length + 1 :]
+        if length < self._texts[sequence].length:
+            del self._settled(sequence).checksums[length + 1 :]
 
     def entry(self, sequence: int) -> TextEntry:
         """The text of a sequence."""
-        text = self._texts[sequence]
-        text.settle()
+        text = self._settled(sequence)
         return TextEntry(sequence, text.length, text.checksums[-1])
+
+    def _settled(self, sequence: int) -> _Text:
+        """A text without pending tokens, which waits until they are computed."""
+        text = self._texts[sequence]
+        pending, text.pending = text.pending, []
+        text.add([cast(int, token.item()) for token in pending])
+        return text

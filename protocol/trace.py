@@ -15,18 +15,7 @@ if TYPE_CHECKING:
 Actor = Literal["target", "draft"]
 SpanKind = Literal["load", "warm-up", "probe", "open", "prefill", "draft", "verify", "decode", "close", "save"]
 InstantKind = Literal[
-    "open",
-    "proposal",
-    "verdict",
-    "hit",
-    "miss",
-    "rewind",
-    "rest",
-    "overdue",
-    "rejoin",
-    "withdraw",
-    "finish",
-    "cancel",
+    "open", "proposal", "verdict", "hit", "miss", "rewind", "rest", "overdue", "rejoin", "withdraw", "finish", "cancel"
 ]
 
 

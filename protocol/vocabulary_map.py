@@ -22,25 +22,17 @@ Tokenize = Callable[[Sequence[str]], Sequence[Sequence[int]]]
 
 @attrs.frozen(eq=False)
 class Vocabulary:
-    """The tokens of one model.
+    """The tokens of one model."""
 
-    Attributes:
-        size: width of the model's logits. Tokens with ids from there on are left out.
-        pieces: the bytes that each token adds to a text, special tokens left out. Of several tokens with the same
-            bytes, texts are written with the first.
-        special: the names of special tokens, such as "</s>".
-        ends: special tokens that end a text, the usual one first.
-        begin, adds_begin: the special token that begins a text, if any; whether texts are given to the model with it.
-        unknown: the token for text that no other token spells; None for none.
-    """
-
-    size: int
+    size: int  # width of the model's logits. Tokens with ids from there on are left out.
+    # The bytes that each token adds to a text, special tokens left out. Of several tokens with the same bytes, texts
+    # are written with the first.
     pieces: Mapping[int, bytes]
-    special: Mapping[int, str]
-    ends: tuple[int, ...] = ()
-    begin: int | None = None
-    adds_begin: bool = False
-    unknown: int | None = None
+    special: Mapping[int, str]  # the names of special tokens, such as "</s>"
+    ends: tuple[int, ...] = ()  # special tokens that end a text, the usual one first
+    begin: int | None = None  # the special token that begins a text, if any
+    adds_begin: bool = False  # whether texts are given to the model with it
+    unknown: int | None = None  # the token for text that no other token spells; None for none
 
     def by_bytes(self) -> dict[bytes, int]:
         """The token that each piece of text is written with."""
@@ -53,21 +45,13 @@ class Vocabulary:
 
 @attrs.frozen(eq=False)
 class VocabularyMap:
-    """How a draft model reads its target's tokens, and which of them it can propose.
+    """How a draft model reads its target's tokens, and which of them it can propose."""
 
-    Attributes:
-        shared: the draft model's token for each token of the target that it can propose; one to one.
-        readings: by id of the target, the draft model's tokens for it; at least one each.
-        begin: the draft model's token that every text begins with; None for none.
-        num_tokens: how many tokens the target has.
-        beginnings: for tokens of the draft model that the target lacks, the shared token of the target that their text
-            begins with.
-    """
-
-    shared: Mapping[int, int]
-    readings: tuple[tuple[int, ...], ...]
-    begin: int | None
-    num_tokens: int
+    shared: Mapping[int, int]  # the draft model's token for each token of the target that it can propose; one to one
+    readings: tuple[tuple[int, ...], ...]  # by id of the target, the draft model's tokens for it; at least one each
+    begin: int | None  # the draft model's token that every text begins with; None for none
+    num_tokens: int  # how many tokens the target has
+    # For tokens of the draft model that the target lacks, the shared token of the target that their text begins with.
     beginnings: Mapping[int, int] = attrs.Factory(dict)
 
     def __attrs_post_init__(self) -> None:
@@ -138,11 +122,7 @@ def _beginnings(target: Vocabulary, draft: Vocabulary, shared: Mapping[int, int]
 
 
 def _same_role(token: int, target: Vocabulary, draft: Vocabulary, by_name: Mapping[str, int]) -> int | None:
-    """The draft model's special token for one of the target's; None if there is none.
-
-    Args:
-        by_name: the draft model's special tokens.
-    """
+    """The special token of the draft model, all `by_name`, for one of the target's; None if there is none."""
     named = by_name.get(target.special[token])
     # A token of the same name may end texts in one model only, and then has another role in the other.
     if named is not None and (named in draft.ends) == (token in target.ends):

@@ -19,15 +19,13 @@ from protocol.tensor import DTYPES, Tensor
 
 # A longer message is nonsense. Hidden states of a long prompt, and caches of a long text, are large.
 MAX_MESSAGE_BYTES = 2**32
-# Longer messages go in parts, each of which gets through within the timeout of a connection.
-MAX_FRAME_BYTES = 2**20
+MAX_FRAME_BYTES = 2**20  # longer messages go in parts, each of which gets through within the timeout of a connection
 
 # A frame's length, and whether it is a part of a long message. The part after the last one is empty.
 _LENGTH = struct.Struct("!I")
 _IS_PART = 2**31
 
-# The key of an object that stands for a tensor in the line of JSON.
-_TENSOR = "__tensor__"
+_TENSOR = "__tensor__"  # the key of an object that stands for a tensor in the line of JSON
 # What the functions that read a message raise if it is malformed.
 _MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError)
 
@@ -134,13 +132,9 @@ class Codec(Generic[M]):
         not_sent: Collection[str] = (),
         names: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare the forms of all fields.
-
-        Args:
-            where: where such messages are sent, in the words of an error.
-            forms: forms of types that are not records of simple types.
-            not_sent: names of fields that stay here; the other end has their defaults.
-            names: what names in annotations stand for if their modules do not have them at run time.
+        """Prepare the forms of all fields: `forms` of types that are no records of simple types. Errors say `where`
+        messages are sent. Fields that are `not_sent` have their defaults at the other end. `names` are what names in
+        annotations stand for if their modules do not have them at run time.
         """
         self._where, self._not_sent, self._names = where, not_sent, dict(names or {})
         self._simple: dict[Any, Form] = {**_SIMPLE, **forms}

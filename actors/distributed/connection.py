@@ -11,8 +11,7 @@ from contextlib import nullcontext
 from protocol.rank_messages import RankMessage, decode, encode
 from protocol.wire import Frames
 
-# Longest first message of a rank, before it is known to be one.
-MAX_FIRST_BYTES = 64 * 1024
+MAX_FIRST_BYTES = 64 * 1024  # longest first message of a rank, before it is known to be one
 
 
 class Connection:

@@ -22,21 +22,14 @@ from protocol.rank_messages import CloseTarget, ForDrafter, RankMessage
 
 
 class DraftRankLink:
-    """One end of the link; see `Link`. The group's thread receives, and watches the other rank's heartbeats.
-
-    Attributes:
-        rank: at the other end.
-        name: of the rank.
-        error: why the drafter is lost; None while it is not.
-        is_over: set once that rank is lost, or has closed the target.
-        has_closed_target: whether that rank has closed the target. What it sends from then on is about the next one.
-    """
+    """One end of the link; see `Link`. The group's thread receives, and watches the other rank's heartbeats."""
 
     def __init__(self, rank: int, connection: Connection, *, drop: Callable[[], None] = lambda: None) -> None:
         """Use a connection of the group's, in trio's thread. `drop` is called, in any thread, once it is broken."""
-        self.rank = rank
-        self.name = f"rank {rank}"
-        self.is_over = trio.Event()
+        self.rank = rank  # at the other end
+        self.name = f"rank {rank}"  # of the rank
+        self.is_over = trio.Event()  # set once that rank is lost, or has closed the target
+        # Whether that rank has closed the target. What it sends from then on is about the next one.
         self.has_closed_target = False
         self._connection = connection
         self._drop = drop
@@ -44,7 +37,7 @@ class DraftRankLink:
         self._sending, self._unsent = trio.open_memory_channel[bytes](math.inf)
         self._putting, self._arrived = trio.open_memory_channel[bytes](math.inf)
         self._lock = threading.Lock()
-        self.error: RankError | None = None
+        self.error: RankError | None = None  # why the drafter is lost; None while it is not
         self._is_closed = False
 
     def send(self, data: bytes) -> None:

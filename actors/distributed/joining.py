@@ -14,10 +14,8 @@ from actors.remote.link import SILENCE_S
 from protocol.errors import ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Broken, Hello, Welcome
 
-# Longest wait for the other ranks to start, in seconds.
-JOIN_TIMEOUT_S = 60.0
-# Pause between two attempts to reach rank 0, in seconds.
-RETRY_S = 0.1
+JOIN_TIMEOUT_S = 60.0  # longest wait for the other ranks to start, in seconds
+RETRY_S = 0.1  # pause between two attempts to reach rank 0, in seconds
 
 _PACKAGES = ("outrider", "mlx", "mlx-lm")
 
@@ -60,11 +58,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-# --- rank 0 ---------------------------------------------------------------------------------------
-
-
 def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> dict[int, Connection]:
-    """Wait for all other ranks, and welcome them."""
     try:
         listener = _listener(address)
     except OSError as error:
@@ -130,9 +124,6 @@ def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, 
             raise RankError(
                 f"rank {message.rank} has {package} {other}, rank 0 has {own_version}; install the same version on all"
             )
-
-
-# --- the others -----------------------------------------------------------------------------------
 
 
 def _reach(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> Connection:

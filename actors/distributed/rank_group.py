@@ -25,8 +25,7 @@ from protocol.rank_messages import Beat, Broken, RankMessage
 
 logger = logging.getLogger("outrider")
 
-# Longest time that MLX may take to connect ranks that are all there, in seconds.
-CONNECT_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 60.0  # longest time that MLX may take to connect ranks that are all there, in seconds
 # How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
 GRACE_S = 1.0
 LATE = "has not ended in time: the ranks wait for each other"
@@ -298,7 +297,6 @@ class RankGroup:
         return None if link is None or rank != link.rank or link.has_closed_target else link
 
     def _drop(self, rank: int) -> None:
-        """Stop using a connection."""
         with self._lock:
             # A new mapping, since other threads may be going through the old one.
             connections = dict(self._connections)

@@ -32,15 +32,12 @@ from protocol.text_ledger import TextLedger
 
 
 class Announcer:
-    """Sends the operations of one target from rank 0 to the others; on these, it only keeps the ledger, as on rank 0.
-
-    Attributes:
-        unused_states: numbers of states that the other ranks need not keep any more; any thread may add some.
-    """
+    """Sends the operations of one target from rank 0 to the others. On these, it only keeps the ledger."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.ledger = TextLedger()
+        # Numbers of states that the other ranks need not keep any more; any thread may add some.
         self.unused_states: deque[int] = deque()
         self._numbers = count()
         self._is_inside = False
@@ -64,16 +61,12 @@ class Announcer:
         reads: Sequence[int] = (),
         holds_back: bool = False,
     ) -> Iterator[bool]:
-        """Announce the operation that the block runs. What that calls in turn is not announced: each rank calls it.
+        """Announce the operation that the block runs; see `Operation`. What that calls in turn is not announced: each
+        rank calls it. `reads` are the sequences that a pass reads. With `holds_back`, the announcement may wait for the
+        next one.
 
-        Args:
-            name, sequence, arguments: see `Operation`.
-            reads: the sequences that a pass reads.
-            holds_back: whether the announcement may wait, to be sent with the next one.
-
-        Yields: whether this is the outermost operation.
-        Raises: RankError: the group is broken, or the operation has failed, which breaks it: the other ranks have done
-            their part.
+        Yields: whether this is the outermost operation. Raises: RankError: the group is broken, or the operation has
+        failed, which breaks it: the other ranks have done their part.
         """
         if self._is_inside:
             yield False
@@ -340,10 +333,7 @@ def _number(sequence: Any) -> int:
 
 
 class FollowingModel:
-    """The target at a rank other than 0, and its sequences by their numbers: repeats what rank 0 announces.
-
-    To be used on the model's thread.
-    """
+    """The target on another rank's model thread, and its sequences by number: repeats what rank 0 announces."""
 
     def __init__(self, model: ShardedModel, group: RankGroup) -> None:
         self._model = model
@@ -454,10 +444,7 @@ class FollowingModel:
         return None
 
     def _received_state(self, tokens: tuple[int, ...]) -> SequenceState:
-        """The part of a saved text that rank 0 sends to this rank.
-
-        Raises: MisfitError: it is not a part of this model.
-        """
+        """The part of a saved text that rank 0 sends to this rank. Raises: MisfitError: it is not one of this model."""
         record = receive_record(self._group)
         saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
         if saved != self._identity:

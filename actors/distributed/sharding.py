@@ -23,17 +23,14 @@ from actors.mlx.cache_options import CacheOptions
 from protocol.errors import ModelError
 from protocol.tensor import Tensor
 
-# What is sampled of each file of weights.
-_NUM_BLOCKS, _BLOCK_BYTES = 16, 4096
+_NUM_BLOCKS, _BLOCK_BYTES = 16, 4096  # what is sampled of each file of weights
 
-# Families whose `shard` repeats key-value heads if there are fewer of them than ranks.
-_REPEATS_HEADS = ("qwen3_5",)
+_REPEATS_HEADS = ("qwen3_5",)  # families whose `shard` repeats key-value heads if there are fewer of them than ranks
 
 # Attribute of a model that was sharded in place: digests of its weights from before that, by name.
 _SHARDED = "_outrider_sharded"
 
-# The beginning of the names of classes whose calls submit their collectives.
-_ORDERED = "Ordered"
+_ORDERED = "Ordered"  # the beginning of the names of classes whose calls submit their collectives
 
 # Whether they do at the moment, in this thread.
 _submits = ContextVar("outrider_submits", default=True)
@@ -52,13 +49,11 @@ def load_shard(
     path_or_hub_id: str | Path, group: mx.distributed.Group, find_folder: Callable[[], Path | None], **options: Any
 ) -> Shard:
     """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline if the model supports only that.
-
-    Args:
-        find_folder: returns where the files are, once they are loaded.
-        **options: of `mlx_lm.utils.sharded_load`.
+    `find_folder` returns where the files are, once they are loaded; the options are those of
+    `mlx_lm.utils.sharded_load`.
 
     Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises, also if the model
-        supports neither.
+    supports neither.
     """
     model, tokenizer = sharded_load(str(path_or_hub_id), **options)
     folder = find_folder()
@@ -122,9 +117,6 @@ def _check_heads(named: str, config: dict[str, Any], size: int) -> None:
             )
 
 
-# --- passes in order ------------------------------------------------------------------------------
-
-
 def _in_order(model: Module) -> Module:
     """Have each pass of the model submit its collectives when it is called.
 
@@ -166,9 +158,6 @@ def never_computed() -> Iterator[None]:
         _submits.reset(token)
 
 
-# --- what ranks compare ---------------------------------------------------------------------------
-
-
 def _kinds(model: Module) -> dict[str, str]:
     """The kinds of caches. Stages of a pipeline with different ones would rewind to different lengths."""
     kinds = {kind_of(layer).name(layer) for layer in CacheOptions().make_cache(model)}
@@ -182,7 +171,6 @@ def _digest(weight: mx.array) -> str:
 
 
 def _parts_of_files(folder: Path) -> dict[str, str]:
-    """Digests of a model's configuration, and of blocks of its files of weights."""
     parts = {}
     for path in sorted([*folder.glob("config.json"), *folder.glob("*.safetensors")]):
         size = path.stat().st_size

@@ -5,6 +5,5 @@
   in `draft_steps`.
 * `lookup_actor`: drafts without a model, by prompt lookup in the session's own text.
 
-A new drafter goes here, as a subclass of `Drafter` in a module of its own, with its jobs in a module beside it. A
-trained head that reads the target's hidden states is such a drafter.
+A new actor that drafts goes here, as a subclass of `Drafter`.
 """

@@ -14,8 +14,7 @@ import numpy as np
 
 from protocol.copying import MAX_MATCH, Copied
 
-# Occurrences of a match that are considered, the newest ones.
-MAX_OCCURRENCES = 8
+MAX_OCCURRENCES = 8  # occurrences of a match that are considered, the newest ones
 
 
 class CopySearch:
@@ -36,13 +35,9 @@ class CopySearch:
 
     def lookup(self, num_tokens: int, beyond: Sequence[int] = (), *, shortest: int = 1) -> Iterator[Copied]:
         """What followed most often, or else most recently, where the text's longest suffix occurred before; by token.
+        Drafted tokens `beyond` the text count as its end. A match has at least `shortest` tokens.
 
         If a continuation reaches the end of the text, it begins again, as if the text repeated itself.
-
-        Args:
-            num_tokens: how many tokens are wanted.
-            beyond: drafted tokens after the text, as if they were its end.
-            shortest: the fewest tokens that make a match, >= 1.
         """
         self._tokens.extend(beyond)
         length, ends = self._occurrences()

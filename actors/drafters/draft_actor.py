@@ -15,11 +15,7 @@ import outcome
 
 from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
-from actors.drafters.draft_steps import (
-    Drafted,
-    DraftInput,
-    DraftSteps,
-)
+from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
 from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CacheLostError, Model
@@ -40,23 +36,15 @@ from protocol.session_state import SessionPhase
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
-# Most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
-MAX_ROWS = 32
-# With at least this many sessions, each begins with a rest in which its prompt is not read.
-MANY_TEXTS = 4
+MAX_ROWS = 32  # most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
+MANY_TEXTS = 4  # with at least this many sessions, each begins with a rest in which its prompt is not read
 # A rest is prolonged this many rounds before its end, so that the target can decode a pass ahead all the time.
 PROLONG_BEFORE_END = 2
-# Rounds that are left to the target if a drafter has no features to read the prompt with.
-ROUNDS_WITHOUT_FEATURES = 2
+ROUNDS_WITHOUT_FEATURES = 2  # rounds that are left to the target if a drafter has no features to read the prompt with
 
 
 class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
-    """Drafts one token a step, for all sessions that can share the step.
-
-    Attributes:
-        chains: whether a step is launched before the token that it starts from is read back. None: on a GPU, which
-            computes while the next step is prepared, and on a CPU while no other model computes.
-    """
+    """Drafts one token a step, for all sessions that can share the step."""
 
     name = "draft"
     rest_rounds, max_rest_rounds = 8, 64
@@ -77,16 +65,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         max_batch: int = MAX_BATCH,
         max_drawn_from: int | None = None,
     ) -> None:
-        """As `ModelActor`, and:
+        """As `ModelActor`. `make_policy` makes the policy of each session; `target_queue` is None if the target has
+        only one. At most `max_batch` sessions share one pass. For `max_drawn_from`, see `DraftSteps`.
 
-        Args:
-            target: the target's mailbox.
-            target_vocab_size: the width of its logits.
-            make_policy: makes the policy that decides how far a session is drafted ahead.
-            target_queue: the passes that wait and run at the target; None if it has only one session.
-            chains: see the class.
-            max_batch: most sessions that share one pass, >= 1.
-            max_drawn_from: see `DraftSteps`.
+        `chains` says whether a step is launched before the token that it starts from is read back. None: on a GPU,
+        which computes while the next step is prepared, and on a CPU while no other model computes.
         """
         super().__init__(
             model, worker, on_event, prices, pass_price=prices.draft_alone, prefix_cache_bytes=prefix_cache_bytes
@@ -106,18 +89,16 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
 
     @property
     def is_alive(self) -> bool:
-        """See `Actor.is_alive`. Also False while a job hangs, or the target has stopped waiting for a proposal."""
-        return super().is_alive and not self._is_late_or_hanging()
-
-    def _is_late_or_hanging(self) -> bool:
-        return self.worker.is_hanging or any(session.is_late for session in list(self._sessions.values()))
+        """Also False while a job hangs, or the target has stopped waiting for a proposal."""
+        any_is_late = any(session.is_late for session in list(self._sessions.values()))
+        return super().is_alive and not (self.worker.is_hanging or any_is_late)
 
     def _new_session(self, shared: Session) -> DraftSession:
         policy = self._make_policy(shared.opened.settings, self.prices)
         return DraftSession(shared, self.model.context_length, policy, self._target_vocab_size)
 
     def close_session(self, message: Close) -> None:
-        """See `Actor.close_session`. Earlier messages are taken in first: a verdict may add to the text to be kept."""
+        """Earlier messages are taken in first: a verdict may add to the text that is kept."""
         self.take_messages()
         super().close_session(message)
 
@@ -171,7 +152,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return task, chosen
 
     async def _work(self, task: Task, sessions: Sequence[DraftSession]) -> None:
-        """Do a job, and have its sessions looked at again."""
         if not task.is_brief:
             self._num_jobs += 1
         num_cached = len(sessions[0].cached_tokens)
@@ -242,11 +222,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._rest(session)
 
     def _rests_on(self, session: DraftSession, num_rounds: int) -> bool:
-        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first.
-
-        Args:
-            num_rounds: see `Policy.should_rest_on`.
-        """
+        """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first."""
         if session.policy.should_rest_on(session.num_behind, num_rounds):
             return True
         session.catches_up = session.num_behind > MAX_UNREAD
@@ -255,7 +231,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
     # --- the jobs ---------------------------------------------------------------------------------
 
     async def _prepare(self, session: DraftSession, task: Task) -> None:
-        """Open a session's cache, or read some of its text."""
         read: Job[Any] | None = None
         match task:
             case Task.OPEN:
@@ -339,10 +314,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             draft_budget = session.policy.draft_budget(view, node)
         history = session.shared.logits_pipeline.history(session.state.committed, session.tree.path(node))
         start = DraftInput(plan, node.trail, history, draft_budget)
-        state = session.state
-        return DraftPart(
-            session.id, self._draft_steps(session), start, (state.round, state.phase), alone=session.goes_alone
-        )
+        decided_in = session.state.round, session.state.phase
+        return DraftPart(session.id, self._draft_steps(session), start, decided_in, alone=session.goes_alone)
 
     def _draft_steps(self, session: DraftSession) -> DraftSteps:
         assert session.sequence is not None
@@ -370,7 +343,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return now_s + alone_s, now_s + beside_target_s
 
     def _on_step(self, job: Job[Any], results: PartResults, goes_on: bool) -> None:
-        """Apply the results of a draft step."""
         self._price(job, results)
         num_going_on = sum(result.continues for result in results) if goes_on else 0
         next_ends_s = self._step_ends_s(num_going_on) if num_going_on else None
@@ -401,11 +373,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 return
 
     def _drafted(self, session: DraftSession, result: PartResult, next_ends_s: tuple[float, float] | None) -> None:
-        """Add the guess of a finished draft step to the tree. The step that follows it drafts after that guess.
-
-        Args:
-            next_ends_s: see `_step_ends_s`; None if no step follows.
-        """
+        """Add the guess of a finished step to the tree. The next step, if one follows, drafts after that guess."""
         part, drafted = result.part, result.outcome.unwrap()
         node, part.node = part.node, None
         next_node: Node | None = None
@@ -417,9 +385,9 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             session.goes_alone = False
             # A verdict may have dropped the node from the tree meanwhile.
             if node is not None and node.alive:
-                choice = session.tree.expand(node, session.calibrated(drafted.guess))
+                choice = session.tree.expand(node, session.policy.drafted(drafted.guess))
                 session.force_after(choice)
-                # A copied token may have been drafted after before it was drafted itself.
+                # The model may have been run on this token already, when it was in the tree as a copy.
                 next_node = None if choice.is_expanded else choice
         if next_ends_s is None:
             session.part = None
@@ -448,12 +416,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         elif sessions and not isinstance(error.__cause__, CacheLostError):
             self._most_together = self._steps.num_shared  # the size was not the cause
             self._give_up(sessions[0], error)
-
-    def _interrupt(self, session: DraftSession) -> None:
-        """End a session's part in the draft steps after the running one."""
-        if session.part is not None:
-            session.part.is_interrupted = True
-        self._end_if_nobody_goes_on()
 
     def _end_if_nobody_goes_on(self) -> None:
         parts = (each.part for each in self._running)
@@ -486,18 +448,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
             return 0.0
         if session.state.phase is not SessionPhase.VERIFYING:
             return self._target_queue.remaining_s(now_s)
-        if self._other_sessions_wait(session):
+        others = (other for other in self._sessions.values() if other is not session)
+        if any(other.state.phase is SessionPhase.PROPOSING and other.is_ready for other in others):
             # Their proposals come first: they are sure to be of use, and keep the target busy.
             return math.inf
         return self._target_queue.others_s(session.id)
-
-    def _other_sessions_wait(self, session: DraftSession) -> bool:
-        """Whether the target waits for the proposal of another session."""
-        return any(
-            other.state.phase is SessionPhase.PROPOSING and other.is_ready
-            for other in self._sessions.values()
-            if other is not session
-        )
 
     def _reconsider(self, session: DraftSession) -> None:
         """End the draft steps that are under way if the policy now wants to draft after another node.
@@ -507,7 +462,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         if (part := session.part) is None or part.is_interrupted:
             return
         if part.node is None or part.node is not self._next_expansion(session):
-            self._interrupt(session)
+            part.is_interrupted = True
+            self._end_if_nobody_goes_on()
 
     async def _catch_up(self, session: DraftSession) -> None:
         """Read what the target committed in a rest, and calibrate with what the drafter would have guessed."""
@@ -583,7 +539,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         self._reconsider(session)
 
     def _receive_verdict(self, session: DraftSession, verdict: Verdict | Rested) -> None:
-        """Advance over a verdict's commit, and begin the drafter's turn."""
         was_resting, proposal = session.state.phase is SessionPhase.RESTING, session.state.outstanding
         if (commit := self._follow(session, verdict)) is None:
             return

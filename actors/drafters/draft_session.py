@@ -20,38 +20,28 @@ from protocol.settings import MAX_LOOKAHEAD
 
 
 class DraftSession(DrafterSession):
-    """The state of one session at a draft model.
-
-    Attributes:
-        context_length: of the draft model; see `Model.context_length`.
-        only_copies: whether the model rests because drafting does not pay, and only copied tokens are proposed.
-        can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
-            only one token beyond them is guessed.
-        has_read_prompt: whether the cache has held all of the prompt that is read without logits.
-        has_lost_tokens: whether the cache has lost some of the text because a shared pass has failed.
-        catches_up: whether the drafter is to read, during a rest, what the target has committed.
-        was_prompt_cached: whether the target had the whole prompt cached, and so has no features of it.
-        begins_with_rest: whether it begins with a rest, in which its prompt is not read; None until that is decided.
-        task: the next job for it, as of the last look; None for none until something changes.
-        node: the node to draft after next, as of the last look.
-        part: its part in the draft steps under way; None between them.
-        goes_alone: whether its next draft step is its own, because one that it shared has failed.
-        since, num_read_before: how many jobs the drafter had done, and tokens it had read, when `task` arose.
-    """
+    """The state of one session at a draft model."""
 
     def __init__(self, shared: Session, context_length: int | None, policy: Policy, target_vocab_size: int) -> None:
         super().__init__(shared, policy, target_vocab_size, has_model=True)
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
-        self.context_length = context_length
+        self.context_length = context_length  # of the draft model; see `Model.context_length`
+        # Whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and only one token
+        # beyond them is guessed.
         self.can_look_ahead = True
-        self.has_read_prompt = self.has_lost_tokens = self.catches_up = False
+        self.has_read_prompt = False  # whether the cache has held all of the prompt that is read without logits
+        self.has_lost_tokens = False  # whether the cache has lost some of the text because a shared pass has failed
+        self.catches_up = False  # whether the drafter is to read, during a rest, what the target has committed
+        # Whether the model rests because drafting does not pay, and only copied tokens are proposed.
         self.only_copies = False
-        self.was_prompt_cached = False
+        self.was_prompt_cached = False  # whether the target had the whole prompt cached, and so has no features of it
+        # Whether it begins with a rest, in which its prompt is not read; None until that is decided.
         self.begins_with_rest: bool | None = None
-        self.task: Task | None = None
-        self.node: Node | None = None
-        self.part: DraftPart | None = None
-        self.goes_alone = False
+        self.task: Task | None = None  # the next job for it, as of the last look; None for none until something changes
+        self.node: Node | None = None  # the node to draft after next, as of the last look
+        self.part: DraftPart | None = None  # its part in the draft steps under way; None between them
+        self.goes_alone = False  # whether its next draft step is its own, because one that it shared has failed
+        # How many jobs the drafter had done, and tokens it had read, when `task` arose.
         self.since = self.num_read_before = 0
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
@@ -82,7 +72,6 @@ class DraftSession(DrafterSession):
             self._given.clear()
 
     def notice_loss(self) -> bool:
-        """See `ActorSession.notice_loss`."""
         was_lost = super().notice_loss()
         self.has_lost_tokens = self.has_lost_tokens or was_lost
         return was_lost
@@ -157,10 +146,8 @@ class DraftSession(DrafterSession):
         return self.policy.expansion(self.view(now_s, queue_slack_s))
 
     def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
-        """The proposal to send now, or None to draft on, or if it is not the drafter's turn.
-
-        Args:
-            is_due: whether to propose what has been drafted by now, even if that is nothing.
+        """The proposal to send now, or None to draft on, or if it is not the drafter's turn. If it is due, what has
+        been drafted by now, even if that is nothing.
         """
         if self.state.phase is not SessionPhase.PROPOSING or not (self.is_ready or self.is_late):
             return None
@@ -195,12 +182,7 @@ class DraftSession(DrafterSession):
             else:
                 self.policy.calibration.observe_unjudged(raw)
 
-    def calibrated(self, guess: Guess) -> Guess:
-        """A guess with the confidence that the calibration gives it."""
-        return self.policy.drafted(guess) if isinstance(self.policy, AutoPolicy) else guess
-
     def view(self, now_s: float, queue_slack_s: float = 0.0, *, may_draft: bool = True) -> PolicyView:
-        """See `DrafterSession.view`."""
         view = super().view(now_s, queue_slack_s, may_draft=may_draft)
         if (part := self.part) is None:
             return view

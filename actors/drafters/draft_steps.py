@@ -28,19 +28,12 @@ from protocol.settings import Settings
 
 @attrs.frozen
 class DraftInput:
-    """What one draft step starts from.
+    """What one draft step starts from."""
 
-    Attributes:
-        plan: how to bring the cache in line with the text that the drafted token comes after.
-        trail: hash of that text; see `protocol.randomness.further`.
-        history: the end of that text.
-        budget: how far to go on without asking the policy.
-    """
-
-    plan: FeedPlan
-    trail: int
-    history: TokenHistory
-    budget: DraftBudget
+    plan: FeedPlan  # how to bring the cache in line with the text that the drafted token comes after
+    trail: int  # hash of that text; see `protocol.randomness.further`
+    history: TokenHistory  # the end of that text
+    budget: DraftBudget  # how far to go on without asking the policy
 
     @property
     def position(self) -> int:
@@ -48,12 +41,8 @@ class DraftInput:
         return self.plan.keep + len(self.plan.feed)
 
     def following(self, token: int, feed: tuple[int, ...], budget: DraftBudget) -> DraftInput:
-        """The input of the step that drafts after this one's token.
-
-        Args:
-            token: that was drafted.
-            feed: the token, or nothing if it was fed already.
-            budget: that is left.
+        """The input of the step after this one's token, which is fed unless it was already, with the budget that is
+        left.
         """
         plan = FeedPlan(self.position + 1 - len(feed), feed)
         return DraftInput(plan, further(self.trail, token), self.history.appended(token), budget)
@@ -61,45 +50,30 @@ class DraftInput:
 
 @attrs.frozen
 class Drafted:
-    """What came of one draft step.
+    """What came of one draft step."""
 
-    Attributes:
-        guess: the drafter's choice. None if nothing was fed, because the cache could only restore a checkpoint, or
-            could not drop uncommitted tokens again.
-        fed: what was done to the cache. Includes the choice if the step after it was launched.
-        can_look_ahead: whether the cache could take an uncommitted token now, and drop it again.
-        num_lost: tokens that the cache was to keep, and has lost with the checkpoint.
-    """
-
+    # The drafter's choice. None if nothing was fed, because the cache could only restore a checkpoint, or could not
+    # drop uncommitted tokens again.
     guess: Guess | None
-    fed: FeedPlan
-    can_look_ahead: bool
-    num_lost: int = 0
+    fed: FeedPlan  # what was done to the cache. Includes the choice if the step after it was launched.
+    can_look_ahead: bool  # whether the cache could take an uncommitted token now, and drop it again
+    num_lost: int = 0  # tokens that the cache was to keep, and has lost with the checkpoint
 
 
 @attrs.frozen
 class DraftSteps:
-    """Draft steps in a row: the first drafts after a text, each of the others after the choice of the one before.
-
-    Attributes:
-        sequence: the draft model's cache of this session.
-        settled: length of the committed text. The text to draft after may go beyond it.
-        shared: the session.
-        vocab_size: the width of the target's logits. Ids beyond it are not drafted: they only pad the draft model's
-            embedding.
-        clock: returns seconds.
-        chains: see `DraftActor`.
-        max_drawn_from: unless the rule is match, tokens are drawn from this many of the likeliest ones; None for all.
-            The rules are exact for any distribution that the token was really drawn from, and a distribution of few
-            tokens is short to send to another process.
-    """
+    """Draft steps in a row: the first drafts after a text, each of the others after the choice of the one before."""
 
     sequence: CachedSequence
-    settled: int
+    settled: int  # length of the committed text. The text to draft after may go beyond it.
     shared: Session
+    # The width of the target's logits. Ids beyond it are not drafted: they only pad the draft model's embedding.
     vocab_size: int
-    clock: Callable[[], float]
-    chains: bool | None
+    clock: Callable[[], float]  # returns seconds
+    chains: bool | None  # see `DraftActor`
+    # Unless the rule is match, tokens are drawn from this many of the likeliest ones; None for all. The rules are exact
+    # for any distribution that the token was really drawn from, and a distribution of few tokens is short to send to
+    # another process.
     max_drawn_from: int | None = None
 
     def begin(self, start: DraftInput) -> Step[Drafted]:
@@ -257,23 +231,16 @@ class DraftSteps:
 
 @attrs.frozen
 class LazyGuesses:
-    """Guesses at the next tokens of n sessions, which may not be computed yet.
+    """Guesses at the next tokens of n sessions, which may not be computed yet."""
 
-    Attributes:
-        choices: (n,) the drafter's choice for each session.
-        confidences: (n,) its confidence in each.
-        logit_check: of the draft model's own rows.
-        probs: the distribution that the choice was drawn from, (V,) or sparse; None under the match rule. n is 1.
-        staleness: of each session; see `Guess`. None if all are 0.
-        acceptance: (n,) the drafter's own estimate of how likely its choice is accepted, used as its confidence in it;
-            None if it makes none. It does not depend on which token is chosen.
-    """
-
-    choices: mx.array
-    confidences: mx.array
-    logit_check: LogitCheck
+    choices: mx.array  # (n,) the drafter's choice for each session
+    confidences: mx.array  # (n,) its confidence in each
+    logit_check: LogitCheck  # of the draft model's own rows
+    # The distribution that the choice was drawn from, (V,) or sparse; None under the match rule. n is 1.
     probs: Distribution | None = None
-    staleness: Sequence[int] | None = None
+    staleness: Sequence[int] | None = None  # of each session; see `Guess`. None if all are 0.
+    # (n,) the drafter's own estimate of how likely its choice is accepted, used as its confidence in it; None if it
+    # makes none. It does not depend on which token is chosen.
     acceptance: mx.array | None = None
 
     def of(self, sequences: Sequence[CachedSequence]) -> LazyGuesses:
@@ -318,12 +285,8 @@ def guesses_by_match(
 
 
 def guesses_together(steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]) -> LazyGuesses:
-    """Guesses for sessions of one kind (`DraftSteps.kind`), as one set of array operations; each as if it were alone.
-
-    Args:
-        steps: of the sessions.
-        logits: (1, V) of the draft model after each.
-        positions: of the tokens that come next.
+    """Guesses for sessions of one kind (`DraftSteps.kind`) at the positions that come next, from (1, V) logits of each,
+    as one set of array operations; each as if it were alone.
     """
     first, shared = steps[0], steps[0].shared
     rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]

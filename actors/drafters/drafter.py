@@ -31,8 +31,7 @@ logger = logging.getLogger("outrider")
 # A drafter that only copies rests after this many rounds in a row without a copy. In a rest, the target goes on without
 # waiting for an answer, but the next proposal may come a little late.
 MAX_IDLE_ROUNDS = 8
-# A session counts as having something to copy if the first copied token is at least this likely.
-LIKELY = 0.5
+LIKELY = 0.5  # a session counts as having something to copy if the first copied token is at least this likely
 
 MakePolicy = Callable[[Settings, Prices], Policy]
 
@@ -43,21 +42,7 @@ def policy_by_settings(settings: Settings, prices: Prices, work_ahead: WorkAhead
 
 
 class DrafterSession(ActorSession):
-    """The state of one session at a drafter.
-
-    Attributes:
-        policy: decides how far to draft and what to propose.
-        search: finds earlier occurrences of the text's end; None if nothing is copied.
-        forced: what the text's grammar forces; None without one.
-        target_vocab_size: the width of the target's logits.
-        has_model: whether it can go on where a copy ends.
-        tree: the guesses that continue the committed text.
-        standing: whether the target waits for its proposals.
-        is_leaving: whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-        num_rested: rounds of the last rest.
-        num_idle_rounds: rounds in a row in which the target judged no copied token.
-        verdict_due_s: when the verdict on the last proposal was expected, in seconds on the actors' clock.
-    """
+    """The state of one session at a drafter."""
 
     def __init__(
         self, shared: Session, policy: Policy, target_vocab_size: int, *, has_model: bool, grammar_only: bool = False
@@ -65,17 +50,23 @@ class DrafterSession(ActorSession):
         """Of a session that has just begun; with `grammar_only`, nothing is copied."""
         super().__init__(shared)
         opened = shared.opened
-        self.policy = policy
-        self.target_vocab_size = target_vocab_size
-        self.has_model = has_model
-        self.search = self._new_search() if self.copies and not grammar_only else None
+        self.policy = policy  # decides how far to draft and what to propose
+        self.target_vocab_size = target_vocab_size  # the width of the target's logits
+        self.has_model = has_model  # whether it can go on where a copy ends
+        # Nothing is copied if the user has fixed the lookahead of a draft model.
+        copies = not grammar_only and (not has_model or isinstance(policy, AutoPolicy))
+        self.search = self._new_search() if copies else None
         processors = opened.settings.logits_processors
+        # What the text's grammar forces; None without one.
         self.forced = next((each.forced_text() for each in processors if isinstance(each, Forcing)), None)
+        # The guesses that continue the committed text.
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
-        self.standing = Standing.NEW
+        self.standing = Standing.NEW  # whether the target waits for its proposals
+        # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
         self.is_leaving = False
-        self.num_rested = self.num_idle_rounds = 0
-        self.verdict_due_s = 0.0
+        self.num_rested = 0  # rounds of the last rest
+        self.num_idle_rounds = 0  # rounds in a row in which the target judged no copied token
+        self.verdict_due_s = 0.0  # when the verdict on the last proposal was expected, in seconds on the actors' clock
         self._copied: list[Guess] = []  # after the root
         self._is_copying = False
 
@@ -93,11 +84,6 @@ class DrafterSession(ActorSession):
     def has_left(self) -> bool:
         """Whether the drafter has no further part in the session."""
         return self.state.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
-
-    @property
-    def copies(self) -> bool:
-        """Whether tokens may be copied; not if the user has fixed the lookahead of a draft model."""
-        return not self.has_model or isinstance(self.policy, AutoPolicy)
 
     def _new_search(self) -> CopySearch:
         """The search in the prompt; before it, in the user's prediction, if there is one."""
@@ -140,15 +126,11 @@ class DrafterSession(ActorSession):
         max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
         if self.state.remaining is not None:
             max_tokens = min(max_tokens, self.state.remaining)
-        guesses = self._guesses(self._chained(max_tokens))
         before = self._copied
-        if isinstance(policy, AutoPolicy):
-            self._copied = policy.copied(guesses, then_drafts=self.has_model)
-            # A session that rests takes part in no pass over proposals.
-            is_awake = self.state.phase is not SessionPhase.RESTING
-            self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
-        else:
-            self._copied = list(guesses)
+        self._copied = policy.copied(self._guesses(self._chained(max_tokens)), then_drafts=self.has_model)
+        # A session that rests takes part in no pass over proposals.
+        is_awake = self.state.phase is not SessionPhase.RESTING
+        self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
         if before or self._copied:
             self.tree.copy(self._copied)
 
@@ -161,10 +143,7 @@ class DrafterSession(ActorSession):
     def force_after(self, node: Node) -> None:
         """Put what the grammar forces after a drafted token into the tree."""
         if self.can_continue(node) and (found := self.forced_after(self.tree.path(node))):
-            guesses = self._guesses(found)
-            policy = self.policy
-            copied = policy.copied(guesses, then_drafts=True) if isinstance(policy, AutoPolicy) else list(guesses)
-            self.tree.copy(copied, node)
+            self.tree.copy(self.policy.copied(self._guesses(found), then_drafts=True), node)
 
     def _guesses(self, tokens: Iterable[Forced | Copied]) -> Iterator[Guess]:
         for found in tokens:
@@ -262,15 +241,10 @@ S = TypeVar("S", bound=DrafterSession)
 
 
 class Drafter(Actor[S]):
-    """An actor that proposes tokens. Without it, a session goes on, only slower.
+    """An actor that proposes tokens. Without it, a session goes on, only slower."""
 
-    Attributes:
-        rest_rounds, max_rest_rounds: rounds that the drafter leaves to the target alone: in the first rest, and at most
-            at a time, as rests are prolonged.
-    """
-
-    rest_rounds: ClassVar[int]
-    max_rest_rounds: ClassVar[int]
+    rest_rounds: ClassVar[int]  # that the drafter leaves to the target alone in the first rest
+    max_rest_rounds: ClassVar[int]  # likewise at a time, as rests are prolonged
     _target: Mailbox
 
     def _forget(self, session: S) -> None:
@@ -278,7 +252,6 @@ class Drafter(Actor[S]):
         session.count_copying(False)
 
     async def _let_go(self, session: S) -> None:
-        """End the work on a session."""
         if session.id in self._sessions:
             self._forget(session)
 
@@ -314,11 +287,7 @@ class Drafter(Actor[S]):
         self._withdraw(session)
 
     def _withdraw(self, session: S, *, at_once: bool = False) -> None:
-        """Leave a session to the target, which is faster alone than with empty proposals, if that is allowed.
-
-        Args:
-            at_once: see `withdrawal`.
-        """
+        """Leave a session to the target, which is faster alone than with empty proposals; if `withdrawal` allows it."""
         if session.has_left or (message := withdrawal(session.id, session.tree, at_once=at_once)) is None:
             return
         self._note(session, "withdraw")
@@ -372,7 +341,6 @@ class Drafter(Actor[S]):
         self._note(session, "proposal", round=proposal.round, num_tokens=len(proposal.tokens), tokens=proposal.tokens)
 
     def _count_hit(self, session: S, round: int, was_hit: bool) -> None:
-        """Count whether the last token that a round committed was in the tree."""
         if was_hit:
             session.shared.counts.lookahead_hits += 1
             self._note(session, "hit", round=round, num_tokens=len(session.tree.chain()))

@@ -36,14 +36,7 @@ class LookupActor(Drafter[DrafterSession]):
         make_policy: MakePolicy = policy_by_settings,
         grammar_only: bool = False,
     ) -> None:
-        """As `Actor`, and:
-
-        Args:
-            target: the target's mailbox.
-            target_vocab_size: the width of its logits.
-            make_policy: makes the policy that decides how much of the found tokens is proposed.
-            grammar_only: whether nothing is copied.
-        """
+        """As `DraftActor`, without a model; `grammar_only` says that nothing is copied."""
         super().__init__(on_event, prices, clock)
         self._target = target
         self._target_vocab_size = target_vocab_size
@@ -91,7 +84,6 @@ class LookupActor(Drafter[DrafterSession]):
                 raise ProtocolError(f"the drafter cannot handle {message!r}")
 
     def _receive_verdict(self, session: DrafterSession, verdict: Verdict | Rested) -> None:
-        """Advance over a verdict's commit, and answer it."""
         was_resting = session.state.phase is SessionPhase.RESTING
         commit = self._follow(session, verdict)
         if commit is None or commit.finish_reason is not None:

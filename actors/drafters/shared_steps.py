@@ -13,13 +13,7 @@ import attrs
 import mlx.core as mx
 import outcome
 
-from actors.drafters.draft_steps import (
-    Drafted,
-    DraftInput,
-    DraftSteps,
-    LazyGuesses,
-    guesses_together,
-)
+from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps, LazyGuesses, guesses_together
 from actors.model import Feed, Model, feed_each
 from actors.sampling.logits_pipeline import by_kind
 from actors.workers.worker import Job, Step
@@ -30,30 +24,18 @@ from protocol.trace import Share
 
 @attrs.define(eq=False)
 class DraftPart:
-    """One session's part in draft steps.
+    """One session's part in draft steps."""
 
-    Attributes:
-        session: its id.
-        draft_steps: the steps of this session.
-        start: the input of the next step. Read and written on the worker's thread once the steps have begun.
-        decided_in: the round of the session and its phase when the policy gave the draft budget.
-        alone: whether it has its passes to itself, and its cache stays apart from those of others.
-        node: the node that is being drafted after; None if its result is not wanted any more.
-        round: of the session, for the trace.
-        expected_end_s: when the running step is expected to end, in seconds on the worker's clock.
-        overlaps_target: whether the target was working when the running step began.
-        is_interrupted: whether it ends after the running step. May be set in trio's thread at any time.
-    """
-
-    session: int
-    draft_steps: DraftSteps
-    start: DraftInput
-    decided_in: tuple[int, SessionPhase]
-    alone: bool = False
-    node: Node | None = None
-    round: int = 0
-    expected_end_s: float = 0.0
-    overlaps_target: bool = False
+    session: int  # its id
+    draft_steps: DraftSteps  # the steps of this session
+    start: DraftInput  # the input of the next step. Read and written on the worker's thread once the steps have begun.
+    decided_in: tuple[int, SessionPhase]  # the round of the session and its phase when the policy gave the draft budget
+    alone: bool = False  # whether it has its passes to itself, and its cache stays apart from those of others
+    node: Node | None = None  # the node that is being drafted after; None if its result is not wanted any more
+    round: int = 0  # of the session, for the trace
+    expected_end_s: float = 0.0  # when the running step is expected to end, in seconds on the worker's clock
+    overlaps_target: bool = False  # whether the target was working when the running step began
+    # Whether it ends after the running step. May be set in trio's thread at any time.
     is_interrupted: bool = attrs.field(default=False, init=False)
 
     @property
@@ -64,31 +46,21 @@ class DraftPart:
 
 @attrs.frozen
 class PartResult:
-    """The result of a step for one session.
-
-    Attributes:
-        part: of the session.
-        outcome: of the step, or the error that concerns this session alone.
-        continues: whether it takes part in the next step, if there is one.
-    """
+    """The result of a step for one session."""
 
     part: DraftPart
-    outcome: outcome.Outcome[Drafted]
-    continues: bool
+    outcome: outcome.Outcome[Drafted]  # of the step, or the error that concerns this session alone
+    continues: bool  # whether it takes part in the next step, if there is one
 
 
 PartResults = list[PartResult]
 
 
 class SharedSteps:
-    """The draft steps of one draft model.
-
-    Attributes:
-        num_shared: most sessions in one step; 1 once it is known that the model's cached sequences cannot share passes.
-    """
+    """The draft steps of one draft model."""
 
     def __init__(self, model: Model, max_batch: int) -> None:
-        """Of a model on its thread, for steps of at most `max_batch` sessions, >= 1."""
+        # Most sessions in one step; 1 once it is known that the model's cached sequences cannot share passes.
         self.num_shared = max_batch
         self._model = model
 
@@ -103,11 +75,8 @@ class SharedSteps:
         return Step(results, lambda: self._of_one(part, next_call()), step.num_tokens)
 
     def together(self, parts: Sequence[DraftPart]) -> Step[PartResults]:
-        """Draft one token for each session.
-
-        Raises: whatever their pass raises.
-        """
-        prepared = {part: outcome.capture(_prepare, part) for part in parts}
+        """Draft one token for each session. Raises: whatever their pass raises."""
+        prepared = {part: outcome.capture(part.draft_steps.prepare, part.start.plan) for part in parts}
         guesses = self._guesses(
             [each for each, found in prepared.items() if isinstance(found, outcome.Value) and found.value is None]
         )
@@ -158,10 +127,6 @@ class SharedSteps:
         if num_sessions > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
             self.num_shared = 1
         return self.num_shared > 1
-
-
-def _prepare(part: DraftPart) -> Drafted | None:
-    return part.draft_steps.prepare(part.start.plan)
 
 
 def _lazies(

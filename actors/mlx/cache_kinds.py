@@ -107,8 +107,8 @@ class CacheKind:
     # --- how it is rewound ---
 
     def can_trim_after(self, layer: Any, num_tokens: int, back_to: int | None = None) -> bool:
-        """Whether the cache could take `num_tokens` more now, and then drop its tail down to the length `back_to`, by
-        default the present one.
+        """Whether the cache could take `num_tokens` more, and then be trimmed to `back_to`, by default the present
+        length.
         """
         return self.always_trims
 
@@ -136,9 +136,7 @@ class CacheKind:
         return None
 
     def slot_bytes(self, layer: Any, longer: Any, num_more: int) -> int:
-        """Bytes of a slot, of a cache that holds some tokens; `longer` holds `num_more` more. 0 if it has no slots, but
-        states of one size.
-        """
+        """Bytes of a slot, where `longer` holds `num_more` tokens more than the cache; 0 if states have one size."""
         if getattr(layer, "keys", None) is None:
             return int(longer.nbytes - layer.nbytes) // num_more
         keys = layer.keys[0] if isinstance(layer.keys, (list, tuple)) else layer.keys  # quantised ones have parts

@@ -19,31 +19,24 @@ from protocol.cache_size import CacheSize
 
 Rewind = Literal["auto", "trim", "checkpoint", "none"]
 
-# Tokens with which shapes are measured: more than a convolution keeps.
-_NUM_MEASURED = 16
+_NUM_MEASURED = 16  # tokens with which shapes are measured: more than a convolution keeps
 
 
 @attrs.frozen
 class CacheOptions:
-    """How a model's caches are made, rewound and quantised.
+    """How a model's caches are made, rewound and quantised."""
 
-    Attributes:
-        rewind: "auto" takes the best rewind mode that all layers have at the moment: trim, then checkpoint, then none
-            (N=1). "trim" and "checkpoint" allow only that mode or none.
-        max_kv_size: most tokens that a cache keeps, for models that do not make their own caches; None for no bound. As
-            in mlx-lm, the first four tokens are kept for good.
-        kv_bits: bits to which key-value caches are quantised, in groups of `kv_group_size` elements; None for no
-            quantisation.
-        quantized_kv_start: number of cached tokens from which a cache is quantised.
-        one_by_one: whether the model must be fed one token at a time; see `actors.mlx.model`.
-    """
-
+    # "auto" takes the best rewind mode that all layers have at the moment: trim, then checkpoint, then none (N=1).
+    # "trim" and "checkpoint" allow only that mode or none.
     rewind: Rewind = "auto"
+    # Most tokens that a cache keeps, for models that do not make their own caches; None for no bound. As in mlx-lm, the
+    # first four tokens are kept for good.
     max_kv_size: int | None = None
+    # Bits to which key-value caches are quantised, in groups of `kv_group_size` elements; None for no quantisation.
     kv_bits: int | None = None
     kv_group_size: int = 64
-    quantized_kv_start: int = 5000
-    one_by_one: bool = False
+    quantized_kv_start: int = 5000  # number of cached tokens from which a cache is quantised
+    one_by_one: bool = False  # whether the model must be fed one token at a time; see `actors.mlx.model`
 
     def make_cache(self, model: Module) -> list[Any]:
         """Empty caches for one text: the model's own, but sliding windows get caches that can always be trimmed."""

@@ -44,8 +44,7 @@ MAX_LAYERS_IN_FLIGHT = 3
 
 T = TypeVar("T")
 OnLayer = Callable[[Any], None]
-# Called with a layer, what entered it, and its result.
-Observer = Callable[[Module, Any, Any], None]
+Observer = Callable[[Module, Any, Any], None]  # called with a layer, what entered it, and its result
 
 # What a layer does with its result; None for nothing. A context variable has a value of its own in each thread, and two
 # threads may use the same model.
@@ -68,13 +67,9 @@ def _pipeline(*, waits_beside_another: bool) -> OnLayer:
 
 def evaluating(evaluation: LayerEvaluation) -> AbstractContextManager[None]:
     """While in force, set when this thread evaluates the layers of a pass; see `evaluating_layers`."""
-    match evaluation:
-        case LayerEvaluation.WHOLE:
-            return _set(_on_layer, None)
-        case LayerEvaluation.WAITING:
-            return _set(_on_layer, _pipeline(waits_beside_another=True))
-        case LayerEvaluation.PIPELINED:
-            return _set(_on_layer, _pipeline(waits_beside_another=False))
+    if evaluation is LayerEvaluation.WHOLE:
+        return _set(_on_layer, None)
+    return _set(_on_layer, _pipeline(waits_beside_another=evaluation is LayerEvaluation.WAITING))
 
 
 def observing(observer: Observer) -> AbstractContextManager[None]:

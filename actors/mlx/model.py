@@ -68,17 +68,13 @@ def load(
     is_lazy: bool = False,
     **mlx_lm_options: Any,
 ) -> tuple[Module, TokenizerWrapper]:
-    """Load a model and its tokenizer. The weights are evaluated on the calling thread.
+    """Load a model and its tokenizer, by `mlx_lm.load` and its options. The weights are evaluated on the calling
+    thread; if `is_lazy`, each stays in its file until it is first used, on the same thread.
 
-    Args:
-        adapter: the directory of an adapter to apply to the model.
-        quantize: `bits`, `group_size` and `mode` of a quantisation, done before the adapter is applied; None for none.
-        is_lazy: whether each weight stays in its file until it is first used, on the same thread.
-        **mlx_lm_options: further options of `mlx_lm.load`.
+    Weights are quantised to `bits`, `group_size` and `mode` before an adapter, given by its directory, is applied.
 
-    Raises:
-        ModelError: the model would crash the process, or `quantize` is given for a model that is quantised already.
-        Whatever mlx-lm raises, which is of many kinds; a worker wraps it in a `JobError`.
+    Raises: ModelError: the model would crash the process, or `quantize` is given for one that is quantised already; and
+    whatever mlx-lm raises, which is of many kinds. A worker wraps it in a `JobError`.
     """
     _check_config(path_or_hub_id)
     # Lazily, so that weights which quantisation replaces are not loaded into memory first.
@@ -129,10 +125,8 @@ class MLXModel(SharedPasses):
         """Wrap a model whose weights are evaluated, and feed it two tokens to check it. Messages call it `named`.
         `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
-        Raises:
-            ModelError: the model would crash the process, does not return logits, or does not fill the cache that it
-                is given; or the options demand something that its caches cannot do.
-            Whatever the model raises.
+        Raises: ModelError: the model would crash the process, does not return logits, or does not fill the cache that
+        it is given; or the options demand something that its caches cannot do. And whatever the model raises.
         """
         self._layer_evaluation = layer_evaluation
         for module in model.modules():
@@ -150,33 +144,16 @@ class MLXModel(SharedPasses):
                 "pass the `cache` that it is called with to its layers"
             )
         super().__init__(model, attrs.evolve(options, one_by_one=one_by_one), vocab_size=vocab_size)
-        self._context_length = context_length_of(model)
+        self.context_length = context_length_of(model)
         self._check_rewind_modes(options.make_cache(model))
         self._check_quantisation(cache)
-        self._cache_size = CacheSize()
+        self.cache_size = CacheSize()
         with suppress(Exception):  # of any kind: what the model's own code raises, its first pass reports
-            self._cache_size = options.size(model, are_rows=self._obstacle is None)
+            self.cache_size = options.size(model, are_rows=self._obstacle is None)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
         """While in force, the model's layers evaluate their results for sequences that ask for it."""
-        return evaluating_layers(self._model)
-
-    @property
-    def module(self) -> Module:
-        """mlx-lm's model."""
-        return self._model
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocab_size
-
-    @property
-    def context_length(self) -> int | None:
-        return self._context_length
-
-    @property
-    def cache_size(self) -> CacheSize:
-        return self._cache_size
+        return evaluating_layers(self.module)
 
     @property
     def cache_options(self) -> dict[str, int | None]:
@@ -196,9 +173,9 @@ class MLXModel(SharedPasses):
         by_device = LayerEvaluation.WAITING if on_cpu else LayerEvaluation.WHOLE
         layer_evaluation = (self._layer_evaluation or by_device) if beside_another else LayerEvaluation.WHOLE
         return kind(
-            self._model,
+            self.module,
             self._options,
-            vocab_size=self._vocab_size,
+            vocab_size=self.vocab_size,
             layer_evaluation=layer_evaluation,
             recorder_slot=self.recorder_slot,
         )
@@ -207,7 +184,7 @@ class MLXModel(SharedPasses):
         """From the next pass on, record the inputs of these layers; the number of layers, as an id, means the output of
         the last one. None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
-        self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self._model, layer_ids)
+        self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self.module, layer_ids)
 
     @property
     def num_ranks(self) -> int:
@@ -216,21 +193,21 @@ class MLXModel(SharedPasses):
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(weight.nbytes for weight in _weights_of(self._model))
+        return sum(weight.nbytes for weight in _weights_of(self.module))
 
     def anatomy(self) -> Anatomy:
         """What the model consists of, and what its caches can do. Feeds it some tokens to find out."""
-        weights = _weights_of(self._model)
-        sequence = MLXSequence(self._model, self._options, vocab_size=self._vocab_size)
+        weights = _weights_of(self.module)
+        sequence = MLXSequence(self.module, self._options, vocab_size=self.vocab_size)
         sequence.feed((0,) * 8, 0)
         kinds = list(kinds_of(sequence.cache))
         windows = [size for kind, layer in kinds if (size := kind.window(layer)) is not None]
         shortest_window = min(windows, default=None)
         return Anatomy(
-            family=str(getattr(getattr(self._model, "args", None), "model_type", type(self._model).__module__)),
+            family=str(getattr(getattr(self.module, "args", None), "model_type", type(self.module).__module__)),
             num_parameters=sum(leaf.size for leaf in weights),
             num_bytes=self.num_bytes,
-            dtypes=dtypes_of(self._model),
+            dtypes=dtypes_of(self.module),
             cache_kinds=dict(Counter(kind_of(layer).name(layer) for layer in sequence.cache)),
             rewind_mode=self._options.rewind_mode(sequence.cache, 8, 4),
             window=shortest_window,
@@ -239,7 +216,7 @@ class MLXModel(SharedPasses):
             ),
             checkpoint_bytes=sum(kind.checkpoint_bytes(layer) for kind, layer in kinds),
             sharing_obstacle=self.sharing_obstacle(),
-            num_layers=len(getattr(self._model, "layers", ())),
+            num_layers=len(getattr(self.module, "layers", ())),
         )
 
     def _check_quantisation(self, cache: list[Any]) -> None:
@@ -254,7 +231,7 @@ class MLXModel(SharedPasses):
     def _check_rewind_modes(self, cache: list[Any]) -> None:
         wanted = self._options.rewind
         if self._options.one_by_one:
-            family = type(self._model).__module__.rpartition(".")[2]
+            family = type(self.module).__module__.rpartition(".")[2]
             why = f"mlx-lm's {family} gives other logits for several tokens at once than one by one"
             if wanted in ("trim", "checkpoint"):
                 raise ModelError(f'rewind="{wanted}" is not possible: {why}; use "auto" or "none"')

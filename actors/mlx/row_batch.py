@@ -21,7 +21,6 @@ class RowBatch(Rows):
     def __init__(
         self, model: Module, caches: Sequence[Any], layer_evaluation: LayerEvaluation, *, vocab_size: int
     ) -> None:
-        """Make an empty batch; for `caches`, see `Rows`."""
         super().__init__(caches)
         self._model = model
         self._features: dict[object, mx.array] = {}  # by key: (tokens, width) of the last pass

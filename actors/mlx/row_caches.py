@@ -20,11 +20,9 @@ from mlx_lm.models.cache import ArraysCache
 
 from protocol.prefill_chunks import MAX_CHUNK_TOKENS
 
-# Slots by which buffers grow.
-STEP = 256
+STEP = 256  # slots by which buffers grow
 
-# The widest pass that a ring allows.
-MAX_WIDTH = 80
+MAX_WIDTH = 80  # the widest pass that a ring allows
 
 
 class RowCache(ABC):
@@ -102,8 +100,7 @@ class RowKVCache(RowCache):
         slots = self._slots(keys.shape[2])[:, None, :, None]
         self.keys = mx.put_along_axis(self.keys, slots, keys, axis=2)
         self.values = mx.put_along_axis(self.values, slots, values, axis=2)
-        # A new array: some models keep a reference to the offset from before.
-        self.offset = self.offset + keys.shape[2]
+        self.offset = self.offset + keys.shape[2]  # a new array: some models keep a reference to the offset from before
         return self._visible(self.keys), self._visible(self.values)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
@@ -185,8 +182,7 @@ class RowRingCache(RowKVCache):
         super().__init__()
         self.window = window
         self._num_slots = window + MAX_WIDTH
-        # By row, the first position whose token no pass has overwritten.
-        self._first_held: list[int] = []
+        self._first_held: list[int] = []  # by row, the first position whose token no pass has overwritten
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
         super().begin(lengths, widths)

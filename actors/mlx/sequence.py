@@ -55,8 +55,7 @@ class MLXSequence(RowText, StatefulSequence):
         self.layer_evaluation = layer_evaluation
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
         self._prefix_checkpoints: list[PrefixCheckpointState] = []  # likewise; for other texts
-        # The length at which the caches were quantised; None if they are not.
-        self._quantized_at: int | None = None
+        self._quantized_at: int | None = None  # the length at which the caches were quantised; None if they are not
 
     @property
     def features(self) -> RecordedFeatures:
@@ -229,12 +228,8 @@ class MLXSequence(RowText, StatefulSequence):
     def num_bytes(self) -> int:
         self.leave_batch()
         bytes_per_checkpoint = sum(kind.checkpoint_bytes(layer) for kind, layer in kinds_of(self.cache))
-        prefix_checkpoints = sum(layer.num_bytes for each in self._prefix_checkpoints for layer in each.layers)
-        return (
-            sum(int(layer.nbytes) for layer in self.cache)
-            + len(self._checkpoints) * bytes_per_checkpoint
-            + prefix_checkpoints
-        )
+        num_bytes = sum(int(layer.nbytes) for layer in self.cache) + len(self._checkpoints) * bytes_per_checkpoint
+        return num_bytes + sum(layer.num_bytes for each in self._prefix_checkpoints for layer in each.layers)
 
     @property
     def needs_prefix_checkpoints(self) -> bool:

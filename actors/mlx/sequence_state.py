@@ -15,8 +15,7 @@ from actors.model import ReusableSequence
 from protocol.messages import Features
 from protocol.tensor import Tensor
 
-# The deepest nesting of a layer's caches, and of a cache's state, that is accepted from a file.
-_MAX_DEPTH = 8
+_MAX_DEPTH = 8  # the deepest nesting of a layer's caches, and of a cache's state, that is accepted from a file
 # A file has the features of at most this many positions, the last ones, so that only its caches grow with the text.
 MAX_FEATURES = 256
 

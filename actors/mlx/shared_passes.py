@@ -37,16 +37,12 @@ _TOLERANCE, _FLOAT32_TOLERANCE = 0.1, 1e-3
 
 
 class SharedPasses:
-    """The part of an `MLXModel` that concerns several texts.
-
-    Attributes:
-        recorder_slot: holds the recorder of the features that a trained drafter reads, while there is one.
-    """
+    """The part of an `MLXModel` that concerns several texts."""
 
     def __init__(self, model: Module, options: CacheOptions, *, vocab_size: int) -> None:
-        self._model = model
+        self.module = model  # mlx-lm's
         self._options = options
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.recorder_slot = RecorderSlot()
         # Not a bound method: without the cycle, the model is freed as soon as nobody uses it.
         self._new_batch = partial(_new_batch, model, options, vocab_size)
@@ -133,10 +129,10 @@ class SharedPasses:
             return f'rewind="{self._options.rewind}" is for one text a pass'
         if self._options.kv_bits is not None:
             return "quantised caches hold one text"
-        caches = self._options.make_cache(self._model)
+        caches = self._options.make_cache(self.module)
         if others := sorted({kind.name(layer) for kind, layer in kinds_of(caches) if not kind.can_be_row}):
             return f"caches of the kind {', '.join(others)} hold one text"
-        families = {type(module).__module__.rpartition(".")[2] for module in self._model.modules()}
+        families = {type(module).__module__.rpartition(".")[2] for module in self.module.modules()}
         if self._options.one_by_one or families & _NEEDS_ONE_TEXT:
             return "this family's layers expect one text"
         if self._pool.batch.is_recurrent and not families & _READS_LENGTHS:
@@ -152,16 +148,16 @@ class SharedPasses:
     def _probed_alone(self) -> list[mx.array]:
         logits = []
         for length, widths in _PROBES:
-            caches = self._options.make_cache(self._model)
-            self._model(mx.array([_PROBE_TOKENS[:length]]), cache=caches)
+            caches = self._options.make_cache(self.module)
+            self.module(mx.array([_PROBE_TOKENS[:length]]), cache=caches)
             for begin, end in _passes(length, widths):
-                logits.append(self._model(mx.array([_PROBE_TOKENS[begin:end]]), cache=caches)[0])
+                logits.append(self.module(mx.array([_PROBE_TOKENS[begin:end]]), cache=caches)[0])
         return logits
 
     def _probed_together(self) -> list[mx.array]:
         batch = self._new_batch(None)
         lengths = [length for length, _ in _PROBES]
-        caches = {length: self._options.make_cache(self._model) for length in lengths}
+        caches = {length: self._options.make_cache(self.module) for length in lengths}
         for length in lengths:
             batch.join(length, caches[length], 0)
         batch.read({length: _PROBE_TOKENS[:length] for length in lengths})

@@ -34,12 +34,10 @@ class SlidingWindowCache(RotatingKVCache):
     values: mx.array | None
 
     def __init__(self, max_size: int) -> None:
-        """Make an empty cache of a window of `max_size` tokens."""
         super().__init__(max_size)  # type: ignore[no-untyped-call]
         self._num_seen = 0  # slots that the last pass read
 
-    # Tokens in the buffers: the last ones that were read. The name is mlx-lm's.
-    _idx: int
+    _idx: int  # tokens in the buffers: the last ones that were read. The name is mlx-lm's.
 
     @property
     def num_trimmable(self) -> int:
@@ -63,9 +61,7 @@ class SlidingWindowCache(RotatingKVCache):
         return n
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write the keys and values of a pass, (1, heads, W, width of a head). Returns: those of all tokens that some
-        token of the pass can see, in order.
-        """
+        """Write keys and values of a pass. Returns: those of all tokens that some token of it sees, in order."""
         width = keys.shape[2]
         end = self._idx + width
         if self.keys is not None and self.values is not None and end <= self.keys.shape[2]:
@@ -110,9 +106,7 @@ class SlidingWindowCache(RotatingKVCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The state of a `RotatingKVCache` that holds the same tokens; later writes do not change it. Any state of such
-        a cache can be assigned.
-        """
+        """The state of a `RotatingKVCache` with the same tokens, of which any can be assigned. Later writes keep it."""
         if self.keys is None or self.values is None:
             return None, None, self.offset, self.keep, self.max_size, self._idx
         keys, values = self._temporal_order(self.keys), self._temporal_order(self.values)

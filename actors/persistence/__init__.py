@@ -1,3 +1,1 @@
-"""A model's part of a saved session. The state of the caches is in `actors.mlx`; the file's format, in
-`runtime.persistence`.
-"""
+"""A model's part of a saved session. Caches' states are in `actors.mlx`, the file format in `runtime.persistence`."""

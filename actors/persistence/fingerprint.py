@@ -25,18 +25,14 @@ class Fingerprint:
     They differ with the architecture, the configuration, the names, shapes, number formats or quantisation of weights,
     an adapter, and weights that were trained further, merged or converted again, since that changes nearly all of them.
     A change to single elements outside the sample, changed code of an architecture, and a forgery do not show.
-
-    Attributes:
-        num_parameters: elements of the weights; quantised weights count as they are packed.
-        configuration, layout, weights: SHA-256, in hexadecimal, of the configuration; of names, shapes, number formats
-            and quantisation; and of the sampled elements.
     """
 
     family: str
-    num_parameters: int
+    num_parameters: int  # elements of the weights; quantised weights count as they are packed
+    # SHA-256, in hexadecimal.
     configuration: str
-    layout: str
-    weights: str
+    layout: str  # of names, shapes, number formats and quantisation
+    weights: str  # of the sampled elements
 
     def difference(self, other: Fingerprint) -> str | None:
         """How another model differs, as a clause for a message; None if it is the same model."""

@@ -34,9 +34,7 @@ def received(group: RankGroup, waiting: set[int]) -> tuple[int, Any]:
 
 
 def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
-    """Wait for the `OperationResult` of each of some ranks. Returns: their errors, which name the rank. Raises: as
-    `received`.
-    """
+    """Wait for the `OperationResult` of each rank. Returns: the errors, which name the rank. Raises: as `received`."""
     errors, waiting = [], set(ranks)
     while waiting:
         rank, answer = received(group, waiting)
@@ -45,9 +43,6 @@ def errors_of(group: RankGroup, ranks: list[int]) -> list[str]:
         if answer.error is not None:
             errors.append(f"on rank {rank}: {answer.error}")
     return errors
-
-
-# --- at either end --------------------------------------------------------------------------------
 
 
 def send_record(record: SequenceRecord, group: RankGroup, *, to: int) -> None:

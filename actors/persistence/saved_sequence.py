@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -128,9 +128,6 @@ def _savable(actor: ModelActor[Any]) -> SavableModel:
     return actor.model
 
 
-# --- on the model's thread ------------------------------------------------------------------------
-
-
 def _fingerprint(model: SavableModel) -> Fingerprint:
     if isinstance(model, MLXModel):
         return fingerprint(model.module)
@@ -179,13 +176,9 @@ def _fill(model: SavableModel, recorded: SequenceRecord, beside_another: bool) -
 
 
 async def _run(actor: ModelActor[Any], job: Job[T]) -> T:
-    return await _unwrapped(actor.worker.run(job))
-
-
-async def _unwrapped(work: Awaitable[T]) -> T:
-    """Await a worker's call. Outrider's own errors are raised as they are, and not as a `JobError`."""
+    """Run a job. Outrider's own errors are raised as they are, and not as a `JobError`."""
     try:
-        return await work
+        return await actor.worker.run(job)
     except JobError as error:
         if isinstance(error.__cause__, (OutriderError, MisfitError)):
             raise error.__cause__ from None

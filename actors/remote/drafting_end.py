@@ -32,8 +32,7 @@ from protocol.session_state import Commit
 from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
-# Most events, measurements and warnings that wait for the next news, which is sent with each message.
-MAX_NEWS = 1000
+MAX_NEWS = 1000  # most events, measurements and warnings that wait for the next news, which is sent with each message
 
 FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
 
@@ -41,16 +40,12 @@ FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
 class DraftingEnd:
     """The end of a link at which a drafter works: the mailbox that the drafter's actor sends its messages to, and the
     function that the actor and its worker call with their events.
-
-    Attributes:
-        prices: of this end. Both ends tell each other what they measure.
-        wants_instants: whether the runtime has a trace; see `runtime.engine.events.Events`.
     """
 
     def __init__(self, link: Link, clock: Callable[[], float]) -> None:
         """Make the end of a link to the runtime; `clock` is the drafter's worker's, in seconds."""
-        self.prices = Prices(tell=self._note_measurement)
-        self.wants_instants = False
+        self.prices = Prices(tell=self._note_measurement)  # of this end. Both ends tell each other what they measure.
+        self.wants_instants = False  # whether the runtime has a trace; see `runtime.engine.events.Events`
         self._link = link
         self._clock = clock
         self._queue = TargetQueue(self.prices.verify)
@@ -78,7 +73,6 @@ class DraftingEnd:
         self._events.append(event)
 
     def send_nowait(self, message: Message, /) -> None:
-        """See `Mailbox`."""
         if isinstance(message, Proposal):
             # Passes without this drafter's sessions are unknown here. Its sessions are taken to share one from now on.
             self._queue.enter(message.session, 1 + len(message.tokens))
@@ -106,12 +100,7 @@ class DraftingEnd:
         max_batch: int,
         cache_bytes: int,
     ) -> None:
-        """Draft until the link is closed.
-
-        Args: as of `DraftActor`; `vocab_size` is the width of the target's logits, `cache_bytes` the size of the prefix
-            cache.
-
-        Raises: as `receive`.
+        """Draft until the link is closed; args as of `DraftActor`. Raises: as `receive`.
 
         Cancellation: the running jobs finish, and the sessions' caches are closed.
         """
@@ -192,7 +181,6 @@ class DraftingEnd:
         self._link.send(encode(news))
 
     def _grown(self, session: int) -> tuple[int, ...]:
-        """How much each count of a session has grown since the last news."""
         shared, told = self._sessions.get(session), self._told.get(session, (0,) * len(COUNTED))
         if shared is None:
             return ()

@@ -18,8 +18,7 @@ from protocol.wire import Frames
 # Heartbeat interval, and the silence after which the other end counts as hanging: at work, and before it has loaded its
 # model, since importing packages may keep it silent for long. In seconds.
 BEAT_S, SILENCE_S, LOADING_SILENCE_S = 0.5, 3.5, 60.0
-# A longer message is nonsense. Hidden states of a long prompt are large.
-MAX_LINK_MESSAGE_BYTES = 2**30
+MAX_LINK_MESSAGE_BYTES = 2**30  # a longer message is nonsense. Hidden states of a long prompt are large.
 
 _MOMENTS: dict[type, tuple[str, ...]] = {Measurement: ("ended_s",), Span: ("began", "ended"), Instant: ("at",)}
 
@@ -61,20 +60,13 @@ class Link(Protocol):
 
 
 class SocketLink:
-    """A link over a connected stream socket.
-
-    Attributes:
-        name: see `Link`.
-        max_silence_s: longest time that the other end may send nothing; it sends heartbeats.
-        is_silent: whether it has sent nothing for longer.
-    """
+    """A link over a connected stream socket."""
 
     def __init__(self, sock: socket.socket, name: str, max_silence_s: float = math.inf) -> None:
-        """Take over a socket of the kind SOCK_STREAM."""
         sock.setblocking(False)
         self.name = name
-        self.max_silence_s = max_silence_s
-        self.is_silent = False
+        self.max_silence_s = max_silence_s  # longest time that the other end may send nothing; it sends heartbeats
+        self.is_silent = False  # whether it has sent nothing for longer
         self._socket = sock
         self._frames = Frames()
         self._silent_s = 0.0

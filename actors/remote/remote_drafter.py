@@ -26,8 +26,7 @@ logger = logging.getLogger("outrider")
 
 # Most measurements that wait for the next message to the drafter. While it rests, messages may be rare.
 MAX_MEASURED = 64
-# Longest time in which a drafter that is detached may propose what it has drawn.
-LEAVE_S = 0.5
+LEAVE_S = 0.5  # longest time in which a drafter that is detached may propose what it has drawn
 
 
 @attrs.frozen
@@ -53,10 +52,8 @@ class RemoteDrafter:
     """A drafter in another process: passes the messages of the sessions on.
 
     Once its link breaks, falls silent or brings nonsense, every session goes on without the drafter at once, whatever
-    that has drawn; only what has arrived is proposed. The other end handles errors of single sessions.
-
-    Attributes:
-        busy_seconds, is_serving: see `Actor`.
+    that has drawn; only what has arrived is proposed. The other end handles errors of single sessions. Its properties
+    are those of an `Actor`.
     """
 
     name: ActorName = "draft"
@@ -167,7 +164,6 @@ class RemoteDrafter:
     # --- from the target --------------------------------------------------------------------------
 
     def send_nowait(self, message: Message, /) -> None:
-        """See `Mailbox`."""
         if (session := self._sessions.get(message.session)) is None:
             return
         try:
@@ -263,7 +259,6 @@ class RemoteDrafter:
     # --- the end ----------------------------------------------------------------------------------
 
     def _lose(self, error: LinkLostError | ProtocolError) -> None:
-        """Leave every session to the target: the drafter is gone."""
         self.is_serving = False
         how = f"{self._link.name} sent nonsense: {error}" if isinstance(error, ProtocolError) else error
         logger.warning("the drafter is lost: %s", how)

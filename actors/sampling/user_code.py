@@ -224,9 +224,7 @@ class _CheckpointedProcessor:
             raise ProcessorError(f"{name} raised {type(error).__name__} in save(): {error}") from error
 
     def _restore_nearest(self, generated: tuple[int, ...]) -> int:
-        """Restore the state after the longest prefix of a text that has one. Returns: how many generated tokens the
-        processor must be called with next.
-        """
+        """Restore the state after a text's longest prefix that has one. Returns: how many tokens to call with next."""
         for length in range(len(generated) - 1, -1, -1):
             state = self._states.get(generated[:length], self)
             if state is not self:

@@ -5,6 +5,5 @@
 * `passes`: a pass, on the model's thread: rows that feed tokens and are judged; the next one may be launched ahead.
 * `pass_prices`: learns from finished passes what passes and rounds cost.
 * `drafter_link`: messages to the drafter, and how long its proposals are waited for.
-* `reading`: reads prompts, short ones together.
-* `scoring`: the scores of a prompt's last tokens.
+* `reading`: reads prompts, short ones together, and scores the last tokens of those that are to be scored.
 """

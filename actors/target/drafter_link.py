@@ -13,46 +13,38 @@ from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 
 
+def _nothing() -> None:
+    pass
+
+
 class DrafterLink:
     """The drafter as the target sees it: a mailbox for messages, and proposals that arrive in the sessions' states.
 
     Waiting never changes the text. A drafter that is late is left behind for a round or two (`protocol.deadlines`), and
     one that is gone is not waited for.
-
-    Attributes:
-        mailbox: the drafter's; None while there is no drafter, and then messages to it are dropped.
-        has_model: whether there is a drafter with a model, which works at the same time as the target's.
     """
 
     def __init__(
         self, num_sessions: Callable[[], int], prices: Prices, on_overdue: Callable[[TargetSession], None]
     ) -> None:
-        """A link without a drafter.
-
-        Args:
-            num_sessions: returns how many sessions are under way.
-            prices: measured costs of both models.
-            on_overdue: called when a session's proposal is late, before the drafter is asked for it.
+        """A link without a drafter; `num_sessions` returns how many sessions are under way. `on_overdue` is called when
+        the proposal of a session is late, before the drafter is asked for it.
         """
-        self.mailbox: Mailbox | None = None
-        self.has_model = False
-        self._take_messages: Callable[[], None] | None = None
+        self.mailbox: Mailbox | None = None  # the drafter's; None while there is none: messages to it are dropped
+        self.has_model = False  # whether there is a drafter with a model, which works at the same time as the target's
+        # Has a drafter in this process take in what it was sent, and answer what it can at once. Never waits.
+        self.take_messages: Callable[[], None] = _nothing
         self._num_sessions = num_sessions
         self._prices = prices
         self._on_overdue = on_overdue
 
     def attach(self, mailbox: Mailbox, *, has_model: bool, take_messages: Callable[[], None] | None = None) -> None:
         """Send messages to this drafter from now on; `take_messages` has one in this process take them in at once."""
-        self.mailbox, self.has_model, self._take_messages = mailbox, has_model, take_messages
+        self.mailbox, self.has_model, self.take_messages = mailbox, has_model, take_messages or _nothing
 
     def detach(self) -> None:
         """Send messages to nobody from now on."""
-        self.mailbox, self.has_model, self._take_messages = None, False, None
-
-    def exchange(self) -> None:
-        """Have a drafter in this process take in what it was sent, and answer what it can at once. Never waits."""
-        if self._take_messages is not None:
-            self._take_messages()
+        self.mailbox, self.has_model, self.take_messages = None, False, _nothing
 
     def send(self, message: Message) -> None:
         """Send a message to the drafter, if there is one. Never waits."""
@@ -106,7 +98,3 @@ class DrafterLink:
         """Whether a drafter that is waited for can be asked for what it has drafted by now."""
         # A fixed lookahead is what the user wants, however long it takes.
         return session.is_drafter_ready and not session.was_asked and session.state.opened.settings.lookahead == "auto"
-
-    def hurry(self, session: TargetSession) -> None:
-        """Ask the drafter for what it has drafted by now."""
-        self.send(Due(session.id, session.state.round, is_late=False))

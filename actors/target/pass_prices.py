@@ -18,7 +18,6 @@ class PassPrices:
     """Learns from each finished pass what passes and rounds cost, and decides when one must be measured."""
 
     def __init__(self, prices: Prices, worker: Worker) -> None:
-        """Learn for `prices` from the passes of a worker."""
         self._prices = prices
         self._worker = worker
         self._num_ahead = 0  # passes in succession that were launched ahead; -1 if the next one is to be measured
@@ -54,13 +53,12 @@ class PassPrices:
     def learn_plain(
         self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_rows: int, *, is_ahead: bool
     ) -> None:
-        """Learn from a pass without drafts. One that was launched ahead began before its job, so it does not show what
-        a pass costs; but it shows what a plain round of several texts costs: nearly all of those are passes ahead.
+        """Learn from a pass without drafts, which has computed `num_rows` rows, each times the tokens of the longest.
+        `num_sessions` are all whose rounds are run.
 
-        Args:
-            num_sessions: all whose rounds are run.
-            num_rows: rows that the pass has computed, each times the tokens of the longest.
-            is_ahead: whether it has launched the next one.
+        One that was launched ahead began before its job, so it does not show what a pass costs; but it shows what a
+        plain round of several texts costs: nearly all of those are passes ahead. `is_ahead` says whether it has
+        launched the next one.
         """
         was_ahead, is_next_measured = self._num_ahead > 0, self._num_ahead >= MEASURED_EVERY
         self._num_ahead = max(0, self._num_ahead) + 1 if is_ahead else -is_next_measured
@@ -73,12 +71,7 @@ class PassPrices:
     def learn_verified(
         self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_computed: int, width: int
     ) -> None:
-        """Learn from a pass of any other kind.
-
-        Args:
-            num_sessions: as for `learn_plain`.
-            num_computed, width: sequences that the pass has computed, and tokens of each.
-        """
+        """Learn from a pass of any other kind, which has computed `width` tokens for each of `num_computed` texts."""
         proposals = [proposal for session in sessions if (proposal := session.proposal) is not None and proposal.tokens]
         last, self._last_drafted = self._last_drafted, (job.ended, self._worker.busy_seconds)
         if last is not None and proposals and all(each.needs_no_model for each in proposals):
@@ -100,11 +93,8 @@ class PassPrices:
         return self._plain_s + added_s + idle_s / (num_sessions * (self._drafting_share or 1.0))
 
     def learn_round(self, session: TargetSession, num_tokens: int, round_s: float, *, was_proposed: bool) -> None:
-        """Learn from the last pass over proposals what one session's round in it cost.
-
-        Args:
-            num_tokens: that it has committed.
-            was_proposed: whether the drafter has sent a proposal, of any length.
+        """Learn from the last pass over proposals what one session's round in it cost, which has committed
+        `num_tokens`. `was_proposed` counts a proposal of any length.
         """
         if was_proposed:
             self._prices.observe_round(num_tokens, round_s)

@@ -15,7 +15,6 @@ needs evaluated logits, so after a pass that was launched ahead it is called onl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 
@@ -37,40 +36,23 @@ NOTHING_FED = FeedPlan(0, ())
 
 @attrs.define(eq=False)
 class Row:
-    """One sequence in the passes of its model.
+    """One sequence in the passes of its model."""
 
-    Attributes:
-        sequence: its cache.
-        opened: the message that began its session.
-        logits_pipeline: of its session.
-
-    Set before each pass:
-        plan: how to bring the cache in line with the committed text; feeds nothing while the row is ahead.
-        proposal: the drafted tokens to judge; None for none.
-        history: of the committed text and the proposal.
-        settle: whether only committed tokens are fed, because replay has become so expensive that it is cheaper to
-            feed them for good.
-        alone: whether the row must have a pass to itself, after one that it shared has failed.
-
-    Set by the pass:
-        drafted: the drafted tokens that are judged.
-        single_step: whether, although there are some, only committed tokens are fed.
-        is_ahead: whether a pass launched ahead has fed the last committed token.
-    """
-
-    sequence: CachedSequence
-    opened: Open
-    logits_pipeline: LogitsPipeline
-    plan: FeedPlan = NOTHING_FED
-    proposal: Proposal | None = None
-    history: TokenHistory = NO_HISTORY
-    settle: bool = False
-    alone: bool = False
-    drafted: tuple[int, ...] = ()
-    single_step: bool = False
-    is_ahead: bool = False
+    sequence: CachedSequence  # its cache
+    opened: Open  # the message that began its session
+    logits_pipeline: LogitsPipeline  # of its session
+    # Set before each pass.
+    plan: FeedPlan = NOTHING_FED  # brings the cache in line with the committed text; feeds nothing while it is ahead
+    proposal: Proposal | None = None  # the drafted tokens to judge
+    history: TokenHistory = NO_HISTORY  # of the committed text and the proposal
+    settle: bool = False  # whether only committed tokens are fed; see `protocol.replay`
+    alone: bool = False  # whether the row must have a pass to itself, after one that it shared has failed
+    # Set by the pass.
+    drafted: tuple[int, ...] = ()  # the drafted tokens that are judged
+    single_step: bool = False  # whether, although there are some, only committed tokens are fed
+    is_ahead: bool = False  # whether a pass launched ahead has fed the last committed token
     # (1, V) logits of a pass ahead after which the next pass had other rows; the row is judged by them.
-    _logits: mx.array | None = None
+    kept_logits: mx.array | None = None
 
     @property
     def position(self) -> int:
@@ -111,25 +93,15 @@ class Row:
             raise CacheLostError
         if self.is_ahead:
             return None
-        if self.drafted and (self.settle or self._mode() is RewindMode.SINGLE):
-            self.drafted, self.single_step = self.drafted[:1], True
+        if self.drafted:
+            num_tokens = len(self.plan.feed) + len(self.drafted)
+            if self.settle or self.sequence.prepare(num_tokens, self.position) is RewindMode.SINGLE:
+                self.drafted, self.single_step = self.drafted[:1], True
         return Feed(self.sequence, self.plan.feed + self.fed_drafted, 1 + len(self.fed_drafted), self.alone)
-
-    def _mode(self) -> RewindMode:
-        return self.sequence.prepare(len(self.plan.feed) + len(self.drafted), self.position)
 
     def lose(self) -> None:
         """Forget the pass ahead, after a pass has failed."""
-        self.is_ahead, self._logits = False, None
-
-    def keep_logits(self, logits: mx.array) -> None:
-        """Keep the logits (1, V) of a pass ahead, because the next pass has other rows."""
-        self._logits = logits
-
-    def take_logits(self) -> mx.array | None:
-        """The logits that were kept; only once."""
-        logits, self._logits = self._logits, None
-        return logits
+        self.is_ahead, self.kept_logits = False, None
 
     def to_judge(self, num_rows: int, *, is_ahead: bool = False) -> ProposedRows:
         """What is to be judged by `num_rows` rows of logits, at the next position, or at the one after it."""
@@ -142,50 +114,32 @@ class Row:
 
 @attrs.define
 class RowResult:
-    """What a pass has found for one row.
+    """What a pass has found for one row."""
 
-    Attributes:
-        error: the error that concerns this row alone, and then nothing else is set: `NotANumberError` or
-            `ProcessorError` if no token can be chosen, `CacheLostError` if a pass that the sequence shared has failed
-            since this one was planned.
-        num_accepted, token: the judgement; see `Judgement`.
-        num_judged: how many drafted tokens were judged.
-        fed: the feed that the cache has carried out.
-        length: number of cached tokens after the rewind that followed.
-        single_step: whether only committed tokens were fed, although there were drafted ones.
-        likelihoods: of the accepted tokens and the one after them, if the session asks for them.
-        features: of the tokens that were fed and accepted, if they are recorded.
-    """
-
+    # The error that concerns this row alone, and then nothing else is set: `NotANumberError` or `ProcessorError` if no
+    # token can be chosen, `CacheLostError` if a pass that the sequence shared has failed since this one was planned.
     error: Exception | None = None
-    num_accepted: int = 0
-    token: int | None = None
-    num_judged: int = 0
-    fed: FeedPlan = NOTHING_FED
-    length: int = 0
-    single_step: bool = False
+    num_accepted: int = 0  # see `Judgement`
+    token: int | None = None  # likewise
+    num_judged: int = 0  # how many drafted tokens were judged
+    fed: FeedPlan = NOTHING_FED  # the feed that the cache has carried out
+    length: int = 0  # number of cached tokens after the rewind that followed
+    single_step: bool = False  # whether only committed tokens were fed, although there were drafted ones
+    # Of the accepted tokens and the one after them, if the session asks for them.
     likelihoods: tuple[Likelihood, ...] = ()
-    features: Features | None = None
+    features: Features | None = None  # of the tokens that were fed and accepted, if they are recorded
 
 
 @attrs.frozen
 class _Judged:
-    """Rows of one kind that are judged together, or one row by itself; lazy.
+    """Rows of one kind that are judged together, or one row by itself; lazy."""
 
-    Attributes:
-        rows: in the order of their logits.
-        counts: rows of logits of each.
-        processed: (R, V) logits.
-        check: of these logits.
-        judgements: of the rows.
-        likelihoods: of the next tokens of rows without drafted tokens, if the session asks for them.
-    """
-
-    rows: Sequence[Row]
-    counts: Sequence[int]
-    processed: mx.array
-    check: LogitCheck
-    judgements: LazyJudgements
+    rows: Sequence[Row]  # in the order of their logits
+    counts: Sequence[int]  # rows of logits of each
+    processed: mx.array  # (R, V) logits
+    check: LogitCheck  # of these logits
+    judgements: LazyJudgements  # of the rows
+    # Of the next tokens of rows without drafted tokens, if the session asks for them.
     likelihoods: dict[Row, LazyLikelihoods] = attrs.field(factory=dict)
 
     def arrays(self) -> list[mx.array]:
@@ -212,9 +166,7 @@ class _Judged:
         return found
 
     def _result(self, row: Row, judgement: Judgement, num_sound: int, rows: slice, *, goes_ahead: bool) -> RowResult:
-        """If no token can be chosen from some row of logits, the tokens accepted before that row stand, as they would
-        without a drafter.
-        """
+        """What is accepted before a row of logits from which no token can be chosen stands, as without a drafter."""
         num_accepted, token = judgement.num_accepted, judgement.token
         if num_accepted + (token is not None) > num_sound:
             num_accepted, token = num_sound, None
@@ -241,17 +193,11 @@ class _Judged:
 
 @attrs.frozen
 class _PassAhead:
-    """A pass over the next tokens of some rows, launched before anybody has asked for it.
+    """A pass over the next tokens of some rows, launched before anybody has asked for it."""
 
-    Attributes:
-        rows: that it feeds.
-        logits: (n, V) after these tokens; lazy.
-        judged: the rows judged by them; None if the next step judges.
-    """
-
-    rows: tuple[Row, ...]
-    logits: mx.array
-    judged: list[_Judged] | None
+    rows: tuple[Row, ...]  # that it feeds
+    logits: mx.array  # (n, V) after these tokens; lazy
+    judged: list[_Judged] | None  # the rows judged by them; None if the next step judges
 
 
 class Passes:
@@ -264,10 +210,9 @@ class Passes:
     def steps(
         self, rows: Sequence[Row], shares: Sequence[Share], num_passes: int, *, goes_ahead: bool
     ) -> Step[list[RowResult]]:
-        """Run a pass in each step, fewer if a text ends or a row fails.
+        """Run a pass in each step, fewer if a text ends or a row fails; `shares` are the rows' parts in the first pass.
 
         Args:
-            rows, shares: the rows, and their parts in the first pass.
             num_passes: >= 1. If more than 1, no row may have drafted tokens, or processors that depend on its tokens.
             goes_ahead: whether each row goes on with one more token after these, whatever they are; then none may have
                 drafted tokens.
@@ -285,10 +230,7 @@ class Passes:
         return Step(results, following, len(rows), shares if len(shares) > 1 else ())
 
     def _pass(self, rows: Sequence[Row], *, goes_ahead: bool) -> list[RowResult]:
-        """Rows that do not take part stay ahead if they are.
-
-        Raises: whatever the model raises: the pass has failed for all rows, and their caches are empty.
-        """
+        """Rows that take no part stay ahead. Raises: whatever the model raises; then the rows' caches are empty."""
         results: dict[Row, RowResult] = {}
         feeds: dict[Row, Feed | None] = {}
         for row in rows:
@@ -335,12 +277,12 @@ class Passes:
             return ahead.judged or _judge(rows, [1] * len(rows), ahead.logits, failed)
         if ahead is not None:
             for index, row in enumerate(ahead.rows):
-                row.keep_logits(ahead.logits[index : index + 1])
+                row.kept_logits = ahead.logits[index : index + 1]
         fed = [feed for feed in feeds.values() if feed is not None]
         fresh = iter(self._model.feed_together(fed) if fed else ())
         logits = []
         for row, feed in feeds.items():
-            kept = row.take_logits()
+            kept, row.kept_logits = row.kept_logits, None
             logits.append(next(fresh) if feed is not None or kept is None else kept)
         if any(row.logits_pipeline.runs_user_code for row in rows):
             # So that user code is not blamed for a pass that fails.
@@ -371,13 +313,9 @@ def _judge(
     failed: dict[Row, RowResult],
     before: mx.array | None = None,
 ) -> list[_Judged]:
-    """Judge rows; lazy, except that user code is called.
-
-    Args:
-        counts: rows of logits of each.
-        logits: (R, V), of one row after the other.
-        failed: takes the rows whose processors or samplers fail.
-        before: (n,) tokens that were fed after the rows' plans, if there were any.
+    """Judge rows by (R, V) logits, of which each has as many as `counts` says; lazy, except that user code is called.
+    `failed` takes the rows whose processors or samplers fail. `before` are (n,) tokens that were fed after the rows'
+    plans, if there were any.
     """
     kinds = by_kind([row.logits_pipeline.kind for row in rows])
     judged = []
@@ -422,14 +360,15 @@ def _judged_alone(row: Row, logits: mx.array, before: mx.array | None) -> _Judge
     if before is not None:
         lazily = row.logits_pipeline.process_lazily(logits, row.history, row.position, before)
         return _processed(row, logits, lazily, is_ahead=True)
-    for num_rows in range(logits.shape[0], 1, -1):
-        with suppress(ProcessorError):
-            return _processed_now(row, logits[:num_rows])
-    return _processed_now(row, logits[:1])
-
-
-def _processed_now(row: Row, logits: mx.array) -> _Judged:
-    return _processed(row, logits, row.logits_pipeline.process(logits, row.history, row.position))
+    num_rows = logits.shape[0]
+    while True:
+        some = logits[:num_rows]
+        try:
+            return _processed(row, some, row.logits_pipeline.process(some, row.history, row.position))
+        except ProcessorError:
+            if num_rows == 1:
+                raise
+        num_rows -= 1
 
 
 def _processed(row: Row, logits: mx.array, processed: mx.array, *, is_ahead: bool = False) -> _Judged:

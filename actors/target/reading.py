@@ -10,11 +10,12 @@ from functools import partial
 
 from actors.model import CachedSequence, Model
 from actors.prefill import can_read_together, prefill_chunk, tokens_per_pass
-from actors.target.scoring import score_chunk
+from actors.sampling.logit_check import LogitCheck
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.prefill_chunks import PrefillChunkSize, read_together
+from protocol.scores import TokenScore, token_scores
 from protocol.trace import Share
 
 # A prompt that was begun is read to its end before others if at most this many more chunks are left: only prompts that
@@ -23,37 +24,22 @@ MAX_CHUNKS_IN_A_ROW = 4
 # After prompts were read together, others are read at once if they have at most this share of those tokens. If they
 # waited, all texts would first have a pass without them, and later wait for another turn of reading.
 MAX_MORE = 0.25
+# Most logits of a pass that scores: 64 MiB in float32. A long text with a large vocabulary would take gigabytes.
+MAX_SCORED_LOGITS = 2**24
 
 
 class Reading:
-    """The prompts that are being read, in the order in which they have their turns.
+    """The prompts that are being read, in the order in which they have their turns."""
 
-    Attributes:
-        prompts: their sessions.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        worker: Worker,
-        chunk_size: PrefillChunkSize,
-        max_batch: int,
-    ) -> None:
-        """Begin without prompts.
-
-        Args:
-            model: lives on the worker's thread.
-            worker: runs the passes.
-            chunk_size: of the model; updated.
-            max_batch: how many texts may share a pass, >= 1.
-        """
+    def __init__(self, model: Model, worker: Worker, chunk_size: PrefillChunkSize, max_batch: int) -> None:
+        """Begin without prompts; `chunk_size` is updated, and `max_batch` is how many texts may share a pass, >= 1."""
         self._model = model
         self._worker = worker
         self._chunk_size = chunk_size
         # A pass that scores costs more than one that only reads.
         self._score_size = PrefillChunkSize()
         self._max_batch = max_batch
-        self.prompts: dict[TargetSession, None] = {}
+        self.prompts: dict[TargetSession, None] = {}  # their sessions
 
     @property
     def wanted(self) -> list[TargetSession]:
@@ -92,7 +78,9 @@ class Reading:
             return
         (session,) = chosen
         await self._read_chunk(session)
-        if _is_auto(session) and 0 < session.num_to_read <= MAX_CHUNKS_IN_A_ROW * self._chunk_size():
+        assert session.sequence is not None
+        is_auto = tokens_per_pass(session.shared.opened.settings.prefill_step_size, session.sequence) == "auto"
+        if is_auto and 0 < session.num_to_read <= MAX_CHUNKS_IN_A_ROW * self._chunk_size():
             self.prompts = {session: None, **self.prompts}
 
     def _chosen(self) -> list[TargetSession]:
@@ -113,9 +101,26 @@ class Reading:
             if len(session.cached_tokens) < (end := opened.num_read + len(session.shared.scores)):
                 await prefill_chunk(self._worker, session, opened.prompt[:end], self._chunk_size)
             else:
-                await score_chunk(self._worker, session, self._score_size, self._model.vocab_size)
+                await self._score_chunk(session)
         except JobError as error:
             session.failure = error
+
+    async def _score_chunk(self, session: TargetSession) -> None:
+        """Feed the next of the tokens to score, and score the token after each. The tokens before them were read."""
+        sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
+        assert sequence is not None
+        pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
+        size = self._score_size() if pass_tokens == "auto" else pass_tokens
+        begin = len(cached_tokens)
+        end = begin + min(size, max(1, MAX_SCORED_LOGITS // self._model.vocab_size))
+        plan = cached_tokens.plan(opened.prompt[: min(end, len(opened.prompt) - 1)], num_logits=0)
+        scored = opened.prompt[begin + 1 : begin + 1 + len(plan.feed)]
+        call = partial(_score, sequence, plan.feed, scored, opened.settings.logprobs, begin)
+        job = Job("prefill", call, session.id, len(plan.feed))
+        scores = await self._worker.run(job)
+        session.shared.scores += scores
+        self._score_size.observe(job.num_tokens, job.seconds)
+        cached_tokens.follow(plan)
 
     async def _read_whole(self, sessions: Sequence[TargetSession]) -> None:
         plans = [
@@ -146,6 +151,19 @@ def _read_together(model: Model, sequences: Sequence[CachedSequence], plans: Seq
         raise
 
 
+def _score(
+    sequence: CachedSequence, feed: tuple[int, ...], tokens: tuple[int, ...], num_top: int, begin: int
+) -> tuple[TokenScore, ...]:
+    """Feed tokens from position `begin` on, and score the one after each. Raises: NotANumberError: of the logits."""
+    logits = sequence.feed(feed, len(feed))
+    assert logits is not None, "rows of logits were asked for"
+    check = LogitCheck.of(logits, logits)
+    scores = token_scores(logits, tokens, num_top)
+    if (num_sound := check.num_sound()) < len(tokens):
+        check.check(num_sound, begin + 1 + num_sound, "target")
+    return scores
+
+
 def _can_share(session: TargetSession) -> bool:
     assert session.sequence is not None
     return not session.reads_alone and can_read_together(session.sequence, session)
@@ -153,8 +171,3 @@ def _can_share(session: TargetSession) -> bool:
 
 def _num_to_read(sessions: Sequence[TargetSession]) -> int:
     return sum(session.num_to_read for session in sessions)
-
-
-def _is_auto(session: TargetSession) -> bool:
-    assert session.sequence is not None
-    return tokens_per_pass(session.shared.opened.settings.prefill_step_size, session.sequence) == "auto"

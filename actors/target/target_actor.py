@@ -22,7 +22,7 @@ from actors.target.reading import Reading
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
-from protocol.messages import Close, Features, Message, PromptFeatures
+from protocol.messages import Close, Due, Features, Message, PromptFeatures, Proposal, Ready, Rest, Withdraw
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.pass_limit import PassLimit
 from protocol.pass_plan import Expected, ReadyRound, TargetView, Turn, next_pass
@@ -36,27 +36,17 @@ BriefJob = Callable[[TargetSession], Awaitable[None]]
 
 @attrs.define(eq=False)
 class _Running:
-    """The pass that runs, or several in a row over sessions without drafted tokens.
-
-    Attributes:
-        sessions, shares: that take part, with their shares in the first pass.
-        ready_s: when each became ready, in seconds on the worker's clock.
-        is_plain: whether no session has drafted tokens, so that a pass may launch the next one ahead.
-        num_left: the most passes that are still to finish.
-        goes_ahead: whether the last of them launches one more pass ahead.
-        steps: the passes, for the worker.
-        is_first: whether no pass has finished yet.
-        going_on: the sessions that can take part in another such pass, as of the last one that finished.
-    """
+    """The pass that runs, or several in a row over sessions without drafted tokens."""
 
     sessions: Sequence[TargetSession]
-    shares: Sequence[Share]
-    ready_s: Sequence[float]
-    is_plain: bool
-    num_left: int
-    goes_ahead: bool
-    steps: Steps[list[RowResult]] = attrs.field(init=False)
-    is_first: bool = True
+    shares: Sequence[Share]  # of the sessions, in the first pass
+    ready_s: Sequence[float]  # when each became ready, in seconds on the worker's clock
+    is_plain: bool  # whether no session has drafted tokens, so that a pass may launch the next one ahead
+    num_left: int  # the most passes that are still to finish
+    goes_ahead: bool  # whether the last of them launches one more pass ahead
+    steps: Steps[list[RowResult]] = attrs.field(init=False)  # the passes, for the worker
+    is_first: bool = True  # whether no pass has finished yet
+    # The sessions that can take part in another such pass, as of the last one that finished.
     going_on: list[TargetSession] = attrs.field(factory=list)
 
 
@@ -66,10 +56,6 @@ class TargetActor(ModelActor[TargetSession]):
     A session goes through these steps, each a job of the loop: open its cache, read its prompt, hand the prompt's
     features to a drafter, run the rounds, close the cache. All but reading and rounds take almost no time and are done
     first (`_brief_jobs`). `protocol.pass_plan.next_pass` decides which pass is next.
-
-    Attributes:
-        drafter: the link to the drafter, which is missing until `DrafterLink.attach`.
-        max_batch: most sessions that share a pass.
     """
 
     name = "target"
@@ -86,25 +72,21 @@ class TargetActor(ModelActor[TargetSession]):
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
         max_batch: int = MAX_BATCH,
     ) -> None:
-        """As `ModelActor`, and:
-
-        Args:
-            on_failure: called when the model itself has failed, so that no session can go on.
-            target_queue: the passes that wait and run here, for the drafter to see.
-            max_batch: most sessions that share one pass, >= 1.
+        """As `ModelActor`. `on_failure` is called when the model itself has failed, so that no session can go on.
+        `target_queue` shows the drafter the passes that wait and run here. At most `max_batch` sessions share one pass.
         """
         super().__init__(
             model, worker, on_event, prices, pass_price=prices.verify, prefix_cache_bytes=prefix_cache_bytes
         )
         self._on_failure = on_failure
         self._target_queue = target_queue
+        # The link to the drafter, which is missing until `DrafterLink.attach`.
         self.drafter = DrafterLink(lambda: len(self._sessions), prices, partial(self._note, kind="overdue"))
         self.max_batch = max_batch
         self._pass_limit = PassLimit(max_batch)
         self._passes = Passes(model)
         self._pass_prices = PassPrices(prices, worker)
         self._running: _Running | None = None
-        self._pass_began_s = 0.0  # when the last pass that was not plain was handed to the worker
         self._texts: dict[int, TargetSession] = {}  # whose rounds are run, by id
         self._reading = Reading(model, worker, self.chunk_size, max_batch)
         self._brief_jobs: dict[TargetSession, BriefJob] = {}
@@ -120,7 +102,18 @@ class TargetActor(ModelActor[TargetSession]):
             self._look_at(session)
 
     def _receive(self, session: TargetSession, message: Message) -> None:
-        session.receive(message)
+        match message:
+            case Proposal():
+                if not session.state.propose(message):
+                    session.shared.counts.stale_proposals += 1
+            case Ready():
+                session.is_drafter_ready, session.decodes_alone = True, False
+            case Rest():
+                session.state.rest(message)
+            case Withdraw():
+                session.state.withdraw(message)
+            case _:
+                raise ProtocolError(f"the target cannot handle {message!r}")
 
     def _new_session(self, shared: Session) -> TargetSession:
         session = TargetSession(shared)
@@ -309,7 +302,7 @@ class TargetActor(ModelActor[TargetSession]):
 
     def _hurry(self, sessions: Sequence[TargetSession], until_s: float) -> None:
         for session in sessions:
-            self.drafter.hurry(session)
+            self.drafter.send(Due(session.id, session.state.round, is_late=False))
             session.was_hurried = True
             self._hurried_until_s = until_s
         if sessions:
@@ -319,7 +312,7 @@ class TargetActor(ModelActor[TargetSession]):
         """Have a drafter in this process answer what it was sent, and take in its answers, before anything else runs: a
         thread that builds a pass may take Python's lock at each switch between tasks.
         """
-        self.drafter.exchange()
+        self.drafter.take_messages()
         self.take_messages()
 
     # --- passes -----------------------------------------------------------------------------------
@@ -382,10 +375,10 @@ class TargetActor(ModelActor[TargetSession]):
             planned.append(session)
             ready_s.append(turn.since_s)
         if planned:
-            self._pass_began_s = self.worker.clock()
+            began_s = self.worker.clock()
             await self._run(planned, ready_s)
             for session, turn in self._ready.items():
-                if turn.since_s < self._pass_began_s and not turn.round.was_passed_over:
+                if turn.since_s < began_s and not turn.round.was_passed_over:
                     self._ready[session] = attrs.evolve(turn, round=attrs.evolve(turn.round, was_passed_over=True))
         for session in sessions:
             self._look_at(session)
@@ -398,13 +391,9 @@ class TargetActor(ModelActor[TargetSession]):
         *,
         goes_ahead: bool = False,
     ) -> list[TargetSession]:
-        """Run the next pass over sessions whose parts in it are planned.
-
-        Args:
-            ready_s: when each became ready, in seconds on the worker's clock.
-            num_passes: how many passes without drafted tokens to run in a row at most, until something changes; 0 for
-                one of any kind.
-            goes_ahead: whether the last of them launches another one.
+        """Run the next pass over sessions whose parts in it are planned, with the times at which they became ready; or
+        up to `num_passes` without drafted tokens in a row, until something changes, the last of which may launch one
+        more.
 
         Returns: after passes without drafted tokens, the sessions that can take part in another one at once, in order.
         """
@@ -532,12 +521,8 @@ class TargetActor(ModelActor[TargetSession]):
         return commit
 
     def _pass_failed(self, sessions: Sequence[TargetSession], error: JobError, *, is_alone: bool) -> None:
-        """Have a failed pass repeated: without drafted tokens if it had some, else each session by itself. One that was
-        by itself ends.
-
-        Args:
-            sessions: that took part, and have not ended.
-            is_alone: whether the pass was of one session, and computed no other row of the batch.
+        """Have a failed pass over sessions that have not ended repeated: without drafted tokens if it had some, else
+        each session by itself. One that was by itself (`is_alone`: no other row of the batch was computed) ends.
         """
         if drafted := [session for session in sessions if session.row is not None and session.row.feeds_drafted]:
             for session in drafted:
@@ -603,10 +588,8 @@ class TargetActor(ModelActor[TargetSession]):
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:
-        """Empty the cache of a text that waits for memory; it is read again when the text goes on. Never waits.
-
-        Args:
-            on_done: called once that is done, unless the session ends before.
+        """Empty the cache of a text that waits for memory; it is read again when the text goes on. `on_done` is called
+        once that is done, unless the session ends before. Never waits.
         """
         if (session := self._sessions.get(shared.opened.session)) is not None and not session.has_ended:
             self._brief_jobs[session] = partial(self._give_way, on_done)

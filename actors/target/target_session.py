@@ -11,8 +11,7 @@ from actors.session import Session
 from actors.target.passes import Row, RowResult
 from actors.workers.worker import Worker
 from protocol.deadlines import ROUNDS_ALONE
-from protocol.errors import ProtocolError
-from protocol.messages import Message, Overdue, Proposal, Ready, Rest, Verdict, Withdraw
+from protocol.messages import Overdue, Proposal, Verdict
 from protocol.pass_plan import ReadyRound
 from protocol.prices import Mean, Prices
 from protocol.replay import ReplayDebt
@@ -20,65 +19,39 @@ from protocol.session_state import SessionPhase
 
 
 class TargetSession(ActorSession):
-    """The state of one session at the target.
-
-    Attributes:
-        row: the sequence's row in passes; None before the first one, and after its cache was lost.
-        replay: decides when replayed tokens are settled.
-        verify_seconds: spent on verify passes so far.
-        reads_until: length of the part of the prompt that is to be read.
-        has_read_prompt: whether it was read, and its features handed on.
-        reads_alone: whether no other prompt may be read in its passes.
-        failure: the error that ended the session, if one did.
-        is_blocked: whether a slow consumer keeps the next round from beginning.
-        awaits_proposal_since_s: when the wait for a proposal began, in seconds on the worker's clock; None in no wait.
-        proposal_due_s: when that wait ends.
-        was_asked: whether the drafter was asked for what it has drafted by now, because it was late.
-        was_hurried: whether it was asked because other texts wait.
-        is_drafter_ready: whether the drafter has read the text, so that its proposals can be waited for.
-        decodes_alone: whether the target goes on without the drafter until the drafter is ready.
-        unreported: tokens that were committed in a rest, and not sent to the drafter yet.
-        round_began_s, busy_before_s: when the round began, and the worker's busy seconds by then.
-        ended_s: when the last pass over proposals ended; None once the next round is ready.
-        last_ready: the round that took part in it.
-        turnaround_s: mean time from the end of a pass until the next round is ready.
-        has_shared: whether the text has shared a pass.
-        was_plain: whether the round before had no proposal.
-        was_single_step: whether the last verify pass could not have been undone.
-        goes_alone: whether the next pass of the text is its own, because one that it shared has failed.
-        rounds_undrafted: rounds without drafted tokens after the next pass with some that fails.
-        reads_again: whether the cache has lost committed tokens because a pass has failed.
-    """
+    """The state of one session at the target."""
 
     def __init__(self, shared: Session) -> None:
         super().__init__(shared)
+        # The sequence's row in passes; None before the first one, and after its cache was lost.
         self.row: Row | None = None
-        self.replay = ReplayDebt()
-        self.verify_seconds = 0.0
-        self.reads_until = 0
-        self.has_read_prompt = False
-        self.reads_alone = False
-        self.failure: Exception | None = None
-        self.is_blocked = False
+        self.replay = ReplayDebt()  # decides when replayed tokens are settled
+        self.verify_seconds = 0.0  # spent on verify passes so far
+        self.reads_until = 0  # length of the part of the prompt that is to be read
+        self.has_read_prompt = False  # whether it was read, and its features handed on
+        self.reads_alone = False  # whether no other prompt may be read in its passes
+        self.failure: Exception | None = None  # the error that ended the session, if one did
+        self.is_blocked = False  # whether a slow consumer keeps the next round from beginning
+        # When the wait for a proposal began, in seconds on the worker's clock; None in no wait.
         self.awaits_proposal_since_s: float | None = None
-        self.proposal_due_s = 0.0
-        self.was_asked = self.was_hurried = False
-        self.is_drafter_ready = False
-        self.decodes_alone = False
-        self.unreported: tuple[int, ...] = ()
-        self.round_began_s = self.busy_before_s = 0.0
-        self.ended_s: float | None = None
-        self.last_ready = ReadyRound(1)
-        self.turnaround_s = Mean(memory=8.0)
-        self.has_shared = False
-        self.was_plain = False
-        self.was_single_step = False
-        self.goes_alone = False
-        self.rounds_undrafted = ROUNDS_ALONE
-        self.reads_again = False
+        self.proposal_due_s = 0.0  # when that wait ends
+        self.was_asked = False  # whether the drafter was asked for what it has drafted by now, because it was late
+        self.was_hurried = False  # whether it was asked because other texts wait
+        self.is_drafter_ready = False  # whether the drafter has read the text, so that its proposals can be waited for
+        self.decodes_alone = False  # whether the target goes on without the drafter until the drafter is ready
+        self.unreported: tuple[int, ...] = ()  # tokens that were committed in a rest, and not sent to the drafter yet
+        self.round_began_s = self.busy_before_s = 0.0  # when the round began, and the worker's busy seconds by then
+        self.ended_s: float | None = None  # when the last pass over proposals ended; None once the next round is ready
+        self.last_ready = ReadyRound(1)  # the round that took part in it
+        self.turnaround_s = Mean(memory=8.0)  # mean time from the end of a pass until the next round is ready
+        self.has_shared = False  # whether the text has shared a pass
+        self.was_plain = False  # whether the round before had no proposal
+        self.was_single_step = False  # whether the last verify pass could not have been undone
+        self.goes_alone = False  # whether the next pass of the text is its own, because one that it shared has failed
+        self.rounds_undrafted = ROUNDS_ALONE  # rounds without drafted tokens after the next pass with some that fails
+        self.reads_again = False  # whether the cache has lost committed tokens because a pass has failed
 
     def notice_loss(self) -> bool:
-        """See `ActorSession.notice_loss`."""
         if not super().notice_loss():
             return False
         self.reads_again = True
@@ -104,8 +77,6 @@ class TargetSession(ActorSession):
     def seconds_per_token(self) -> float:
         """The target's verify time for each generated token so far; 0 before the first token."""
         return self.verify_seconds / self.state.num_generated if self.state.num_generated else 0.0
-
-    # --- the next round -------------------------------------------------------------------------------
 
     def is_plain(self) -> bool:
         """Whether the next round is one token of the target's own, in a pass that may be launched ahead."""
@@ -168,9 +139,7 @@ class TargetSession(ActorSession):
         self.round_began_s, self.busy_before_s = worker.clock(), worker.busy_seconds
 
     def plan_pass(self, prices: Prices) -> ReadyRound:
-        """Prepare the sequence's row for its next pass, with the proposal of its drafter if there is one. Once a round,
-        or again as long as that is plain.
-        """
+        """Prepare the row for its next pass, with the drafter's proposal if there is one; once, unless it is plain."""
         assert self.sequence is not None
         if self.row is None or self.row.sequence is not self.sequence:
             self.row = Row(self.sequence, self.shared.opened, self.shared.logits_pipeline)
@@ -232,27 +201,10 @@ class TargetSession(ActorSession):
             return verdict
         return attrs.evolve(verdict, stop=self.shared.find_stop(self.state.preview(verdict)))
 
-    # --- the drafter ----------------------------------------------------------------------------------
-
     @property
     def proposal(self) -> Proposal | None:
         """The part of the drafter's proposal that the last pass has judged."""
         return None if self.row is None else self.row.proposal
-
-    def receive(self, message: Message) -> None:
-        """Take a proposal, or another message of the drafter's."""
-        match message:
-            case Proposal():
-                if not self.state.propose(message):
-                    self.shared.counts.stale_proposals += 1
-            case Ready():
-                self.is_drafter_ready, self.decodes_alone = True, False
-            case Rest():
-                self.state.rest(message)
-            case Withdraw():
-                self.state.withdraw(message)
-            case _:
-                raise ProtocolError(f"the target cannot handle {message!r}")
 
     def drop_proposal(self) -> Overdue | None:
         """Drop the outstanding proposal, because a pass with its tokens has failed.

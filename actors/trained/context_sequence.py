@@ -50,8 +50,6 @@ class ContextSequence(TrainedSequence):
         self._begin = self._end = 0
         self._drop_drafts()
 
-    # --- reuse by another text with the same beginning --------------------------------------------
-
     @property
     def num_bytes(self) -> int:
         return sum(int(layer.nbytes) for layer in self._cache)
@@ -84,8 +82,6 @@ class ContextSequence(TrainedSequence):
         cache = self._context_reader.make_cache()
         self._context_reader.read_context(mx.zeros((num_positions, self.feature_width)), 0, cache)
         return cache
-
-    # --- the context ------------------------------------------------------------------------------
 
     def _look_at_arrived(self) -> None:
         if not self._arrived:

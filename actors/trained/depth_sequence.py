@@ -24,13 +24,7 @@ from actors.mlx.sequence_state import SequenceState
 from actors.trained.module_pass import ModulePart, ModulePass, ModuleText
 from actors.trained.positioned_rows import PositionedRows
 from actors.trained.shared_reading import Part, Reading, read_alone
-from actors.trained.trained_sequence import (
-    TrainedSequence,
-    check_features,
-    check_state,
-    put_layers,
-    taken_layers,
-)
+from actors.trained.trained_sequence import TrainedSequence, check_features, check_state, put_layers, taken_layers
 from protocol.messages import Features
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
@@ -40,17 +34,11 @@ MAX_READ, MAX_READ_WITH_LOGITS = 512, 64
 
 @attrs.frozen
 class Masks:
-    """What a module reads after the tokens of a text, for the depths from 1 on. It leaves nothing in the caches.
+    """What a module reads after the tokens of a text, for the depths from 1 on. It leaves nothing in the caches."""
 
-    Attributes:
-        num_masks: >= 1; that many depths more.
-        token: the target's id for each.
-        hidden: returns (1, hidden size), which each has for its hidden state; lazy.
-    """
-
-    num_masks: int
-    token: int
-    hidden: Callable[[], mx.array]
+    num_masks: int  # >= 1; that many depths more
+    token: int  # the target's id for each
+    hidden: Callable[[], mx.array]  # returns (1, hidden size), which each has for its hidden state; lazy
 
 
 class DepthSequence(TrainedSequence):
@@ -128,9 +116,7 @@ class DepthSequence(TrainedSequence):
         self.num_given = self._num_known
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
-        """None also if features are missing. The last positions are left out: they are read again, since their outputs
-        are what the next module reads.
-        """
+        """None also if features are missing. The last positions are left out, whose outputs the next module reads."""
         self._look_at_arrived()
         read_alone(self._read_text())
         features = self._hidden[0]
@@ -167,8 +153,6 @@ class DepthSequence(TrainedSequence):
             layers += (cache := each.reader.make_cache())
             hidden, _ = each.reader.read(hidden, mx.zeros((1, num_rows), mx.int32), cache)
         return layers
-
-    # --- reading ----------------------------------------------------------------------------------
 
     @property
     def _num_known(self) -> int:

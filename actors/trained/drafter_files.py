@@ -27,8 +27,7 @@ _MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
 _AFFINE_BITS, _AFFINE_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 # Endings of the names of weights that something other than MLX has quantised.
 _OF_OTHERS = (".weight_scale", ".weight_scale_inv", ".qweight", ".weight_packed", ".weight_scale_2")
-# How many names a message has at most.
-_NUM_NAMED = 4
+_NUM_NAMED = 4  # how many names a message has at most
 
 
 @attrs.frozen
@@ -42,10 +41,7 @@ class DrafterFiles:
 
     @classmethod
     def read(cls, folder: Path, named: str = "the drafter", quantize: Mapping[str, Any] | None = None) -> DrafterFiles:
-        """Read `config.json`.
-
-        Raises: ModelError: there is none, or it is damaged.
-        """
+        """Read `config.json`. Raises: ModelError: there is none, or it is damaged."""
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -55,10 +51,7 @@ class DrafterFiles:
         return cls(folder, config, named, quantize)
 
     def weights(self, pattern: str = "*.safetensors") -> dict[str, mx.array]:
-        """The arrays in the folder's safetensors, by name; lazy.
-
-        Raises: ModelError: there are none, or a file is damaged.
-        """
+        """The arrays in the safetensors, by name; lazy. Raises: ModelError: there are none, or a file is damaged."""
         return {name: value for arrays, _ in self.weights_and_metadata(pattern) for name, value in arrays.items()}
 
     def weights_and_metadata(self, pattern: str = "*.safetensors") -> list[tuple[dict[str, mx.array], dict[str, str]]]:
@@ -143,10 +136,7 @@ def reading_config() -> Iterator[None]:
 
 
 def flatten_rope(layer: dict[str, Any]) -> None:
-    """Put the settings of the rotary embedding, which transformers 5 nests, where mlx-lm looks for them.
-
-    Raises: ModelError: layers have different ones.
-    """
+    """Put rotary settings, which transformers 5 nests, where mlx-lm looks. Raises: ModelError: layers differ."""
     rope = layer.pop("rope_parameters", None)
     if rope:
         if any(isinstance(value, dict) for value in rope.values()):

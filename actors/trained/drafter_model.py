@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,21 +20,14 @@ from actors.trained.shared_reading import read_together
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.cache_size import CacheSize
 
-# Tokens of the text whose growth is measured.
-_NUM_MEASURED = 16
+_NUM_MEASURED = 16  # tokens of the text whose growth is measured
 
 # The probe's texts: the length at which each is a row, and how many of its tokens the two passes read.
 _PROBES = ((3, (2, 1)), (6, (3, 1)))
 
 
 class TrainedDrafter(FeedsEach):
-    """A drafter that was trained for its target, on its own thread, on which it must also be made.
-
-    Attributes:
-        target: mlx-lm's model.
-        feature_layers, vocab_size, module, num_draft_tokens, arrays: see `Attached`.
-        cache_size: see `Model.cache_size`.
-    """
+    """A drafter that was trained for its target, on the thread on which it was made. See `Attached` and `Model`."""
 
     context_length = None
     cache_options: Mapping[str, Any] = {}  # none affect the cached values
@@ -50,7 +43,6 @@ class TrainedDrafter(FeedsEach):
         is_targets_own: bool = False,
         quantize: Mapping[str, Any] | None = None,
     ) -> None:
-        """See `attach`."""
         self._load = partial(TrainedDrafter, folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
         attached = attach(folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize)
         self.target, self.feature_layers, self.vocab_size = target, attached.feature_layers, attached.vocab_size
@@ -135,10 +127,9 @@ class TrainedDrafter(FeedsEach):
             sequence.close()
         return logits
 
-    @contextmanager
-    def evaluating_layers(self) -> Iterator[None]:
+    def evaluating_layers(self) -> AbstractContextManager[None]:
         """One layer is evaluated in one go."""
-        yield
+        return nullcontext()
 
     @cached_property
     def num_bytes(self) -> int:  # type: ignore[override]

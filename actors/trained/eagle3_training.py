@@ -23,9 +23,8 @@ _LayerSteps = list[tuple[mx.array, mx.array]]
 def logits_of_steps(model: Eagle3, features: mx.array, embedded: mx.array, num_steps: int) -> list[mx.array]:
     """For each step s, (B, T, draft_vocab_size) logits for the tokens at positions 2 + s … T + 1 + s; lazy.
 
-    Args:
-        features: (B, T, layers · target's hidden size) of positions 0 … T - 1.
-        embedded: (B, T + num_steps - 1, hidden size) embeddings of the tokens at positions 1 … T + num_steps - 1.
+    From (B, T, layers · target's hidden size) features of positions 0 … T - 1, and (B, T + num_steps - 1, hidden size)
+    embeddings of the tokens at positions 1 … T + num_steps - 1.
     """
     length = features.shape[1]
     hidden = model.project(features)

@@ -8,18 +8,13 @@ import mlx.core as mx
 
 
 class FeatureInput(ABC):
-    """The part of a sequence that takes features. They are given in any thread.
+    """The part of a sequence that takes features. They are given in any thread."""
 
-    Attributes:
-        acceptance: for each row of logits of the last feed, the drafter's own estimate of how likely a token drafted
-            there is accepted, whichever token it is; (num_logits,) in [0, 1], lazy. None if it makes no estimates.
-        awaits_features: whether no features of the present text were given yet.
-        num_given: the position after the last one whose features were given; 0 before any were. May be read in any
-            thread.
-    """
-
+    # For each row of logits of the last feed, the drafter's own estimate of how likely a token drafted there is
+    # accepted, whichever token it is; (num_logits,) in [0, 1], lazy. None if it makes no estimates.
     acceptance: mx.array | None = None
-    awaits_features: bool = True
+    awaits_features: bool = True  # whether no features of the present text were given yet
+    # The position after the last one whose features were given; 0 before any were. May be read in any thread.
     num_given: int = 0
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -84,9 +84,7 @@ class FeatureRecorder:
     """Records the inputs of some layers of a model, while `evaluating_layers` is in force for it."""
 
     def __init__(self, model: Module, layer_ids: Sequence[int]) -> None:
-        """Record the inputs of `layer_ids`, each in [0, number of layers]; that number means the output of the last
-        layer.
-        """
+        """Record what enters layers `layer_ids`, each in [0, number of layers], which means the last output."""
         layers = list(model.layers)
         self._layer_ids = tuple(layer_ids)
         self._index = {id(layer): i for i, layer in enumerate(layers)}
@@ -121,11 +119,6 @@ class FeatureRecorder:
         return mx.concatenate(fitting, axis=-1)
 
 
-@contextmanager
-def recording(recorder: FeatureRecorder | None) -> Iterator[None]:
+def recording(recorder: FeatureRecorder | None) -> AbstractContextManager[None]:
     """Have a recorder record the forward pass that this thread runs, while in force; None records nothing."""
-    if recorder is None:
-        yield
-        return
-    with observing(recorder.observe):
-        yield
+    return nullcontext() if recorder is None else observing(recorder.observe)

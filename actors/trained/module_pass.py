@@ -89,18 +89,12 @@ class ModuleText(RowText):
 
 @attrs.frozen(eq=False)
 class ModulePart:
-    """A text's part in a module's pass.
-
-    Attributes:
-        hidden: (n, hidden size), of the positions before the tokens.
-        tokens: n ids.
-        num_masks: how many of these, at the end, leave nothing in the caches.
-    """
+    """A text's part in a module's pass."""
 
     text: ModuleText
-    hidden: mx.array
-    tokens: list[int]
-    num_masks: int = 0
+    hidden: mx.array  # (n, hidden size), of the positions before the tokens
+    tokens: list[int]  # n ids
+    num_masks: int = 0  # how many of these, at the end, leave nothing in the caches
 
 
 class ModulePass(SharedPass[ModulePart]):

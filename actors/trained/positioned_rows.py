@@ -6,22 +6,16 @@ import copy
 
 import mlx.core as mx
 
-# Rows are merged into the last piece as long as that has no more than this.
-MAX_MERGED = 64
+MAX_MERGED = 64  # rows are merged into the last piece as long as that has no more than this
 
 
 class PositionedRows:
-    """(n, width) rows of the positions from `begin` to `end`, in pieces, so that adding some does not copy the rest.
-
-    Attributes:
-        begin: the first position.
-        end: the position after the last.
-        pieces: the rows, in order; lazy.
-    """
+    """(n, width) rows of the positions from `begin` to `end`, in pieces, so that adding some does not copy the rest."""
 
     def __init__(self) -> None:
-        self.begin = self.end = 0
-        self.pieces: list[mx.array] = []
+        self.begin = 0  # the first position
+        self.end = 0  # the position after the last
+        self.pieces: list[mx.array] = []  # the rows, in order; lazy
 
     @property
     def num_bytes(self) -> int:

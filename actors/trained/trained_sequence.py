@@ -20,20 +20,14 @@ from protocol.errors import RewindError
 from protocol.messages import Features
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
-# Tokens that are read in one pass once a text is over.
-_TOKENS_PER_PASS = 512
+_TOKENS_PER_PASS = 512  # tokens that are read in one pass once a text is over
 
 
 class DrafterReader(Protocol):
-    """A drafter's forward pass.
+    """A drafter's forward pass."""
 
-    Attributes:
-        vocab_size: width of its logits: the target's.
-        feature_width: width of a position's features.
-    """
-
-    vocab_size: int
-    feature_width: int
+    vocab_size: int  # width of its logits: the target's
+    feature_width: int  # width of a position's features
 
     def make_cache(self) -> list[Any]:
         """Empty caches of mlx-lm's `KVCache`."""
@@ -48,10 +42,8 @@ class TrainedSequence(StatefulSequence, FeatureInput):
     def __init__(self, feature_width: int) -> None:
         self.feature_width = feature_width
         self._tokens: list[int] = []
-        # Features that were given but not looked at yet.
-        self._arrived: deque[tuple[int, mx.array]] = deque()
-        # Tokens that the next text shares with this one, if it reuses it.
-        self._num_common = 0
+        self._arrived: deque[tuple[int, mx.array]] = deque()  # features that were given but not looked at yet
+        self._num_common = 0  # tokens that the next text shares with this one, if it reuses it
 
     def give(self, start: int, features: mx.array) -> None:
         self.awaits_features = False
@@ -168,9 +160,6 @@ class TrainedSequence(StatefulSequence, FeatureInput):
     @abstractmethod
     def _logits(self, position: int) -> Reading[mx.array]:
         """(n, V) logits after the token at a position, and after some of those that follow it, n >= 1; lazy."""
-
-
-# --- the state of its parts -----------------------------------------------------------------------
 
 
 def copied_layers(cache: Sequence[Any]) -> list[Any]:

@@ -8,16 +8,13 @@ from typing import cast
 
 import attrs
 import mlx.core as mx
-from mlx.nn.layers.base import Module
 
 from actors.mlx.model import MLXModel
 from actors.model import CachedSequence, Feed
 from actors.translated.translated_sequence import TokenTables, TranslatedSequence
-from protocol.cache_size import CacheSize
 from protocol.vocabulary_map import VocabularyMap
 
-# A text has about as many tokens in either vocabulary, seldom twice as many.
-_TOKENS_PER_TOKEN = 2
+_TOKENS_PER_TOKEN = 2  # a text has about as many tokens in either vocabulary, seldom twice as many
 
 
 class TranslatedModel:
@@ -25,38 +22,18 @@ class TranslatedModel:
 
     Tokens and logits are the target's. The logits are a distribution over the tokens that both vocabularies have, and
     drafts are drawn from it, so all acceptance rules stay exact.
-
-    Attributes:
-        vocabulary_map: which tokens both have, and how the others are read.
-        vocab_size: the target's; see `Model.vocab_size`.
     """
 
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
-        """Translate for a model; the map leads to its vocabulary."""
         self._model = model
-        self.vocabulary_map = vocabulary_map
-        self.vocab_size = len(vocabulary_map.readings)
+        self.vocabulary_map = vocabulary_map  # which tokens both have, and how the others are read
+        self.vocab_size = len(vocabulary_map.readings)  # the target's; see `Model.vocab_size`
+        self.module, self.num_bytes = model.module, model.num_bytes
+        # In the model's own tokens, of which a text may have more than of the target's; its sequence checks that.
+        self.context_length = model.context_length
+        own_bytes = model.cache_size.slot_bytes
+        self.cache_size = attrs.evolve(model.cache_size, slot_bytes=_TOKENS_PER_TOKEN * own_bytes)
         self._tables = TokenTables.of(vocabulary_map)
-
-    @property
-    def module(self) -> Module:
-        return self._model.module
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the weights."""
-        return self._model.num_bytes
-
-    @property
-    def cache_size(self) -> CacheSize:
-        """For the target's tokens, if each is read as `_TOKENS_PER_TOKEN` of the model's own at most."""
-        own = self._model.cache_size
-        return attrs.evolve(own, slot_bytes=_TOKENS_PER_TOKEN * own.slot_bytes)
-
-    @property
-    def context_length(self) -> int | None:
-        """In the model's own tokens, of which a text may have more than of the target's; its sequence checks that."""
-        return self._model.context_length
 
     def evaluating_layers(self) -> AbstractContextManager[None]:
         """See `MLXModel.evaluating_layers`."""

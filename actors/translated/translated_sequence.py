@@ -64,16 +64,13 @@ class TranslatedSequence(ReusableSequence):
     """See `CachedSequence`. Lengths and tokens are the target's.
 
     Each token of the target is translated by itself, so a text always has the same tokens of the model's own.
-
-    Attributes:
-        own: the text in the model's own tokens.
     """
 
     def __init__(
         self, own: ReusableSequence, vocabulary_map: VocabularyMap, tables: TokenTables, context_length: int | None
     ) -> None:
         """Make an empty sequence around an empty one of the model's; `context_length` is in the model's own tokens."""
-        self.own = own
+        self.own = own  # the text in the model's own tokens
         self._map = vocabulary_map
         self._tables = tables
         self._context_length = context_length
@@ -81,10 +78,7 @@ class TranslatedSequence(ReusableSequence):
         self._own_lengths = [0]
 
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """See `CachedSequence.feed`.
-
-        Raises: ModelError: in its own tokens, the text does not fit the model's context.
-        """
+        """Raises: ModelError: in its own tokens, the text does not fit the model's context."""
         reading = self.read(tokens, num_logits)
         rows = self.own.feed(reading.tokens, reading.num_rows)
         if rows is None:
@@ -114,10 +108,7 @@ class TranslatedSequence(ReusableSequence):
         return Reading(own_tokens, ends, ends[-1] - first + 1, tuple(end - first for end in ends[-num_logits:]))
 
     def take_rows(self, reading: Reading, rows: mx.array) -> mx.array:
-        """Count what was read, and translate the logits that were asked for.
-
-        Returns: (number of wanted rows, V) logits of the target's tokens; lazy.
-        """
+        """Count what was read. Returns: the wanted rows of logits, translated: (n, V) of the target's tokens; lazy."""
         self._own_lengths += reading.ends
         if len(reading.wanted) < reading.num_rows:
             rows = rows[mx.array(reading.wanted)]
@@ -163,8 +154,6 @@ class TranslatedSequence(ReusableSequence):
 
     def close(self) -> None:
         self.own.close()
-
-    # --- reuse by another text with the same beginning --------------------------------------------
 
     @property
     def num_bytes(self) -> int:

@@ -72,5 +72,4 @@ class CoreSharing:
             self._set_threads(num_threads)
 
 
-# The number of threads of a BLAS is the whole process's.
-CORES = CoreSharing()
+CORES = CoreSharing()  # the number of threads of a BLAS is the whole process's

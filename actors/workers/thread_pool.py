@@ -19,8 +19,7 @@ import outcome
 logger = logging.getLogger("outrider")
 
 IDLE = "idle thread of outrider's pool"  # the name of one
-# Seconds that the end of the process waits for one thread. An idle one takes a millisecond.
-JOIN_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 5.0  # seconds that the end of the process waits for one thread. An idle one takes a millisecond.
 
 Work = Callable[[], None]
 OnEnd = Callable[[outcome.Outcome[None]], None]
@@ -82,9 +81,7 @@ class PooledThread:
 
 
 def release_streams() -> None:
-    """Release MLX's streams of the calling thread, at its end: otherwise a process whose threads have used or imported
-    MLX may abort as it exits.
-    """
+    """Release MLX's streams at the end of the calling thread: otherwise the process may abort as it exits."""
     try:
         mx.synchronize()
     except RuntimeError as error:  # MLX's, of a device that has failed; the work that used it has ended with it

@@ -67,14 +67,12 @@ class ThreadWorker:
         hang_timeout_s: float | None = None,
         explain: Callable[[BaseException], BaseException] | None = None,
     ) -> None:
-        """Make a worker that is not started yet.
+        """Make a worker that is not started yet. `on_event` is called in trio's thread with the span of each finished
+        job. `explain` gives, on the worker's thread, the reason behind an exception that a job raised.
 
-        Args:
-            on_event: called in trio's thread with the span of each finished job.
-            may_be_given_up: whether a job that hangs is given up when it was cancelled, when another job waits behind
-                it, or when the worker is left. The worker then runs no more jobs, and its thread is abandoned.
-            hang_timeout_s: seconds beside the time that a job should take; None for `HANG_TIMEOUT_S`.
-            explain: gives, on the worker's thread, the reason behind an exception that a job raised.
+        If it `may_be_given_up`, a job that hangs is given up when it was cancelled, when another job waits behind it,
+        or when the worker is left. The worker then runs no more jobs, and its thread is abandoned. `hang_timeout_s`
+        comes on top of the time that a job should take; None for `HANG_TIMEOUT_S`.
         """
         self._actor = actor
         self._on_event = on_event
@@ -203,9 +201,7 @@ class ThreadWorker:
         self.give_up(HangError(f"a job had not ended after {seconds:.0f} s"))
 
     def give_up(self, reason: OutriderError) -> None:
-        """Abandon the thread, whatever it does, and fail every task that waits for one of its jobs. Harmless once the
-        worker has ended.
-        """
+        """Abandon the thread, and fail all tasks that wait for its jobs. Harmless once the worker has ended."""
         if not self._stopped.is_set():
             self._jobs.put(None)
             self._thread.abandon()

@@ -17,22 +17,16 @@ T = TypeVar("T")
 
 @attrs.define(eq=False)
 class Job(Generic[T]):
-    """One call for a worker to make, in the round of a session.
-
-    Attributes:
-        call: does the work, on the worker's thread. Its result crosses threads: only ints and evaluated arrays.
-        num_tokens: tokens that go through the model; once the job is done, what `count`, if given, makes of its result.
-        shares: see `Span.shares`.
-        began, ended: seconds on the worker's clock, set once the job is done.
-    """
+    """One call for a worker to make, in the round of a session."""
 
     kind: SpanKind
-    call: Callable[[], T]
+    call: Callable[[], T]  # on the worker's thread. Its result crosses threads: only ints and evaluated arrays.
     session: int | None = None
-    num_tokens: int = 0
+    num_tokens: int = 0  # that go through the model; once the job is done, what `count`, if given, makes of its result
     round: int | None = None
     count: Callable[[T], int] | None = None
-    shares: tuple[Share, ...] = ()
+    shares: tuple[Share, ...] = ()  # see `Span`
+    # Seconds on the worker's clock, set once the job is done.
     began: float = attrs.field(default=0.0, init=False)
     ended: float = attrs.field(default=0.0, init=False)
 
@@ -66,20 +60,16 @@ class Steps(Generic[T]):
 
     They end early, after the running one, if they are interrupted, if the call that waits for them is cancelled, or if
     another job waits for the worker.
-
-    Attributes:
-        num_tokens, shares, count: as in `Job`, of the first step.
-        round: may be changed for the steps that follow.
-        on_step: called in trio's thread after each step with its job, its result, and whether another follows (unless
-            that is prevented meanwhile). Must not wait. What it raises ends the steps; `Worker.run_steps` raises it.
     """
 
     kind: SpanKind
     first_call: Callable[[], Step[T]]
+    # Called in trio's thread after each step with its job, its result, and whether another follows (unless that is
+    # prevented meanwhile). Must not wait. What it raises ends the steps; `Worker.run_steps` raises it.
     on_step: Callable[[Job[Step[T]], T, bool], None]
     session: int | None = None
-    num_tokens: int = 0
-    round: int | None = None
+    num_tokens: int = 0  # as in `Job`, of the first step; likewise the shares, and what counts
+    round: int | None = None  # may be changed for the steps that follow
     shares: tuple[Share, ...] = ()
     count: Callable[[Step[T]], int] | None = None
     # Set in trio's thread and read in the worker's. Seeing it late costs time and nothing else.
@@ -124,21 +114,17 @@ class Worker(Protocol):
     @property
     def is_alive(self) -> bool:
         """Whether the worker runs jobs."""
-        ...
 
     @property
     def is_hanging(self) -> bool:
         """Whether the running job takes very much longer than it should. May be read in any thread."""
-        ...
 
     @property
     def overdue_s(self) -> float:
         """Seconds by which the running job exceeds a multiple of what it should take; -inf if it may take any time."""
-        ...
 
     def watch(self) -> None:
         """Give up the worker if its running job hangs and that is allowed: another task waits for its end."""
-        ...
 
     async def run(self, job: Job[T]) -> T:
         """Run a job and return its result.
@@ -148,7 +134,6 @@ class Worker(Protocol):
             does not wait for a job that hangs.)
         Raises: JobError: the job raised, or the worker has died or was given up; the error is the cause.
         """
-        ...
 
     async def run_steps(self, steps: Steps[Any], *, meanwhile: Callable[[], None] | None = None) -> None:
         """Run steps until one is the last, or they are interrupted.
@@ -160,16 +145,13 @@ class Worker(Protocol):
         Raises: JobError: a step raised; the results of the steps before it were handed over. Also what `Steps.on_step`
             raises.
         """
-        ...
 
     def clock(self) -> float:
         """Seconds on the clock of this worker's spans."""
-        ...
 
     @property
     def busy_seconds(self) -> float:
         """Seconds spent on jobs so far."""
-        ...
 
 
 def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome[Any]:

@@ -52,7 +52,7 @@ Allows = Callable[[PolicyView, Node], bool]
 
 
 @attrs.define
-class Hostile:
+class Hostile(Policy):
     """A policy that drafts, waits and rests at random, and proposes only what it allows.
 
     Attributes:
@@ -102,9 +102,6 @@ class Hostile:
 
     def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
         return self._dice.random() < 0.3
-
-    def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
-        return False
 
 
 # Knowledge that a policy may use.

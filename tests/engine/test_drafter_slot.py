@@ -74,7 +74,7 @@ async def test_a_drafter_is_attached_and_detached_and_its_memory_and_thread_go_w
             with pytest.raises(runtime.DrafterAttachedError, match="detach_draft"):
                 await rt.attach_draft(path)
             busy = rt.busy_seconds[1]
-            model = weakref.ref(rt._draft.model._model)  # type: ignore[union-attr]
+            model = weakref.ref(rt._draft.model.module)  # type: ignore[union-attr]
             await rt.detach_draft()
             assert model() is None
             assert (rt._target.drafter.mailbox, rt._target.drafter.has_model) == (None, False)
@@ -91,7 +91,7 @@ async def test_the_drafter_that_a_runtime_was_opened_with_can_be_detached_too(tm
     path = save(tmp_path / "draft", drafter())
     async with runtime.open((target(), None), path) as rt:
         assert await drafted(rt) > 0
-        model = weakref.ref(rt._draft.model._model)  # type: ignore[union-attr]
+        model = weakref.ref(rt._draft.model.module)  # type: ignore[union-attr]
         await rt.detach_draft()
         assert model() is None
         assert draft_threads() == []

@@ -25,7 +25,7 @@ from scripted import ScriptedModel, run, simulated
 from sweeps import sweep
 
 import runtime
-from actors.target import scoring
+from actors.target import reading
 from protocol.scores import Score, ScoredToken, token_scores
 from protocol.trace import Event, Span
 
@@ -125,7 +125,7 @@ async def test_long_texts_are_read_in_passes_of_bounded_size(bound: str, monkeyp
     async with runtime.open((target(), None)) as rt:
         expected = await rt.score(whole[:1], whole[1:])
     if not defaults:
-        monkeypatch.setattr(scoring, "_MAX_LOGITS", 5 * VOCAB_SIZE + 1)
+        monkeypatch.setattr(reading, "MAX_SCORED_LOGITS", 5 * VOCAB_SIZE + 1)
     async with runtime.open((target(), None), defaults=defaults, trace=passes) as rt:
         assert logprobs(await rt.score(whole[:1], whole[1:])) == pytest.approx(logprobs(expected), abs=ATOL)
     assert sum(passes.num_tokens) == 59  # the last token need not be read

@@ -9,13 +9,13 @@ from typing import Any
 from mlx.nn.layers.base import Module
 
 from actors.trained.drafter_files import DrafterFiles, check_named_target
-from actors.trained.kinds.attached import Attached
 from actors.trained.kinds.dflash import attach_dflash
 from actors.trained.kinds.eagle3 import attach_eagle3
 from actors.trained.kinds.gemma4_assistant import attach_gemma4_assistant
 from actors.trained.kinds.medusa import attach_medusa
 from actors.trained.kinds.mtp import attach_mtp
 from actors.trained.kinds.recognition import kind_of
+from actors.trained.kinds.target_parts import Attached
 from protocol.errors import ModelError
 
 # By the name from `kind_of`: loads a drafter's files, and attaches it to mlx-lm's model, given the width of its logits.
@@ -41,15 +41,11 @@ def attach(
     is_targets_own: bool = False,
     quantize: Mapping[str, Any] | None = None,
 ) -> Attached:
-    """Load the drafter in a folder, of the kind that its `config.json` says, and attach it to its target.
+    """Load the drafter in a folder, of the kind that its `config.json` says, and attach it to mlx-lm's model, whose
+    weights are evaluated and whose logits have a width of `target_vocab_size`. Messages call the drafter `named`.
 
-    Args:
-        folder: with its files.
-        target: mlx-lm's model, whose weights are evaluated.
-        target_vocab_size: width of the target's logits.
-        named: the drafter, for messages.
-        is_targets_own: whether the folder is the target's own, and the drafter the MTP layer in it.
-        quantize: `bits`, `group_size` and `mode`, to which its weights are quantised; None leaves them.
+    If `is_targets_own`, the folder is the target's, and the drafter the MTP layer in it. To `quantize` its weights
+    takes `bits`, `group_size` and `mode`.
 
     Raises: ModelError: it cannot be loaded, or was made for another target; the message says what differs.
     """

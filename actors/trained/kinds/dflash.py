@@ -33,10 +33,9 @@ from actors.trained.drafter_files import (
     target_ids_of,
     widened,
 )
-from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.block_heads import AcceptanceHead, BlockConvolution, CandidateSelector, MarkovHead, convolved
 from actors.trained.kinds.recognition import kind_of
-from actors.trained.kinds.target_parts import Layer, embedding_of, head_of
+from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, head_of
 from actors.trained.shared_reading import Part, Reading, SharedPass
 from protocol.errors import ModelError
 
@@ -321,17 +320,11 @@ class DFlash(Module):
 
 @attrs.frozen(eq=False)
 class Anchor:
-    """A text's part in the pass of a block.
+    """A text's part in the pass of a block."""
 
-    Attributes:
-        token: its last id.
-        position: of that.
-        cache: those of the context, of which the first `num_context` positions are read.
-    """
-
-    token: int
-    position: int
-    cache: list[Any]
+    token: int  # its last id
+    position: int  # of that
+    cache: list[Any]  # those of the context, of which the first `num_context` positions are read
     num_context: int
 
 

@@ -39,9 +39,8 @@ from actors.trained.drafter_files import (
     target_ids_of,
     widened,
 )
-from actors.trained.kinds.attached import Attached, check_target
 from actors.trained.kinds.recognition import kind_of
-from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
+from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
 from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
@@ -55,8 +54,7 @@ _AUTHORS_LAYER, _LAYER = "midlayer.", "layers.0."
 # Weights of the target that Speculators may have saved along.
 _OF_TARGET = ("verifier_norm.", "verifier_lm_head.", "t2d")
 _EMBEDDING = "embed_tokens."
-# Tokens that P-EAGLE predicts if the files do not say: Speculators' default.
-_NUM_DEPTHS = 8
+_NUM_DEPTHS = 8  # tokens that P-EAGLE predicts if the files do not say: Speculators' default
 
 
 @attrs.frozen
@@ -89,10 +87,7 @@ class Eagle3Config:
         return 3 if self.feature_layers is None else len(self.feature_layers)
 
     def feature_layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a target with `num_layers` whose inputs are the features.
-
-        Raises: ModelError: the target does not have them.
-        """
+        """The layers of a target with `num_layers` whose inputs are the features. Raises: ModelError: it lacks some."""
         if self.reads_output:
             return (num_layers,)
         ids = (2, num_layers // 2, num_layers - 3) if self.feature_layers is None else self.feature_layers
@@ -214,14 +209,11 @@ class Eagle3(Module):
         return [KVCache() for _ in self.layers]
 
     def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """Process positions after the cached ones.
+        """Process positions after the cached ones: (B, W, hidden size) projected features, or the drafter's own hidden
+        states, and embeddings of the tokens one position further on.
 
-        Args:
-            hidden: (B, W, hidden size) projected features, or the drafter's own hidden states.
-            embedded: of the same shape, of the tokens one position further on.
-
-        Returns: hidden states of the same shape, which stand for the features of the next positions, and
-            (B, W, draft_vocab_size) logits; lazy.
+        Returns: hidden states of the same shape, which stand for the features of the next positions, and (B, W,
+        draft_vocab_size) logits; lazy.
         """
         mask = create_attention_mask(embedded, cache[0])
 

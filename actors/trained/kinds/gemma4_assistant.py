@@ -31,13 +31,11 @@ from mlx_lm.models.cache import KVCache
 
 from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import DrafterFiles, reading_config
-from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of
+from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
 from actors.trained.shared_reading import Reading
 from protocol.errors import ModelError
 
-# Keys and values, (1, heads, n, width of a head) each.
-KeysAndValues = tuple[mx.array, mx.array]
+KeysAndValues = tuple[mx.array, mx.array]  # keys and values, (1, heads, n, width of a head) each
 _EMBEDDING, _HEAD, _ORDERING = "embed_tokens.", "lm_head.", "masked_embedding.token_ordering"
 _SLIDING = "sliding_attention"
 
@@ -55,10 +53,7 @@ class Gemma4AssistantConfig:
 
 
 def read_config(config: Mapping[str, Any]) -> Gemma4AssistantConfig:
-    """The configuration of an assistant, from its `config.json`.
-
-    Raises: ModelError: something is missing, or is not supported.
-    """
+    """The configuration from an assistant's `config.json`. Raises: ModelError: some is missing, or not supported."""
     with reading_config():
         text = {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False} | config["text_config"]
         vocab_size = int(text["vocab_size"])
@@ -165,9 +160,7 @@ class Gemma4AssistantReader:
     """An assistant with its target's embedding, final norm and projections; see `ContextReader`."""
 
     def __init__(self, model: Gemma4Assistant, sources: Mapping[str, Any], embed: Layer, final_norm: Layer) -> None:
-        """Make a reader. `sources` are, by type of layer, the target's layers whose keys and values it attends to;
-        `embed` is the target's embedding, scaled.
-        """
+        """Make a reader of the target's layers in `sources`, by type, and its embedding, scaled."""
         self._model, self._sources, self._embed, self._final_norm = model, sources, embed, final_norm
         self._dtype = model.norm.weight.dtype
         self.vocab_size = model.config.args.vocab_size
@@ -188,14 +181,9 @@ class Gemma4AssistantReader:
     def read(
         self, tokens: Sequence[int], begin: int, num_context: int, cache: list[Any], hidden: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Read tokens, each with the hidden state of a position.
-
-        Args:
-            begin: position of the first features in the caches.
-            num_context: positions in the caches up to that of the last token's hidden state.
-            hidden: (1, target's hidden size), which stands for that in the caches; for one token.
-
-        Returns: as `Gemma4Assistant.__call__`.
+        """Read tokens, each with the hidden state of a position. In the caches, which begin at position `begin`, the
+        last of these is position `num_context - 1`. For one token, `hidden` may be given instead: (1, target's hidden
+        size). Returns: as `Gemma4Assistant.__call__`.
         """
         *contexts, states = cache
         if hidden is None:

@@ -22,8 +22,7 @@ from mlx.nn.layers.linear import Linear
 
 from actors.mlx.sequence_state import SequenceState
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.attached import Attached, check_target
-from actors.trained.kinds.target_parts import Layer, final_norm_of
+from actors.trained.kinds.target_parts import Attached, Layer, check_target, final_norm_of
 from actors.trained.kinds.torch_file import load_torch_file
 from actors.trained.shared_reading import Part, Reading, SharedPass
 from actors.trained.trained_sequence import TrainedSequence, check_features, check_state
@@ -35,8 +34,7 @@ _WEIGHT = re.compile(
     r"(?:medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.(?P<rest>(?:linear\.)?(?:weight|bias|scales|biases))"
 )
 _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-# Positions whose features are kept: a drafter that catches up reads at most as many at a time.
-NUM_KEPT = 64
+NUM_KEPT = 64  # positions whose features are kept: a drafter that catches up reads at most as many at a time
 
 
 @attrs.frozen
@@ -114,8 +112,7 @@ class HeadSequence(TrainedSequence):
         # What the heads read of the last positions, the first of which is `_begin`.
         self._begin = 0
         self._hidden: mx.array | None = None
-        # Logits by head, at the last position: siblings in the tree have the same.
-        self._rows: dict[int, mx.array] = {}
+        self._rows: dict[int, mx.array] = {}  # logits by head, at the last position: siblings in the tree have the same
 
     def give_nothing(self, num_tokens: int) -> None:
         """All positions are kept, so that each timed pass runs a head."""
@@ -140,8 +137,6 @@ class HeadSequence(TrainedSequence):
         super().close()
         self._hidden = None
         self._rows.clear()
-
-    # --- reuse by another text with the same beginning --------------------------------------------
 
     @property
     def num_bytes(self) -> int:
@@ -168,8 +163,6 @@ class HeadSequence(TrainedSequence):
         check_features(state.features, self._project(mx.zeros((1, self.feature_width))))
         self._begin, self._hidden = state.features.start, state.features.values
         self._tokens, self.num_given = [*state.tokens], self._num_known
-
-    # --- logits -----------------------------------------------------------------------------------
 
     def _logits(self, position: int) -> Reading[mx.array]:
         if position <= self._begin or self._hidden is None:

@@ -47,8 +47,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 
 from actors.trained.depth_sequence import DepthSequence
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.kinds.attached import Attached
-from actors.trained.kinds.target_parts import Layer, embedding_of, final_norm_of, head_of
+from actors.trained.kinds.target_parts import Attached, Layer, embedding_of, final_norm_of, head_of
 from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 

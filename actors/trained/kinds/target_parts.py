@@ -1,14 +1,20 @@
-"""The parts of a target that its drafters use: embedding, final norm and head, wherever mlx-lm's classes keep them."""
+"""The parts of a target that its drafters use: embedding, final norm and head, wherever mlx-lm's classes keep them; and
+what a drafter of any kind is once it is attached to its target.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
+import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
 
+from actors.trained.drafter_files import DrafterFiles
+from actors.trained.shared_reading import SharedPass
+from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import ModelError
 
 # (…) ids or (…, width) hidden states to (…, width) hidden states or (…, V) logits; lazy.
@@ -25,20 +31,14 @@ _FINAL_NORMS = (
 
 
 def embedding_of(target: Module, named: str) -> Layer:
-    """The embedding of a target: (…) ids to (…, hidden size). `named` is the drafter, for messages.
-
-    Raises: ModelError: none is found.
-    """
+    """The embedding of a target: (…) ids to (…, hidden size). Raises: ModelError: a `named` drafter finds none."""
     if (found := _embedding(target)) is None:
         raise ModelError(f"{named} reads its target's embedding, and none was found in {type(target).__name__}")
     return cast(Layer, found)
 
 
 def final_norm_of(target: Module, named: str) -> Layer:
-    """The norm between the last layer of a target and its head.
-
-    Raises: ModelError: none is found.
-    """
+    """The norm between the last layer of a target and its head. Raises: ModelError: none is found."""
     for holder in _around_layers(target):
         for name in _FINAL_NORMS:
             norm: Any = holder.get(name)
@@ -93,3 +93,30 @@ def _around_layers(target: Module) -> Iterator[Module]:
             yield module
             yield modules[path.rpartition(".")[0]]
             return
+
+
+@attrs.frozen
+class Attached:
+    """A drafter, and what it reads of its target."""
+
+    feature_layers: tuple[int, ...]  # of the target, whose inputs are recorded; see `FeatureRecorder`
+    vocab_size: int  # width of the logits, whose ids are the target's
+    open_sequence: Callable[[], TrainedSequence]
+    module: Module
+    num_draft_tokens: int  # how many of the target's tokens it can propose
+    arrays: tuple[mx.array, ...] = ()  # weights that are not parameters of the module
+    passes: Sequence[SharedPass[Any]] = ()  # those of its sequences that several texts can share
+
+
+def check_target(
+    files: DrafterFiles, target: Module, target_vocab_size: int, *, hidden_size: int, vocab_size: int
+) -> None:
+    """Raises: ModelError: a target has hidden states of another width than a drafter reads, or lacks tokens."""
+    if (width := width_of(target, files.named)) != hidden_size:
+        raise ModelError(
+            f"{files.named} reads hidden states of a width of {hidden_size}, and those of this target have {width}"
+        )
+    if vocab_size > target_vocab_size:
+        raise ModelError(
+            f"{files.named} was made for a target with {vocab_size} tokens, and this one has {target_vocab_size}"
+        )
