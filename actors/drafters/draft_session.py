@@ -27,7 +27,6 @@ class DraftSession(DrafterSession):
         only_copies: whether the model rests because drafting does not pay, and only copied tokens are proposed.
         can_look_ahead: whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and
             only one token beyond them is guessed.
-        has_read_prompt: whether the cache has held all of the prompt that is read without logits.
         has_lost_tokens: whether the cache has lost some of the text because a shared pass has failed.
         catches_up: whether the drafter is to read, during a rest, what the target has committed.
         was_prompt_cached: whether the target had the whole prompt cached, and so has no features of it.
@@ -44,7 +43,7 @@ class DraftSession(DrafterSession):
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length
         self.can_look_ahead = True
-        self.has_read_prompt = self.has_lost_tokens = self.catches_up = False
+        self.has_lost_tokens = self.catches_up = False
         self.only_copies = False
         self.was_prompt_cached = False
         self.begins_with_rest: bool | None = None

@@ -27,7 +27,6 @@ class TargetSession(ActorSession):
         replay: decides when replayed tokens are settled.
         verify_seconds: spent on verify passes so far.
         reads_until: length of the part of the prompt that is to be read.
-        has_read_prompt: whether it was read, and its features handed on.
         reads_alone: whether no other prompt may be read in its passes.
         failure: the error that ended the session, if one did.
         is_blocked: whether a slow consumer keeps the next round from beginning.
@@ -56,7 +55,6 @@ class TargetSession(ActorSession):
         self.replay = ReplayDebt()
         self.verify_seconds = 0.0
         self.reads_until = 0
-        self.has_read_prompt = False
         self.reads_alone = False
         self.failure: Exception | None = None
         self.is_blocked = False
