@@ -50,8 +50,13 @@ class TranslatedModel:
     @property
     def cache_size(self) -> CacheSize:
         """For the target's tokens, if each is read as `_TOKENS_PER_TOKEN` of the model's own at most."""
-        own = self._model.cache_size
-        return attrs.evolve(own, slot_bytes=_TOKENS_PER_TOKEN * own.slot_bytes)
+        own, factor = self._model.cache_size, _TOKENS_PER_TOKEN
+        return attrs.evolve(
+            own,
+            slot_bytes=factor * own.slot_bytes,
+            dense_slot_bytes=factor * own.dense_slot_bytes,
+            windows=tuple((most_slots, factor * slot_bytes) for most_slots, slot_bytes in own.windows),
+        )
 
     @property
     def context_length(self) -> int | None:
