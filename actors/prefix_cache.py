@@ -296,7 +296,7 @@ def common_length(one: bytes, other: bytes) -> int:
     A galloping search: comparing slices of bytes takes microseconds, and a loop over tokens holds the GIL for
     milliseconds. Texts that part early are told apart at once, however long they are.
     """
-    low, high, width = 0, min(len(one), len(other)) // _ID_BYTES, 64
+    low, high, width = 0, min(len(one), len(other)) // _ID_BYTES, 1024
     while low < high:
         end = min(low + width, high)
         compared = slice(low * _ID_BYTES, end * _ID_BYTES)

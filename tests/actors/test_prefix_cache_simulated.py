@@ -54,7 +54,7 @@ def num_read(simulation: Simulation, actor: str, session: int) -> int:
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)
-@given(st.integers(0, 700), st.integers(0, 700), st.integers(0, 700))
+@given(st.integers(0, 7000), st.integers(0, 700), st.integers(0, 700))
 def test_what_texts_have_in_common_ends_where_they_first_differ(length: int, one: int, other: int) -> None:
     common = [*range(length)]
     texts = pack([*common, *[1000] * one]), pack([*common, *[2000] * other])
