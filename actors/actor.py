@@ -88,6 +88,8 @@ class ActorSession:
         # Set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
         self.is_over = trio.Event()
         self.is_broken = False  # whether the content of the cache is unknown, so that no other session may use it
+        self.may_open = False  # whether nothing is waited for before its sequence is opened
+        self.has_read_prompt = False  # whether the cache has held all of the prompt that is read without logits
         num_read = shared.opened.num_read
         # Lengths of the prompt at which its cache keeps a prefix checkpoint, if it needs any.
         self.checkpoints = {num_read - CHECKPOINT_DISTANCE, num_read, *range(0, num_read, CHECKPOINT_INTERVAL)}
@@ -95,11 +97,20 @@ class ActorSession:
         # Whether the stored part of its prompt, if any, has been loaded into the prefix cache; None before that has
         # begun.
         self.is_disk_searched: bool | None = None
+        self._num_common: dict[int, int] = {}  # by session
 
     @cached_property
     def packed_prompt(self) -> bytes:
         """The tokens of the prompt that are read without logits, for comparisons."""
         return pack(self.shared.opened.prompt[: self.shared.opened.num_read])
+
+    def num_common(self, other: ActorSession) -> int:
+        """Tokens that both prompts have in common at their beginnings. Compared once: it is asked for after each pass
+        over a prompt, of all pairs of sessions.
+        """
+        if other.id not in self._num_common:
+            self._num_common[other.id] = common_length(self.packed_prompt, other.packed_prompt)
+        return self._num_common[other.id]
 
     @property
     def pass_tokens(self) -> int:
@@ -116,10 +127,13 @@ class ActorSession:
 
     @property
     def goes_on_reading(self) -> bool:
-        """Whether it will read the rest of its prompt, unless it is cancelled."""
+        """Whether it will read the rest of its prompt, unless it is cancelled. What its cache loses later is read again
+        only before a round, for which it may wait for its consumer or for memory.
+        """
         opened = self.shared.opened
         return (
             opened.settings.reuse_prefix
+            and not self.has_read_prompt
             and not self.shared.is_unwanted
             and self.state.phase is not SessionPhase.CLOSED
             and self.num_prompt_cached < opened.num_read
@@ -391,21 +405,23 @@ class ModelActor(Actor[S]):
 
     def _may_open(self, session: S) -> bool:
         """Whether to open the session's sequence now; False while a beginning of its text is still read or loaded."""
-        if not session.shared.opened.settings.reuse_prefix:
-            return True
-        if self._unwanted(session) or self._awaits_beginning(session):
-            return False
+        awaits = self._unwanted, self._awaits_beginning, self._awaits_disk
+        session.may_open = not (session.shared.opened.settings.reuse_prefix and any(each(session) for each in awaits))
+        return session.may_open
+
+    def _awaits_disk(self, session: S) -> bool:
+        """Whether what is stored of the session's prompt is not loaded yet; begins to load it."""
         if session.is_disk_searched is None and (store := self.prefix_cache.store) is not None:
             assert self._nursery is not None
             session.is_disk_searched = False
             self._nursery.start_soon(self._bring_back, session, store)
-        return session.is_disk_searched is not False
+        return session.is_disk_searched is False
 
     def _awaits_beginning(self, session: S) -> bool:
         """Whether another session is about to read more of the session's prompt than any has read so far."""
         least = min(MIN_AWAITED, session.shared.opened.num_read)
         num_common = {
-            other: common_length(session.packed_prompt, other.packed_prompt)
+            other: session.num_common(other)
             for other in itertools.takewhile(lambda other: other is not session, self._sessions.values())
             if other.beside_another == session.beside_another and other.shared.opened.settings.reuse_prefix
         }
@@ -420,7 +436,7 @@ class ModelActor(Actor[S]):
     def _wake_waiting(self) -> None:
         """Look at the sessions that are not open yet: what they wait for may be there."""
         for session in self._sessions.values():
-            if session.sequence is None:
+            if session.sequence is None and not session.may_open:
                 self._look_at(session)
 
     @trio.lowlevel.enable_ki_protection

@@ -29,7 +29,6 @@ class DraftSession(DrafterSession):
         # Whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and only one token
         # beyond them is guessed.
         self.can_look_ahead = True
-        self.has_read_prompt = False  # whether the cache has held all of the prompt that is read without logits
         self.has_lost_tokens = False  # whether the cache has lost some of the text because a shared pass has failed
         self.catches_up = False  # whether the drafter is to read, during a rest, what the target has committed
         # Whether the model rests because drafting does not pay, and only copied tokens are proposed.

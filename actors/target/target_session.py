@@ -28,7 +28,6 @@ class TargetSession(ActorSession):
         self.replay = ReplayDebt()  # decides when replayed tokens are settled
         self.verify_seconds = 0.0  # spent on verify passes so far
         self.reads_until = 0  # length of the part of the prompt that is to be read
-        self.has_read_prompt = False  # whether it was read, and its features handed on
         self.reads_alone = False  # whether no other prompt may be read in its passes
         self.failure: Exception | None = None  # the error that ended the session, if one did
         self.is_blocked = False  # whether a slow consumer keeps the next round from beginning

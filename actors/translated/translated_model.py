@@ -31,8 +31,13 @@ class TranslatedModel:
         self.module, self.num_bytes = model.module, model.num_bytes
         # In the model's own tokens, of which a text may have more than of the target's; its sequence checks that.
         self.context_length = model.context_length
-        own_bytes = model.cache_size.slot_bytes
-        self.cache_size = attrs.evolve(model.cache_size, slot_bytes=_TOKENS_PER_TOKEN * own_bytes)
+        own = model.cache_size
+        self.cache_size = attrs.evolve(
+            own,
+            slot_bytes=_TOKENS_PER_TOKEN * own.slot_bytes,
+            dense_slot_bytes=_TOKENS_PER_TOKEN * own.dense_slot_bytes,
+            windows=tuple((most_slots, _TOKENS_PER_TOKEN * slot_bytes) for most_slots, slot_bytes in own.windows),
+        )
         self._tables = TokenTables.of(vocabulary_map)
 
     def evaluating_layers(self) -> AbstractContextManager[None]:

@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from protocol.errors import OutriderError
-
 logger = logging.getLogger("outrider")
 
 Read = Callable[[], Awaitable[object]]
@@ -53,5 +51,5 @@ class IdleReading:
                 with trio.CancelScope() as self._scope:
                     try:
                         await read()
-                    except OutriderError as error:  # such as a prompt that is too long by now
+                    except Exception as error:  # of any kind: nobody has asked for it
                         logger.debug("nothing was read ahead: %s", error)

@@ -6,6 +6,7 @@ import math
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import count
 
 import attrs
 
@@ -38,6 +39,7 @@ _PLAIN = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=f
 # All budgets of this process: they share the device.
 _budgets: list[MemoryBudget] = []
 _lock = threading.Lock()
+_turns = count()
 
 
 @attrs.define
@@ -80,6 +82,7 @@ class MemoryBudget:
     Attributes:
         limit: bytes that models and caches may take together, in this process; infinite for no limit.
         reserved_bytes: of the streams that have begun.
+        is_stuck: whether all of these have waited for memory since some was last taken or released.
     """
 
     def __init__(
@@ -93,24 +96,30 @@ class MemoryBudget:
         """
         self.limit = limit
         self.reserved_bytes = 0
+        self.is_stuck = False
+        self._waits_since = math.inf  # the turn of the first stream that waits to begin, among all runtimes
         self._target = target
         self._drafter = drafter
         self._on_change = on_change
         self._texts: dict[int, _Reservation] = {}
         with _lock:
             _budgets.append(self)
+        self._notify()
 
     @property
     def is_open(self) -> bool:
         """Whether it takes part in the limit."""
         return self in _all_budgets()
 
+    def note_models(self) -> None:
+        """Note that there are other models now."""
+        self._hold(self._texts)
+
     def close(self) -> None:
         """Release everything."""
         with _lock:
             _budgets.remove(self)
-        self._texts, self.reserved_bytes = {}, 0
-        self._notify()
+        self._hold({})
 
     @property
     def model_bytes(self) -> int:
@@ -152,13 +161,26 @@ class MemoryBudget:
     def reserve(self, opened: Open) -> float | None:
         """Reserve memory for a session that begins.
 
-        Returns: the tokens that it is for, infinite if the text never has more; None if there is not enough now.
+        Returns: the tokens that it is for, infinite if the text never has more; None if there is not enough now, or if
+            a stream of another runtime has waited longer.
 
         Raises: PromptTooLongError: as `bounded`.
         """
         text = _reservation(opened)
         most = self._checked_most(text)
-        return self._reserve(attrs.evolve(text, num_tokens=min(text.num_tokens, most)))
+        since, self._waits_since = self._waits_since, math.inf
+        num_tokens: float | None = None
+        if all(since <= other._waits_since for other in self._others()):
+            num_tokens = self._reserve(attrs.evolve(text, num_tokens=min(text.num_tokens, most)))
+        if num_tokens is None:
+            self._waits_since = min(since, next(_turns))
+        return num_tokens
+
+    def end_waiting(self) -> None:
+        """Note that no stream waits to begin."""
+        if self._waits_since < math.inf:
+            self._waits_since = math.inf
+            self._notify()
 
     def grow(self, session: int) -> float | None:
         """Reserve memory for more tokens of a session. Returns: as `reserve`."""
@@ -169,17 +191,20 @@ class MemoryBudget:
     def release(self, session: int) -> None:
         """Release what a session has reserved."""
         if self._texts.pop(session, None) is not None:
-            self.reserved_bytes = self._num_bytes(self._texts.values())
-            self._notify()
+            self._hold(self._texts)
 
     def _reserve(self, text: _Reservation) -> float | None:
         texts = {**self._texts, text.opened.session: text}
         num_bytes = self._num_bytes(texts.values())
         if num_bytes - self.reserved_bytes > self._room():
             return None
-        self._texts, self.reserved_bytes = texts, num_bytes
-        self._notify()
+        self._hold(texts, num_bytes)
         return math.inf if text.num_tokens == text.most_tokens else text.num_tokens
+
+    def _hold(self, texts: dict[int, _Reservation], num_bytes: int | None = None) -> None:
+        self._texts, self.is_stuck = texts, False
+        self.reserved_bytes = self._num_bytes(texts.values()) if num_bytes is None else num_bytes
+        self._notify()
 
     def may_give_way(self, session: int) -> bool:
         """Whether a text has memory to give, and can be read again: the start of one in a file cannot."""
@@ -189,9 +214,11 @@ class MemoryBudget:
     def give_way(self, session: int) -> None:
         """Release what a session has reserved at the target, until it grows again."""
         if (text := self._texts.get(session)) is not None:
-            self._texts[session] = attrs.evolve(text, has_given_way=True)
-            self.reserved_bytes = self._num_bytes(self._texts.values())
-            self._notify()
+            self._hold({**self._texts, session: attrs.evolve(text, has_given_way=True)})
+
+    def rivals(self) -> list[MemoryBudget]:
+        """The other budgets of which streams have begun."""
+        return [other for other in self._others() if other._texts]
 
     def shortage(self, session: int) -> str:
         """Why a session that has begun cannot grow, as a sentence for an error."""
@@ -244,10 +271,13 @@ class MemoryBudget:
             f"takes {size_in_words(slot_bytes)}"
         )
 
+    def _others(self) -> list[MemoryBudget]:
+        return [budget for budget in _all_budgets() if budget is not self]
+
     def _notify(self) -> None:
-        for budget in _all_budgets():
-            if budget is not self:
-                budget._on_change()
+        for other in self._others():
+            other.is_stuck = False
+            other._on_change()
 
 
 def weights_of(models: Iterable[Model]) -> int:

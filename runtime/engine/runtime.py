@@ -201,7 +201,7 @@ class Runtime:
 
         async def read() -> None:
             opened, _ = self._validation.generation(prompt(), None, {"reuse_prefix": True})
-            await self._sessions.read(attrs.evolve(opened, only_reads=True))
+            await self._sessions.read(attrs.evolve(opened, only_reads=True), may_wait=False)
 
         if self.reads_when_idle:
             self._sessions.idle_reading.expect(read)
@@ -412,6 +412,7 @@ class Runtime:
         with self._sessions.while_open():
             check_unknown(unknown, ("draft",), positional=(), function="attach_draft")
             await self._drafter.attach(draft)
+            self._sessions.models_have_changed()
 
     async def detach_draft(self) -> None:
         """Release the draft model, its memory and its thread; does nothing without one.
@@ -422,7 +423,10 @@ class Runtime:
 
         Cancellation: the drafter is detached in any case, after the draft step that is running; only the waiting ends.
         """
-        await self._drafter.detach()
+        try:
+            await self._drafter.detach()
+        finally:
+            self._sessions.models_have_changed()
 
     # --- the end ----------------------------------------------------------------------------------
 

@@ -102,8 +102,9 @@ class Sessions:
     _admitted: dict[int, Session] = attrs.field(init=False, factory=dict)  # in this order
     _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
     _growing: dict[int, Session] = attrs.field(init=False, factory=dict)  # admitted; they wait for more memory
-    memory: MemoryBudget = attrs.field(init=False)
+    # Before the budget, which other runtimes know, and may call from other threads, as soon as it is made.
     _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
+    memory: MemoryBudget = attrs.field(init=False)
     _scopes: set[trio.CancelScope] = attrs.field(init=False, factory=set)  # of calls in `while_open`
     # Held while a session's counts move to `past`: another thread may be adding all of them up.
     _counts_lock: threading.Lock = attrs.field(init=False, factory=threading.Lock)
@@ -259,8 +260,10 @@ class Sessions:
         elapsed_s = self._target.worker.clock() - began
         return session.counts.snapshot(elapsed=elapsed_s, estimates=self._prices.estimates(), lookahead=0)
 
-    async def read(self, opened: Open) -> Session:
-        """Run a session that generates nothing to its end; see `score`."""
+    async def read(self, opened: Open, *, may_wait: bool = True) -> Session:
+        """Run a session that generates nothing to its end; see `score`. Without `may_wait`, nothing is read if there is
+        no room for it at once.
+        """
         self.check_open()
         opened = self.memory.bounded(opened)
         send, receive = trio.open_memory_channel[Commit](0)
@@ -269,6 +272,8 @@ class Sessions:
         self.by_id[opened.session] = session
         try:
             self._enter(session)
+            if not may_wait and opened.session in self._waiting:
+                return session
             async for commit in receive:  # none comes; the channel is closed once the session is over
                 raise ProtocolError(f"a session that generates nothing has committed {commit!r}")
         finally:
@@ -328,11 +333,20 @@ class Sessions:
     def make_room(self) -> None:
         """Have the models' prefix caches give up what has no room beside the sessions. Never waits."""
         self._target.make_room()
+        self._make_room_at_drafter()
+
+    def _make_room_at_drafter(self) -> None:
         if isinstance(draft := self._drafter.actor, DraftActor):
             draft.make_room()
 
+    def models_have_changed(self) -> None:
+        """Note that a drafter was attached or detached, whose weights and caches count. Never waits."""
+        if self.memory.is_open:
+            self.memory.note_models()
+            self._memory_has_changed()
+
     def _memory_has_changed(self) -> None:
-        """Another runtime of the process has taken memory, or released some."""
+        """The models, or another runtime of the process, have taken memory or released some."""
         if self.memory.is_open:  # the call may come after the end
             self.make_room()
             self._admit_next()
@@ -368,6 +382,7 @@ class Sessions:
                 try:
                     num_tokens = self.memory.reserve(session.opened)
                 except (PromptTooLongError, SessionFileError) as error:  # there are more models now, or a file is gone
+                    del self._waiting[id]
                     session.end(error)
                     self._end(id)
                     continue
@@ -378,14 +393,23 @@ class Sessions:
                 self._admit(session)
         elif all(id in self._growing and id in self.by_id for id in self._admitted):
             self._make_way()
+        if not self._waiting:
+            self.memory.end_waiting()
 
     def _make_way(self) -> None:
-        """All sessions at work wait for memory: the last one gives up its cache, which is read again later."""
+        """All sessions at work wait for memory: the last one gives up its cache, which is read again later. Also the
+        first one, if those of other runtimes wait, too; otherwise these will release memory.
+        """
         first, *others = self._admitted
-        for id in reversed(others):
+        rivals = self.memory.rivals()
+        waits = any(not rival.is_stuck for rival in rivals)
+        for id in (*reversed(others), *([first] if rivals and not waits else [])):
             if self.memory.may_give_way(id):
                 self._target.give_way(self._growing[id], partial(self._has_given_way, id))
                 return
+        self.memory.is_stuck = waits
+        if waits:
+            return
         id = others[-1] if others else first
         self._growing[id].end(MemoryLimitError(self.memory.shortage(id)))
         self._end(id)
@@ -412,6 +436,8 @@ class Sessions:
         self._target.open_session(session)
         if draft is not None and session.opened.drafted:
             draft.open_session(session)
+        else:  # the target's prefixes make room as the session's sequence is opened, and a drafter opens none
+            self._make_room_at_drafter()
 
     def _end_soon(self, id: int) -> None:
         """End a session, from any thread; harmless if it is over."""

@@ -339,9 +339,9 @@ class DiskPrefixCache:
                 await trio.to_thread.run_sync(files.delete, best)
 
     def _best(self, read: tuple[int, ...]) -> tuple[StoredPrefix | None, int]:
-        """The stored sequence of which a text can reuse most tokens, and their number."""
+        """The stored sequence of which a text can reuse most tokens, the shortest of several, and their number."""
         packed, best, most = pack(read), None, MIN_TOKENS - 1
-        for stored in self._stored.values():
+        for stored in sorted(self._stored.values(), key=lambda each: len(each.packed)):
             num_common = common_length(stored.packed, packed)
             num_reusable = stored.num_reusable(num_common)
             if num_reusable > most:

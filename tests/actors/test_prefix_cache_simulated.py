@@ -33,7 +33,7 @@ from scripted import (
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
-from actors.prefix_cache import MAX_SEQUENCES, CacheHit, PrefixCache
+from actors.prefix_cache import MAX_SEQUENCES, CacheHit, PrefixCache, common_length, pack
 from protocol.errors import RewindError
 from runtime.engine.sessions import BUFFERED_ROUNDS
 
@@ -51,6 +51,15 @@ async def turn(simulation: Simulation, prompt: list[int], num_tokens: int, **cha
 def num_read(simulation: Simulation, actor: str, session: int) -> int:
     """Tokens of a session's prompt that an actor had to read."""
     return sum(span.num_tokens for span in simulation.spans(actor, "prefill", session=session))
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.integers(0, 7000), st.integers(0, 700), st.integers(0, 700))
+def test_what_texts_have_in_common_ends_where_they_first_differ(length: int, one: int, other: int) -> None:
+    common = [*range(length)]
+    texts = pack([*common, *[1000] * one]), pack([*common, *[2000] * other])
+    assert common_length(*texts) == common_length(*reversed(texts)) == length
+    assert common_length(texts[0], texts[0]) == length + one
 
 
 # --- conversations --------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from scripted import (
     CACHES,
     ScriptedModel,
     Simulation,
+    agreeing,
     always,
     collect,
     continuation,
@@ -28,6 +30,9 @@ from scripted import (
 from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
+from actors import actor
+from actors.actor import ModelActor
+from actors.prefix_cache import common_length
 from protocol.errors import StreamFailedError
 
 PROMPT = list(range(1, 41))
@@ -170,6 +175,56 @@ async def test_all_may_be_cancelled_at_once(autojump_clock: Any) -> None:
         again = await simulation.runtime.generate(PROMPT, lookahead=3, **ASKED)
         assert ids(again.tokens) == continuation(PROMPT, 8)
         assert num_read(simulation) == NUM_READ
+
+
+async def test_a_text_that_lost_its_cache_while_its_consumer_rests_is_not_waited_for(autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        resting = simulation.runtime.stream(PROMPT, **{**ASKED, "max_tokens": 60})
+        await trio.sleep(1000.0)
+        assert simulation.target.sequences[0].length > len(PROMPT)
+        simulation.target.sequences[0].forget()  # as if a pass that it has shared had failed
+        with trio.fail_after(1000.0):
+            assert await collect(simulation.runtime.stream(PROMPT, **ASKED)) == continuation(PROMPT, 8)
+        assert await collect(resting) == continuation(PROMPT, 60)
+
+
+async def test_a_prompt_that_only_its_drafter_still_reads_is_not_waited_for(autojump_clock: Any) -> None:
+    models = ScriptedModel(truthful), ScriptedModel(agreeing(0.7))
+    async with simulated(*models, draft_price=priced(prefill=1000.0)) as simulation, trio.open_nursery() as nursery:
+        nursery.start_soon(partial(simulation.runtime.warm, PROMPT, prefill_step_size=8))
+        await trio.sleep(100.0)
+        assert num_read(simulation) == NUM_READ
+        began = trio.current_time()
+        assert await collect(simulation.runtime.stream(PROMPT, lookahead=3, **ASKED)) == continuation(PROMPT, 8)
+        assert trio.current_time() - began < 1000.0
+        assert num_read(simulation) == NUM_READ
+
+
+async def test_many_prompts_are_compared_once_with_each_other_however_many_passes_read_them(
+    autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_compared, num_asked = 0, 0
+
+    def counting(one: bytes, other: bytes) -> int:
+        nonlocal num_compared
+        num_compared += 1
+        return common_length(one, other)
+
+    monkeypatch.setattr(actor, "common_length", counting)
+    original = ModelActor._awaits_beginning
+
+    def asking(self: Any, session: Any) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return original(self, session)
+
+    monkeypatch.setattr(ModelActor, "_awaits_beginning", asking)
+    async with simulated(ScriptedModel(truthful)) as simulation:
+        texts = await simulation.runtime.generate_many([PROMPT] * 30, max_concurrent=30, **ASKED)
+        assert [ids(text.tokens) for text in texts] == [continuation(PROMPT, 8)] * 30
+        num_passes = len(simulation.spans("target", "prefill"))
+    assert num_compared <= 30 * 29 / 2
+    assert num_asked <= 30 * (num_passes + 2)
 
 
 # --- any sessions in any order --------------------------------------------------------------------

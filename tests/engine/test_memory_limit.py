@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -20,12 +20,14 @@ from scripted import (
     collect,
     continuation,
     ids,
+    priced,
     read_into,
     run,
     simulated,
     text_of,
     truthful,
 )
+from simulated_worker import SimulatedWorker
 from sweeps import sweep
 
 import runtime
@@ -33,6 +35,7 @@ from actors import session as actor_session
 from protocol.cache_size import TextSize
 from protocol.errors import MemoryLimitError, PromptTooLongError, RuntimeClosedError
 from runtime.engine import memory
+from runtime.engine.drafter_slot import LoadedDrafter
 
 TARGET_BYTES, DRAFT_BYTES = 100, 10  # a token
 WHILE = 1000.0  # until everything has been put away
@@ -205,6 +208,18 @@ async def test_a_text_ends_where_it_would_not_fit_alone_as_with_the_context(
         assert completion.finish_reason == "length"
 
 
+async def test_any_number_of_waiting_streams_may_be_refused_at_once(autojump_clock: Any) -> None:
+    model = ScriptedModel(truthful, bytes_per_token=100)
+    async with simulated(model, memory_limit=bytes_of(100, drafted=False)) as simulation:
+        first = simulation.runtime.stream([1] * 50, max_tokens=40)
+        waiting = [simulation.runtime.stream([2] * 50, max_tokens=40) for _ in range(600)]
+        model.num_bytes = 5500  # as if another model had been loaded
+        assert await collect(first) == continuation([1] * 50, 40)
+        for stream in waiting:
+            with pytest.raises(PromptTooLongError, match="50 tokens > 44 maximum"):
+                await collect(stream)
+
+
 # --- growing ----------------------------------------------------------------------------------------
 
 
@@ -287,6 +302,39 @@ async def test_prefixes_make_room_before_a_stream_waits_but_not_for_the_one_that
         assert await text_of(simulation, [2] * 81, max_tokens=1, reuse_prefix=True) == continuation([2] * 81, 1)
 
 
+async def test_a_drafters_prefixes_make_room_for_texts_that_are_not_drafted(autojump_clock: Any) -> None:
+    limit = bytes_of(80 + 10)
+    length = limit // TARGET_BYTES
+    async with limited(limit, *pair()) as simulation:
+        await text_of(simulation, [1] * 80, max_tokens=10, lookahead=2, reuse_prefix=True)
+        await trio.sleep(WHILE)
+        draft: Any = simulation.runtime._draft
+        assert len(draft.prefix_cache) == 1
+        assert await text_of(simulation, [2], lookahead=0, max_tokens=length - 1) == continuation([2], length - 1)
+        assert len(draft.prefix_cache) == 0
+
+
+async def test_prefixes_make_room_for_a_drafter_and_streams_go_on_once_it_has_gone(autojump_clock: Any) -> None:
+    draft = ScriptedModel(agreeing(0.6), bytes_per_token=DRAFT_BYTES)
+    draft.num_bytes = 10_000
+
+    async def load(stack: AsyncExitStack, source: Any) -> LoadedDrafter:
+        return draft, SimulatedWorker("draft", priced(), lambda _: None)
+
+    async with limited(bytes_of(200, drafted=False), ScriptedModel(truthful, bytes_per_token=100)) as simulation:
+        rt = simulation.runtime
+        rt._drafter._load = load
+        await text_of(simulation, [1] * 150, max_tokens=10, reuse_prefix=True)
+        await rt.attach_draft("another")
+        await trio.sleep(WHILE)
+        assert len(rt._target.prefix_cache) == 0
+        streams = [rt.stream([n], max_tokens=69, lookahead=0) for n in (2, 3)]
+        assert rt.num_waiting == 1
+        await rt.detach_draft()
+        assert rt.num_waiting == 0
+        assert [await collect(stream) for stream in streams] == [continuation([n], 69) for n in (2, 3)]
+
+
 async def test_closing_the_runtime_ends_the_texts_that_wait_to_grow(small_steps: None, autojump_clock: Any) -> None:
     model = ScriptedModel(truthful, bytes_per_token=100)
     async with simulated(model, memory_limit=bytes_of(84, drafted=False)) as simulation:
@@ -330,6 +378,88 @@ async def test_runtimes_of_one_process_share_the_limit(autojump_clock: Any) -> N
         assert await collect(first) == continuation([1], 70)
         assert await collect(second) == continuation([2], 60)
     assert memory._budgets == []
+
+
+@pytest.mark.usefixtures("small_steps")
+@sweep("num_streams", [(1, 1), (2, 1), (3, 3)])
+async def test_texts_of_two_runtimes_that_grow_wait_for_each_other_and_none_is_lost(
+    num_streams: tuple[int, int], autojump_clock: Any
+) -> None:
+    limit = bytes_of(200, drafted=False)
+    texts: list[list[int]] = []
+
+    async def read(rt: Any, prompt: list[int]) -> None:
+        text = await collect(rt.stream(prompt, max_tokens=150))
+        assert text == continuation(prompt, 150)
+        texts.append(text)
+
+    models = [ScriptedModel(truthful, bytes_per_token=100) for _ in num_streams]
+    async with (
+        simulated(models[0], memory_limit=limit) as one,
+        simulated(models[1], memory_limit=limit) as other,
+        trio.open_nursery() as nursery,
+    ):
+        for number, simulation in zip(num_streams, (one, other), strict=True):
+            for n in range(number):
+                nursery.start_soon(read, simulation.runtime, [n])
+    assert len(texts) == sum(num_streams)
+
+
+@sweep("is_cancelled", [False, True])
+async def test_a_stream_that_waits_for_memory_is_not_overtaken_by_those_of_another_runtime(
+    is_cancelled: bool, autojump_clock: Any
+) -> None:
+    limit = bytes_of(100, drafted=False)
+    models = [ScriptedModel(truthful, bytes_per_token=100) for _ in range(2)]
+    async with (
+        simulated(models[0], memory_limit=limit) as one,
+        simulated(models[1], memory_limit=limit) as other,
+    ):
+        first = other.runtime.stream([1], max_tokens=59)
+        large = one.runtime.stream([2], max_tokens=79)
+        small = other.runtime.stream([3], max_tokens=39)
+        assert (one.runtime.num_waiting, other.runtime.num_waiting) == (1, 1)  # the small one would fit
+        if is_cancelled:
+            await large.aclose()
+            await trio.testing.wait_all_tasks_blocked()
+            assert (one.runtime.num_waiting, other.runtime.num_waiting) == (0, 0)
+        assert await collect(first) == continuation([1], 59)
+        if not is_cancelled:
+            await trio.testing.wait_all_tasks_blocked()
+            assert (one.runtime.num_waiting, other.runtime.num_waiting) == (0, 1)
+            assert await collect(large) == continuation([2], 79)
+        assert await collect(small) == continuation([3], 39)
+
+
+async def test_what_is_read_while_idle_waits_for_no_memory_and_nobody_waits_behind_it(autojump_clock: Any) -> None:
+    limit = bytes_of(100, drafted=False)
+    models = [ScriptedModel(truthful, bytes_per_token=100) for _ in range(2)]
+    async with (
+        simulated(models[0], memory_limit=limit, idle_reading=True) as one,
+        simulated(models[1], memory_limit=limit) as other,
+    ):
+        first = other.runtime.stream([1], max_tokens=59)
+        one.runtime.expect(lambda: [2] * 80)
+        await trio.testing.wait_all_tasks_blocked()
+        assert one.runtime.num_waiting == 0
+        second = other.runtime.stream([3], max_tokens=39)
+        assert other.runtime.num_waiting == 0
+        assert [await collect(stream) for stream in (first, second)] == [continuation([1], 59), continuation([3], 39)]
+        assert one.target.sequences == []
+
+
+async def test_prefixes_make_room_for_the_models_of_another_runtime(autojump_clock: Any) -> None:
+    limit = bytes_of(200, drafted=False)
+    async with simulated(ScriptedModel(truthful, bytes_per_token=100), memory_limit=limit) as one:
+        await text_of(one, [1] * 80, max_tokens=10, reuse_prefix=True)
+        kept = one.runtime._target.prefix_cache
+        await trio.sleep(WHILE)
+        assert len(kept) == 1
+        other = ScriptedModel(truthful, bytes_per_token=100)
+        other.num_bytes = limit - 100
+        async with simulated(other, memory_limit=limit):
+            await trio.sleep(WHILE)
+            assert len(kept) == 0
 
 
 async def test_a_runtime_that_is_over_does_not_mind_what_others_release(autojump_clock: Any) -> None:

@@ -70,6 +70,17 @@ def test_a_stream_that_begins_waits_for_one_pass_and_what_was_read_is_kept() -> 
     run(main)
 
 
+def test_what_fails_while_nobody_waits_for_it_ends_nothing_else() -> None:
+    async def main() -> None:
+        async with simulated(answering(), tokenizer=LETTERS, idle_reading=True) as simulation:
+            simulation.runtime.expect(lambda: str(1 / 0))
+            simulation.runtime.expect(lambda: [10**9])
+            await trio.sleep(1000)
+            assert (await simulation.runtime.conversation().generate("hello")).content == "yes"
+
+    run(main)
+
+
 def test_a_chat_on_a_server_is_read_ahead_and_a_failed_one_is_not() -> None:
     async def test(server: Served) -> None:
         assert (await server.ask(CHAT, HELLO)).text == "yes"

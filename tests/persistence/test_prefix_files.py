@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ async def test_what_is_not_the_text_of_its_index_is_closed(
         monkeypatch.setattr(saved_sequence, "fill", fill_another)
         assert await answer(rt, PROMPT) == (text, 0)
     assert len(closed) == 1
+
+
+async def test_of_several_with_the_same_beginning_the_smallest_file_is_read(tmp_path: Path, model: Any) -> None:
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        for num_more in (100, 9, 40):
+            await answer(rt, [*PROMPT, *prompt_of(num_more, seed=num_more)])
+    async with runtime.open((model, None), prefix_cache_dir=tmp_path) as rt:
+        await until_in_trio(lambda: len(cache_of(rt)._stored) == 3)
+        for order in permutations(cache_of(rt)._stored.items()):
+            cache_of(rt)._stored = dict(order)
+            best, num_reusable = cache_of(rt)._best((*PROMPT, 1))
+            assert best is not None
+            assert (len(best.tokens), num_reusable) == (len(PROMPT) + 9 + NUM_TOKENS - 1, len(PROMPT))
 
 
 SlowDisk = tuple[threading.Event, threading.Event]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+import trio
 from asgi import HELLO, JSON, Served, direct, simulated_server
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -102,6 +104,14 @@ def test_an_api_needs_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> 
         assert [line["done"] for line in lines].count(True) == lines[-1]["done"] == 1
         whole = await server.ask("/api/chat", {**asked, "stream": False}, headers=keyed, method="POST")
         assert whole.json["message"]["content"] == expected
+        # Its responses have no ids by which they could be told apart.
+        ask = partial(server.ask, "/api/chat", asked, headers=keyed, method="POST")
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            nursery.start_soon(ask)
+        metrics = (await server.ask("/metrics", method="GET", headers=keyed)).body.decode()
+        assert 'outrider_requests_total{outcome="failed"} 0.0' in metrics
+        assert 'outrider_requests_total{outcome="finished"} 4.0' in metrics
         refused = await server.ask("/api/chat", {"messages": []}, headers=keyed, method="POST")
         assert (refused.status, refused.json) == (400, {"error": "messages must be a list of at least 1, got []"})
         without_key = await server.ask("/api/chat", asked, method="POST")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import trio
 import trio.testing
+from architectures import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import llama, mamba
+from models import gemma3_text, llama, mamba
 from other_vocabularies import TranslatedScript, own_texts
 from scripted import (
     VOCAB_SIZE,
@@ -37,6 +39,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.model import Feed, RewindMode
 from actors.translated.translated_model import TranslatedModel
+from protocol.cache_size import TextSize
 from protocol.errors import RewindError
 from protocol.vocabulary_map import VocabularyMap
 
@@ -74,6 +77,23 @@ def assert_same(found: mx.array | None, expected: mx.array) -> None:
     assert mx.array_equal(mx.isinf(found), mx.isinf(expected)).item()
     known = mx.where(mx.isinf(expected), 0.0, 1.0)
     assert mx.allclose(known * mx.maximum(found, -100), known * mx.maximum(expected, -100), atol=1e-4).item()
+
+
+@sweep(
+    ("model", "options"),
+    [
+        (llama, {}),
+        (partial(gemma3_text, window=2000), {}),
+        (partial(build, "qwen3", head_dim=32), {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 3000}),
+    ],
+)
+def test_a_text_of_twice_as_many_tokens_of_its_own_takes_no_more_than_is_reserved(model: Any, options: Any) -> None:
+    translator = TranslatedModel(MLXModel(model(max_position_embeddings=4096), CacheOptions(**options)), MAP)
+    sequence = translator.open_sequence(beside_another=False)
+    for num_tokens in range(200, 1201, 200):
+        sequence.feed((4,) * 200, 0)
+        assert sequence.own.length == 2 * num_tokens
+        assert sequence.num_bytes <= translator.cache_size.of([TextSize(num_tokens, 200)])
 
 
 def test_logits_are_those_of_the_models_own_tokens() -> None:
