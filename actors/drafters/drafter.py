@@ -136,11 +136,7 @@ class DrafterSession(ActorSession):
         policy = self.policy
         if self.search is None and self.forced is None:
             return
-        # One more token than may be proposed, as a guess at the token that the verdict adds.
-        max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
-        if self.state.remaining is not None:
-            max_tokens = min(max_tokens, self.state.remaining)
-        guesses = self._guesses(self._chained(max_tokens))
+        guesses = self._guesses(self._chained(self._max_copied))
         before = self._copied
         if isinstance(policy, AutoPolicy):
             self._copied = policy.copied(guesses, then_drafts=self.has_model)
@@ -166,8 +162,14 @@ class DrafterSession(ActorSession):
             copied = policy.copied(guesses, then_drafts=True) if isinstance(policy, AutoPolicy) else list(guesses)
             self.tree.copy(copied, node)
 
+    @property
+    def _max_copied(self) -> int:
+        """One more token than may be proposed, as a guess at the token that the verdict adds."""
+        most = 1 + (self.policy.lookahead if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD)
+        return most if self.state.remaining is None else min(most, self.state.remaining)
+
     def _guesses(self, tokens: Iterable[Forced | Copied]) -> Iterator[Guess]:
-        for found in tokens:
+        for found in itertools.islice(tokens, self._max_copied):
             yield Guess(found.token, found.confidence, raw=found.confidence, copy_kind=found.kind)
             if found.token in self.shared.opened.stop_tokens:
                 return
