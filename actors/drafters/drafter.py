@@ -122,12 +122,8 @@ class DrafterSession(ActorSession):
         policy = self.policy
         if self.search is None and self.forced is None:
             return
-        # One more token than may be proposed, as a guess at the token that the verdict adds.
-        max_tokens = 1 + (policy.lookahead if isinstance(policy, ChainPolicy) else MAX_LOOKAHEAD)
-        if self.state.remaining is not None:
-            max_tokens = min(max_tokens, self.state.remaining)
         before = self._copied
-        self._copied = policy.copied(self._guesses(self._chained(max_tokens)), then_drafts=self.has_model)
+        self._copied = policy.copied(self._guesses(self._chained(self._max_copied)), then_drafts=self.has_model)
         # A session that rests takes part in no pass over proposals.
         is_awake = self.state.phase is not SessionPhase.RESTING
         self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
@@ -145,8 +141,14 @@ class DrafterSession(ActorSession):
         if self.can_continue(node) and (found := self.forced_after(self.tree.path(node))):
             self.tree.copy(self.policy.copied(self._guesses(found), then_drafts=True), node)
 
+    @property
+    def _max_copied(self) -> int:
+        """One more token than may be proposed, as a guess at the token that the verdict adds."""
+        most = 1 + (self.policy.lookahead if isinstance(self.policy, ChainPolicy) else MAX_LOOKAHEAD)
+        return most if self.state.remaining is None else min(most, self.state.remaining)
+
     def _guesses(self, tokens: Iterable[Forced | Copied]) -> Iterator[Guess]:
-        for found in tokens:
+        for found in itertools.islice(tokens, self._max_copied):
             yield Guess(found.token, found.confidence, raw=found.confidence, copy_kind=found.kind)
             if found.token in self.shared.opened.stop_tokens:
                 return

@@ -44,11 +44,14 @@ class ContextSequence(TrainedSequence):
     def _drop_drafts(self) -> None:
         """Drop what was drafted on the context as it was."""
 
+    def forget(self) -> None:
+        super().forget()
+        self._drop_drafts()
+
     def close(self) -> None:
         super().close()
         self._cache = []
         self._begin = self._end = 0
-        self._drop_drafts()
 
     @property
     def num_bytes(self) -> int:

@@ -107,7 +107,7 @@ class TrainedSequence(StatefulSequence, FeatureInput):
             raise RewindError(f"the text should have {length} tokens, it has {len(self._tokens)}")
 
     def forget(self) -> None:
-        """Features stay."""
+        """Features stay, but nothing that was drafted: a pass that has failed may have been shared."""
         self._tokens.clear()
 
     def close(self) -> None:

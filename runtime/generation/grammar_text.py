@@ -19,14 +19,18 @@ if TYPE_CHECKING:
 # Longest text that is looked for at once. Most keys are shorter, and the rest is found in the next round.
 _MAX_BYTES = 256
 _BLANKS = b" \t\n"
-# What may come behind a blank of JSON.
-_BEGINS = b'1"[{tfn,:}] \n'
+# What may come behind a blank of JSON, and what a number begins with.
+_BEGINS, _NUMBERS = ([bytes([byte]) for byte in some] for some in (b' "[{tfn,:}]\n', b"-0123456789"))
 # llguidance's form of a special token in bytes.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
 class GrammarText:
-    """What a grammar forces in one text; see `protocol.logits_processors.ForcedText`."""
+    """What a grammar forces in one text; see `protocol.logits_processors.ForcedText`.
+
+    Copying the matcher of a long text takes longer than all the rest. So there is a second one, which goes ahead of the
+    text, and is copied only where drafted tokens were rejected.
+    """
 
     def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
         """Of a text that begins now.
@@ -37,22 +41,24 @@ class GrammarText:
         """
         self._matcher = matcher
         self._vocabulary = vocabulary
-        self._blank: list[int] = vocabulary.tokenize_bytes(b" ")
-        begins = {byte: vocabulary.tokenize_bytes(bytes([byte])) for byte in _BEGINS}
-        self._begun = [[*self._blank, *tokens] for tokens in begins.values() if tokens]
-        # Which of these a number allows; nothing if a number and the blank before it share a token.
-        is_number_apart = vocabulary.tokenize_bytes(b" 1") == [*self._blank, *begins[ord("1")]]
-        self._begun_number = [byte == ord("1") for byte, tokens in begins.items() if tokens] if is_number_apart else []
+        blank, one = (vocabulary.tokenize_bytes(text) for text in (b" ", b"1"))
+        self._is_number_apart = vocabulary.tokenize_bytes(b" 1") == [*blank, *one]
+        begun = [(byte, vocabulary.tokenize_bytes(byte)) for byte in (*_BEGINS, *_NUMBERS)]
+        self._begun = [(byte, [*blank, *tokens]) for byte, tokens in begun if tokens]
         self._text = b""
         self._blanks = _Blanks()
-        self._end: tuple[Sequence[int], LLMatcher] = (), matcher  # a matcher after some drafted tokens
+        self._ahead: tuple[tuple[int, ...], LLMatcher] | None = None  # after some drafted tokens
 
     def append(self, tokens: Sequence[int]) -> None:
         """See `protocol.logits_processors.ForcedText`."""
+        drafted, ahead = self._ahead or ((), None)
+        self._ahead = None
+        if ahead is not None and tuple(tokens[: len(drafted)]) == drafted:
+            ahead.consume_tokens(list(tokens[len(drafted) :]))
+            self._ahead = (), ahead
         self._matcher.consume_tokens(list(tokens))
         self._text += self._vocabulary.decode_bytes(list(tokens))
         self._blanks.learn(self._text)
-        self._end = (), self._matcher
 
     def num_allowed(self, beyond: Sequence[int], tokens: Sequence[int]) -> int:
         """See `protocol.logits_processors.ForcedText`."""
@@ -65,25 +71,25 @@ class GrammarText:
             return []
         if beyond:
             text += self._vocabulary.decode_bytes(list(beyond))
-        begin, written, doubts, asked = len(text), b"", dict[int, int](), list[int]()
+        begin, written, doubts = len(text), b"", dict[int, int]()
+        consumed, asked = list[int](), list[int]()
         while len(text) < begin + _MAX_BYTES:
-            piece, place = matcher.compute_ff_bytes(), len(text)
-            if not piece and text and (more := self._after_blank(matcher)) is not None:
+            piece, place = matcher.compute_ff_bytes()[:_MAX_BYTES], len(text)
+            if not piece and text and (following := self._after_blank(matcher)) is not None:
                 asked.append(place)
-                blanks = self._blanks.guess(text, more)
+                blanks = self._blanks.guess(text, following)
                 doubts |= dict.fromkeys(range(place, place + len(blanks) + 1), 1)
                 if text[-1:].isalnum():
                     doubts[place] = 2
-                piece = blanks + more
+                piece = blanks + following
             tokens = self._tokenised(piece)
-            if not tokens or matcher.validate_tokens(tokens) < len(tokens):
+            if not tokens or not _allows(matcher, tokens):
                 break
-            if not written:
-                matcher = matcher.deep_copy()
             matcher.consume_tokens(tokens)
+            consumed += tokens
             written += piece
             text += self._vocabulary.decode_bytes(tokens)
-        tokens, forced, place = self._tokenised(written), list[Forced](), begin
+        tokens, forced, place = self._tokenised(written) or consumed, list[Forced](), begin
         for token in tokens:
             end = place + len(self._vocabulary.decode_bytes([token]))
             # Something may follow that becomes part of the last token.
@@ -93,37 +99,31 @@ class GrammarText:
             place = end
         if not beyond:
             self._blanks.foresee(text, asked)
-        if tokens:
-            self._end = (*beyond, *tokens), matcher
+        self._ahead = (*beyond, *tokens), matcher
         return forced
 
     def _matcher_after(self, beyond: Sequence[int]) -> LLMatcher:
-        """A matcher after the text and some drafted tokens, which has stopped if the grammar forbids them."""
-        known, matcher = self._end
-        if tuple(beyond[: len(known)]) != known:
-            known, matcher = (), self._matcher
-        if missing := list(beyond[len(known) :]):
-            matcher = matcher.deep_copy()
-            matcher.consume_tokens(missing)
-            self._end = tuple(beyond), matcher
-        return matcher
+        """The matcher that goes ahead, after the text and some drafted tokens; it has stopped if the grammar forbids
+        them.
+        """
+        drafted, ahead = self._ahead or ((), None)
+        if ahead is None or tuple(beyond[: len(drafted)]) != drafted:
+            drafted, ahead = (), self._matcher.deep_copy()
+        ahead.consume_tokens(list(beyond[len(drafted) :]))
+        self._ahead = tuple(beyond), ahead
+        return ahead
 
     def _after_blank(self, matcher: LLMatcher) -> bytes | None:
-        """The bytes that must follow if only blanks are free before them; empty if a number must, which has a token of
-        its own. None if more than that is free.
+        """The byte that must follow if only blanks are free before it; empty if a number must, which has a token of its
+        own. None if more than that is free.
 
         One blank shows it where the grammar allows no second one. Where it allows any number, nothing is guessed.
         """
-        # Asking is faster than copying: the matcher of a long text is large. In a string, nearly anything may follow.
-        may_follow = [matcher.validate_tokens(tokens) == len(tokens) for tokens in self._begun]
-        if may_follow == self._begun_number:
-            return b""
-        if sum(may_follow) > 1 or matcher.validate_tokens(self._blank) < len(self._blank):
-            return None
-        probe = matcher.deep_copy()
-        probe.consume_tokens(self._blank)
-        piece: bytes = probe.compute_ff_bytes()
-        return None if not piece or piece[:1].isspace() else piece
+        may_follow = (byte for byte, tokens in self._begun if _allows(matcher, tokens))
+        first = next(may_follow, b"")
+        if next(may_follow, b""):  # in a string, nearly anything may follow
+            return b"" if first in _NUMBERS and self._is_number_apart else None
+        return None if not first or first.isspace() else first
 
     def _tokenised(self, text: bytes) -> list[int]:
         """The usual tokenisation; empty if the tokenizer changes such a text."""
@@ -137,6 +137,11 @@ class GrammarText:
                     return []
                 tokens += found
         return tokens
+
+
+def _allows(matcher: LLMatcher, tokens: Sequence[int]) -> bool:
+    """Whether all of some tokens may follow."""
+    return matcher.validate_tokens(list(tokens)) == len(tokens)
 
 
 # A place between two tokens of JSON: in front of a byte, if True, or behind it.

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import runtime
 from runtime import Grammar
+from runtime.generation.grammar_text import GrammarText
 from runtime.generation.grammar_vocabulary import indexed
 from runtime.generation.json_schema import grammar_of_schema
 from runtime.generation.tool_calls.call_grammar import reasoning_before
@@ -224,6 +225,52 @@ def test_where_any_number_of_blanks_is_allowed_none_is_guessed(blanks: str) -> N
     grammar = Grammar.from_regex(f"a{blanks}b", TOKENIZER)
     assert forced_after(grammar) == "a"
     assert forced_after(grammar, "a ") == forced_after(grammar, "a  ") == ""
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+class Counted:
+    """A matcher that counts its copies."""
+
+    def __init__(self, matcher: Any, copies: list[None]) -> None:
+        self._matcher, self._copies = matcher, copies
+
+    def deep_copy(self) -> Counted:
+        self._copies.append(None)
+        return Counted(self._matcher.deep_copy(), self._copies)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+
+def test_the_state_of_a_text_is_copied_only_after_drafted_tokens_were_rejected() -> None:
+    grammar, copies = Grammar.from_json_schema(SCHEMA, TOKENIZER), list[None]()
+    matcher: Any = Counted(grammar._start.deep_copy(), copies)
+    forced, tokens = GrammarText(matcher, VOCABULARY), VOCABULARY.tokenize_str(json.dumps(FACTS))
+    num_rejected = 0
+    while tokens:
+        drafted: list[int] = []
+        while found := forced.after(drafted):
+            drafted += [each.token for each in found]
+        num_right = sum(itertools.takewhile(bool, map(int.__eq__, drafted, tokens)))
+        num_rejected += num_right < len(drafted)
+        forced.append(tokens[: num_right + 1])
+        tokens = tokens[num_right + 1 :]
+    assert forced.after(()) == []
+    assert 0 < len(copies) <= 1 + num_rejected
+
+
+def test_no_more_of_a_long_forced_text_is_looked_for_than_can_be_proposed() -> None:
+    text = '"' + "word and " * 1000 + '"'
+    forced = Grammar.from_json_schema({"const": json.loads(text)}, TOKENIZER).forced_text()
+    drafted: list[int] = []
+    for _ in range(3):
+        found = forced.after(drafted)
+        assert 0 < len(text_of([each.token for each in found])) <= 256
+        assert forced.num_allowed(drafted, [each.token for each in found]) == len(found)
+        drafted += [each.token for each in found]
+    assert text.startswith(text_of(drafted))
 
 
 # --- tokens ---------------------------------------------------------------------------------------

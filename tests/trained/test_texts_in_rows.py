@@ -191,6 +191,33 @@ def test_a_pass_that_fails_loses_its_rows_and_no_other_text(tmp_path: Path, monk
         assert close(found, expected)
 
 
+@sweep("kind", SHARING)
+def test_a_text_whose_shared_pass_has_failed_goes_on_without_anything_of_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, draws = made(kind, tmp_path), random.Random(3)
+    texts = [begun(drafter, draws) for _ in range(2)]
+    for text in texts:
+        text.give(text.sequence.length - 1)
+    # Its logits are lazy, so a pass that is too large fails only when they are evaluated.
+    drafter.feed_together([Feed(text.sequence, (1,), 1) for text in texts])
+    drafter.abandon_shared()
+    for text in texts:
+        text.sequence.forget()
+    of_kind, num_alone = type(drafter._passes[0]), 0
+    alone = of_kind.alone
+
+    def counting(*given: Any) -> Any:
+        nonlocal num_alone
+        num_alone += 1
+        return alone(*given)
+
+    monkeypatch.setattr(of_kind, "alone", counting)
+    for number, text in enumerate(texts, 1):
+        drafter.feed_together([Feed(text.sequence, (*text.tokens[: text.twin.length], 1), 1, alone=True)])
+        assert num_alone >= number
+
+
 @sweep("kind", ["eagle3", "mtp"])
 @sweep(("num_texts", "mean_rows"), [(4, 3.5), pytest.param(16, 12.0, marks=pytest.mark.slow)])
 async def test_a_draft_pass_is_shared_by_nearly_all_streams(

@@ -133,10 +133,13 @@ class HeadSequence(TrainedSequence):
         assert logits is not None
         return logits
 
+    def forget(self) -> None:
+        super().forget()
+        self._rows.clear()
+
     def close(self) -> None:
         super().close()
         self._hidden = None
-        self._rows.clear()
 
     @property
     def num_bytes(self) -> int:
