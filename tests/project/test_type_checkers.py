@@ -63,7 +63,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # What the types in the program do not consist of, and mypy would look at for half a minute.
 SKIPPED = """\
 [mypy]
-[mypy-actors.*,attrs.*,mlx.*,mlx_lm.*,numpy.*,outcome.*,rich.*,tokenizers.*,transformers.*,trio.*]
+[mypy-actors.*,mlx.*,mlx_lm.*,numpy.*,rich.*,tokenizers.*,transformers.*]
 follow_imports = skip
 """
 
