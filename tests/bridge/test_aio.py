@@ -29,7 +29,7 @@ import uvloop
 from blocking_models import BlockingModel, released_on_exit
 from completions import ids
 from garbage import collect_garbage
-from greedy_pair import PROMPT, drafter, target, text
+from greedy_pair import LONG, PROMPT, SETTINGS, drafter, target, text, the_next_text_is_right
 from models import prompt_of
 from our_threads import outrider_thread_names, outrider_threads
 from polling import until_in_asyncio
@@ -40,9 +40,6 @@ from protocol.trace import Event, Span
 from runtime.bridge.portal import TrioThread
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
-
-SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
-LONG = {"max_tokens": 400, **SETTINGS}
 
 Main = Callable[[], Coroutine[Any, Any, Any]]
 Run = Callable[[Main], Any]
@@ -98,12 +95,6 @@ async def turns(number: int = 20) -> None:
     """Let the event loop make that many passes."""
     for _ in range(number):
         await asyncio.sleep(0)
-
-
-async def the_next_text_is_right(rt: runtime.aio.Runtime) -> None:
-    completion = await rt.generate(PROMPT, max_tokens=12, **SETTINGS)
-    assert [token.id for token in completion.tokens] == text(12)
-    assert completion.statistics.draft_failures == 0
 
 
 class Trace:
@@ -253,7 +244,6 @@ async def test_cancelling_returns_while_a_forward_pass_runs_and_begins_no_other(
     assert trace.is_put_away()
 
 
-@on_both_loops
 @in_asyncio
 async def test_a_stream_that_waits_for_a_place_can_be_cancelled() -> None:
     trace, held = Trace(), BlockingModel(target())
@@ -297,7 +287,6 @@ async def test_leaving_waits_for_the_forward_pass_that_runs_and_not_in_the_loop(
     assert outrider_threads() == []
 
 
-@on_both_loops
 @in_asyncio
 async def test_cancelling_while_models_are_being_opened_waits_for_that() -> None:
     held = BlockingModel(target())
@@ -385,7 +374,6 @@ def test_a_program_that_names_the_bridge_in_its_loop_imports_nothing_heavy_there
 # --- without a block ------------------------------------------------------------------------------
 
 
-@on_both_loops
 @in_asyncio
 async def test_a_runtime_that_was_awaited_works_until_it_is_closed() -> None:
     rt = await opened()
@@ -416,7 +404,6 @@ async def test_a_runtime_that_nobody_holds_closes_itself_and_a_stream_holds_it()
     join_the_trio_thread()
 
 
-@on_both_loops
 @in_asyncio
 async def test_a_cancelled_closing_goes_on_to_the_end() -> None:
     held = BlockingModel(target())
@@ -522,7 +509,6 @@ def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> N
     assert num_turns == 100
 
 
-@on_both_loops
 @in_asyncio
 async def test_a_slow_consumer_slows_the_models() -> None:
     trace = Trace()
@@ -609,7 +595,6 @@ async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:
         yield token.id
 
 
-@on_both_loops
 @in_asyncio
 async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() -> None:
     async with opened() as rt:
@@ -629,25 +614,6 @@ async def test_an_async_generator_around_a_stream_ends_it_when_it_is_closed() ->
 PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
 
 
-@in_asyncio
-async def test_many_prompts_are_completed_in_their_order_or_as_they_finish() -> None:
-    async with opened() as rt:
-        many = rt.generate_many(PROMPTS, max_concurrent=2, max_tokens=12)
-        completions = await many
-        assert [ids(completion) for completion in completions] == [text(12, prompt) for prompt in PROMPTS]
-        assert await many == completions
-
-        finished = {}
-        one_by_one = rt.generate_many(iter(PROMPTS), max_tokens=12)
-        async for index, completion in one_by_one:
-            finished[index] = ids(completion)
-        with pytest.raises(runtime.StreamBusyError, match="each is given once"):
-            await one_by_one
-        assert finished == {index: text(12, prompt) for index, prompt in enumerate(PROMPTS)}
-        assert await rt.generate_many([]) == []
-
-
-@on_both_loops
 @in_asyncio
 async def test_prompts_are_taken_from_an_async_iterable_in_its_loop_as_there_is_room() -> None:
     name: contextvars.ContextVar[str] = contextvars.ContextVar("name")
@@ -737,7 +703,6 @@ async def in_a_task_group_that_fails() -> AsyncIterator[tuple[int, ...]]:
         await asyncio.get_running_loop().create_future()
 
 
-@on_both_loops
 @in_asyncio
 async def test_a_generator_of_prompts_may_have_timeouts_and_task_groups_around_its_yield() -> None:
     async with opened() as rt:
@@ -810,7 +775,6 @@ async def test_a_generator_of_prompts_that_goes_on_after_its_cancellation_is_clo
             await ended.wait()
 
 
-@on_both_loops
 @in_asyncio
 async def test_many_prompts_can_be_left_in_every_way() -> None:
     held = BlockingModel(target())

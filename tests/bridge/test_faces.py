@@ -20,14 +20,12 @@ from blocking_models import BlockingModel, released_on_exit
 from completions import ids
 from faces import Face, all_of, closed, got, next_of, on_every_face, within
 from garbage import collect_garbage
-from greedy_pair import PROMPT, drafter, target, text
+from greedy_pair import LONG, PROMPT, SETTINGS, drafter, target, text, the_next_text_is_right
 from models import VOCAB_SIZE, Wrapped, llama, prompt_of, save
 
 import runtime
 from protocol.trace import Event, Instant, Span
 
-SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
-LONG = {"max_tokens": 400, **SETTINGS}
 PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
 
 
@@ -38,12 +36,6 @@ def opened(open: Any, ours: Any = None, **options: Any) -> Any:
 def talking(open: Any) -> Any:
     """A runtime over models of text, whose texts do not end by themselves."""
     return within(open(*chat_models.pair(template=None), defaults={"logit_bias": chat_models.QUIET}))
-
-
-async def the_next_text_is_right(rt: Any) -> None:
-    completion = await got(rt.generate(PROMPT, max_tokens=12, **SETTINGS))
-    assert ids(completion) == text(12)
-    assert completion.statistics.draft_failures == 0
 
 
 async def completions_of(rt: Any, prompts: Any, **settings: Any) -> list[runtime.Completion]:
@@ -274,7 +266,7 @@ WAYS: list[Way] = [by_closing, by_closing_while_another_waits, by_leaving, by_dr
 WAYS_AFTER_A_TOKEN = (by_breaking_out, by_raising)
 
 
-@on_every_face
+@partial(on_every_face, uvloop=True)
 async def test_ending_a_stream_returns_while_a_forward_pass_runs_and_begins_no_other(face: Face) -> None:
     held, events = BlockingModel(target()), list[Event]()
     async with opened(face.open, held, trace=events.append, prefix_cache_bytes=0) as rt:
@@ -336,7 +328,7 @@ async def read_into(found: list[int], stream: Any) -> None:
         found.append((await next_of(stream)).id)
 
 
-@on_every_face
+@partial(on_every_face, uvloop=True)
 async def test_leaving_tells_whoever_waits_and_what_was_committed_can_still_be_read(face: Face) -> None:
     held = BlockingModel(target())
     async with opened(face.open, held) as rt:
@@ -467,14 +459,18 @@ async def test_what_cannot_be_saved_or_loaded_is_said(open: Any, tmp_path: Path)
     path = tmp_path / "session"
     async with within(open(runtime.DEMO_TARGET)) as rt:
         conversation = rt.conversation("Be kind.", max_tokens=5)
-        with pytest.raises(runtime.SettingsError, match="path"):
-            await got(conversation.save(3))
+        for where in (None, 3, "", b"session", ["a"]):
+            for use in (conversation.save, rt.load):
+                with pytest.raises(runtime.SettingsError, match="give the path of a file"):
+                    await got(use(where))
         for use in (conversation.save, rt.load):
             with pytest.raises(runtime.SessionFileError, match="no/such"):
                 await got(use(tmp_path / "no/such"))
         await got(conversation.save(path))
-        with pytest.raises(runtime.SettingsError, match="max_tokens"):
-            await got(rt.load(path, max_tokens=0))
+        for wrong in ({"max_tokens": 0}, {"max_token": 3}):
+            with pytest.raises(runtime.SettingsError, match="max_tokens"):
+                await got(rt.load(path, **wrong))
+        assert len((await got((await got(rt.load(path))).generate(" I am"))).tokens) == 5
         loaded = await got(rt.load(path, max_tokens=3))
         assert [message["content"] for message in loaded.messages] == ["Be kind."]
         assert len((await got(loaded.generate(" I am"))).tokens) == 3

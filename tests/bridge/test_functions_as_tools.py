@@ -64,6 +64,10 @@ async def test_functions_are_called_and_the_model_goes_on_with_their_results(ope
         completion = await got(conversation.generate("where?"))
         assert (completion.text, completion.tool_calls) == ("so", ())
         called_in, wrapped, *in_loop, error = results_in(conversation)
+        asked_for = conversation.messages[2]["tool_calls"]
+        assert [call["function"]["name"] for call in asked_for] == [tool.__name__ for tool in tools]
+        answered = [message["tool_call_id"] for message in conversation.messages if message["role"] == "tool"]
+        assert answered == [call["id"] for call in asked_for]
         ours = threading.current_thread().name
         assert (called_in == ours) == (not is_async)
         assert in_loop == [f'["{ours}"]'] * is_async
@@ -86,7 +90,12 @@ async def test_functions_are_called_and_the_model_goes_on_with_their_results(ope
             assert [call.name for call in each.pending_calls] == ["where"]
             assert await got(each.call_tools())
             assert not await got(each.call_tools())
-            assert "".join(token.text for token in await all_of(each.stream())) == "there"
+            stream = each.stream()
+            assert "".join(token.text for token in await all_of(stream)) == "there"
+            # Functions are part of the prompt's beginning: with the same ones, nothing of it is read again.
+            assert stream.statistics().cached_tokens > 0
+            with pytest.raises(runtime.PromptError, match="there are no results of tools"):
+                await all_of(each.stream())
         loaded.reset()
         assert loaded.pending_calls == ()
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import fastapi_app
@@ -20,14 +17,11 @@ import trio_service
 import uvicorn
 from blocking_models import BlockingModel, released_on_exit
 from chat_models import target, tokenizer
-from command_line import environment
 from models import Failing, near
 from polling import until_in_asyncio, until_in_trio
 from sweeps import sweep
 
 import runtime
-
-ROOT = Path(__file__).parents[2]
 
 # Keeps a failing test from hanging.
 HANGS_S = 60
@@ -168,54 +162,6 @@ async def test_what_is_no_request_gets_its_message_and_loses_the_connection() ->
         await customer.asks(prompt="x = 1", max_tokens=3)
         assert (await customer.hears_all())[1] == {"end": "length"}
         await until_in_trio(lambda: rt.num_streams == 0)
-
-
-async def test_a_client_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trio_service, "MAX_CLIENTS", 2)
-    async with service(target()) as (_, connect):
-        first, second = await connect(), await connect()
-        for customer in (first, second):
-            await customer.asks(prompt="x = 1", max_tokens=1)
-            await customer.hears_all()
-        third = await connect()
-        assert "2 clients already" in (await third.hears_all())[1]["error"]
-        assert await third.hears() is None
-
-
-@pytest.mark.slow
-async def test_a_signal_lets_texts_end_that_are_under_way() -> None:
-    process = await trio.lowlevel.open_process(
-        [sys.executable, str(ROOT / "examples" / "trio_service.py"), "--port", "0"], env=environment(), stdout=-1
-    )
-    assert process.stdout is not None
-    try:
-        with trio.fail_after(HANGS_S):
-            said = b""
-            while not said.endswith(b"\n"):
-                said += await process.stdout.receive_some()
-            port = int(said.decode().strip().rpartition(":")[2])
-            async with (
-                await trio.open_tcp_stream("127.0.0.1", port) as one,
-                await trio.open_tcp_stream("127.0.0.1", port) as other,
-            ):
-                idle, busy = Customer(one), Customer(other)
-                # It is under way for so long that the signal comes before its end.
-                await busy.asks(prompt="def quicksort(items):", max_tokens=300)
-                assert await busy.hears()
-                process.send_signal(signal.SIGTERM)
-                assert await idle.hears() is None
-                assert (await busy.hears_all())[1]["end"] in ("length", "stop", "cancelled")
-                assert await busy.hears() is None
-            async with process.stdout:
-                async for part in process.stdout:
-                    said += part
-            assert await process.wait() == 0
-            assert said.decode().splitlines()[1:] == ["ending; 1 texts are under way", "ended"]
-    finally:
-        if process.returncode is None:
-            process.kill()
-            with trio.CancelScope(shield=True):
-                await process.wait()
 
 
 # --- FastAPI --------------------------------------------------------------------------------------

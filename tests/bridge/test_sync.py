@@ -20,16 +20,13 @@ import trio
 from blocking_models import BlockingModel, released_on_exit
 from completions import ids
 from garbage import collect_garbage
-from greedy_pair import PROMPT, drafter, target, text
+from greedy_pair import LONG, PROMPT, SETTINGS, drafter, target, text
 from our_threads import outrider_threads
 
 import runtime
 from protocol.trace import Event, Span
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
-
-SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
-LONG = {"max_tokens": 400, **SETTINGS}
 
 
 def opened(ours: nn.Module | None = None, **options: Any) -> runtime.sync.Runtime:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -46,39 +45,6 @@ def test_a_response_is_the_text_of_the_runtime(client: openai.OpenAI, expected: 
     assert client.responses.retrieve(response.id) == response
 
 
-def test_a_response_has_log_probabilities_if_they_are_included(client: openai.OpenAI, expected: str) -> None:
-    asked: dict[str, Any] = {
-        "model": MODEL,
-        "input": PROMPT,
-        "max_output_tokens": 8,
-        "include": ["message.output_text.logprobs"],
-        "top_logprobs": 3,
-    }
-    content = client.responses.create(**asked).output[0].content[0]
-    assert "".join(token.token for token in content.logprobs) == content.text
-    for token in content.logprobs:
-        # Greedy text is the most probable one.
-        assert (token.token, token.logprob) == (token.top_logprobs[0].token, token.top_logprobs[0].logprob)
-        assert len(token.top_logprobs) == 3
-    events = list(client.responses.create(**asked, stream=True))
-    assert events[-1].response.output[0].content[0].logprobs == content.logprobs
-    deltas = [event for event in events if event.type == "response.output_text.delta"]
-    streamed = [token for event in deltas for token in event.logprobs]
-    assert [token.logprob for token in streamed] == [token.logprob for token in content.logprobs]
-
-
-def test_a_conversation_goes_on_by_the_id_of_its_response(client: openai.OpenAI, expected: str) -> None:
-    first = client.responses.create(model=MODEL, input=PROMPT, max_output_tokens=8)
-    # Without a chat template, a conversation is a running text.
-    second = client.responses.create(model=MODEL, input=[], previous_response_id=first.id, max_output_tokens=16)
-    assert first.output_text + second.output_text == expected
-    assert second.usage.input_tokens_details.cached_tokens > 0
-    client.responses.delete(first.id)
-    with pytest.raises(openai.BadRequestError, match="not stored") as gone:
-        client.responses.create(model=MODEL, input="a", previous_response_id=first.id)
-    assert (gone.value.param, gone.value.code) == ("previous_response_id", "previous_response_not_found")
-
-
 class Verdict(pydantic.BaseModel):
     """What the model is held to."""
 
@@ -91,16 +57,6 @@ def test_a_response_keeps_to_a_type(client: openai.OpenAI) -> None:
     assert isinstance(client.responses.parse(**asked).output_parsed, Verdict)
     with client.responses.stream(**asked) as stream:
         assert isinstance(stream.get_final_response().output_parsed, Verdict)
-
-
-def test_a_response_that_is_broken_off_is_over(client: openai.OpenAI, server: Server) -> None:
-    stream = client.responses.create(
-        model=MODEL, input=PROMPT, max_output_tokens=100_000, stream=True, extra_body=ENDLESS
-    )
-    assert next(event for event in stream if event.type == "response.output_text.delta")
-    assert server.health()["streams"] == 1
-    stream.close()
-    server.until_idle()
 
 
 def test_errors_of_responses_come_as_the_client_knows_them(client: openai.OpenAI, server: Server) -> None:
@@ -165,30 +121,6 @@ def test_a_message_is_the_text_of_the_runtime(claude: anthropic.Anthropic, expec
     stopped = claude.messages.create(model=MODEL, messages=SAID, max_tokens=24, stop_sequences=[stop])
     assert stopped.content[0].text == expected.partition(stop)[0]
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
-
-
-def test_asyncio_s_client_streams_several_messages_side_by_side(server: Server, expected: str) -> None:
-    import anthropic
-
-    async def main() -> None:
-        async with anthropic.AsyncAnthropic(
-            base_url=server.url, auth_token=KEY, max_retries=0, timeout=HANGS_S
-        ) as claude:
-
-            async def one() -> str:
-                async with claude.messages.stream(model=MODEL, messages=SAID, max_tokens=24) as stream:
-                    return "".join([text async for text in stream.text_stream])
-
-            assert await asyncio.gather(one(), one()) == [expected, expected]
-
-    asyncio.run(main())
-
-
-def test_a_message_that_is_broken_off_is_over(claude: anthropic.Anthropic, server: Server) -> None:
-    with claude.messages.stream(model=MODEL, messages=SAID, max_tokens=100_000, extra_body=ENDLESS) as stream:
-        assert next(iter(stream.text_stream))
-        assert server.health()["streams"] == 1
-    server.until_idle()
 
 
 def test_a_message_calls_a_tool(caller: Server) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +43,14 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
         for way, group in turn.items():
             # The fourth stream begins with the first prompt again.
             assert group.texts == (*alone, alone[0])[:streams], way
+    assert " ".join(sorted(result)) == (
+        "draft dtypes is_complete machine max_tokens num_ranks repeats repeats_done rows streams target temperature"
+    )
     for row in result["rows"]:
+        assert " ".join(sorted(row)) == (
+            "acceptance failure first_token high hit_rate kind lookahead low median name num_texts rows_per_pass "
+            "same_texts speeds streams tokens_per_round vs_batched vs_in_turns vs_one_after_another"
+        )
         assert (row["same_texts"], row["num_texts"], row["failure"]) == (row["streams"], row["streams"], None)
         assert None not in (row["median"], row["first_token"])
         if row["kind"] == "batched":
@@ -127,22 +133,6 @@ def test_the_output_has_every_way_for_every_number_of_streams(saved, capsys, mon
     assert rows == [[n, way] for n in "12" for way in ways]
     assert all(line.endswith(f"{n}/{n}") for n, line in zip("11112222", table.splitlines()[3:], strict=True))
     assert notes.startswith("Speeds are tokens of all streams per second")
-
-
-def test_json_has_all_that_was_measured(saved, capsys):
-    out, err = ran(capsys, *arguments(saved, "--json", "--lookahead", "0,2"))
-    assert (out.count("\n"), err) == (1, "")
-    said = json.loads(out)
-    assert " ".join(sorted(said)) == (
-        "draft dtypes is_complete machine max_tokens num_ranks repeats repeats_done rows streams target temperature"
-    )
-    assert (said["is_complete"], said["streams"], len(said["rows"])) == (True, [1, 2], 2 * 7)
-    for row in said["rows"]:
-        assert " ".join(sorted(row)) == (
-            "acceptance failure first_token high hit_rate kind lookahead low median name num_texts rows_per_pass "
-            "same_texts speeds streams tokens_per_round vs_batched vs_in_turns vs_one_after_another"
-        )
-        assert row["same_texts"] == row["num_texts"] == row["streams"]
 
 
 @sweep(

@@ -70,10 +70,6 @@ def test_every_contender_writes_a_shapes_text_with_the_given_acceptance(capsys):
     acceptance = {row["name"]: row["acceptance"] for row in result["rows"]}
     assert acceptance["mlx-lm speculative 1"] == pytest.approx(0.8, abs=0.15)
     assert acceptance["outrider lookahead 1"] == pytest.approx(0.8, abs=0.15)
-    assert {
-        (row["same_texts"], row["failure"])
-        for row in json_of(capsys, "bench", *asked, "--streams", "2", "--max-tokens", "16", "--json")["rows"]
-    } == {(2, None)}
 
 
 @sweep(

@@ -175,23 +175,14 @@ def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, co
 # --- at a terminal --------------------------------------------------------------------------------
 
 
-async def test_a_person_is_prompted_answered_and_left_with_a_whole_line(endless: str) -> None:
-    async with at_a_terminal("--target", endless, *MAX) as person:
-        assert "the model has no chat template: it continues the text so far" in person.greeting
-        assert '"/help" lists' in person.greeting
-        await person.types("w1 w2\r")
-        (said,) = await answers(endless, "w1 w2")
-        assert said in await person.sees("> ")
-        await person.types("\x04")
-    assert person.farewell.endswith("\n")
-
-
-@pytest.mark.slow
-async def test_lines_can_be_edited_recalled_and_joined_into_one_turn(endless: str) -> None:
-    # A terminal puts a pasted text between two marks.
+async def test_a_person_is_prompted_answered_told_what_was_wrong_and_left_with_a_whole_line(endless: str) -> None:
+    # Lines can be edited, recalled and joined. A terminal puts a pasted text between two marks.
     pasted, typed = "w1\nw2\n\nw3", "w4 \\\n/exit\nw5"
     said = await answers(endless, pasted, typed)
     async with at_a_terminal("--target", endless, *MAX) as person:
+        assert "the model has no chat template: it continues the text so far" in person.greeting
+        assert '"/help" lists' in person.greeting
+        await person.enters("/nope", "there is no command '/nope'")
         await person.enters("/hepl\x7f\x7flp", "stops an answer, which stays in the conversation")
         await person.enters("\x1b[A", "stops an answer, which stays in the conversation")
         await person.enters(f"\x1b[200~{pasted}\x1b[201~", said[0])
@@ -199,7 +190,8 @@ async def test_lines_can_be_edited_recalled_and_joined_into_one_turn(endless: st
             await person.types(keys)
             await person.sees(". ")
         await person.enters('w5"""', said[1])
-        await person.types("/exit\r")
+        await person.types("\x04")
+    assert person.farewell.endswith("\n")
 
 
 def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
@@ -278,19 +270,6 @@ async def test_ctrl_c_drops_the_typed_text_and_then_leaves(endless: str) -> None
         await person.enters("", chat_command.HOW_TO_LEAVE)
         person.interrupts()
         await person.types("\r")
-
-
-@pytest.mark.slow
-async def test_a_person_is_told_what_was_wrong_and_goes_on(short: str) -> None:
-    async with at_a_terminal("--target", short, *MAX) as person:
-        for typed, complaint in (
-            ("/nope", "there is no command '/nope'"),
-            ("w1 " * 32, "maximum context length is 32"),
-        ):
-            await person.enters(typed, complaint)
-        await person.types("w1\r")
-        assert (await answers(short, "w1"))[0] in await person.sees("> ")
-        await person.types("/exit\r")
 
 
 # --- thinking -------------------------------------------------------------------------------------

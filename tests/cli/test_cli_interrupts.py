@@ -40,11 +40,6 @@ def test_ctrl_c_while_the_models_libraries_are_imported_ends_it_quietly(
     assert ended(tmp_path, "-m", "runtime", *arguments) == (130, "", "")
 
 
-def test_the_installed_command_begins_where_ctrl_c_is_heard_first() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
-    assert 'outrider = "runtime.__main__:main"' in project
-
-
 def test_importing_the_package_takes_next_to_nothing_along() -> None:
     heavy = "{'attrs', 'trio', 'mlx', 'rich', 'argparse', 'pathlib', 'ctypes', 'typing', 're', 'enum'}"
     code = f"import sys; import runtime; print({heavy} & set(sys.modules))"
@@ -131,36 +126,27 @@ async def interrupted(display: Display, waits_s: float) -> CommandOutcome:
     return outcome
 
 
-async def test_the_first_ctrl_c_says_that_a_load_is_waited_for(autojump_clock: Any, monkeypatch: Any) -> None:
+LOADING = "stopping once the models are loaded"
+READING = "stopping after the forward pass that is running"
+
+
+@sweep(
+    ("show", "waits_s", "said"),
+    [
+        (lambda display: display.show_loading([runtime.DEMO_TARGET]), 2 * ACKNOWLEDGE_S, LOADING),
+        (lambda display: display.show_prefill(5000, 2048), 2 * ACKNOWLEDGE_S, READING),
+        (lambda display: display.show_activity("timing"), 2 * ACKNOWLEDGE_S, "stopping once this is over: timing"),
+        (lambda display: display.show_prefill(5000, 2048), ACKNOWLEDGE_S / 2, None),
+    ],
+)
+async def test_the_first_ctrl_c_says_what_is_waited_for_unless_that_is_soon_over(
+    show: Any, waits_s: float, said: str | None, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stderr = on_stderr(monkeypatch)
     display = Still()
-    display.show_loading([runtime.DEMO_TARGET])
-    assert (await interrupted(display, 2 * ACKNOWLEDGE_S)).signal == signal.SIGINT
-    assert stderr.text == "outrider: stopping once the models are loaded; Ctrl-C again quits at once\n"
-
-
-async def test_the_first_ctrl_c_says_that_a_pass_is_waited_for(autojump_clock: Any, monkeypatch: Any) -> None:
-    stderr = on_stderr(monkeypatch)
-    display = Still()
-    display.show_prefill(5000, 2048)
-    await interrupted(display, 2 * ACKNOWLEDGE_S)
-    assert stderr.text == "outrider: stopping after the forward pass that is running; Ctrl-C again quits at once\n"
-
-
-async def test_a_step_that_is_waited_for_is_named(autojump_clock: Any, monkeypatch: Any) -> None:
-    stderr = on_stderr(monkeypatch)
-    display = Still()
-    display.show_activity("timing the target")
-    await interrupted(display, 2 * ACKNOWLEDGE_S)
-    assert stderr.text == ("outrider: stopping once this is over: timing the target; Ctrl-C again quits at once\n")
-
-
-async def test_nothing_is_said_of_what_is_over_in_no_time(autojump_clock: Any, monkeypatch: Any) -> None:
-    stderr = on_stderr(monkeypatch)
-    display = Still()
-    display.show_prefill(5000, 2048)
-    await interrupted(display, ACKNOWLEDGE_S / 2)
-    assert stderr.text == ""
+    show(display)
+    assert (await interrupted(display, waits_s)).signal == signal.SIGINT
+    assert stderr.text == ("" if said is None else f"outrider: {said}; Ctrl-C again quits at once\n")
 
 
 def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits() -> None:

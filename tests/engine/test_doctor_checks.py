@@ -36,6 +36,8 @@ def less(monkeypatch: Patch) -> None:
     """Less than a device is checked with, which is enough here."""
     monkeypatch.setattr(checks, "MAX_TOKENS", 16)
     monkeypatch.setattr(checks, "ROW_LENGTHS", (5, 12, 21))
+    monkeypatch.setattr(checks, "ROW_FAMILIES", ("gemma3_text", "lfm2"))
+    monkeypatch.setattr(checks, "NUM_DRAWN_TEXTS", 250)
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import runtime
-from actors.trained.kinds.attach import SUPPORTED
 from runtime.loading import drafters
-from runtime.loading.drafters import small_models
 
 FAMILIES = drafters._table("small_models")
 QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936}
@@ -145,13 +143,6 @@ def test_what_cannot_be_read_hides_nothing_else(tmp_path: Path) -> None:
     assert named(target, no_cache) == [str(half), str(beside)]
 
 
-def test_every_known_drafter_is_of_a_kind_that_can_be_used() -> None:
-    table = drafters._table("known_drafters")
-    known = [item for source in table for each in source["drafters"].values() for item in each.items()]
-    assert all(name.count("/") == 1 and facts["kind"] in SUPPORTED for name, facts in known)
-    assert len({name for name, _ in known}) == len(known) > 40
-
-
 def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A table of models that are small enough for a test.
     (family,) = [family for family in FAMILIES if "qwen3" in family["model_types"]]
@@ -168,22 +159,6 @@ def test_a_family_s_small_models_come_after_those_on_the_disk(cache: Path, monke
     ]
     assert "on this disk" in found[0].described
     assert "from the hub" in found[1].described
-
-
-@sweep("family", FAMILIES)
-def test_each_family_is_found_by_its_types_and_sizes(family: dict[str, Any]) -> None:
-    def found(model_type: str, vocab_size: int) -> set[str]:
-        return {each.model for each in small_models(model_type, vocab_size)}
-
-    small = {name: facts["megabytes"] for name, facts in family["models"].items()}
-    for model_type in family["model_types"]:
-        for size in family["vocab_sizes"]:
-            assert set(small) <= found(model_type, size)
-        assert not set(small) & found(model_type, family["vocab_sizes"][0] - 1)
-    sizes = list(small.values())
-    assert sizes[0] > 0
-    assert sizes == sorted(sizes)
-    assert all(name.count("/") == 1 for name in small)
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ async def change_at_event(lookahead: Any, draft: Any, n: int, target: ScriptedMo
 
 @sweep("lookahead", [2, "auto"])
 @sweep("kind", ["model", "ngram"])
-@sweep("every", [31, pytest.param(7, marks=pytest.mark.slow)])
+@sweep("every", [31, pytest.param(13, marks=pytest.mark.slow)])
 def test_the_drafter_can_be_changed_at_any_event_and_the_texts_are_the_same(
     every: int, kind: str, lookahead: Any
 ) -> None:

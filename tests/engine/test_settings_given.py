@@ -125,19 +125,6 @@ FIVE = runtime.Settings(max_tokens=5, ignore_eos=True)
 DEFAULTS = {"max_tokens": 2}
 
 
-async def test_trios_runtime_takes_settings_and_keywords_that_override_them() -> None:
-    async with runtime.open((target(), None), defaults=DEFAULTS) as rt:
-        assert len([token async for token in rt.stream(PROMPT, FIVE)]) == 5
-        assert len([token async for token in rt.stream(PROMPT, FIVE, max_tokens=3)]) == 3
-        assert len([token async for token in runtime.stream(PROMPT, FIVE)]) == 5
-        assert len((await rt.generate(PROMPT, settings=FIVE, max_tokens=4)).tokens) == 4
-        assert len((await rt.generate(PROMPT)).tokens) == 2
-        many = await rt.generate_many(
-            [PROMPT, (PROMPT, {"max_tokens": 3}), (PROMPT, runtime.Settings(max_tokens=1))], FIVE
-        )
-        assert [len(completion.tokens) for completion in many] == [5, 3, 1]
-
-
 async def test_a_settings_object_sets_every_field_and_a_mapping_those_that_it_names() -> None:
     async with runtime.open((target(), None), defaults={"max_tokens": 2, "lookahead": 0}) as rt:
         async with rt.stream(PROMPT, {"seed": 1}) as stream:
@@ -149,13 +136,16 @@ async def test_a_settings_object_sets_every_field_and_a_mapping_those_that_it_na
 
 
 @on_every_face
-async def test_asyncio_and_plain_threads_take_settings_too(open: Any) -> None:
+async def test_a_runtime_takes_settings_and_keywords_that_override_them(open: Any) -> None:
     async with within(open(runtime.DEMO_DRAFT, defaults=DEFAULTS)) as rt:
         assert len(await all_of(rt.stream("def f(", FIVE))) == 5
         assert len((await got(rt.generate("def f(", FIVE, max_tokens=4))).tokens) == 4
         assert len((await got(rt.generate("def f("))).tokens) == 2
-        many = await got(rt.generate_many(["def f(", ("def g(", runtime.Settings(max_tokens=1))], FIVE))
-        assert [len(completion.tokens) for completion in many] == [5, 1]
+        if isinstance(rt, runtime.Runtime):
+            assert len([token async for token in runtime.stream("def f(", FIVE)]) == 5
+        own = [("def g(", {"max_tokens": 3}), ("def h(", runtime.Settings(max_tokens=1))]
+        many = await got(rt.generate_many(["def f(", *own], FIVE))
+        assert [len(completion.tokens) for completion in many] == [5, 3, 1]
         with pytest.raises(runtime.SettingsError, match=r"prompts\[0\]: max_tokens must be"):
             await got(rt.generate_many([("def f(", {"max_tokens": 0})]))
         conversation = rt.conversation(settings=FIVE)

@@ -24,7 +24,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import runtime
-from protocol.settings import Settings
 from protocol.trace import Event
 from runtime.doctor.report import examine
 
@@ -50,41 +49,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- settings -------------------------------------------------------------------------------------
-
-BAD_SETTINGS = [  # all that `tests/protocol/test_settings.py` tries are refused by the same check
-    ("max_tokens", 0, "at least 1, or None for no limit"),
-    ("temperature", None, "use 0 for greedy"),
-    ("stop_tokens", [-1], "at least 0"),
-    ("stop_tokens", [VOCAB_SIZE], f"vocabulary of {VOCAB_SIZE}"),
-    ("acceptance", "sometimes", '"auto", "match" or "rejection"'),
-    ("lookahead", 65, 'between 0 and 64, or "auto"'),
-    ("temprature", 0.5, "did you mean 'temperature'?"),
-    ("colour", "red", "the settings are max_tokens"),
-]
-
-
-async def test_settings_out_of_range_are_refused_before_any_model_work() -> None:
-    events: list[Event] = []
-    async with runtime.open((target(), None), (drafter(), None), trace=events.append) as rt:
-        del events[:]
-        for name, value, remedy in BAD_SETTINGS:
-            with pytest.raises(runtime.SettingsError) as raised:
-                rt.stream([1], **{name: value})
-            message = str(raised.value)
-            assert name in message
-            assert remedy in message, f"{name}={value!r}: {message}"
-            if name in Settings.__annotations__:
-                wrong = value[0] if isinstance(value, list) and name == "stop_tokens" else value
-                assert repr(wrong) in message
-            assert isinstance(raised.value, runtime.OutriderError)
-            assert isinstance(raised.value, ValueError)
-            with pytest.raises(runtime.SettingsError):
-                await rt.generate([1], **{name: value})
-        await trio.testing.wait_all_tasks_blocked()
-        assert events == []
-        assert rt.num_streams == 0
-        assert len((await rt.generate([1], max_tokens=4)).tokens) == 4
-
 
 # --- prompts --------------------------------------------------------------------------------------
 
@@ -348,19 +312,6 @@ async def test_vocabularies_that_may_be_used_together(ours: Any, theirs: Any) ->
 # --- at the wrong time ----------------------------------------------------------------------------
 
 
-async def test_a_stream_after_the_runtime_was_closed() -> None:
-    events: list[Event] = []
-    async with runtime.open((target(), None), trace=events.append) as rt:
-        pass
-    del events[:]
-    for _ in range(2):
-        with pytest.raises(runtime.RuntimeClosedError, match=r"closed; open another with runtime\.open"):
-            rt.stream([1])
-        with pytest.raises(runtime.RuntimeClosedError, match="closed"):
-            await rt.generate([1])
-    assert events == []
-
-
 async def test_a_stream_where_no_runtime_is_open() -> None:
     with pytest.raises(runtime.NoRuntimeError, match=r"use this inside .async with runtime\.open"):
         runtime.stream([1])
@@ -368,19 +319,3 @@ async def test_a_stream_where_no_runtime_is_open() -> None:
         assert len([token async for token in runtime.stream([1], max_tokens=3)]) == 3
     with pytest.raises(runtime.NoRuntimeError):
         runtime.stream([1])
-
-
-async def test_two_consumers_of_one_stream() -> None:
-    async with runtime.open((target(), None), (drafter(), None)) as rt, rt.stream([1], max_tokens=4) as stream:
-        tokens: list[int] = []
-
-        async def consume() -> None:
-            tokens.extend([token.id async for token in stream])
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(consume)
-            await trio.testing.wait_all_tasks_blocked()
-            with pytest.raises(runtime.StreamBusyError, match="a stream has one consumer"):
-                await anext(stream)
-        # The first stream was not affected.
-        assert len(tokens) == 4

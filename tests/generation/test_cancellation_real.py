@@ -17,7 +17,7 @@ import trio
 import trio.testing
 from blocking_models import BlockingModel
 from completions import ids
-from greedy_pair import PROMPT, drafter, target, text
+from greedy_pair import LONG, PROMPT, drafter, target, text, the_next_text_is_right
 from models import Wrapped, greedy, llama, prompt_of
 from our_threads import outrider_threads
 from sweeps import sweep
@@ -27,10 +27,6 @@ import runtime
 from protocol.trace import Event, Instant, Span
 
 pytestmark = pytest.mark.usefixtures("spare_buffers")
-
-# With "auto", such small models might run without a drafter, and there would be no hit or miss.
-SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
-LONG = {"max_tokens": 400, **SETTINGS}
 
 EVENTS = [
     (Instant, "target", "open"),
@@ -101,12 +97,6 @@ def nothing_is_left(trigger: Trigger) -> None:
     for actor in ("target", "draft"):
         opened = [span.session for span in trigger.spans(actor, "open")]
         assert sorted(opened) == sorted(span.session for span in trigger.spans(actor, "close"))
-
-
-async def the_next_text_is_right(rt: runtime.Runtime) -> None:
-    completion = await rt.generate(PROMPT, max_tokens=12, **SETTINGS)
-    assert ids(completion) == text(12)
-    assert completion.statistics.draft_failures == 0
 
 
 def pair(ours: Any = None, theirs: Any = None) -> tuple[Any, Any]:

@@ -145,11 +145,3 @@ def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
         with pytest.raises(AttributeError):  # there is no stream
             conversation.stream(text)
         assert len(begun[0]) == 24
-
-
-def test_a_message_left_out_by_the_template_cannot_be_continued() -> None:
-    begun = {"role": "assistant", "content": "hello " * 1000, "prefix": True}
-    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
-    with pytest.raises(runtime.PromptError, match="the final message does not appear in the chat") as refused:
-        said([USER, begun], template)
-    assert len(str(refused.value)) < 400

@@ -108,42 +108,12 @@ async def test_eight_at_a_time_unless_told_otherwise(autojump_clock: Any) -> Non
         assert len(await many) == 20
 
 
-async def test_no_prompts_have_no_completions(autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        assert await simulation.runtime.generate_many([]) == []
-        assert [pair async for pair in simulation.runtime.generate_many(iter(()))] == []
-        assert simulation.events == []
-
-
 async def test_prompts_may_come_from_a_generator_and_be_awaited_again(autojump_clock: Any) -> None:
     async with simulated(*pair()) as simulation:
         many = simulation.runtime.generate_many((iter(prompt) for prompt in PROMPTS), **SETTINGS)
         completions = await many
         assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
         assert await many is completions
-
-
-async def test_they_are_generated_before_anybody_asks_but_only_so_many_ahead(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation:
-        many = simulation.runtime.generate_many([[n] for n in range(20)], max_concurrent=3, max_tokens=2)
-        await trio.sleep(10_000)
-        # Three are ready, and three wait for a place in the buffer.
-        assert len(begun(simulation)) == 6
-        assert simulation.runtime.num_streams == 0
-        first, _ = await anext(many)
-        assert first in range(3)
-        await trio.sleep(10_000)
-        assert len(begun(simulation)) == 7
-        assert sorted([first, *[index async for index, _ in many]]) == list(range(20))
-
-
-async def test_a_list_that_was_iterated_over_is_at_its_end(autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        async with simulation.runtime.generate_many(PROMPTS, **SETTINGS) as many:
-            assert len([index async for index, _ in many]) == 6
-        assert [index async for index, _ in many] == []
-        with pytest.raises(StreamBusyError, match="given once"):
-            await many
 
 
 @sweep("sampling", [{}, {"temperature": 1.0, "seed": 3}])
@@ -194,19 +164,27 @@ async def test_prompts_may_come_from_an_async_iterable(
         await assert_over(simulation)
 
 
-async def test_prompts_are_taken_from_an_async_iterable_as_there_is_room(autojump_clock: Any) -> None:
+@sweep("is_async", [True, False])
+async def test_prompts_are_taken_and_generated_before_anybody_asks_but_only_so_many_ahead(
+    is_async: bool, autojump_clock: Any
+) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
-        taken = Taken()
-        async with simulation.runtime.generate_many(taken.prompts(), max_concurrent=3, max_tokens=2) as many:
+        taken = Taken(20)
+        prompts = taken.prompts() if is_async else [[n] for n in range(20)]
+        async with simulation.runtime.generate_many(prompts, max_concurrent=3, max_tokens=2) as many:
             await trio.sleep(10_000)
             # Three are ready, and three wait for a place in the buffer.
-            assert taken.num_taken == 6
-            await anext(many)
+            assert len(begun(simulation)) == 6
+            assert simulation.runtime.num_streams == 0
+            first, _ = await anext(many)
+            assert first in range(3)
             await trio.sleep(10_000)
-            assert taken.num_taken == 7
+            assert len(begun(simulation)) == 7
+            assert taken.num_taken == (7 if is_async else 0)
             assert not taken.is_closed
+            assert sorted([first, *[index async for index, _ in many]]) == list(range(20))
         await trio.testing.wait_all_tasks_blocked()
-        assert taken.is_closed
+        assert taken.is_closed == is_async
         await assert_over(simulation)
 
 
@@ -360,13 +338,6 @@ async def test_what_will_not_do_is_refused_before_anything_begins(
             simulation.runtime.generate_many(prompts, **settings)
         await trio.sleep(100)
         assert simulation.events == []
-
-
-async def test_a_runtime_that_is_closed_begins_nothing(autojump_clock: Any) -> None:
-    async with simulated(*pair()) as simulation:
-        pass
-    with pytest.raises(RuntimeClosedError):
-        simulation.runtime.generate_many(PROMPTS)
 
 
 # --- cancelling -----------------------------------------------------------------------------------

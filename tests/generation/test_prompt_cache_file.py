@@ -63,7 +63,7 @@ MODELS: dict[str, Any] = {
     ("named", "drafted"),
     [
         *((named, "drafted") for named in MODELS),
-        *((named, ("plain", "looked up")[i % 2]) for i, named in enumerate(MODELS)),
+        *((named, ("plain", "looked up")[i % 2]) for i, named in enumerate([*MODELS][::2])),
     ],
 )
 async def test_a_text_goes_on_as_in_mlx_lm(tmp_path: Path, named: str, drafted: str) -> None:

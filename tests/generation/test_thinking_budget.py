@@ -98,8 +98,7 @@ async def texts(simulation: Any, prompt: Sequence[int], asked: Sequence[dict[str
     return [got[index] for index in range(len(asked))]
 
 
-@sweep("schedule", range(2))
-@sweep("undo", [always, never, within(6)])
+@sweep(("undo", "schedule"), [(always, 0), (never, 1), (within(6), 2)])
 @sweep(("opens", "num_thoughts"), [(False, None), (True, None), (False, 3), (True, 8)])
 def test_the_tag_stands_where_the_budget_ends_whatever_is_drafted(
     opens: bool, num_thoughts: int | None, undo: Any, schedule: int
@@ -224,8 +223,7 @@ def test_samples_follow_the_target_before_the_budget_and_after_the_tag(lookahead
 # --- reasoning that is ended in the middle -----------------------------------------------------------
 
 
-@sweep("schedule", range(3))
-@sweep("num_read", [0, 1, 5, 9])
+@sweep(("num_read", "schedule"), [(0, 0), (1, 1), (5, 2), (9, 0)])
 @sweep("lookahead", [0, 3, "auto"])
 @sweep("opens", [False, True])
 def test_reasoning_that_is_ended_is_closed_at_the_next_token_that_is_chosen(

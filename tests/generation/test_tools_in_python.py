@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 from typing import Any
@@ -108,42 +107,6 @@ async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
 
 
 # --- conversations --------------------------------------------------------------------------------
-
-
-async def test_a_conversation_calls_its_functions_and_goes_on_with_their_results() -> None:
-    both = OSLO + call_of("clock")
-    async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[weather, clock], **speaks(both, "wet at noon"))
-        completion = await conversation.generate("weather?")
-        assert (completion.text, completion.tool_calls) == ("wet at noon", ())
-        roles = [message["role"] for message in conversation.messages]
-        assert roles == ["user", "assistant", "tool", "tool", "assistant"]
-        _, asked, rain, noon, _ = conversation.messages
-        assert [call["function"]["name"] for call in asked["tool_calls"]] == ["weather", "clock"]
-        assert [rain["tool_call_id"], noon["tool_call_id"]] == [call["id"] for call in asked["tool_calls"]]
-        assert (rain["content"], json.loads(noon["content"])) == ("rain in Oslo for 1 days", {"hour": 12})
-        assert conversation.pending_calls == ()
-
-
-async def test_a_conversation_with_calls_can_be_saved() -> None:
-    async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[weather], **speaks(OSLO, "wet"))
-        await conversation.generate("weather?")
-        await conversation.save(file := io.BytesIO())
-        loaded = await rt.load(io.BytesIO(file.getvalue()), logits_processors=[])
-        assert loaded.messages == conversation.messages
-
-
-async def test_a_streamed_turn_calls_its_functions_when_it_is_told_to() -> None:
-    async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[weather], **speaks(OSLO, "wet"))
-        assert "".join([token.text async for token in conversation.stream("weather?")]) == OSLO
-        assert [call.name for call in conversation.pending_calls] == ["weather"]
-        assert await conversation.call_tools()
-        assert "".join([token.text async for token in conversation.stream()]) == "wet"
-        assert not await conversation.call_tools()
-        with pytest.raises(runtime.PromptError, match="there are no results of tools"):
-            conversation.stream()
 
 
 async def test_the_errors_of_functions_are_results() -> None:
@@ -257,27 +220,6 @@ async def test_a_cancelled_call_leaves_the_conversation_as_it_was_and_can_be_mad
         assert [call.name for call in conversation.pending_calls] == ["waits"]
         assert await conversation.call_tools()
         assert conversation.messages[-1]["content"] == "done"
-
-
-async def test_a_loaded_conversation_makes_the_pending_calls() -> None:
-    async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[weather], **speaks(OSLO, "wet"))
-        assert [token async for token in conversation.stream("weather?")]
-        await conversation.save(file := io.BytesIO())
-        saved = file.getvalue()
-        script = speaks(OSLO, "wet")["logits_processors"]
-        loaded = await rt.load(io.BytesIO(saved), tools=[weather], logits_processors=script)
-        assert loaded.pending_calls == conversation.pending_calls
-        assert await loaded.call_tools()
-        stream = loaded.stream()
-        assert "".join([token.text async for token in stream]) == "wet"
-        # Functions are part of the prompt's beginning: with the same ones, nothing of it is read again.
-        assert stream.statistics().cached_tokens > 0
-        without = await rt.load(io.BytesIO(saved), logits_processors=script)
-        assert await without.call_tools()
-        assert without.messages[-1]["content"] == "Error: there is no function 'weather'"
-        with pytest.raises(runtime.SettingsError, match="two tools have the name"):
-            await rt.load(io.BytesIO(saved), tools=[weather, weather], logits_processors=script)
 
 
 # --- many prompts ---------------------------------------------------------------------------------

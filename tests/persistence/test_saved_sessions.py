@@ -93,9 +93,7 @@ def path(original: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "settings"), [*((name, GREEDY) for name in PAIRS), *((name, SEEDED) for name in list(PAIRS)[::3])]
-)
+@pytest.mark.parametrize(("name", "settings"), [*((name, GREEDY) for name in PAIRS), ("llama", SEEDED)])
 async def test_a_conversation_goes_on_as_it_would_have(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     pair, path = PAIRS[name], tmp_path / "session"
     async with pair.open() as rt:
@@ -192,18 +190,6 @@ async def test_a_conversation_goes_to_and_from_bytes_whatever_is_in_its_messages
 
 
 # --- settings -------------------------------------------------------------------------------------
-
-
-async def test_settings_are_the_conversations_unless_given_anew(tmp_path: Path) -> None:
-    path = tmp_path / "session"
-    await saved(path, temperature=0.9, seed=5, max_tokens=7)
-    async with LLAMA.open() as rt:
-        assert len((await (await rt.load(path)).generate(SAID[1])).tokens) == 7
-        assert len((await (await rt.load(path, max_tokens=3)).generate(SAID[1])).tokens) == 3
-        with pytest.raises(runtime.SettingsError, match="did you mean 'max_tokens'"):
-            await rt.load(path, max_token=3)
-        with pytest.raises(runtime.SettingsError, match="seed must be"):
-            await rt.load(path, seed=-1)
 
 
 # --- mismatches -----------------------------------------------------------------------------------
@@ -440,7 +426,7 @@ def cancel_at(scope: trio.CancelScope, step: int, monkeypatch: pytest.MonkeyPatc
 # The steps: each model's caches, found and copied a layer at a time, and its fingerprint; the vocabulary, the writing
 # thread, a check before the header and before each tensor, and one before the file is moved into place.
 @pytest.mark.slow
-@sweep("step", [0, 1, 2, 3, 4, 5, 10, LAST_LOOK, LAST_LOOK + 1])
+@sweep("step", [0, 2, 4, 10, LAST_LOOK, LAST_LOOK + 1])
 async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
     path: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -464,7 +450,7 @@ async def test_a_save_that_is_cancelled_leaves_the_old_file_or_the_new_one(
 
 
 @pytest.mark.slow
-@sweep("step", [0, 2, 10, 14, 16, 18, 20])
+@sweep("step", [0, 10, 14, 18, 20])
 async def test_a_load_that_is_cancelled_leaves_nothing(path: Path, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     async with LLAMA.open() as rt:
         loaded = None
@@ -538,15 +524,6 @@ def test_a_chat_can_be_saved_and_gone_on_with_in_another(tmp_path: Path, capfd: 
 
 
 # --- the system says no ---------------------------------------------------------------------------
-
-
-@sweep("where", [None, 3, "", b"session", ["a"]])
-async def test_what_is_no_path_is_no_place_for_a_session(where: Any) -> None:
-    async with LLAMA.open() as rt:
-        with pytest.raises(runtime.SettingsError, match="give the path of a file"):
-            await rt.load(where)
-        with pytest.raises(runtime.SettingsError, match="give the path of a file"):
-            await rt.conversation(**GREEDY).save(where)
 
 
 async def test_a_load_that_finds_the_models_gone_says_that_the_runtime_is_closed(

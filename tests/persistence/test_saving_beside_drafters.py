@@ -106,6 +106,7 @@ async def test_a_load_that_waits_for_the_drafter_is_cancelled_at_once(name: str,
 async def test_a_conversation_is_loaded_while_the_drafter_is_detached(name: str, monkeypatch: Any) -> None:
     data, expected = await said_and_saved()
     monkeypatch.setattr("runtime.engine.drafter_slot.RELEASE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.5)
     loaded: list[Any] = []
     async with open_pair() as rt:
         async with hanging(monkeypatch, rt, name) as hang:

@@ -319,7 +319,7 @@ def test_small_commands_run(line: str, monkeypatch: pytest.MonkeyPatch, capfd: p
 @pytest.mark.slow
 def test_blocks_that_ask_the_server_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
     blocks = [block for block in BLOCKS if block.marker == "run: server"]
-    with serving() as server:
+    with serving("--max-tokens-limit", "64") as server:
         for block in blocks:
             assert ADDRESS in block.source
             source = block.source.replace(ADDRESS, server.url)

@@ -50,8 +50,8 @@ def run_process(name: str, *arguments: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_minimal_stream_continues_its_prompt():
-    said = "\n".join(run_process("minimal_stream.py"))
+def test_minimal_stream_continues_its_prompt(run: Run):
+    said = "\n".join(run("minimal_stream.py"))
     prompt = "def quicksort(items):"
     assert said.startswith(prompt)
     assert len(said) > len(prompt) + 20
@@ -153,6 +153,9 @@ def test_measure_ranks_says_what_a_round_takes_beyond_its_pass():
 
 
 @pytest.mark.parametrize("name", ["terminal.py", "trio_service.py"])
-def test_a_program_that_goes_on_until_it_is_ended_says_how_it_is_used(name):
-    said = "\n".join(run_process(name, "--help"))
-    assert f"python examples/{name}" in said
+def test_a_program_that_goes_on_until_it_is_ended_says_how_it_is_used(
+    name: str, run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(name, "--help")
+    assert f"python examples/{name}" in capfd.readouterr().out

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page
+from playwright.sync_api import Browser
 from scripted_server import ScriptedServer
 from visitors import Open, Tab, chromium, visitor
 
@@ -18,13 +18,6 @@ def started() -> Iterator[Browser]:
         yield browser
 
 
-@pytest.fixture(scope="module")
-def shared_page(started: Browser) -> Iterator[Page]:
-    """A page in which tests follow one another: to make one takes the browser longer than most of them."""
-    with visitor(started) as context:
-        yield context.new_page()
-
-
 @pytest.fixture
 def server() -> Iterator[ScriptedServer]:
     with ScriptedServer().serving() as serving:
@@ -33,15 +26,12 @@ def server() -> Iterator[ScriptedServer]:
 
 @pytest.fixture
 def opened(server: ScriptedServer, started: Browser) -> Iterator[Open]:
-    """Opens tabs at the page, each with a browser of its own unless it is told whose; in them nothing may go wrong."""
+    """Opens tabs at the page, each for a user of its own; in them nothing may go wrong."""
     tabs: list[Tab] = []
     with contextlib.ExitStack() as stack:
 
-        def open_tab(context: BrowserContext | None = None, *, loaded: bool = True, **options: Any) -> Tab:
-            page = (context or stack.enter_context(visitor(started, **options))).new_page()
-            if context is not None:
-                stack.callback(page.close)
-            tab = Tab(page, server.url)
+        def open_tab(*, loaded: bool = True, **options: Any) -> Tab:
+            tab = Tab(stack.enter_context(visitor(started, **options)).new_page(), server.url)
             tabs.append(tab)
             if loaded:
                 tab.load()
@@ -53,11 +43,5 @@ def opened(server: ScriptedServer, started: Browser) -> Iterator[Open]:
 
 
 @pytest.fixture
-def tab(shared_page: Page, server: ScriptedServer) -> Iterator[Tab]:
-    """A tab at the page, which nothing is left in of the tests before: each server is at another port."""
-    shared_page.bring_to_front()  # behind a page that was opened since, it draws but once a second
-    tab = Tab(shared_page, server.url)
-    tab.load()
-    yield tab
-    tab.check()
-    tab.leave()
+def tab(opened: Open) -> Tab:
+    return opened()

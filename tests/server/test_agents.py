@@ -410,19 +410,6 @@ async def test_a_compressed_body_takes_memory_only_once_it_is_long(server: Serve
     assert idle.status == 200
 
 
-@on_server(limits=Limits(max_body_bytes=100_000, max_bodies_bytes=100_000))
-async def test_a_compressed_body_that_got_no_memory_is_to_be_sent_again(server: Served) -> None:
-    long = gzip.compress(RAW.ljust(90_000))
-    async with server.exchange(CHAT, headers=encoded("gzip")) as other:
-        await trio.sleep(1)
-        async with server.exchange(CHAT, headers=encoded("gzip")) as silent:
-            silent.give(long[:-1], more=True)
-            await trio.sleep(1)
-            other.give(long)
-    assert silent.status == 408
-    assert (other.status, other.headers["retry-after"], other.fault["code"]) == (429, "30", "bodies_waiting")
-
-
 def halves() -> Iterator[tuple[bytes, str]]:
     yield b"cut \\ud83d off", "cut \ufffd off"
     yield b"\\udE00\\uD83D\\ude00\\ud83d", "\ufffd\U0001f600\ufffd"

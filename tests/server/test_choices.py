@@ -111,37 +111,36 @@ async def test_a_prompt_is_read_once_for_all_of_its_answers(server: Served) -> N
     assert sum(span.num_tokens for span in server.simulation.spans("target", "prefill")) == num_read * 5
 
 
-@STREAMED
-@on_server()
-async def test_a_client_that_leaves_ends_all_answers(server: Served, stream: bool) -> None:
-    seen = watched_streams(server)
-    body = {**HELLO, "n": 4, "max_tokens": 500, "stream": stream}
-    async with server.exchange(CHAT, body) as one:
-        await trio.sleep(1.0)  # simulated
-        assert len(seen) == 4
-        assert all(each.finish_reason is None for _, each in seen)
-        one.leave()
+async def assert_ended(server: Served, one: Any, *, fails: bool) -> None:
+    """Assert that a request has ended by the failure of an answer, or because its client has left."""
     assert server.simulation.runtime.num_streams == 0
-    assert all(each.is_closed and each.finish_reason is None for _, each in seen)
-    assert await server.outcomes() == {"cancelled": 1}
-
-
-@STREAMED
-@on_server()
-async def test_the_failure_of_one_answer_is_that_of_the_request(server: Served, stream: bool) -> None:
-    seen = watched_streams(server)
-    body = {**HELLO, "n": 3, "max_tokens": 500, "stream": stream}
-    async with server.exchange(CHAT, body) as one:
-        await trio.sleep(1.0)  # simulated
-        assert len(seen) == 3
-        seen[1][1].close()  # as the runtime does with a stream that fails
-    if stream:
+    assert await server.outcomes() == {"failed" if fails else "cancelled": 1}
+    if not fails:
+        return
+    if one.headers["content-type"].startswith("text/event-stream"):
         assert "error" in one.events[-1]
         assert not one.is_done
     else:
         assert one.status == 503
-    assert server.simulation.runtime.num_streams == 0
-    assert await server.outcomes() == {"failed": 1}
+
+
+@sweep("fails", [False, True])
+@STREAMED
+@on_server()
+async def test_a_client_that_leaves_or_an_answer_that_fails_ends_all_answers(
+    server: Served, stream: bool, fails: bool
+) -> None:
+    seen = watched_streams(server)
+    async with server.exchange(CHAT, {**HELLO, "n": 4, "max_tokens": 500, "stream": stream}) as one:
+        await trio.sleep(1.0)  # simulated
+        assert len(seen) == 4
+        assert all(each.finish_reason is None for _, each in seen)
+        if fails:
+            seen[1][1].close()  # as the runtime does with a stream that fails
+        else:
+            one.leave()
+    assert all(each.is_closed and each.finish_reason is None for _, each in seen)
+    await assert_ended(server, one, fails=fails)
 
 
 @on_server(settings={"seed": 7})
@@ -242,26 +241,21 @@ async def test_prompts_that_begin_later_are_checked_before_any_begins(server: Se
     assert seen == []
 
 
+@sweep("fails", [False, True])
 @STREAMED
 @on_server(max_streams=1)
-async def test_a_failure_ends_a_request_whose_answers_have_not_all_begun(server: Served, stream: bool) -> None:
+async def test_a_client_that_leaves_or_an_answer_that_fails_ends_a_request_whose_answers_have_not_all_begun(
+    server: Served, stream: bool, fails: bool
+) -> None:
     seen = Begun(server)
     async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3, "stream": stream}) as one:
         await seen.third.wait()
-        seen[-1][2].close()  # as the runtime does with a stream that fails
+        if fails:
+            seen[-1][2].close()
+        else:
+            one.leave()
     assert len(seen) == 3
-    assert ("error" in one.events[-1]) if stream else (one.status == 503)
-    assert await server.outcomes() == {"failed": 1}
-
-
-@on_server(max_streams=1)
-async def test_a_client_that_leaves_before_all_answers_have_begun_has_cancelled_its_request(server: Served) -> None:
-    seen = Begun(server)
-    async with server.exchange(COMPLETIONS, {"prompt": "def f", "n": 8, "max_tokens": 3}) as one:
-        await seen.third.wait()
-        one.leave()
-    assert len(seen) == 3
-    assert await server.outcomes() == {"cancelled": 1}
+    await assert_ended(server, one, fails=fails)
 
 
 # --- echoes ---------------------------------------------------------------------------------------
@@ -352,7 +346,8 @@ async def test_log_probabilities_of_a_prompt_stand_beside_an_echo_and_not_in_a_s
     assert {len(each) for each in long["logprobs"]["top_logprobs"][1:]} <= {1, 2}
     assert long["logprobs"]["token_logprobs"][1] == long["prompt_logprobs"][1]["1"]["logprob"]
     assert (short["prompt_logprobs"], short["logprobs"]["token_logprobs"]) == ([None], [None])
-    assert (await asked(server, COMPLETIONS, {"prompt": "def f"}))["choices"][0]["prompt_logprobs"] is None
+    plain = await asked(server, COMPLETIONS, {"prompt": "def f", "max_tokens": 1})
+    assert plain["choices"][0]["prompt_logprobs"] is None
     for more, message in (({"stream": True}, "prompt_logprobs are not for streams"), ({"prompt_logprobs": -1}, "")):
         refused = await server.ask(COMPLETIONS, {**body, **more})
         assert (refused.status, refused.fault["param"]) == (400, "prompt_logprobs")

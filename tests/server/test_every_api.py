@@ -142,18 +142,6 @@ def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(stream: bool, a
     simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
 
 
-@EACH
-@on_server(max_streams=1, max_waiting=0)
-async def test_a_full_house_says_when_to_come_again(server: Served, api: Api) -> None:
-    async with server.exchange(api.path, {**api.asked, api.length: 500, "stream": True}) as first:
-        await first.until(lambda answer: api.delta in answer.body)
-        answer = await server.ask(api.path, api.asked)
-        assert answer.status == 429
-        assert api.error(answer)[1] == ("rate_limit_error" if api.path == MESSAGES else "rate_limit_exceeded")
-        assert int(answer.headers["retry-after"]) >= 1
-        first.leave()
-
-
 # --- prompts that are only read ------------------------------------------------------------------------
 
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import trio
+from apis import APIS
 from asgi import (
     BOTH,
     CHAT,
     COMPLETIONS,
     DEF,
     HELLO,
+    MESSAGES,
     MODEL,
     STREAMED,
     Exchange,
@@ -261,10 +263,14 @@ async def test_a_full_house_says_when_to_come_again(server: Served) -> None:
             seconds = int(refused.headers["retry-after"])
             assert 1 <= seconds <= 60
             assert "2 requests are being answered and 1 wait" in refused.fault["message"]
+        for api in APIS.values():
+            refused = await server.ask(api.path, api.asked)
+            kind = "rate_limit_error" if api.path == MESSAGES else "rate_limit_exceeded"
+            assert (refused.status, api.error(refused)[1]) == (429, kind)
         assert (await server.ask("/health")).json["waiting"] == 1
     assert [answer.status for answer in asked] == [200] * 3
-    assert await server.outcomes() == {"finished": 3, "refused": 2}
-    assert (await figures(server.app))["outrider_refusals_total", "429"] == 2
+    assert await server.outcomes() == {"finished": 3, "refused": 5}
+    assert (await figures(server.app))["outrider_refusals_total", "429"] == 5
 
 
 @on_server(looping, memory_limit=100)

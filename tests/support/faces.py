@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import outcome
-import pytest
 import trio
 import uvloop
 from our_threads import outrider_threads
@@ -109,10 +108,13 @@ FACES: dict[str, Callable[[], Face]] = {
 }
 
 
-def on_every_face(test: Test) -> Callable[..., Any]:
+def on_every_face(test: Test, *, uvloop: bool = False) -> Callable[..., Any]:
     """Run an async test of `open`, or of `face`, with each face, and check that no thread is left.
 
     It uses what waits, and is a coroutine only in an event loop, by the functions below.
+
+    Args:
+        uvloop: run it on uvloop as well, which takes another way into other threads than asyncio's own loop.
     """
     signature = inspect.signature(test)
     takes = [name for name in ("open", "face") if name in signature.parameters]
@@ -127,7 +129,7 @@ def on_every_face(test: Test) -> Callable[..., Any]:
     names = ["name", *(name for name in signature.parameters if name not in takes)]
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    return sweep("name", ["trio", "asyncio", "threads", pytest.param("uvloop", marks=pytest.mark.slow)])(run)
+    return sweep("name", ["trio", "asyncio", "threads", *(["uvloop"] if uvloop else [])])(run)
 
 
 async def got(result: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from typing import Any
 
 import mlx.nn as nn
 from models import greedy, llama, near, prompt_of
@@ -23,6 +25,21 @@ def drafter() -> nn.Module:
 @functools.cache
 def text(num_tokens: int, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     return greedy(target(), prompt, num_tokens)
+
+
+# Settings with which a prompt takes several passes, and with which so small models are surely drafted for; and a text
+# that is longer than any test reads.
+SETTINGS = {"prefill_step_size": 8, "lookahead": 3}
+LONG = {"max_tokens": 400, **SETTINGS}
+
+
+async def the_next_text_is_right(rt: Any) -> None:
+    """Assert that a runtime of any face is well, and its drafter."""
+    completion = rt.generate(PROMPT, max_tokens=12, **SETTINGS)
+    if inspect.isawaitable(completion):
+        completion = await completion
+    assert [token.id for token in completion.tokens] == text(12)
+    assert completion.statistics.draft_failures == 0
 
 
 # --- any model ------------------------------------------------------------------------------------

@@ -59,9 +59,10 @@ class Exchange:
         with contextlib.suppress(OSError):
             self._handler.connection.sendall(data)
 
-    def start(self, content_type: str = "text/event-stream; charset=utf-8") -> None:
+    def start(self) -> None:
         self._has_begun = True
-        head = ["HTTP/1.1 200 OK", f"Content-Type: {content_type}", "Transfer-Encoding: chunked", "Connection: close"]
+        head = ["HTTP/1.1 200 OK", "Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked"]
+        head.append("Connection: close")
         self.send("\r\n".join([*head, "", ""]).encode())
 
     def stream(self, data: bytes) -> None:
@@ -75,10 +76,7 @@ class Exchange:
 
     def refuse(self, status: int, message: str, **headers: str) -> None:
         error = {"message": message, "type": "x", "param": None, "code": None}
-        self.answer(status, json.dumps({"error": error}), **headers)
-
-    def answer(self, status: int, text: str, **headers: str) -> None:
-        data = text.encode()
+        data = json.dumps({"error": error}).encode()
         headers = {"Content_Type": "application/json", "Connection": "close", **headers}
         lines = [f"HTTP/1.1 {status} Whatever", f"Content-Length: {len(data)}"]
         lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
@@ -154,10 +152,6 @@ class Exchange:
         self._handler.connection.shutdown(socket.SHUT_RDWR)
 
 
-# Ports of servers before, for which a browser may have kept something.
-_used_ports: set[int] = set()
-
-
 class ScriptedServer:
     """A server that serves the page and hands completion requests to a test."""
 
@@ -182,10 +176,6 @@ class ScriptedServer:
                 pass
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        while self._server.server_port in _used_ports:
-            self._server.server_close()
-            self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        _used_ports.add(self._server.server_port)
         self.url = f"http://127.0.0.1:{self._server.server_port}/"
 
     def next(self) -> Exchange:

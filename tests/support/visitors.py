@@ -30,29 +30,24 @@ def chromium() -> Iterator[Browser]:
 
 
 class Tab:
-    """A browser tab with the page, and the browser's messages about failed requests, some of which may be expected."""
+    """A browser tab with the page."""
 
     def __init__(self, page: Page, url: str) -> None:
         self.page = page
         self.page.set_default_timeout(HANGS_MS)
         self.url = url
-        self.failed_requests: list[str] = []
         self._wrong: list[str] = []
-        self._listeners: dict[Any, Any] = {
-            "console": self._hear,
-            "pageerror": lambda error: self._wrong.append(str(error)),
-            "request": self._see,
-        }
-        for event, listener in self._listeners.items():
-            self.page.on(event, listener)
+        self.page.on("console", self._hear)
+        self.page.on("pageerror", lambda error: self._wrong.append(str(error)))
+        self.page.on("request", self._see)
 
     def _hear(self, message: ConsoleMessage) -> None:
         if message.type != "error":
             return
         # The browser reports failed requests whatever the page does. Any other error is the page's own; violations of
         # its policy are reported here too.
-        network = "Failed to load resource" in message.text
-        (self.failed_requests if network else self._wrong).append(message.text)
+        if "Failed to load resource" not in message.text:
+            self._wrong.append(message.text)
 
     def _see(self, request: Request) -> None:
         if not request.url.startswith((self.url, "data:")):
@@ -60,13 +55,6 @@ class Tab:
 
     def check(self) -> None:
         assert self._wrong == [], self._wrong
-
-    def leave(self) -> None:
-        """Leave the page, for the next test."""
-        for event, listener in self._listeners.items():
-            self.page.remove_listener(event, listener)
-        self.page.unroute_all()
-        self.page.goto("about:blank")
 
     # --- what the page shows ----------------------------------------------------------------------
 
