@@ -138,7 +138,6 @@ class ChunkSerializer(Serializer):
         return [Event(error.body())]  # alone, without [DONE]
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
-        """See `Serializer`."""
         bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
         given = [entry for body in bodies for entry in body["choices"]]
         return {
