@@ -151,8 +151,6 @@ class OneStream(Benchmark):
                 cases.append(Case(f"prompt {len(cases) + 1} of {num_turns}", self.contenders, encoded, length))
         return cases[:1], cases
 
-    # --- figures ----------------------------------------------------------------------------------
-
     @property
     def _all(self) -> Sequence[int]:
         return range(len(self.cases))

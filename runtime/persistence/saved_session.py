@@ -89,9 +89,6 @@ def check_path(path: Any) -> None:
         )
 
 
-# --- settings -------------------------------------------------------------------------------------
-
-
 def settings_for_json(settings: Settings) -> dict[str, Any]:
     """Settings by name, as JSON has them: without processors, and for a sampler only whether there is one."""
     # A stream that continues a prompt cache file is not saved.
@@ -138,9 +135,6 @@ def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, An
     return saved | dict(given) | {"logits_processors": tuple(given.get("logits_processors") or ())}
 
 
-# --- what must match ------------------------------------------------------------------------------
-
-
 def check_model(path: SessionFile, role: str, saved: Fingerprint, present: Fingerprint, remedy: str) -> None:
     """Raises: SessionFileError: the model is not the one that the session was saved with."""
     if (difference := saved.difference(present)) is not None:
@@ -167,9 +161,6 @@ def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Ma
             raise SessionFileError(
                 f"{named(path)} was saved with {option}, and this runtime has {shown(now)}; open it with {option}"
             )
-
-
-# --- to and from the file's contents --------------------------------------------------------------
 
 
 def _contents(session: SavedSession) -> Contents:

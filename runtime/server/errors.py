@@ -101,8 +101,6 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
             return ErrorResponse(500, message, code="generation_failed")
 
 
-# --- invalid request bodies -----------------------------------------------------------------------
-
 # Remedies for fields of OpenAI's that are not supported here, or not with every value.
 _REMEDIES = {
     "n": "send several requests, they are worked on side by side",

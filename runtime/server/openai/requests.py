@@ -70,8 +70,6 @@ class StreamOptions(Body):
         return bool(self.continuous_usage_stats) and self.include_usage is not False
 
 
-# --- chats ----------------------------------------------------------------------------------------
-
 # The id of the one call of a message in the older form, which has no ids; the newer form needs one.
 _OLD_CALL_ID = "call_0"
 
@@ -208,9 +206,6 @@ class ChatRequest(ChatBody):
         )
         _check_stream(self, request)
         return request
-
-
-# --- completions ----------------------------------------------------------------------------------
 
 
 class CompletionRequest(GenerationBody):

@@ -395,9 +395,6 @@ class CompletionSerializer(ChunkSerializer):
         return {text: logprob} | {top.text: finite(top.logprob) for top in best}
 
 
-# --- several choices in one response ---------------------------------------------------------------
-
-
 def _added(counts: Sequence[Any]) -> Any:
     if isinstance(counts[0], Mapping):
         return {name: _added([each[name] for each in counts]) for name in counts[0]}
