@@ -6,9 +6,10 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from protocol.statistics import Statistics
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason, event_json
 from runtime.server.answers.token_logprobs import token_logprobs
@@ -24,9 +25,6 @@ from runtime.server.responses.bodies import (
 from runtime.server.responses.offered_tools import OfferedTool
 from runtime.server.responses.requests import GIVEN_BACK, ITEM, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
-
-if TYPE_CHECKING:
-    from runtime.generation.tokens import Token
 
 
 class ResponseSerializer(Serializer):
