@@ -157,12 +157,8 @@ class Preparation:
         answer, reader = Answer(), self.reader(stream.answer)
         answer.add(reader.add(stream.answer.text))
         answer.add(reader.finish(is_complete=True))
-        reply: dict[str, Any] = {"role": "assistant", "content": answer.content}
-        if answer.reasoning:
-            reply["reasoning_content"] = answer.reasoning
-        if answer.calls:
-            reply["tool_calls"] = [call.message_part for call in answer.calls]
-        render = partial(runtime.begun_turn, [*chat.messages, reply], **_variables(self.request, self.tokenizer))
+        messages = [*chat.messages, answer.message]
+        render = partial(runtime.begun_turn, messages, **_variables(self.request, self.tokenizer))
         with suppress(PromptError):
             begun = await self._context.in_thread(render, self.request.prompt_length)
             runtime.expect(lambda: begun)
