@@ -198,6 +198,21 @@ class Benchmark(ABC):
         same = None if self.plan.temperature > 0 else sum(text == should for text, should in pairs)
         return {"same_texts": same, "num_texts": len(pairs)}
 
+    def speed_row(self, contender: Contender, cases: Sequence[int]) -> Row:
+        """The figures of a contender over some cases that each benchmark of streams has."""
+        runs, values = self.runs(contender, cases).values(), self.values(contender, cases)
+        return {
+            "name": contender.name,
+            "lookahead": contender.lookahead,
+            "speeds": values,
+            **figures.spread(values),
+            "acceptance": figures.share(runs, "accepted", "accepted", "rejected"),
+            "tokens_per_round": figures.ratio(sum(run.num_tokens for run in runs), figures.total(runs, "rounds")),
+            "hit_rate": figures.share(runs, "lookahead_hits", "lookahead_hits", "lookahead_misses"),
+            **self.same_texts(contender, cases),
+            "failure": self.failures.get(contender),
+        }
+
     def _facts(self) -> dict[str, Any]:
         return {
             **self.about,

@@ -104,33 +104,24 @@ class ManyStreams(Benchmark):
         return {**self._facts(), "streams": list(self.plan.streams), "rows": rows}
 
     def _row(self, contender: Contender, index: int) -> Row:
-        runs, values = self.runs(contender, [index]).values(), self.values(contender, [index])
+        runs = self.runs(contender, [index]).values()
 
         def versus(kind: Kind) -> float | None:
             other = streams_contender(kind, contender.lookahead)
             return None if contender == BATCHED else self.versus(contender, other, [index])
 
         return {
+            **self.speed_row(contender, [index]),
             "streams": self.plan.streams[index],
-            "name": contender.name,
             "kind": contender.kind,
-            "lookahead": contender.lookahead,
-            "speeds": values,
-            **figures.spread(values),
             "vs_one_after_another": versus("one after another"),
             "vs_in_turns": versus("in turns"),
             "vs_batched": self.versus(contender, BATCHED, [index]),
             "rows_per_pass": figures.share(runs, "pass_rows", "passes"),
             "first_token": figures.median([first for run in runs for first in run.first_tokens]),
-            "tokens_per_round": figures.ratio(sum(run.num_tokens for run in runs), figures.total(runs, "rounds")),
-            "acceptance": figures.share(runs, "accepted", "accepted", "rejected"),
-            "hit_rate": figures.share(runs, "lookahead_hits", "lookahead_hits", "lookahead_misses"),
-            **self.same_texts(contender, [index]),
-            "failure": self.failures.get(contender),
         }
 
     def report(self, result: Mapping[str, Any]) -> Report:
-        """See `Benchmark.report`."""
         headings = (
             *("streams", "", "tokens/s", "× one\nby one", "× in\nturns", "×\nbatched"),
             *("streams\na pass", "first\ntoken", "same"),

@@ -151,8 +151,6 @@ class OneStream(Benchmark):
                 cases.append(Case(f"prompt {len(cases) + 1} of {num_turns}", self.contenders, encoded, length))
         return cases[:1], cases
 
-    # --- figures ----------------------------------------------------------------------------------
-
     @property
     def _all(self) -> Sequence[int]:
         return range(len(self.cases))
@@ -176,23 +174,14 @@ class OneStream(Benchmark):
         return best if best is not None and medians[best] else None
 
     def _row(self, contender: Contender, best: Contender | None) -> Row:
-        runs, values = self.runs(contender, self._all).values(), self.values(contender, self._all)
-        drafts = contender.draft or self.about.get("draft")
+        runs = self.runs(contender, self._all).values()
         return {
-            "name": contender.name,
+            **self.speed_row(contender, self._all),
             "engine": contender.engine,
-            "draft": None if contender.lookahead == 0 else drafts,
-            "lookahead": contender.lookahead,
-            "speeds": values,
-            **figures.spread(values),
+            "draft": None if contender.lookahead == 0 else contender.draft or self.about.get("draft"),
             "vs_plain": self.versus(contender, self.contenders[0], self._all),
             "vs_best_speculative": None if best is None else self.versus(contender, best, self._all),
-            "acceptance": figures.share(runs, "accepted", "accepted", "rejected"),
             "copy_acceptance": figures.share(runs, "accepted_copied", "accepted_copied", "rejected_copied"),
-            "tokens_per_round": figures.ratio(sum(run.num_tokens for run in runs), figures.total(runs, "rounds")),
-            "hit_rate": figures.share(runs, "lookahead_hits", "lookahead_hits", "lookahead_misses"),
-            **self.same_texts(contender, self._all),
-            "failure": self.failures.get(contender),
         }
 
     def _categories(self) -> Iterator[Row]:
@@ -232,7 +221,6 @@ class OneStream(Benchmark):
         return self.value(runs)
 
     def report(self, result: Mapping[str, Any]) -> Report:
-        """See `Benchmark.report`."""
         headings = ("", "tokens/s", "× plain", "× best", "accepted", "a\nround", "same")
         rows = [
             (

@@ -70,12 +70,10 @@ class Overhead(Benchmark):
         return cases, cases
 
     def value(self, runs: Sequence[Run]) -> float | None:
-        """See `Benchmark.value`."""
         seconds = figures.ratio(sum(run.seconds for run in runs), sum(run.num_timed for run in runs))
         return None if seconds is None else 1e6 * seconds
 
     def result(self) -> dict[str, Any]:
-        """See `Benchmark.result`."""
         streams = enumerate(self.plan.streams)
         rows = [self._row(contender, index, n) for index, n in streams for contender in contenders_of(n)]
         return {**self._facts(), "rows": rows}
@@ -93,7 +91,6 @@ class Overhead(Benchmark):
         }
 
     def report(self, result: Mapping[str, Any]) -> Report:
-        """See `Benchmark.report`."""
         rows = [
             (str(row["streams"]), row["name"], figures.spread_cell(row), figures.cell(row["vs_mlx_lm"], ".2f"))
             for row in result["rows"]

@@ -94,13 +94,17 @@ class Handle(Generic[S]):
     def _close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            begun = self._begun  # alone: nothing in trio's thread may refer to this handle
+            self._post(lambda stream: stream.close())
 
-            def close() -> None:
-                if begun.value is not None:
-                    begun.value.close()
+    def _post(self, do: Callable[[S], None]) -> None:
+        """Have `do` called with the stream, in trio's thread; not if it could not be begun."""
+        begun = self._begun  # alone: nothing in trio's thread may refer to this handle
 
-            self._portal.post(close)
+        def do_if_begun() -> None:
+            if begun.value is not None:
+                do(begun.value)
+
+        self._portal.post(do_if_begun)
 
 
 class StreamState(ABC):
@@ -211,13 +215,7 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
 
     def end_thinking(self) -> None:
         """As `runtime.TokenStream.end_thinking`."""
-        begun = self._begun  # alone: nothing in trio's thread may refer to this handle
-
-        def end() -> None:
-            if begun.value is not None:
-                begun.value.end_thinking()
-
-        self._portal.post(end)
+        self._post(lambda stream: stream.end_thinking())
 
     async def read_whole(self) -> Completion:
         """Read the stream to its end. A cancellation ends the generation."""

@@ -35,9 +35,6 @@ ACCEPTANCE = 0.75
 _FOR_BUNDLED = {"max_tokens": 128, "repeats": 1, "num_draft_tokens": (), "lookaheads": ("auto",)}
 
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(
         parser,
@@ -199,9 +196,6 @@ def _check_for_ranks(arguments: argparse.Namespace) -> None:
     ):
         if getattr(arguments, name, None) is not None:
             raise SettingsError(f"{flag(name)} {why}; leave it out, or run bench without mlx.launch")
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 def bench(arguments: argparse.Namespace) -> CommandOutcome:

@@ -93,9 +93,6 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
     return outcome
 
 
-# --- turns ----------------------------------------------------------------------------------------
-
-
 @attrs.define(eq=False)
 class Chat:
     """A conversation at the terminal."""
@@ -208,9 +205,6 @@ class Chat:
         if bool(argument) != (command.argument is not None):
             raise PromptError(f'type "{name} {command.argument}"' if command.argument else f"{name} takes no argument")
         await command.run(self, argument)
-
-
-# --- commands -------------------------------------------------------------------------------------
 
 
 @attrs.frozen

@@ -51,9 +51,6 @@ if TYPE_CHECKING:
     from runtime.generation.tokens import Token
 
 
-# --- arguments ------------------------------------------------------------------------------------
-
-
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument(
@@ -183,9 +180,6 @@ def _schema(file: str) -> str:
     except SettingsError as error:
         raise SettingsError(f"--json-schema {file}: {error}") from error
     return schema
-
-
-# --- the command ----------------------------------------------------------------------------------
 
 
 class IncompleteJsonError(OutriderError):

@@ -274,9 +274,6 @@ def _name_drafter(spec: ServedModel) -> None:
             print_message(f"{spec.name} decodes without a drafter; {best.described} could draft for it")
 
 
-# --- the models -----------------------------------------------------------------------------------
-
-
 def _served(arguments: argparse.Namespace, models: Models, options: Mapping[str, Any]) -> Sequence[ServedModel]:
     from runtime.server.models.config_file import read_models
     from runtime.server.models.served_model import ServedModel

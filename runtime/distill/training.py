@@ -197,8 +197,6 @@ class Training:
         mx.eval(lesson.features, lesson.embedded, lesson.probs, lesson.likeliest)
         return lesson
 
-    # --- checkpoints ------------------------------------------------------------------------------
-
     def save(self, folder: Path, identity: Mapping[str, Any]) -> None:
         """Write a checkpoint, with the identity that a training must share to continue. A crash leaves the last one."""
         folder.mkdir(parents=True, exist_ok=True)

@@ -249,9 +249,6 @@ def run_checks(
     return found
 
 
-# --- helpers --------------------------------------------------------------------------------------
-
-
 def first_difference(completion: Completion, expected: Sequence[int]) -> int | None:
     """The index of the first token that differs from the expected text's; None if none does.
 

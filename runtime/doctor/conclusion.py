@@ -60,7 +60,7 @@ class Findings:
 
     def speedup(self, acceptance: float) -> float:
         """Speed over plain decoding if each drafted token is accepted with this probability."""
-        prices = self._prices()
+        prices = Prices(verify=_price(self.verify_seconds), draft_alone=_price(self.draft_seconds or {}))
         return prices.modelled_rate(acceptance) / prices.plain_rate
 
     def exchange_share(self, width: int) -> float:
@@ -73,9 +73,6 @@ class Findings:
         """The smallest acceptance, in steps of 0.05, with a speed-up of `MIN_SPEEDUP`; None if there is none."""
         steps = (n / 20 for n in range(1, 20))
         return next((acceptance for acceptance in steps if self.speedup(acceptance) >= MIN_SPEEDUP), None)
-
-    def _prices(self) -> Prices:
-        return Prices(verify=_price(self.verify_seconds), draft_alone=_price(self.draft_seconds or {}))
 
 
 def width_cost(pass_seconds: Mapping[int, float]) -> float:

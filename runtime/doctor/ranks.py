@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import attrs
@@ -101,17 +101,15 @@ def _description() -> dict[str, str]:
 
 def report_on_ranks(found: ExaminedRanks) -> list[Section]:
     """The section on the ranks: its title, and rows of (name, finding)."""
-    return [("ranks", list(_rows(found)))]
-
-
-def _rows(found: ExaminedRanks) -> Iterator[tuple[str, str]]:
     present = [f"{name} (in use)" if name == found.backend else name for name in found.backends]
     missing = [name for name in BACKENDS if name not in found.backends]
     is_alone = len(found.descriptions) == 1
-    yield "backends", ", ".join(present or ["none"]) + (f"; not in this MLX: {', '.join(missing)}" if missing else "")
+    backends = ", ".join(present or ["none"]) + (f"; not in this MLX: {', '.join(missing)}" if missing else "")
     of_all = "" if is_alone else "; the same on all"
-    yield "versions", ", ".join(f"{name} {version}" for name, version in found.versions.items()) + of_all
-    for rank, description in enumerate(found.descriptions):
-        yield f"rank {rank}", ", ".join(description.values())
+    packages = ", ".join(f"{name} {version}" for name, version in found.versions.items()) + of_all
+    rows = [("backends", backends), ("versions", packages)]
+    rows += [(f"rank {rank}", ", ".join(each.values())) for rank, each in enumerate(found.descriptions)]
     if is_alone:
-        yield "note", "there is only this rank; mlx.launch starts several, with a hostfile that has at least two hosts"
+        note = "there is only this rank; mlx.launch starts several, with a hostfile that has at least two hosts"
+        rows.append(("note", note))
+    return [("ranks", rows)]

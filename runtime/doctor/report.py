@@ -300,9 +300,6 @@ async def _compare(worker: ThreadWorker, target: Loaded, draft: Loaded | None) -
     return (True, False, f"{len(target.tokenizer):,} tokens") if found is None else (False, True, found.described)
 
 
-# --- the report -----------------------------------------------------------------------------------
-
-
 def report(diagnosis: Diagnosis) -> list[Section]:
     """The report: sections, each a title and rows of (name, finding)."""
     findings, obstacle = diagnosis.findings, diagnosis.target.anatomy.sharing_obstacle

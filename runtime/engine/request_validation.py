@@ -22,7 +22,7 @@ from protocol.reprs import shown, shown_path
 from protocol.settings import MAX_SEED, Settings, SettingsLike, check_vocabulary_size, settings_from, with_overrides
 from runtime.generation.answers.message_format import message_starts
 from runtime.generation.grammar import Grammar
-from runtime.generation.many_prompts import Generation, PromptChecks
+from runtime.generation.many_prompts import CheckPrompt, Generation, ManyPrompt, with_settings
 from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.text import Prompt, check_prompt_length, encode_prompt
 from runtime.generation.tool_calls.call_grammar import call_grammar
@@ -80,8 +80,8 @@ class RequestValidation:
         checked = self.checked(with_overrides(settings, keywords))
         return self.opened(prompt, checked, tools), tools
 
-    def of_many(self, settings: SettingsLike | None, arguments: Mapping[str, Any]) -> PromptChecks:
-        """Checks of many prompts that share settings and tools; see `Runtime.generate_many`.
+    def of_many(self, settings: SettingsLike | None, arguments: Mapping[str, Any]) -> CheckPrompt:
+        """A check of many prompts that share settings and tools; see `Runtime.generate_many`.
 
         Raises: as `generation`.
         """
@@ -90,12 +90,17 @@ class RequestValidation:
         shared = self.checked(keywords, (*TOOL_ARGUMENTS, "max_concurrent", "on_error"))
         shared_tools = taken_tools(dict(about_tools))
 
-        def checked(prompt: Prompt, own: Mapping[str, Any]) -> Generation:
-            own_about_tools, own = split_tools(own)
-            tools = taken_tools({**about_tools, **own_about_tools}) if own_about_tools else shared_tools
-            return self.opened(prompt, self.checked({**keywords, **own}) if own else shared, tools), tools
+        def check(index: int, prompt: ManyPrompt) -> Generation:
+            try:
+                alone, own = with_settings(prompt)
+                own_about_tools, own = split_tools(own)
+                tools = taken_tools({**about_tools, **own_about_tools}) if own_about_tools else shared_tools
+                return self.opened(alone, self.checked({**keywords, **own}) if own else shared, tools), tools
+            except (PromptError, SettingsError) as error:
+                kind = PromptError if isinstance(error, PromptError) else SettingsError
+                raise kind(f"prompts[{index}]: {error}") from error.__cause__
 
-        return PromptChecks(checked)
+        return check
 
     def opened(self, prompt: Prompt, settings: Settings, tools: Tools | None = None) -> Open:
         """The message that opens a session, with a new session id. Tools are given to the chat template, and to a

@@ -37,7 +37,7 @@ from runtime.engine.idle_reading import IdleReading
 from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.answers.reasoning_limit import ReasoningLimit
-from runtime.generation.many_prompts import Completions, OnError, PromptChecks, Prompts, check_arguments
+from runtime.generation.many_prompts import CheckPrompt, Completions, OnError, Prompts, check_arguments
 from runtime.generation.reasoning import ReasoningTracker, reader_of
 from runtime.generation.text import Detokenizer, GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
@@ -229,7 +229,7 @@ class Sessions:
             session.on_change()
 
     def begin_many(
-        self, prompts: Prompts, check: PromptChecks, max_concurrent: int, on_error: OnError
+        self, prompts: Prompts, check: CheckPrompt, max_concurrent: int, on_error: OnError
     ) -> Completions[Any]:
         """Begin many generations; see `Runtime.generate_many`. Raises: as there."""
         check_arguments(max_concurrent, on_error)

@@ -9,7 +9,7 @@ import attrs
 import outcome
 import trio
 
-from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, SettingsError, StreamBusyError
+from protocol.errors import PromptError, RuntimeBrokenError, RuntimeClosedError, StreamBusyError
 from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
@@ -30,6 +30,9 @@ OnError = Literal["raise", "return"]
 
 Generation = tuple[Open, Tools | None]
 """The beginning of a generation: the message that opens its session, and the tools that the model may call."""
+
+CheckPrompt = Callable[[int, Any], Generation]
+"""Checks the prompt at an index. Raises PromptError or SettingsError; the message has the index."""
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Completion | Exception)
@@ -62,21 +65,6 @@ def check_arguments(max_concurrent: int, on_error: str) -> None:
     check_integer("max_concurrent", max_concurrent, 1)
     if on_error not in ("raise", "return"):
         raise must_be("on_error", '"raise" or "return"', on_error)
-
-
-@attrs.frozen
-class PromptChecks:
-    """Checks of many prompts: a call gives the beginning of a generation."""
-
-    _check: Callable[[Prompt, Mapping[str, Any]], Generation]
-
-    def __call__(self, index: int, prompt: ManyPrompt) -> Generation:
-        """Raises: PromptError, SettingsError: the prompt or its settings are invalid; the message has its index."""
-        try:
-            return self._check(*with_settings(prompt))
-        except (PromptError, SettingsError) as error:
-            kind = PromptError if isinstance(error, PromptError) else SettingsError
-            raise kind(f"prompts[{index}]: {error}") from error.__cause__
 
 
 class Completions(SingleConsumer, Generic[C]):
@@ -113,7 +101,7 @@ class Completions(SingleConsumer, Generic[C]):
     def __init__(
         self,
         prompts: Prompts,
-        check: PromptChecks,
+        check: CheckPrompt,
         begin: Callable[[Open, Tools | None], TokenStream],
         max_concurrent: int,
         on_error: OnError,
@@ -139,7 +127,7 @@ class Completions(SingleConsumer, Generic[C]):
                 # Before any model work, and not again.
                 listed = [check(index, prompt) for index, prompt in enumerate(listed)]
                 work.check = lambda _, generation: generation
-            work.prompts, self.num_prompts = _Listed(iter(listed)), len(listed)
+            work.prompts, self.num_prompts = _one_by_one(listed), len(listed)
         else:
             raise PromptError(
                 f"prompts must be a sequence of prompts, got {shown(prompts)}; for a single one use generate()"
@@ -240,19 +228,9 @@ class Completions(SingleConsumer, Generic[C]):
             self._work.scope.cancel()
 
 
-@attrs.define
-class _Listed(Generic[T]):
-    """An iterator as an async one."""
-
-    _items: Iterable[T]
-
-    def __aiter__(self) -> AsyncIterator[T]:
-        return self
-
-    async def __anext__(self) -> T:
-        for item in self._items:
-            return item
-        raise StopAsyncIteration
+async def _one_by_one(items: Iterable[T]) -> AsyncIterator[T]:
+    for item in items:
+        yield item
 
 
 @attrs.define(eq=False)
@@ -267,7 +245,7 @@ class _Work:
     """
 
     _begin: Callable[[Open, Tools | None], TokenStream]
-    check: Callable[[int, Any], Generation]
+    check: CheckPrompt
     _returns_errors: bool
     prompts: AsyncIterator[Any] = attrs.field(init=False)
     finished: trio.MemorySendChannel[tuple[int, Any]] = attrs.field(init=False)

@@ -143,9 +143,6 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     return tuple(found)
 
 
-# --- what is on the disk --------------------------------------------------------------------------
-
-
 def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, Path]]:
     """(name, directory) of each model on the disk."""
     if "snapshots" not in target.parts:
@@ -223,9 +220,6 @@ def _agree(ours: dict[str, int] | None, theirs: dict[str, int] | None) -> bool:
     by_id = {id: token for token, id in ours.items()}
     common = [by_id[id] == token for token, id in theirs.items() if id in by_id]
     return bool(common) and all(common)
-
-
-# --- the tables -----------------------------------------------------------------------------------
 
 
 @cache

@@ -6,16 +6,14 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import VocabularyMismatchError
 from protocol.reprs import shown
 from protocol.vocabulary_map import Vocabulary, VocabularyMap, map_vocabularies
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _REMEDY = "use a draft model with the target's tokenizer"
 

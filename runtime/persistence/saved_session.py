@@ -25,7 +25,6 @@ from actors.target.target_actor import TargetActor
 from actors.workers.thread_worker import HangError
 from actors.workers.worker import JobError
 from protocol.errors import SessionFileError, SettingsError
-from protocol.logits_processors import LogitsProcessor
 from protocol.reprs import shown
 from protocol.settings import Settings, settings_from
 from protocol.tensor import Tensor
@@ -90,9 +89,6 @@ def check_path(path: Any) -> None:
         )
 
 
-# --- settings -------------------------------------------------------------------------------------
-
-
 def settings_for_json(settings: Settings) -> dict[str, Any]:
     """Settings by name, as JSON has them: without processors, and for a sampler only whether there is one."""
     # A stream that continues a prompt cache file is not saved.
@@ -105,11 +101,8 @@ def settings_for_json(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def settings_of(
-    session: SavedSession, path: SessionFile, given: Mapping[str, Any], grammar: tuple[LogitsProcessor, ...] = ()
-) -> dict[str, Any]:
-    """A session's settings as keywords, with those that are given in place of the saved ones, behind the `grammar` of
-    its tools.
+def settings_of(session: SavedSession, path: SessionFile, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A session's settings as keywords, with those that are given in place of the saved ones.
 
     Raises:
         SettingsError: a given setting is unknown or out of its range; or the session had `logits_processors` or a
@@ -117,7 +110,7 @@ def settings_of(
         SessionFileError: the saved settings are invalid.
     """
     settings_from(dict(given), ("any_draft", "tools"))
-    if session.num_processors > len(grammar) and "logits_processors" not in given:
+    if session.num_processors and "logits_processors" not in given:
         raise SettingsError(
             f"{named(path)} had {session.num_processors} logits_processors, which are functions of a program and not "
             "in the file; give logits_processors=[...] again, or [] to go on without"
@@ -139,10 +132,7 @@ def settings_of(
             "Outrider, or save the session again with this one"
         ) from error
     # A session without processors continues without: the runtime's defaults are not its own.
-    return saved | dict(given) | {"logits_processors": (*grammar, *(given.get("logits_processors") or ()))}
-
-
-# --- what must match ------------------------------------------------------------------------------
+    return saved | dict(given) | {"logits_processors": tuple(given.get("logits_processors") or ())}
 
 
 def check_model(path: SessionFile, role: str, saved: Fingerprint, present: Fingerprint, remedy: str) -> None:
@@ -171,9 +161,6 @@ def check_cache_options(path: SessionFile, saved: Mapping[str, Any], present: Ma
             raise SessionFileError(
                 f"{named(path)} was saved with {option}, and this runtime has {shown(now)}; open it with {option}"
             )
-
-
-# --- to and from the file's contents --------------------------------------------------------------
 
 
 def _contents(session: SavedSession) -> Contents:

@@ -49,9 +49,6 @@ class Contents:
     tensors: Mapping[str, Tensor]
 
 
-# --- writing --------------------------------------------------------------------------------------
-
-
 def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled = lambda: None) -> int:
     """Write a session file atomically; an existing file is replaced.
 
@@ -156,9 +153,6 @@ def _flush_directory(directory: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-# --- reading --------------------------------------------------------------------------------------
 
 
 def read(path: SessionFile, check_cancelled: CheckCancelled = lambda: None) -> Contents:

@@ -6,9 +6,10 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 # pydantic cannot read `typing.TypedDict` before Python 3.12.
 from typing_extensions import TypedDict
@@ -26,9 +27,6 @@ from protocol.errors import (
 )
 from runtime.server.grammars.constraint import ConstraintError
 from runtime.server.models.served_model import ModelLoadError
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 
 class ErrorDetail(TypedDict):
@@ -100,8 +98,6 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
         case _:
             return ErrorResponse(500, message, code="generation_failed")
 
-
-# --- invalid request bodies -----------------------------------------------------------------------
 
 # Remedies for fields of OpenAI's that are not supported here, or not with every value.
 _REMEDIES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 import attrs
 import mlx.core as mx
@@ -12,13 +11,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from runtime.engine.runtime import Runtime
+from runtime.generation.token_stream import TokenStream
 from runtime.server.models.loaded_model import LoadedModel
 from runtime.server.models.pool import ModelPool
 from runtime.server.models.reports import ModelHealth, health_of
-
-if TYPE_CHECKING:
-    from runtime.engine.runtime import Runtime
-    from runtime.generation.token_stream import TokenStream
 
 # Upper bounds of the histograms' buckets, in seconds, about as far apart as a person notices.
 _BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typing_extensions import TypedDict
 
 from protocol.trace import Event, Instant, Span
 from runtime.server.fair_threads import Background
 from runtime.tracing.drafter_states import DrafterState, drafter_state
 from runtime.tracing.timeline import render, texts_of
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 # How many of the latest timelines are kept, and how many events of each: those of some 3,000 tokens.
 MAX_TIMELINES = 32

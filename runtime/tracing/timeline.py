@@ -116,9 +116,6 @@ def _escaped(text: str) -> str:
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-# --- data of the page -----------------------------------------------------------------------------
-
-
 def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict[str, Any]:
     """The page's data, for JSON.
 

@@ -174,9 +174,6 @@ class Recorder(ABC):
         """Write the rest."""
 
 
-# --- Chrome trace JSON ----------------------------------------------------------------------------
-
-
 class ChromeFile(Recorder):
     """A trace for Perfetto and chrome://tracing, which also read a file whose end is missing."""
 
@@ -336,9 +333,6 @@ def _during(began: float, ended: float) -> dict[str, float]:
     """Begin and duration in microseconds, from whole nanoseconds, so that adjacent spans do not overlap."""
     nanoseconds = round(began * 1e9), round(ended * 1e9)
     return {"ts": nanoseconds[0] / 1000, "dur": max(0, nanoseconds[1] - nanoseconds[0]) / 1000}
-
-
-# --- the timeline page ----------------------------------------------------------------------------
 
 
 class TimelineFile(Recorder):

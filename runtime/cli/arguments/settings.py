@@ -67,9 +67,7 @@ _READERS: dict[str | None, Callable[[str], Any]] = {
 }
 
 
-def add_option(
-    group: argparse._ArgumentGroup, name: str, option: Option, default: object, *, required: bool = False
-) -> None:
+def add_option(group: argparse._ArgumentGroup, name: str, option: Option, default: object) -> None:
     """Add the flag of a declared option. The library checks bounds, and its messages have the remedies."""
     shape: dict[str, Any] = {"metavar": option.form, "type": _READERS.get(option.form, parse_value)}
     about = option.about
@@ -81,27 +79,22 @@ def add_option(
         shape = {"metavar": "TEXT", "action": "append"}
     names = [option.short, flag(name)] if option.short else [flag(name)]
     text = in_help(about) + _default(option, default)
-    group.add_argument(*names, dest=name, default=argparse.SUPPRESS, required=required, help=text, **shape)
+    group.add_argument(*names, dest=name, default=argparse.SUPPRESS, help=text, **shape)
 
 
 def add_options(
     group: argparse._ArgumentGroup,
     declaration: type[attrs.AttrsInstance],
     of_group: str = "",
-    *,
-    required: bool = False,
     defaults: Mapping[str, str] | None = None,
 ) -> None:
-    """Add the options of a group that a class declares; with `required`, those without a default are required.
-
-    `defaults` are the command's own, for the help.
-    """
+    """Add the options of a group that a class declares; `defaults` are the command's own, for the help."""
     for name, option in options_of(declaration).items():
         if option.group == of_group:
             default: Any = attrs.fields_dict(declaration)[name].default
             made = None if hasattr(default, "factory") else default  # factories make empty ones
             made = (defaults or {}).get(name, made)
-            add_option(group, name, option, made, required=required and default is attrs.NOTHING)
+            add_option(group, name, option, made)
 
 
 def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str] | tuple[str, str, dict[str, Any]]) -> None:
@@ -151,7 +144,7 @@ def limit_of(tokenizer: Any, *, is_raw: bool = False) -> dict[str, Any]:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Add the settings to a command's arguments; `settings_of` reads them."""
     for title in dict.fromkeys(option.group for option in options_of(Settings).values() if option.group):
-        add_options(parser.add_argument_group(title), Settings, title, defaults=_OWN_DEFAULTS)
+        add_options(parser.add_argument_group(title), Settings, title, _OWN_DEFAULTS)
 
 
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:

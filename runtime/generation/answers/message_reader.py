@@ -35,19 +35,18 @@ class MessageReader:
         *,
         format: CallFormat | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
-        new_id: Callable[[], str] | None = None,
     ) -> None:
         """Read one answer.
 
         Args:
             begun: the message that the prompt has begun: its text after `messages.start`.
-            format, tools, new_id: as for `AnswerReader`.
+            format, tools: as for `AnswerReader`.
         """
         self._messages = messages
         self._format = format
         self._tools = tools
         self._names = {tool["function"]["name"] for tool in tools} if format is not None else set()
-        self._new_id = new_id or (format.new_id if format is not None else str)
+        self._new_id = format.new_id if format is not None else str
         self._end = re.compile("|".join(map(re.escape, messages.ends)))
         self._deltas: list[Delta] = []
         self._unread = ""
@@ -201,7 +200,7 @@ class MessageReader:
             self._give_content(text)
             return
         if self._block is None:
-            self._block = AnswerReader(format=self._format, tools=self._tools, new_id=self._new_id)
+            self._block = AnswerReader(format=self._format, tools=self._tools)
             self._num_before_block = self._num_calls
         self._take_from_block(self._block.add(text))
 

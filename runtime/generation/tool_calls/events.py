@@ -86,6 +86,16 @@ class Answer:
     calls: list[ToolCall] = attrs.field(factory=list)
     cut_call: ToolCall | None = None
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message of the chat; it has "reasoning_content" and "tool_calls" only where the answer has them."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["tool_calls"] = [call.message_part for call in self.calls]
+        return message
+
     def add(self, deltas: Iterable[Delta]) -> None:
         """Add the next deltas."""
         for delta in deltas:

@@ -38,10 +38,7 @@ def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def reply_message(answer: ReasoningTracker, parts: Answer | None, *, has_template: bool) -> dict[str, Any]:
     """The message of an answer; `parts` has its calls told apart, and is None without tools."""
     if parts is not None and parts.calls:
-        reply: dict[str, Any] = {"role": "assistant", "content": parts.content}
-        if parts.reasoning:
-            reply["reasoning_content"] = parts.reasoning
-        return {**reply, "tool_calls": [call.message_part for call in parts.calls]}
+        return parts.message
     answer = answer.remembered()
     if not has_template:
         return {"role": "assistant", "content": answer.text}

@@ -11,7 +11,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as Type
 
 from protocol.errors import ModelError
-from protocol.reprs import shown, shown_path
+from protocol.reprs import shown
 from runtime.loading.gguf.container import AGAIN, Container
 
 # The dtypes that `model_config` may ask for.
@@ -39,7 +39,7 @@ class Metadata:
     def need(self, key: str, kind: type) -> Any:
         """As `get`, for a key that must be there. Raises: ModelError: it is not."""
         if (value := self.get(key, kind)) is None:
-            raise ModelError(f"{shown_path(str(self.container.path))} has no {self.prefix}.{key}; {AGAIN}")
+            raise ModelError(f"{self.container.named} has no {self.prefix}.{key}; {AGAIN}")
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -51,7 +51,7 @@ class Metadata:
 
     def fault(self, key: str, what: str) -> ModelError:
         """The error about the value of a key."""
-        return ModelError(f"{shown_path(str(self.container.path))} has {self.prefix}.{key} {what}; {AGAIN}")
+        return ModelError(f"{self.container.named} has {self.prefix}.{key} {what}; {AGAIN}")
 
     @property
     def head_dim(self) -> int:
@@ -63,14 +63,10 @@ class Metadata:
 Extra = Callable[[Metadata], dict[str, Any]]
 
 
-def _none(metadata: Metadata) -> dict[str, Any]:
-    return {}
-
-
 def _llama(metadata: Metadata) -> dict[str, Any]:
     if metadata.get("expert_count", int, 0):
         raise ModelError(
-            f"{shown_path(str(metadata.container.path))} is a llama with {metadata.get('expert_count', int)} experts "
+            f"{metadata.container.named} is a llama with {metadata.get('expert_count', int)} experts "
             "(Mixtral), which cannot be loaded from GGUF; give the model in Hugging Face layout"
         )
     tensors = metadata.container.tensors
@@ -137,7 +133,7 @@ class Architecture:
     """
 
     model_type: str
-    extra: Extra = _none
+    extra: Extra = lambda _: {}
     is_permuted: bool = False
     norm_offset: float = 0.0
     suits_float16: bool = False
@@ -162,7 +158,7 @@ def architecture_of(container: Container) -> tuple[str, Architecture]:
     name = container.get("general.architecture", str)
     if (architecture := ARCHITECTURES.get(name)) is None:
         raise ModelError(
-            f"{shown_path(str(container.path))} has the architecture {shown(name)}, and GGUF models can be of "
+            f"{container.named} has the architecture {shown(name)}, and GGUF models can be of "
             f"{', '.join(ARCHITECTURES)}; give the model in Hugging Face layout"
         )
     return name, architecture
@@ -234,7 +230,7 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
         return {"type": "linear", "factor": factor}
     if kind != "yarn":
         raise ModelError(
-            f"{shown_path(str(metadata.container.path))} has the unknown {metadata.prefix}.rope.scaling.type "
+            f"{metadata.container.named} has the unknown {metadata.prefix}.rope.scaling.type "
             f"{shown(kind)}; known are linear, longrope and yarn"
         )
     optional = {
@@ -248,7 +244,7 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
 def _values(metadata: Metadata, name: str) -> list[float]:
     tensor = metadata.container.tensors[name]
     if tensor.type is not Type.F32:
-        raise ModelError(f"{shown_path(str(metadata.container.path))} has {name} in {tensor.type.name}, not in F32")
+        raise ModelError(f"{metadata.container.named} has {name} in {tensor.type.name}, not in F32")
     return [float(value) for value in np.ascontiguousarray(tensor.data).view("<f4").ravel()]
 
 

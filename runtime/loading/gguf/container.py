@@ -57,7 +57,12 @@ class Container:
     tensors: Mapping[str, Tensor]
     num_bytes: int
 
-    def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    @property
+    def named(self) -> str:
+        """The file in messages."""
+        return shown_path(str(self.path))
+
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
         """The value of a key, which must be of a type; a whole number may stand for a float.
 
         Raises: ModelError: it is of another type.
@@ -67,7 +72,7 @@ class Container:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ModelError(f"{shown_path(str(self.path))} has {shown(value)} as {key}, which is of another type")
+            raise ModelError(f"{self.named} has {shown(value)} as {key}, which is of another type")
         return value
 
 

@@ -42,9 +42,9 @@ _PUNCTUATION_AND_WORDS = (
 )
 
 
-def _cl100k(digits: str, contractions: str = rf"{_CONTRACTIONS}|") -> tuple[str, ...]:
+def _cl100k(digits: str) -> tuple[str, ...]:
     """OpenAI's pattern of the same name, and its many relatives, which differ in how many digits a word has."""
-    return (rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}",)
+    return (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}",)
 
 
 def _o200k(digits: str, contractions: str = "") -> tuple[str, ...]:

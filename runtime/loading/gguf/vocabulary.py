@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from protocol.errors import ModelError
-from protocol.reprs import shown, shown_path
+from protocol.reprs import shown
 from runtime.loading.gguf.container import AGAIN, Container
 from runtime.loading.gguf.pre_tokenizers import PRE_TOKENIZERS
 
@@ -38,13 +38,12 @@ def tokenizer_of(container: Container, options: Mapping[str, Any] | None = None)
     Raises: ModelError: it is of a kind that is not known, or damaged.
     """
     vocabulary = _vocabulary(container)
-    named = shown_path(str(container.path))
     try:
         backend = _backend(container, vocabulary)
     except ModelError:
         raise
     except Exception as error:  # tokenizers raises plain Exception for whatever does not fit together
-        raise ModelError(f"the tokenizer in {named} cannot be used: {error}; {AGAIN}") from error
+        raise ModelError(f"the tokenizer in {container.named} cannot be used: {error}; {AGAIN}") from error
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -73,7 +72,7 @@ class _Vocabulary:
 
 
 def _vocabulary(container: Container) -> _Vocabulary:
-    named = shown_path(str(container.path))
+    named = container.named
     tokens: list[str] = container.get("tokenizer.ggml.tokens", list)
     if not tokens or not all(isinstance(token, str) for token in tokens):
         raise ModelError(f"{named} has no tokens (tokenizer.ggml.tokens); give a model with its tokenizer")
@@ -84,14 +83,8 @@ def _vocabulary(container: Container) -> _Vocabulary:
     if len(types) != len(tokens):
         raise ModelError(f"{named} has {len(types)} token types for {len(tokens)} tokens; {AGAIN}")
     ids = {}
-    for name, key in (
-        ("bos", "bos"),
-        ("eos", "eos"),
-        ("unk", "unknown"),
-        ("pad", "padding"),
-        ("eot", "eot"),
-        ("eom", "eom"),
-    ):
+    for name in ("bos", "eos", "unk", "pad", "eot", "eom"):
+        key = {"unk": "unknown", "pad": "padding"}.get(name, name)
         id = container.get(f"tokenizer.ggml.{key}_token_id", int)
         if id is not None and 0 <= id < len(tokens):  # some files have -1 for none
             ids[name] = id
@@ -124,7 +117,7 @@ def _backend(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
         backend, adds_bos = _sentencepiece(container, vocabulary), True
     else:
         raise ModelError(
-            f"{shown_path(str(container.path))} has a tokenizer of the kind {shown(kind)} (tokenizer.ggml.model), and "
+            f"{container.named} has a tokenizer of the kind {shown(kind)} (tokenizer.ggml.model), and "
             'known are "gpt2" and "llama"; give the model in Hugging Face layout'
         )
     # llama.cpp likewise: the special tokens of Phi-3 swallow what white space follows, and the model was trained so.
@@ -144,30 +137,27 @@ def _backend(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
             if type == _USER_DEFINED
         ]
     )
-    special = vocabulary.special
-    begin = ["bos"] if container.get("tokenizer.ggml.add_bos_token", bool, adds_bos) and "bos" in special else []
-    end = ["eos"] if container.get("tokenizer.ggml.add_eos_token", bool, False) and "eos" in special else []
+    special, tokens = vocabulary.special, vocabulary.tokens
+
+    def added(name: str, by_default: bool) -> list[str]:
+        is_added = container.get(f"tokenizer.ggml.add_{name}_token", bool, by_default)
+        return [tokens[special[name]]] if is_added and name in special else []
+
+    begin, end = added("bos", adds_bos), added("eos", False)
     if begin or end:
-        wrapped = [f"{vocabulary.tokens[special[name]]}:{{}}" for name in begin]
-        closed = [f"{vocabulary.tokens[special[name]]}:{{}}" for name in end]
+        parts = ((*begin, text, *end) for text in ("$A", "$B"))
+        first, second = ([f"{part}:{number}" for part in each] for number, each in enumerate(parts))
         backend.post_processor = processors.TemplateProcessing(
-            single=[*(each.format(0) for each in wrapped), "$A:0", *(each.format(0) for each in closed)],
-            pair=[
-                *(each.format(0) for each in wrapped),
-                "$A:0",
-                *(each.format(0) for each in closed),
-                *(each.format(1) for each in wrapped),
-                "$B:1",
-                *(each.format(1) for each in closed),
-            ],
-            special_tokens=[(vocabulary.tokens[special[name]], special[name]) for name in {*begin, *end}],
+            single=first,
+            pair=[*first, *second],
+            special_tokens=[(token, backend.token_to_id(token)) for token in {*begin, *end}],
         )
     return backend
 
 
 def _byte_level(container: Container, vocabulary: _Vocabulary) -> tuple[Tokenizer, bool]:
     """Byte-level BPE, and whether texts begin with a token for that."""
-    named = shown_path(str(container.path))
+    named = container.named
     name = container.get("tokenizer.ggml.pre", str)
     if (pre := PRE_TOKENIZERS.get(name)) is None:
         raise ModelError(
@@ -195,15 +185,10 @@ def _sentencepiece(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     tokens = vocabulary.tokens
     scores = container.get("tokenizer.ggml.scores", list)
     if scores is None or len(scores) != len(tokens):
-        raise ModelError(
-            f"{shown_path(str(container.path))} has {len(scores or ())} scores for {len(tokens)} tokens; {AGAIN}"
-        )
+        raise ModelError(f"{container.named} has {len(scores or ())} scores for {len(tokens)} tokens; {AGAIN}")
     ids = {token: id for id, token in enumerate(tokens)}
-    mergeable = {
-        token for token, type in zip(tokens, vocabulary.types, strict=True) if type == _NORMAL and len(token) > 1
-    }
     symbols = {token for token, type in zip(tokens, vocabulary.types, strict=True) if type == _NORMAL}
-    ranked = sorted(mergeable, key=lambda token: (-scores[ids[token]], ids[token]))
+    ranked = sorted((token for token in symbols if len(token) > 1), key=lambda token: (-scores[ids[token]], ids[token]))
     merges = [
         (token[:i], token[i:])
         for token in ranked

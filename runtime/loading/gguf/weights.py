@@ -18,7 +18,7 @@ from mlx_lm.utils import load_adapters
 
 from actors.mlx.model import quantize_weights
 from protocol.errors import ModelError
-from protocol.reprs import shown, shown_path
+from protocol.reprs import shown
 from runtime.loading.device import physical_memory
 from runtime.loading.gguf.architectures import (
     LONG_FACTORS,
@@ -139,7 +139,7 @@ def _weights(
         their, _, kind = tensor.name.rpartition(".")
         if (ours := names.get(their)) is None:
             raise ModelError(
-                f"{shown_path(str(container.path))} has the tensor {tensor.name}, which is of no use to mlx-lm's "
+                f"{container.named} has the tensor {tensor.name}, which is of no use to mlx-lm's "
                 f"{config['model_type']}; give the model in Hugging Face layout"
             )
         num_heads = heads.get(their.rpartition(".")[2]) if architecture.is_permuted else None
@@ -167,7 +167,7 @@ def _halves(rows: mx.array, num_heads: int) -> mx.array:
 
 def _check(container: Container, model: Module, weights: Mapping[str, mx.array], names: Mapping[str, str]) -> None:
     theirs = {ours: their for their, ours in names.items()}
-    path = shown_path(str(container.path))
+    path = container.named
     for leaf, value in _leaves(model):
         module, _, kind = leaf.rpartition(".")
         named = f"{theirs.get(module, module)}.{'weight' if kind in ('scales', 'biases') else kind}"

@@ -6,26 +6,22 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from protocol.scores import Score
 from protocol.statistics import Statistics
+from runtime.generation.token_stream import TokenStream
 from runtime.generation.tokens import Token
+from runtime.generation.tool_calls.events import Delta
+from runtime.server.answers.preparation import Echo
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.splitting import AnswerSplitter, ShownTokens
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    from protocol.scores import Score
-    from runtime.generation.token_stream import TokenStream
-    from runtime.generation.tool_calls.events import Delta
-    from runtime.server.answers.preparation import Echo
-    from runtime.server.errors import ErrorResponse
-    from runtime.server.timelines import Timeline
-
+from runtime.server.errors import ErrorResponse
+from runtime.server.timelines import Timeline
 
 EndReason = Literal["stop", "length", "cancelled"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import attrs
 from starlette.responses import JSONResponse
@@ -16,7 +16,7 @@ from protocol.statistics import Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import NEW_READER
 from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
-from runtime.server.answers.body import IgnoredFields
+from runtime.server.answers.body import RequestBody
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.answers.running import RunningAnswers
@@ -32,20 +32,8 @@ Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
 """A request, and what makes the serializer of its response, or of one of its choices."""
 
 
-class NamesModel(Protocol):
-    """A parsed body, which may name a model, and its fields that are ignored."""
-
-    @property
-    def model(self) -> str | None:
-        """See `RequestBody`."""
-
-    @property
-    def ignored(self) -> IgnoredFields:
-        """See `RequestBody`."""
-
-
 B = TypeVar("B")
-R = TypeVar("R", bound=NamesModel)
+R = TypeVar("R", bound=RequestBody | GenerationRequest)
 
 
 async def read_request(context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive) -> B:
@@ -66,7 +54,7 @@ async def read_request(context: ServerContext, parse: Callable[[bytes], B], scop
         return await context.in_thread(partial(parse, body), len(body))
 
 
-def model_of(context: ServerContext, request: NamesModel) -> str:
+def model_of(context: ServerContext, request: RequestBody | GenerationRequest) -> str:
     """The name of a request's model.
 
     A server of one model takes any name, as clients have their own, unless it is strict.

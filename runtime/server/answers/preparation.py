@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import mlx.core as mx
 import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
@@ -18,10 +19,13 @@ from protocol.randomness import seed_of_text
 from protocol.scores import Score
 from protocol.settings import Settings
 from protocol.statistics import Counts, Statistics
+from runtime.engine.runtime import Runtime
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
+from runtime.generation.grammar import Grammar
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
 from runtime.generation.text import Detokenizer, check_prompt_length
+from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
@@ -32,13 +36,6 @@ from runtime.server.answers.splitting import AnswerSplitter
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, short_json
 from runtime.server.models.loaded_model import LoadedModel, tokenizer_of
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    from runtime.engine.runtime import Runtime
-    from runtime.generation.grammar import Grammar
-    from runtime.generation.token_stream import TokenStream
 
 # Most tokens that a response may name: those of all answers, and the likely others beside them. Each takes some 60
 # bytes of JSON, and several times that in memory.
@@ -160,12 +157,8 @@ class Preparation:
         answer, reader = Answer(), self.reader(stream.answer)
         answer.add(reader.add(stream.answer.text))
         answer.add(reader.finish(is_complete=True))
-        reply: dict[str, Any] = {"role": "assistant", "content": answer.content}
-        if answer.reasoning:
-            reply["reasoning_content"] = answer.reasoning
-        if answer.calls:
-            reply["tool_calls"] = [call.message_part for call in answer.calls]
-        render = partial(runtime.begun_turn, [*chat.messages, reply], **_variables(self.request, self.tokenizer))
+        messages = [*chat.messages, answer.message]
+        render = partial(runtime.begun_turn, messages, **_variables(self.request, self.tokenizer))
         with suppress(PromptError):
             begun = await self._context.in_thread(render, self.request.prompt_length)
             runtime.expect(lambda: begun)

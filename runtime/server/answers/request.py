@@ -151,12 +151,7 @@ class StructuredOutputs(Body):
     def constraints(self) -> Iterator[Constraint]:
         """The constraints that it gives."""
         json = ANY_OBJECT if self.json_ is None and self.json_object else self.json_
-        values: dict[Kind, Any] = {
-            "json": json,
-            "regex": self.regex,
-            "choice": self.choice,
-            "grammar": self.grammar,
-        }
+        values: dict[Kind, Any] = {"json": json, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         for kind, value in values.items():
             if value is not None:
                 yield Constraint(kind, value, "structured_outputs")

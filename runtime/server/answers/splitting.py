@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
 from runtime.generation.answers.message_format import message_format
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import tags_of
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.request import GenerationRequest
-
-if TYPE_CHECKING:
-    from runtime.generation.tokens import Token
 
 
 @attrs.define

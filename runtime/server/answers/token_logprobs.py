@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typing_extensions import TypedDict
 
+from runtime.generation.tokens import Token
 from runtime.loading.vocabularies import byte_fallback, byte_level_piece
 from runtime.server.answers.api import tokens_among
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    from runtime.generation.tokens import Token
-
 
 # In place of minus infinity, which JSON does not have; OpenAI's own.
 _MIN_LOGPROB = -9999.0

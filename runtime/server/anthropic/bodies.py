@@ -111,9 +111,6 @@ def messages_error_body(error: ErrorResponse) -> MessagesErrorBody:
     return {"type": "error", "error": {"type": type, "message": error.detail["message"]}}
 
 
-# --- models ---------------------------------------------------------------------------------------
-
-
 class AnthropicModel(TypedDict):
     """A served model; `max_input_tokens`, the length of its context, is null until it has been loaded."""
 

@@ -26,8 +26,6 @@ from runtime.server.answers.request import GenerationRequest, MaxTokens, Stops
 from runtime.server.errors import ErrorResponse
 from runtime.server.grammars.constraint import Constraint
 
-# --- blocks of content ----------------------------------------------------------------------------
-
 
 class ToolUseBlock(CachedBody):
     """A call of a tool, in an earlier answer. Arguments that were cut off may be sent back as text."""
@@ -81,9 +79,6 @@ class InputMessage(Body):
         if isinstance(self.content, str):
             return self.content[-1:].isspace()
         return any(block.text[-1:].isspace() for block in self.content[-1:] if isinstance(block, TextPart))
-
-
-# --- other fields ---------------------------------------------------------------------------------
 
 
 class JsonFormat(Body):
@@ -188,9 +183,6 @@ class MessagesRequest(ChatBody, CachedBody):
         check_asked(self.messages, "messages", lambda message: message.has_results)
         for message in self.messages:
             yield from _messages_of(message)
-
-
-# --- translation ----------------------------------------------------------------------------------
 
 
 def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:

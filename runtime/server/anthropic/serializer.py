@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import secrets
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from protocol.statistics import Statistics
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason
 from runtime.server.anthropic.bodies import (
@@ -18,10 +19,6 @@ from runtime.server.anthropic.bodies import (
     messages_error_body,
 )
 from runtime.server.errors import ErrorResponse
-
-if TYPE_CHECKING:
-    from runtime.generation.tokens import Token
-
 
 _Event = dict[str, Any]
 

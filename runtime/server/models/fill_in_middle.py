@@ -6,13 +6,9 @@ The marker tokens differ between families of models, and one family puts the suf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import attrs
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 # The tokens before prefix, suffix and middle, by family. A family without the last one puts the prefix last.
 _FAMILIES = (

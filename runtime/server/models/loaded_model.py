@@ -6,10 +6,11 @@ import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import attrs
 import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.memory import release_buffers
 from protocol.errors import SettingsError
@@ -22,9 +23,6 @@ from runtime.server.grammars.schemas import Schemas
 from runtime.server.models.fill_in_middle import FillInMiddle, fill_in_middle
 from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 
 def tokenizer_of(runtime: Runtime) -> TokenizerWrapper:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from typing_extensions import TypedDict
 
 from protocol.settings import AUTO_DRAFT
+from runtime.engine.runtime import Health
 from runtime.server.models.loaded_model import ModelState
 from runtime.server.models.pool import ModelPool
-
-if TYPE_CHECKING:
-    from runtime.engine.runtime import Health
 
 ServiceStatus = Literal["ok", "degraded", "broken"]
 

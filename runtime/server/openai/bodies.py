@@ -25,9 +25,6 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 """For each token of a prompt, log-probabilities by token id; None for the first one, which nothing precedes."""
 
 
-# --- usage ----------------------------------------------------------------------------------------
-
-
 class PromptDetails(TypedDict):
     """Number of prompt tokens that were already cached."""
 
@@ -74,9 +71,6 @@ class Timings(TypedDict):
     draft_n_accepted: NotRequired[int]
 
 
-# --- speculation, for `stream_options.include_speculation` ----------------------------------------
-
-
 class SpeculationToken(TypedDict):
     """A token, and who proposed it: `drafted_by` is null if it is the target's own. See `runtime.Token`."""
 
@@ -121,9 +115,6 @@ class _Response(TypedDict):
     system_fingerprint: str
 
 
-# --- /v1/completions ------------------------------------------------------------------------------
-
-
 class CompletionLogprobs(TypedDict):
     """Log-probabilities; each list has one item per token, null for the first token of an echoed prompt."""
 
@@ -150,9 +141,6 @@ class Completion(_Response):
     choices: list[CompletionChoice]
     usage: NotRequired[Usage]
     timings: NotRequired[Timings]
-
-
-# --- /v1/chat/completions -------------------------------------------------------------------------
 
 
 class ChatLogprobs(TypedDict):

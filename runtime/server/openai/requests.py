@@ -31,21 +31,9 @@ from runtime.server.errors import ErrorResponse
 # Most answers of one request, to all of its prompts.
 MAX_ANSWERS = 128
 
-# Number of answers to one prompt.
-Number = Annotated[
-    Annotated[int, Field(ge=1, le=16)] | None,
-    Field(description="number of answers, which are generated side by side"),
-]
 _ListOfTexts = Annotated[list[str], Field(max_length=128, fail_fast=True)]
 _ListOfIds = Annotated[list[Ids], Field(max_length=128, fail_fast=True)]
 _NumTop = Annotated[int, Field(ge=0, le=20)]
-PromptLogprobs = Annotated[
-    _NumTop | None,
-    Field(
-        description="vLLM's field: return the log-probability of each token of the prompt, and those of this many of "
-        "the most probable tokens at its position"
-    ),
-]
 
 
 class StreamOptions(Body):
@@ -69,8 +57,6 @@ class StreamOptions(Body):
         """Whether each chunk has the usage so far."""
         return bool(self.continuous_usage_stats) and self.include_usage is not False
 
-
-# --- chats ----------------------------------------------------------------------------------------
 
 # The id of the one call of a message in the older form, which has no ids; the newer form needs one.
 _OLD_CALL_ID = "call_0"
@@ -145,18 +131,60 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
-class ChatRequest(ChatBody):
-    """The body of a request to `/v1/chat/completions`: a chat to continue."""
+class OpenAIBody(GenerationBody):
+    """The fields that requests for chats and completions share."""
 
-    # Lists of objects are bounded for the time that it takes to read them.
-    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
     max_tokens: MaxTokens | None = Field(
         None,
         description="maximum number of tokens in the answer, -1 for as many as fit into the context, 0 to read the "
         "prompt only",
     )
+    n: Annotated[int, Field(ge=1, le=16)] | None = Field(
+        None, description="number of answers, which are generated side by side"
+    )
+    response_format: ResponseFormat | None = None
+    prompt_logprobs: _NumTop | None = Field(
+        None,
+        description="vLLM's field: return the log-probability of each token of the prompt, and those of this many of "
+        "the most probable tokens at its position",
+    )
+    stream_options: StreamOptions | None = None
+    user: NoEffect = None
+    metadata: NoEffect = None
+    store: NoEffect = None
+    service_tier: NoEffect = None
+    prompt_cache_key: NoEffect = None
+    safety_identifier: NoEffect = None
+    prompt_cache_retention: NoEffect = None
+
+    def openai_request(self, *, num_logprobs: int | None, **more: Any) -> GenerationRequest:
+        """As `request_of`, with these fields. Raises: ErrorResponse: fields do not go together."""
+        request = self.request_of(
+            format=format_constraint(self.response_format),
+            num_choices=self.n or 1,
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=self.prompt_logprobs,
+            **more,
+        )
+        if self.stream_options is not None and not self.stream:
+            raise _error("stream_options need stream: true; add it or leave them out", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise _error("prompt_logprobs are not for streams; leave one of them out", "prompt_logprobs")
+        if self.stream_options is not None and self.stream_options.include_speculation:
+            if request.num_answers > 1:
+                raise _error("include_speculation is for one answer; leave it out, or ask for one", "stream_options")
+            if request.max_tokens == 0:
+                message = "include_speculation is for an answer, and max_tokens: 0 asks for none; leave one out"
+                raise _error(message, "stream_options")
+        return request
+
+
+class ChatRequest(ChatBody, OpenAIBody):
+    """The body of a request to `/v1/chat/completions`: a chat to continue."""
+
+    # Lists of objects are bounded for the time that it takes to read them.
+    messages: list[Message] = Field(min_length=1, max_length=10_000, fail_fast=True)
     max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name for `max_tokens`")
-    n: Number = None
     tools: Objects | None = Field(None, description="functions that the model may call")
     tool_choice: str | dict[str, Any] | None = Field(
         None,
@@ -166,18 +194,8 @@ class ChatRequest(ChatBody):
         None,
         description='whether an answer may have several tool calls; by default, only if `tool_choice` is "auto"',
     )
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: _NumTop | None = None
-    prompt_logprobs: PromptLogprobs = None
-    stream_options: StreamOptions | None = None
-    user: NoEffect = None
-    metadata: NoEffect = None
-    store: NoEffect = None
-    service_tier: NoEffect = None
-    prompt_cache_key: NoEffect = None
-    safety_identifier: NoEffect = None
-    prompt_cache_retention: NoEffect = None
 
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
         """See `Body`; also the tools that are left out."""
@@ -195,25 +213,17 @@ class ChatRequest(ChatBody):
         chat = self.chat_of(
             messages, self.tools or (), self.tool_choice, self.parallel_tool_calls, may_continue=may_continue
         )
-        request = self.request_of(
+        return self.openai_request(
             prompt_field="messages",
             chat=chat,
-            format=format_constraint(self.response_format),
-            num_choices=self.n or 1,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            num_prompt_logprobs=self.prompt_logprobs,
             max_tokens=self.max_completion_tokens if is_newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if is_newer else "max_tokens",
             predicted_text=self.predicted_text,
         )
-        _check_stream(self, request)
-        return request
 
 
-# --- completions ----------------------------------------------------------------------------------
-
-
-class CompletionRequest(GenerationBody):
+class CompletionRequest(OpenAIBody):
     """The body of a request to `/v1/completions`: a text to continue, or several."""
 
     prompt: str | Ids | _ListOfTexts | _ListOfIds = Field(
@@ -222,26 +232,10 @@ class CompletionRequest(GenerationBody):
     suffix: str | None = Field(
         None, description="the text after the answer, for models that were trained to fill in the middle"
     )
-    max_tokens: MaxTokens | None = Field(
-        None,
-        description="maximum number of tokens in the answer, -1 for as many as fit into the context, 0 to read the "
-        "prompt only",
-    )
-    n: Number = None
     echo: bool | None = Field(
         None, description="begin the answer with the prompt, and with its log-probabilities if `logprobs` is set"
     )
-    response_format: ResponseFormat | None = None
     logprobs: _NumTop | None = None
-    prompt_logprobs: PromptLogprobs = None
-    stream_options: StreamOptions | None = None
-    user: NoEffect = None
-    metadata: NoEffect = None
-    store: NoEffect = None
-    service_tier: NoEffect = None
-    prompt_cache_key: NoEffect = None
-    safety_identifier: NoEffect = None
-    prompt_cache_retention: NoEffect = None
 
     def generation(self, *, fills_in: bool = False) -> GenerationRequest:
         """The request in the form of no API.
@@ -252,18 +246,14 @@ class CompletionRequest(GenerationBody):
         Raises: ErrorResponse: fields do not go together.
         """
         suffix = self.suffix or ("" if fills_in else None)
-        request = self.request_of(
+        request = self.openai_request(
             prompt_field="prompt",
             texts=self._prompts,
             suffix=suffix,
             echoes=bool(self.echo),
-            format=format_constraint(self.response_format),
-            num_choices=self.n or 1,
             num_logprobs=self.logprobs,
-            num_prompt_logprobs=self.prompt_logprobs,
             max_tokens=self.max_tokens,
         )
-        _check_stream(self, request)
         if request.num_answers > MAX_ANSWERS:
             raise _error(
                 f"{len(request.texts)} prompts with {request.num_choices} texts each are too many: a request has at "
@@ -287,20 +277,6 @@ class FimRequest(CompletionRequest):
     """The body of a request to `/v1/fim/completions`, in Mistral's form: fill in between `prompt` and `suffix`."""
 
     prompt: str
-
-
-def _check_stream(body: ChatRequest | CompletionRequest, request: GenerationRequest) -> None:
-    if body.stream_options is not None and not body.stream:
-        raise _error("stream_options need stream: true; add it or leave them out", "stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise _error("prompt_logprobs are not for streams; leave one of them out", "prompt_logprobs")
-    if body.stream_options is None or not body.stream_options.include_speculation:
-        return
-    if request.num_answers > 1:
-        raise _error("include_speculation is for one answer; leave it out, or ask for one", "stream_options")
-    if request.max_tokens == 0:
-        message = "include_speculation is for an answer, and max_tokens: 0 asks for none; leave one out"
-        raise _error(message, "stream_options")
 
 
 def _error(message: str, param: str) -> ErrorResponse:

@@ -35,7 +35,7 @@ from runtime.server.openai.bodies import (
     Timings,
     Usage,
 )
-from runtime.server.openai.requests import ChatRequest, CompletionRequest, StreamOptions
+from runtime.server.openai.requests import OpenAIBody, StreamOptions
 from runtime.server.timelines import Timeline
 
 # The longest time between two chunks with speculation.
@@ -87,7 +87,7 @@ class ChunkSerializer(Serializer):
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
 
-    def __init__(self, body: ChatRequest | CompletionRequest, answer: BegunAnswer) -> None:
+    def __init__(self, body: OpenAIBody, answer: BegunAnswer) -> None:
         super().__init__(answer)
         first = answer.first
         assert first is None or isinstance(first, ChunkSerializer), "the choices of a response are alike"
@@ -138,7 +138,6 @@ class ChunkSerializer(Serializer):
         return [Event(error.body())]  # alone, without [DONE]
 
     def whole_of(self, choices: Sequence[Choice]) -> Mapping[str, Any]:
-        """See `Serializer`."""
         bodies = [choice.serializer.whole(choice.tokens, choice.statistics()) for choice in choices]
         given = [entry for body in bodies for entry in body["choices"]]
         return {
@@ -244,7 +243,7 @@ class ChatSerializer(ChunkSerializer):
     id_prefix = "chatcmpl"
     kind = "chat.completion.chunk"
 
-    def __init__(self, body: ChatRequest | CompletionRequest, answer: BegunAnswer) -> None:
+    def __init__(self, body: OpenAIBody, answer: BegunAnswer) -> None:
         super().__init__(body, answer)
         self._is_first = True
 
@@ -338,7 +337,7 @@ class CompletionSerializer(ChunkSerializer):
     id_prefix = "cmpl"
     kind = "text_completion"
 
-    def __init__(self, body: CompletionRequest, answer: BegunAnswer) -> None:
+    def __init__(self, body: OpenAIBody, answer: BegunAnswer) -> None:
         super().__init__(body, answer)
         self._echo = answer.echo  # None once it was given
         # Length of the text so far, including text that is withheld because it may become a stop string.
@@ -394,9 +393,6 @@ class CompletionSerializer(ChunkSerializer):
         """The log-probabilities of a token and of the likeliest ones; of those with the same text, the highest."""
         best = reversed(top_logprobs[: self._request.num_logprobs])
         return {text: logprob} | {top.text: finite(top.logprob) for top in best}
-
-
-# --- several choices in one response ---------------------------------------------------------------
 
 
 def _added(counts: Sequence[Any]) -> Any:

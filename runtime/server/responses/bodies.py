@@ -12,9 +12,6 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
-# --- output ---------------------------------------------------------------------------------------
-
-
 class OutputText(TypedDict):
     """Text of the answer; `logprobs` is empty unless the request includes them."""
 
@@ -97,9 +94,6 @@ class OutputShellCall(TypedDict):
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall | OutputShellCall
-
-
-# --- the response ---------------------------------------------------------------------------------
 
 
 class InputDetails(TypedDict):

@@ -6,9 +6,10 @@ import json
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from protocol.statistics import Statistics
+from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason, event_json
 from runtime.server.answers.token_logprobs import token_logprobs
@@ -24,9 +25,6 @@ from runtime.server.responses.bodies import (
 from runtime.server.responses.offered_tools import OfferedTool
 from runtime.server.responses.requests import GIVEN_BACK, ITEM, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
-
-if TYPE_CHECKING:
-    from runtime.generation.tokens import Token
 
 
 class ResponseSerializer(Serializer):
@@ -93,36 +91,31 @@ class ResponseSerializer(Serializer):
             case Delta("call_began", call=ToolCall(id, name)):
                 self._of_call, self._withheld = self._withheld, []
                 self._called = self._parsed.tools.by_name.get(name)
-                if self._called is None or self._called.type == "function":
+                if self._other_tool is None:
                     place = {"name": name} if self._called is None else self._called.place
                     yield from self._begin("fc", type="function_call", call_id=id, **place, arguments="")
             case Delta("call_arguments", text):
                 self._of_call += self._withheld
                 self._withheld.clear()
-                if self._called is None or self._called.type == "function":
+                if self._other_tool is None:
                     self._item["arguments"] += text
                     yield self._event("response.function_call_arguments.delta", **self._place, delta=text)
-            case Delta("call_ended", call=ToolCall() as call):
+            case Delta("call_ended" | "call_broken" as kind, call=ToolCall() as call):
                 self._withheld.clear()
-                if self._called is not None and self._called.type != "function":
-                    yield from self._other_call(self._called, call)
+                status: ItemStatus = "completed" if kind == "call_ended" else "incomplete"
+                if (tool := self._other_tool) is not None:
+                    yield from self._other_call(tool, call, status)
                 else:
-                    yield from self._done("completed")
-            case Delta("call_broken", call=ToolCall() as call):
-                self._withheld.clear()
-                if self._called is not None and self._called.type != "function":
-                    yield from self._other_call(self._called, call, "incomplete")
-                else:
-                    yield from self._done("incomplete")
+                    yield from self._done(status)
             case Delta("call_broken", given):
-                if self._called is None or self._called.type == "function":
+                if self._other_tool is None:
                     # Events cannot be taken back, but a client does not answer a call whose last event is missing.
                     self._is_open = False
                     self._output.pop()
                 self._withheld = self._of_call + self._withheld
                 yield from self._text("message", given)
 
-    def _other_call(self, tool: OfferedTool, call: ToolCall, status: ItemStatus = "completed") -> Iterator[Event]:
+    def _other_call(self, tool: OfferedTool, call: ToolCall, status: ItemStatus) -> Iterator[Event]:
         """A call of a tool that is no function, known only at its end: its arguments are no JSON in this API."""
         if (found := tool.item(call, is_whole=status == "completed")) is None:
             yield from self._text("message", json.dumps({"name": call.name, "arguments": call.arguments}))
@@ -205,6 +198,11 @@ class ResponseSerializer(Serializer):
             yield self._event("response.content_part.done", **self._text_place, part=content)
         item["status"] = status
         yield self._event("response.output_item.done", output_index=self._index, item=item)
+
+    @property
+    def _other_tool(self) -> OfferedTool | None:
+        """The tool of the current call, if it is no function."""
+        return None if self._called is None or self._called.type == "function" else self._called
 
     @property
     def _output(self) -> list[OutputItem]:
