@@ -6,6 +6,7 @@ two sessions use at once, shows in the next text or in the comparison with the s
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -210,8 +211,7 @@ async def test_a_stream_read_slowly_does_not_delay_the_next(autojump_clock: Any)
 
 
 @pytest.mark.slow
-@every_cache
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("cache, lookahead", zip(CACHES.values(), itertools.cycle(LOOKAHEADS)))
 def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
     lookahead: Any, cache: dict[str, Any]
 ) -> None:

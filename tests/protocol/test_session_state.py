@@ -228,12 +228,6 @@ def test_a_verdict_that_accepts_more_than_was_proposed_is_an_error(proposed):
 # --- sessions, from the beginning -----------------------------------------------------------------
 
 
-def test_a_drafted_session_begins_with_the_drafters_turn():
-    of = new_state()
-    assert of.phase is SessionPhase.PROPOSING
-    assert (of.round, of.committed, of.next_position, of.num_generated) == (0, [1, 2, 3], 3, 0)
-
-
 @sweep(
     ("num_accepted", "token", "expected"),
     [
@@ -246,23 +240,6 @@ def test_a_single_step_judges_the_one_token_that_it_compared(num_accepted, token
 
 
 # --- the drafter rests ----------------------------------------------------------------------------
-
-
-@sweep("state", [SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING])
-@sweep("rounds_ago", [0, 1])
-def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
-    of = in_state(state)
-    before = snapshot(of)
-    assert not of.rest(Rest(SESSION, of.round - rounds_ago or 1))
-    assert snapshot(of) == before
-
-
-def test_an_overdue_proposal_is_judged_by_no_later_verdict():
-    of = new_state()
-    of.propose(proposal(of, 4, 5))
-    assert of.rest(Overdue(SESSION, 2))
-    assert of.apply(verdict(of, 0, 7)) == Commit(SESSION, 0, 3, (7,), num_from_draft=0, resting=True)
-    assert of.outstanding is None
 
 
 # --- the end of the text --------------------------------------------------------------------------
