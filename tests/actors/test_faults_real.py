@@ -225,26 +225,6 @@ async def test_a_drafter_that_hangs_is_detached_at_once(monkeypatch: Any, caplog
     assert "the draft model hangs" not in caplog.text
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatience")
-async def test_a_drafter_that_hung_for_a_while_drafts_again() -> None:
-    got: list[int] = []
-    async with beside_a_hanging_drafter() as (rt, target, hanging):
-        hanging.hang_at = hanging.num_calls + 6
-        async with rt.stream(PROMPT, max_tokens=400, lookahead=2) as stream:
-            async for token in stream:
-                got.append(token.id)
-                if stream.statistics().draft_timeouts and not hanging.let_go_on.is_set():
-                    assert not rt.health().draft
-                    hanging.hang_at = None
-                    hanging.let_go_on.set()
-                    accepted = stream.statistics().accepted
-        assert got == greedy(target, PROMPT, 400)
-        assert stream.statistics().accepted > accepted
-        # The last proposal may be late on a busy machine, too.
-        await until_in_trio(lambda: rt.health().ok)
-
-
 async def test_a_drafters_thread_that_dies_costs_no_token(caplog: Any) -> None:
     target, draft = pair()
     with trio.fail_after(60):

@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from completions import ids
-from mlx_lm.models.cache import KVCache
 from models import (
     VOCAB_SIZE,
     Padded,
@@ -26,7 +25,7 @@ from models import (
 from sweeps import sweep
 
 import runtime
-from protocol.trace import Event, Instant, Span
+from protocol.trace import Event, Span
 
 LOOKAHEADS = [0, 1, 3, 8, "auto"]
 PREFILL_STEP_SIZE = 7
@@ -108,14 +107,6 @@ async def test_scaled_rotary_embeddings_work_on_other_threads() -> None:
 
 
 # --- vocabularies of different widths -------------------------------------------------------------
-
-
-async def test_a_target_with_padding_rows_that_the_drafter_lacks() -> None:
-    target, draft = Padded(small_llama(), 16), near(small_llama(), noise=0.05)
-    for lookahead, completion in await completions(target, draft, PROMPT, max_tokens=20):
-        assert ids(completion) == llama_text(PROMPT, 20)
-        if lookahead != "auto":
-            assert completion.statistics.accepted > 0
 
 
 class Tempting(Padded):
@@ -220,57 +211,6 @@ async def test_rewind_auto_and_trim_do_rewind_both(rewind: str) -> None:
     assert completion.statistics.n1_rounds == 0
     assert sum(target._given_up) > 0
     assert sum(draft._given_up) > 0
-
-
-@pytest.mark.parametrize("drafter", ["right", "wrong", "near"])
-async def test_after_every_round_the_targets_caches_hold_the_text_but_its_last_token(drafter: str) -> None:
-    target = Watched(small_llama())
-    cached_tokens: list[set[int]] = []
-    right: list[int] = []
-    num_tokens = len(PROMPT)
-
-    def look(event: Event) -> None:
-        nonlocal num_tokens
-        # The target's thread is idle at that moment.
-        if isinstance(event, Instant) and event.kind == "verdict":
-            num_tokens += event.num_tokens + 1
-            right.append(num_tokens - 1)
-            cached_tokens.append({cache.offset for cache in target._caches})
-
-    draft = DRAFTERS[drafter](small_llama())
-    async with runtime.open((target, None), (draft, None), trace=look) as rt:
-        await rt.generate(PROMPT, max_tokens=24, lookahead=3)
-    assert len(cached_tokens) >= 24 / 4
-    assert cached_tokens == [{length} for length in right]
-
-
-class Stubborn(KVCache):
-    """A cache that cannot be trimmed."""
-
-    def is_trimmable(self) -> bool:
-        return False
-
-    def trim(self, n: int) -> int:
-        raise AssertionError(f"asked to give up {n} tokens")
-
-
-class StubbornModel(Wrapped):
-    def make_cache(self) -> list[Any]:
-        return [Stubborn() for _ in self.layers]
-
-
-@pytest.mark.parametrize("who", ["target", "draft", "both"])
-async def test_caches_that_refuse_everything_give_the_greedy_text(who: str) -> None:
-    target, draft = small_llama(), near(small_llama(), noise=0.05)
-    if who != "draft":
-        target = StubbornModel(target)
-    if who != "target":
-        draft = StubbornModel(draft)
-    completion = await complete(target, draft, PROMPT, max_tokens=24, lookahead=3)
-    assert ids(completion) == llama_text(PROMPT, 24)
-    assert completion.statistics.n1_rounds == (0 if who == "draft" else 23)
-    assert completion.statistics.accepted > 0
-    assert completion.statistics.draft_failures == 0
 
 
 async def test_rewind_trim_is_refused_where_a_cache_cannot_be_trimmed() -> None:

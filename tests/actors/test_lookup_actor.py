@@ -475,11 +475,3 @@ def test_a_generation_can_be_cancelled_at_any_of_its_events() -> None:
     assert num_events > 40
     for number in range(1, num_events + 1, 3):
         run(cancelled_at_event, number)
-
-
-@sweep("when", [0.0, 1.0, PREFILL, PREFILL + 1, PREFILL + VERIFY, PREFILL + 5 * VERIFY + 7])
-async def test_leaving_the_runtime_ends_lookups_too(when: float, autojump_clock: Any) -> None:
-    with trio.move_on_after(when) as scope:
-        async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
-            await collect(simulation.runtime.stream(CANCELLED_PROMPT, max_tokens=100, lookahead=1))
-    assert scope.cancelled_caught

@@ -98,27 +98,6 @@ async def three_turns(rt: runtime.Runtime, **asked: Any) -> list[int]:
     return cached
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "qwen3_next"])
-async def test_sampled_turns_have_the_text_of_their_seed(name: str) -> None:
-    async with runtime.open((family(name), None), (drafter(name), None)) as rt:
-        cached = await three_turns(rt, max_tokens=12, temperature=0.8, seed=5, lookahead=3, **SETTINGS)
-    assert sum(cached) > 2 * 40
-
-
-@pytest.mark.parametrize("name", FEW)
-async def test_a_text_that_goes_another_way_has_nothing_of_the_first(name: str) -> None:
-    async with runtime.open((family(name), None), (drafter(name), None)) as rt:
-        for prompt in (
-            some_prompt(41),
-            some_prompt(41)[:30] + some_prompt(9, seed=3),
-            some_prompt(41)[:24],
-            some_prompt(41),
-            some_prompt(41)[:1] + some_prompt(9, seed=4),
-        ):
-            completion = await rt.generate(prompt, max_tokens=10, lookahead=3, reuse_prefix=True, **SETTINGS)
-            assert ids(completion) == text(name, tuple(prompt), 10), prompt
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 async def test_a_turn_that_ends_anywhere_in_a_round_leaves_caches_for_the_next(name: str) -> None:

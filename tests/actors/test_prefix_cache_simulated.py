@@ -199,14 +199,6 @@ async def test_of_two_texts_at_once_each_has_what_is_kept(autojump_clock: Any) -
         assert [stream.statistics().cached_tokens for stream in streams] == [len(PROMPT)] * 2
 
 
-async def test_a_stream_read_slowly_does_not_delay_the_next(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=0, reuse_prefix=True)
-        await trio.sleep(2000)
-        await turn(simulation, PROMPT, 4, lookahead=0)
-        assert await collect(stream) == continuation(PROMPT, 60)
-
-
 # --- texts that were cancelled or failed ----------------------------------------------------------
 
 

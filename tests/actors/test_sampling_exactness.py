@@ -498,14 +498,3 @@ def test_under_match_a_drafter_that_is_the_target_is_always_right() -> None:
     for text in tokens:
         flags = [token.from_draft for token in text]
         assert not any(not before and not after for before, after in itertools.pairwise(flags[:-1]))
-
-
-@pytest.mark.slow
-def test_under_match_texts_have_the_targets_distribution() -> None:
-    settings = {"acceptance": "match", "max_tokens": 6, "lookahead": 2}
-    assert_drawn_of(TARGET, run(lambda: sample(NUM_SESSIONS, target(), drafter(), **settings)))
-
-
-def test_with_a_seed_and_nothing_said_the_rule_is_match() -> None:
-    draft = ScriptedModel(DRAFTERS["a near one"])
-    assert run(lambda: matched(draft, acceptance="auto")) == texts_alone()

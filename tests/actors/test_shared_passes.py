@@ -72,7 +72,7 @@ PROMPT_SEEDS = {"apertus": 3, "plamo": 2, "qwen3_next": 2}
 def texts_of(name: str, model: nn.Module, wrapped: MLXModel, num_tokens: int = NUM_TOKENS) -> list[Text]:
     draws = random.Random(PROMPT_SEEDS.get(name, 1))
     prompts = [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
-    return [Text(wrapped, prompt, greedy(model, prompt, num_tokens + 8)) for prompt in prompts]
+    return [Text(wrapped, prompt, greedy(model, prompt, num_tokens + 4)) for prompt in prompts]
 
 
 # One family of each kind of cache; the others are slow tests.
@@ -85,7 +85,7 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
     wrapped = MLXModel(model, CacheOptions())
     if name not in QUICK and wrapped.sharing_obstacle() is not None:
         return  # its texts take turns
-    num_tokens = NUM_TOKENS if name in QUICK else NUM_TOKENS // 2
+    num_tokens = NUM_TOKENS if name in QUICK else NUM_TOKENS // 3
     texts, draws = texts_of(name, model, wrapped, num_tokens), random.Random(2)
     has_shared = False
     while any(len(text.generated) < num_tokens for text in texts):

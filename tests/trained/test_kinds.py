@@ -170,8 +170,6 @@ async def test_greedy_texts_are_those_of_targets_of_every_family(
         ("medusa", "llama"),
         ("dflash", "llama"),
         ("gemma4", "gemma4_text"),
-        ("mtp", "glm4_moe_lite"),
-        ("mtp", "nemotron_h"),
         ("mtp", "step3p5_deep"),
     ],
 )
@@ -190,9 +188,8 @@ async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(
         assert tokens == tuple(mx.argmax(logits, axis=-1).tolist())  # type: ignore[arg-type]
 
 
-@sweep("kind", ["eagle3", "medusa", "dflash"])
-async def test_open_takes_a_folder(kind: str, tmp_path: Path) -> None:
-    target = make(kind, tmp_path)
+async def test_open_takes_a_folder(tmp_path: Path) -> None:
+    target = make("eagle3", tmp_path)
     async with runtime.open((target, None), tmp_path) as rt:
         await check_greedy(rt, target, [2])
         assert rt.estimates.draft_seconds > 0
