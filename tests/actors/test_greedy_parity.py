@@ -66,7 +66,7 @@ async def completions(
         return [(each, await rt.generate(prompt, lookahead=each, **settings)) for each in (1, 3, "auto")]
 
 
-# --- drafters and lookaheads ---------------------------------------------------------------
+# --- drafters and lookaheads ----------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -185,24 +185,6 @@ def test_each_row_of_a_batch_has_a_residual_of_its_own():
 # --- count_accepted -------------------------------------------------------------------------------
 
 
-@sweep(
-    ("accepts", "expected"),
-    [
-        ((), 0),
-        ((True,), 1),
-        ((False,), 0),
-        ((True, True, True), 3),
-        ((True, False, True), 1),
-        ((False, True, True), 0),
-        ((True, True, False), 2),
-    ],
-)
-def test_what_follows_a_rejection_is_not_counted(accepts, expected):
-    target_probs = mx.array([0.9 if yes else 0.1 for yes in accepts])
-    halves = mx.array([0.5] * len(accepts))
-    assert count_accepted(target_probs, mx.array([1.0] * len(accepts)), halves).item() == expected
-
-
 def test_an_impossible_token_is_rejected_an_equally_likely_one_accepted():
     assert count_accepted(mx.array([0.0]), mx.array([0.5]), mx.array([0.0])).item() == 0
     largest = float(np.nextafter(np.float32(1), np.float32(0)))
@@ -351,13 +333,6 @@ def test_a_verdict_lacks_its_token_only_without_a_row_for_it():
         mx.concatenate([sure, sure]), (1,), (mx.array([0.0, 1.0, 0.0]),), temperature=1.0, seed=1, start=1
     )
     assert bonus == Judgement(1, 1)
-
-
-def test_a_draft_with_fewer_ids_than_the_target_has_no_probability_for_the_rest():
-    # Tokens that the draft cannot propose keep their whole probability in the residual.
-    logits = logits_of([[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
-    judgement = judge_by_rejection(logits, (0,), (mx.array([1.0, 0.0]),), temperature=1.0, seed=2, start=1)
-    assert judgement == Judgement(0, 2)
 
 
 def test_each_decision_takes_the_number_for_its_purpose_and_position():

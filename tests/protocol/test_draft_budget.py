@@ -13,7 +13,7 @@ from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
-from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
+from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
@@ -73,6 +73,40 @@ def after(draft_budget: DraftBudget, raw: float, now: float = 0.0) -> DraftBudge
     return draft_budget.after(Guess(1, 0.0, raw=raw), now)
 
 
+def test_reach_falls_along_it_until_it_is_too_little():
+    draft_budget = believed(min_reaches=(0.4,))
+    draft_budget = after(draft_budget, 0.9)
+    assert draft_budget.reach == pytest.approx(0.9)
+    draft_budget = after(draft_budget, 0.6)
+    assert draft_budget.reach == pytest.approx(0.54)
+    assert after(draft_budget, 0.7) is None
+    assert after(draft_budget, 0.8) is not None
+
+
+def test_each_step_has_its_own_least_reach():
+    draft_budget = believed(min_reaches=(0.1, 0.5, 0.2))
+    draft_budget = after(after(draft_budget, 0.9), 0.9)
+    assert after(draft_budget, 0.2) is None
+    draft_budget = after(draft_budget, 0.3)
+    assert after(draft_budget, 0.8) is None
+    assert after(draft_budget, 0.9) is not None
+
+
+def test_beside_the_target_a_step_must_beat_what_else_could_be_drafted():
+    step_worth = StepWorth(step_s=1.0, saved_step_s=1.0, target_slowdown=0.0, verdict_due_s=100.0)
+    assert after(believed(step_worth=step_worth, best_other_reach=0.6), 0.5) is None
+    assert after(believed(step_worth=step_worth, best_other_reach=0.4), 0.5) is not None
+    # While the target waits, only the chain counts.
+    assert after(believed(best_other_reach=0.6), 0.5) is not None
+
+
+def test_beside_the_target_a_step_must_not_make_a_verdict_wait_for_nothing():
+    draft_budget = believed(step_worth=StepWorth(step_s=1.0, saved_step_s=1.0, target_slowdown=0.0, verdict_due_s=10.0))
+    assert after(draft_budget, 0.3, now=9.0) is not None
+    assert after(draft_budget, 0.3, now=9.9) is None
+    assert after(draft_budget, 0.7, now=9.9) is not None
+
+
 def test_another_step_is_foreseen_where_an_average_choice_would_be_gone_on_after():
     assert believed(min_reaches=(0.4,)).foresees_another(0.0)
     assert not believed(min_reaches=(0.5,)).foresees_another(0.0)
@@ -122,6 +156,7 @@ POLICIES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(
     policy=POLICIES,
     drafted=st.lists(st.floats(0.1, 1.0), max_size=4),

@@ -242,6 +242,23 @@ def test_a_single_step_judges_the_one_token_that_it_compared(num_accepted, token
 # --- the drafter rests ----------------------------------------------------------------------------
 
 
+@sweep("state", [SessionPhase.PROPOSING, SessionPhase.VERIFYING, SessionPhase.RESTING])
+@sweep("rounds_ago", [0, 1])
+def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
+    of = in_state(state)
+    before = snapshot(of)
+    assert not of.rest(Rest(SESSION, of.round - rounds_ago or 1))
+    assert snapshot(of) == before
+
+
+def test_an_overdue_proposal_is_judged_by_no_later_verdict():
+    of = new_state()
+    of.propose(proposal(of, 4, 5))
+    assert of.rest(Overdue(SESSION, 2))
+    assert of.apply(verdict(of, 0, 7)) == Commit(SESSION, 0, 3, (7,), num_from_draft=0, resting=True)
+    assert of.outstanding is None
+
+
 # --- the end of the text --------------------------------------------------------------------------
 
 

@@ -121,9 +121,6 @@ async def test_a_job_that_has_begun_on_a_shared_device_is_not_abandoned(autojump
     assert d.times("target") == [(0.0, 2.0)]
 
 
-# --- runs of steps --------------------------------------------------------------------------------
-
-
 def steps(widths: list[int], heard: list[Any], on_step: Callable[[int], None] = lambda number: None) -> Steps[Any]:
     """Steps of these widths; each reported result is appended to a list, with the time."""
 
