@@ -42,16 +42,6 @@ async def test_without_a_drafter_the_text_is_the_targets(autojump_clock: Any) ->
 
 
 @sweep("lookahead", LOOKAHEADS)
-async def test_a_text_ends_after_exactly_max_tokens(lookahead: Any, autojump_clock: Any) -> None:
-    for agreement in AGREEMENTS[1:]:
-        async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement))) as simulation:
-            for max_tokens in range(1, 13):
-                completion = await simulation.runtime.generate(PROMPT, max_tokens=max_tokens, lookahead=lookahead)
-                assert ids(completion.tokens) == continuation(PROMPT, max_tokens)
-                assert completion.finish_reason == "length"
-
-
-@sweep("lookahead", LOOKAHEADS)
 async def test_a_stop_token_ends_the_text_wherever_in_a_proposal_it_stands(lookahead: Any, autojump_clock: Any) -> None:
     prompt = prompt_with_distinct_continuation(12)
     text = continuation(prompt, 12)

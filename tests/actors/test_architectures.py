@@ -209,44 +209,22 @@ def share_of_a_drafter(right: Sequence[bool], lookahead: int) -> list[bool]:
 
 # --- two models under test ------------------------------------------------------------------------
 
-RECURRENT = [
-    "baichuan_m1",
-    "falcon_h1",
-    "gear",
-    "jamba",
-    "kimi_linear",
-    "lfm2",
-    "longcat_flash_ngram",
-    "mamba",
-    "mamba2",
-    "nemotron_h",
-    "qwen3_next",
-    "recurrent_gemma",
-    "rwkv7",
-]
-WINDOWED = ["gemma3_text", "gemma4_text", "gpt_oss", "iquestloopcoder", "llama4", "mimo_v2_flash"]
-UNKNOWN = ["deepseek_v41"]
-
-# Which is the target and which the drafter of a pair with "qwen3" alternates. Half of them are both, beside themselves.
+# Each kind of cache at either end: trimmed, recurrent, of a window, of chunks, of a class that is not known.
 PAIRS = [
-    *[(name, name) for name in (RECURRENT + WINDOWED + UNKNOWN)[::2]],
-    *[("qwen3", name) for name in (RECURRENT + WINDOWED + UNKNOWN)[1::4]],
-    *[(name, "qwen3") for name in (RECURRENT + WINDOWED + UNKNOWN)[3::4]],
+    ("qwen3", "nemotron_h"),
+    ("qwen3", "gemma3_text"),
+    ("recurrent_gemma", "qwen3"),
+    ("deepseek_v41", "qwen3"),
     ("mamba2", "gemma3_text"),
     ("gemma3_text", "mamba2"),
-    ("jamba", "rwkv7"),
     ("llama4", "qwen3_next"),
 ]
-# Where the default seed leaves a token to rounding.
-TARGET_SEEDS = {"gpt_oss": 1}
-DRAFT_SEEDS = {("mamba", "mamba"): 102}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target_name", "draft_name"), PAIRS)
 async def test_a_pair_gives_the_targets_greedy_text(target_name: str, draft_name: str) -> None:
-    target = Leaning(build(target_name, seed=TARGET_SEEDS.get(target_name)))
-    draft = Leaning(build(draft_name, seed=DRAFT_SEEDS.get((target_name, draft_name), 100)))
+    target, draft = Leaning(build(target_name)), Leaning(build(draft_name, seed=100))
     text = greedy_text(target)
     right = [guess == token for guess, token in zip(guesses(draft, text), text[len(PROMPT) :], strict=True)]
     async with runtime.open((target, None), (draft, None)) as rt:
@@ -256,9 +234,8 @@ async def test_a_pair_gives_the_targets_greedy_text(target_name: str, draft_name
         assert completion.statistics.draft_failures == 0
         assert 0 < completion.statistics.accepted < completion.statistics.proposed
         if target_name == "qwen3":  # there each round judges everything that was proposed
-            num_guessed = 1 if draft_name in UNKNOWN else lookahead
             drafted = [token.from_draft for token in completion.tokens]
-            assert drafted == share_of_a_drafter(right, num_guessed), f"lookahead {lookahead}"
+            assert drafted == share_of_a_drafter(right, lookahead), f"lookahead {lookahead}"
 
 
 def guesses(model: nn.Module, text: Sequence[int]) -> list[int]:

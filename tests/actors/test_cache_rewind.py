@@ -438,22 +438,6 @@ def test_a_snapshot_can_be_restored_as_often_as_wanted(name: str) -> None:
         assert lengths_of(cache) <= {2 * WINDOW + 2}
 
 
-@sweep("name", CAN_TRIM)
-def test_a_trimmed_layer_holds_what_is_left(name: str) -> None:
-    made = subject(name)
-    cache = made.options.make_cache(made.model)
-    made.model(mx.array([TEXT[:3]]), cache=cache)
-    assert all(kind.can_trim_after(layer, 3) for kind, layer in kinds_of(cache))
-    made.model(mx.array([TEXT[50:53]]), cache=cache)
-    for kind, layer in kinds_of(cache):
-        kind.trim(layer, 3)
-    assert lengths_of(cache) == {3}
-    after = made.model(mx.array([[TEXT[3]]]), cache=cache)
-    fresh = made.options.make_cache(made.model)
-    made.model(mx.array([TEXT[:3]]), cache=fresh)
-    assert mx.allclose(after, made.model(mx.array([[TEXT[3]]]), cache=fresh), rtol=0, atol=ATOL)
-
-
 async def test_quantising_a_rotating_cache_is_refused_at_open() -> None:
     with pytest.raises(runtime.ModelError, match="kv_bits cannot quantise"):
         async with runtime.open((gemma3_text(), None), kv_bits=8, kv_group_size=32):

@@ -11,7 +11,6 @@ import pytest
 import trio
 from scripted import CACHES, ScriptedModel, continuation, every_cache, ids, pair_with, simulated, truthful
 from sweeps import sweep
-from trained_scripts import RecordingTarget, TrainedDraft
 
 from runtime.generation.answers.message_format import message_starts
 
@@ -81,34 +80,12 @@ async def test_one_that_comes_while_another_is_read_waits_for_what_they_share(
             assert results == {0: 0, 1: len(SYSTEM), 2: len(SYSTEM)}
 
 
-async def test_one_that_waits_goes_on_alone_if_the_reader_is_cancelled(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["recurrent"])) as simulation:
-        reader = simulation.runtime.stream([*SYSTEM, *QUESTIONS[0]], **ASKED)
-        await trio.testing.wait_all_tasks_blocked()
-        waiting = simulation.runtime.stream([*SYSTEM, *QUESTIONS[1]], **ASKED)
-        await trio.sleep(5.0)
-        await reader.aclose()
-        prompt = [*SYSTEM, *QUESTIONS[1]]
-        assert [token.id async for token in waiting] == continuation(prompt, 4)
-        assert sum(span.num_tokens for span in simulation.spans("target", "prefill")) == len(prompt) - 1
-
-
 async def test_short_beginnings_are_read_again_since_waiting_would_take_longer(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         prompts = [[*SYSTEM[:20], *question] for question in QUESTIONS]
         texts = await simulation.runtime.generate_many(prompts, **ASKED)
         assert [ids(text.tokens) for text in texts] == [continuation(prompt, 4) for prompt in prompts]
         assert sum(text.statistics.cached_tokens for text in texts) < 2 * 20
-
-
-async def test_a_drafter_that_reads_features_copies_the_beginning_with_them(autojump_clock: Any) -> None:
-    draft = TrainedDraft(lambda history, staleness: truthful(history) if staleness <= 3 else [0.0] * 64)
-    async with simulated(RecordingTarget(truthful), draft) as simulation:
-        prompts = [[*SYSTEM, *question] for question in QUESTIONS]
-        texts = await simulation.runtime.generate_many(prompts, lookahead=3, **{**ASKED, "max_tokens": 8})
-        assert [ids(text.tokens) for text in texts] == [continuation(prompt, 8) for prompt in prompts]
-        assert sum(span.num_tokens for span in simulation.spans("draft", "prefill")) < 2 * len(SYSTEM)
-        assert all(text.statistics.accepted > 0 for text in texts)
 
 
 @pytest.mark.parametrize("max_bytes", [10**9, 0])

@@ -49,11 +49,6 @@ def searched(text: Sequence[int], num_tokens: int, shortest: int) -> list[Copied
 # --- results --------------------------------------------------------------------------------------
 
 
-def test_what_came_after_the_last_tokens_before_comes_again():
-    found = search_in([1, 2, 3, 4, 5, 1, 2]).lookup(3)
-    assert list(found) == [Copied(3, 2), Copied(4, 3), Copied(5, 4)]
-
-
 @sweep(
     ("text", "expected"),
     [
@@ -65,15 +60,6 @@ def test_what_came_after_the_last_tokens_before_comes_again():
 )
 def test_of_several_continuations_one_is_taken(text, expected):
     assert list(search_in(text).lookup(1)) == [expected]
-
-
-@sweep("period", [1, 2, 7])
-@sweep("num_tokens", [9, 16, 40])
-def test_a_text_that_repeats_itself_is_continued_beyond_its_end(period, num_tokens):
-    text = list(itertools.islice(itertools.cycle(range(10, 10 + period)), num_tokens + period + 30))
-    found = list(search_in(text[:num_tokens]).lookup(period + 30))
-    assert tokens_of(found) == text[num_tokens:]
-    assert found[0].match_length == min(MAX_MATCH, num_tokens - period)
 
 
 @st.composite

@@ -21,13 +21,14 @@ from actors.mlx.cache_options import CacheOptions
 from actors.target.drafter_link import DrafterLink
 
 every_kind = sweep("kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS])
+kinds_of_code = sweep("kind", OFTEN)
 
 
 @sweep(
     ("kind", "rewind"),
     [
         *((kind, "checkpoint") for kind in KINDS),
-        *(pytest.param(kind, "none", marks=pytest.mark.slow) for kind in KINDS),
+        *(pytest.param(kind, "none", marks=pytest.mark.slow) for kind in OFTEN),
     ],
 )
 async def test_greedy_texts_are_the_targets_however_it_rewinds(
@@ -47,13 +48,9 @@ async def test_greedy_texts_are_the_targets_however_it_rewinds(
         *(
             pytest.param(kind, family, marks=pytest.mark.slow)
             for kind, family in (
-                ("peagle", "llama"),
                 ("medusa", "gemma3_text"),
-                ("dflash", "gemma3_text"),
                 ("dspark", "lfm2"),
                 ("dflash2", "llama"),
-                ("gemma4", "gemma4"),
-                ("mtp", "qwen3_5"),
                 ("mtp_deep", "step3p5_deep"),
             )
         ),
@@ -98,13 +95,13 @@ async def test_a_cancelled_text_leaves_its_beginning(kind: str, tmp_path: Path, 
         assert rt.num_streams == 0
 
 
-@every_kind
+@kinds_of_code
 async def test_a_text_may_go_on_from_an_earlier_one(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
     async with at_work(kind, tmp_path) as (rt, target):
         await check_reuse(rt, target)
 
 
-@every_kind
+@kinds_of_code
 async def test_texts_under_the_rejection_rule_repeat_by_their_seed(
     kind: str, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,10 +122,7 @@ class Fault(Exception):
 
 
 @sweep("at", [1, 5])
-@sweep(
-    "kind",
-    [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS if kind != "lookup"],
-)
+@sweep("kind", [kind for kind in OFTEN if kind != "lookup"])
 async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
     kind: str, at: int, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

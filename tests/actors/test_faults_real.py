@@ -54,14 +54,9 @@ async def kill(worker: Any) -> None:
 
 @attrs.define
 class Calls:
-    """The calls of a method of a model's sequences so far.
-
-    Attributes:
-        failed_num_logits: how many rows of logits the first one that failed was to give, if the method has a number.
-    """
+    """The calls of a method of a model's sequences so far."""
 
     num: int = 0
-    failed_num_logits: int = 0
 
 
 def fail_at(
@@ -78,8 +73,6 @@ def fail_at(
         def failing(sequence: MLXSequence, *arguments: Any, **keywords: Any) -> Any:
             if sequence._model is vocab_model:
                 calls.num += 1
-                if calls.num == at:
-                    calls.failed_num_logits = arguments[1] if method_name == "feed" else 0
                 if calls.num == at or (for_good and calls.num > at):
                     raise Fault(f"{name} {at}")
             return method(sequence, *arguments, **keywords)
@@ -109,54 +102,6 @@ async def test_a_drafters_job_that_raises_costs_no_token(monkeypatch: Any, name:
         if name != "close":  # by then the text may be over
             assert rt.statistics().draft_failures == 1
     assert outrider_threads() == []
-
-
-@sweep(
-    ("with_drafter", "name", "at"),
-    # Plain decoding has nothing to rewind.
-    [
-        *((True, *moment) for moment in MOMENTS),
-        *((False, *moment) for moment in (("feed", 2), ("feed", 7), ("check", 3))),
-    ],
-)
-async def test_a_failing_target_job_ends_its_own_stream_only(
-    monkeypatch: Any, name: str, at: int, with_drafter: bool
-) -> None:
-    target, draft = pair()
-    with trio.fail_after(60):
-        # In turns: a pass that both share would be repeated for each of them alone.
-        async with runtime.open((target, None), (draft, None) if with_drafter else None, max_batch=1) as rt:
-            calls = fail_at(monkeypatch, name, target, at)
-            failures: list[runtime.StreamFailedError] = []
-            texts: list[list[int]] = []
-
-            async def one() -> None:
-                try:
-                    texts.append(ids((await rt.generate(PROMPT, **SETTINGS)).tokens))
-                except runtime.StreamFailedError as failure:
-                    failures.append(failure)
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(one)
-                nursery.start_soon(one)
-            # By "close", the text is complete; a pass that reads drafted tokens is repeated without them.
-            if name == "close" or calls.failed_num_logits > 1:
-                assert texts == [text(), text()]
-            else:
-                assert texts == [text()]
-                assert [type(failure.__cause__) for failure in failures] == [Fault]
-            assert rt.health().ok
-            assert ids((await rt.generate(PROMPT, **SETTINGS)).tokens) == text()
-    assert outrider_threads() == []
-
-
-async def test_a_first_pass_that_fails_is_repeated_without_drafts(monkeypatch: Any) -> None:
-    target, draft = pair()
-    async with runtime.open((target, None), (draft, None)) as rt:
-        calls = fail_at(monkeypatch, "feed", target, 3)  # after two chunks of the prompt
-        assert ids((await rt.generate(PROMPT, **SETTINGS)).tokens) == text()
-        assert calls.failed_num_logits == 3
-        assert rt.statistics().draft_failures == 0
 
 
 @sweep(
@@ -278,26 +223,6 @@ async def test_a_drafter_that_hangs_is_detached_at_once(monkeypatch: Any, caplog
         assert (await rt.generate(PROMPT, max_tokens=40, lookahead=2)).statistics.proposed > 0
         hanging.let_go_on.set()
     assert "the draft model hangs" not in caplog.text
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("impatience")
-async def test_a_drafter_that_hung_for_a_while_drafts_again() -> None:
-    got: list[int] = []
-    async with beside_a_hanging_drafter() as (rt, target, hanging):
-        hanging.hang_at = hanging.num_calls + 6
-        async with rt.stream(PROMPT, max_tokens=400, lookahead=2) as stream:
-            async for token in stream:
-                got.append(token.id)
-                if stream.statistics().draft_timeouts and not hanging.let_go_on.is_set():
-                    assert not rt.health().draft
-                    hanging.hang_at = None
-                    hanging.let_go_on.set()
-                    accepted = stream.statistics().accepted
-        assert got == greedy(target, PROMPT, 400)
-        assert stream.statistics().accepted > accepted
-        # The last proposal may be late on a busy machine, too.
-        await until_in_trio(lambda: rt.health().ok)
 
 
 async def test_a_drafters_thread_that_dies_costs_no_token(caplog: Any) -> None:

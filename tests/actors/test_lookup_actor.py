@@ -36,11 +36,10 @@ from scripted import (
 )
 from sweeps import sweep
 
-from actors.actor import Mailbox
 from actors.drafters.drafter import MAX_IDLE_ROUNDS
 from actors.drafters.lookup_actor import LookupActor
 from protocol.auto_policy import UNPRICED_LOOKAHEAD
-from protocol.messages import Proposal, Verdict, Withdraw
+from protocol.messages import Proposal, Withdraw
 from protocol.trace import Event
 
 PREFILL, VERIFY = 4.0, 32.0
@@ -153,13 +152,6 @@ async def test_a_fixed_lookahead_never_rests_and_of_zero_never_looks_up(lookahea
         assert sizes(simulation) == [0] * 30 * bool(lookahead)
         statistics = simulation.runtime.statistics()
     assert statistics.proposed == statistics.resting_rounds == 0
-
-
-async def test_several_streams_look_up_each_in_its_own_text(autojump_clock: Any) -> None:
-    prompts, script = [[0, 1, 2, 3], [9, 9, 9], [20, 21, 22, 20, 21]], slipping(0.2)
-    async with simulated(ScriptedModel(script), "ngram") as simulation:
-        got = await simulation.runtime.generate_many(prompts, max_tokens=40)
-    assert [ids(each.tokens) for each in got] == [plain_text(script, prompt, 40) for prompt in prompts]
 
 
 # --- what is proposed, and when -------------------------------------------------------------------
@@ -428,20 +420,6 @@ async def test_what_one_stream_has_learnt_of_lookups_the_next_begins_with(autoju
 # --- messages, tasks, cancellation ----------------------------------------------------------------
 
 
-async def test_a_verdict_that_comes_again_is_counted_and_dropped(autojump_clock: Any) -> None:
-    mailboxes: list[Mailbox] = []
-
-    def echo(event: Event) -> None:
-        if event.kind == "verdict":
-            mailboxes[0].send_nowait(Verdict(0, 0, 3, 0, 3))
-
-    async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE, listener=echo) as simulation:
-        mailboxes += [drafter(simulation).mailbox]
-        assert await text_of(simulation, [0, 1, 2], max_tokens=12, lookahead=2) == plain_text(counting(5), [2], 12)
-        # One of each two belongs to a round that is over.
-        assert simulation.runtime.statistics().stale_proposals == simulation.runtime.statistics().rounds
-
-
 def drafter(simulation: Simulation) -> LookupActor:
     actor = simulation.runtime._draft
     assert isinstance(actor, LookupActor)
@@ -497,11 +475,3 @@ def test_a_generation_can_be_cancelled_at_any_of_its_events() -> None:
     assert num_events > 40
     for number in range(1, num_events + 1, 3):
         run(cancelled_at_event, number)
-
-
-@sweep("when", [0.0, 1.0, PREFILL, PREFILL + 1, PREFILL + VERIFY, PREFILL + 5 * VERIFY + 7])
-async def test_leaving_the_runtime_ends_lookups_too(when: float, autojump_clock: Any) -> None:
-    with trio.move_on_after(when) as scope:
-        async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
-            await collect(simulation.runtime.stream(CANCELLED_PROMPT, max_tokens=100, lookahead=1))
-    assert scope.cancelled_caught

@@ -6,6 +6,7 @@ two sessions use at once, shows in the next text or in the comparison with the s
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -207,20 +208,11 @@ async def test_of_two_texts_at_once_each_has_what_is_kept(autojump_clock: Any) -
         assert [stream.statistics().cached_tokens for stream in streams] == [len(PROMPT)] * 2
 
 
-async def test_a_stream_read_slowly_does_not_delay_the_next(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        stream = simulation.runtime.stream(PROMPT, max_tokens=60, lookahead=0, reuse_prefix=True)
-        await trio.sleep(2000)
-        await turn(simulation, PROMPT, 4, lookahead=0)
-        assert await collect(stream) == continuation(PROMPT, 60)
-
-
 # --- texts that were cancelled or failed ----------------------------------------------------------
 
 
 @pytest.mark.slow
-@every_cache
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@sweep("cache, lookahead", zip(CACHES.values(), itertools.cycle(LOOKAHEADS)))
 def test_a_text_cancelled_at_any_time_leaves_what_the_next_may_begin_with(
     lookahead: Any, cache: dict[str, Any]
 ) -> None:

@@ -165,18 +165,6 @@ async def test_a_reader_that_fails_fails_alone_and_so_does_a_copy(fails: Any, au
         assert num_read(simulation) == NUM_READ or "feed" in fails
 
 
-async def test_all_may_be_cancelled_at_once(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(read_into, [], simulation.runtime.stream(PROMPT, lookahead=3, **ASKED))
-            await trio.sleep(5.0)
-            nursery.cancel_scope.cancel()
-        again = await simulation.runtime.generate(PROMPT, lookahead=3, **ASKED)
-        assert ids(again.tokens) == continuation(PROMPT, 8)
-        assert num_read(simulation) == NUM_READ
-
-
 async def test_a_text_that_lost_its_cache_while_its_consumer_rests_is_not_waited_for(autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful)) as simulation:
         resting = simulation.runtime.stream(PROMPT, **{**ASKED, "max_tokens": 60})

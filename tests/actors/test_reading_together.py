@@ -54,26 +54,6 @@ async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Monk
     assert sum(each.num_tokens for each in passes) == sum(len(prompt) - 1 for prompt in prompts)
 
 
-def test_a_text_read_with_others_goes_on_alone_or_in_another_batch() -> None:
-    model = build("llama")
-    wrapped, prompts = MLXModel(model, CacheOptions()), prompts_of(4, 9)
-    sequences = [wrapped.open_sequence(beside_another=False) for _ in prompts]
-    for half in (slice(0, 2), slice(2, 4)):
-        wrapped.read_together(sequences[half], [tuple(prompt) for prompt in prompts[half]])
-    assert [sequence.length for sequence in sequences] == [len(prompt) for prompt in prompts]
-    sequences[0].close()
-    for sequence, prompt in zip(sequences[1:], prompts[1:], strict=True):
-        sequence.check(len(prompt))
-        alone = wrapped.open_sequence(beside_another=False)
-        alone.feed(tuple(prompt), 0)
-        found, expected = sequence.feed((3,), 1), alone.feed((3,), 1)
-        assert found is not None
-        assert expected is not None
-        assert mx.allclose(found, expected, atol=1e-4)
-        sequence.close()
-        alone.close()
-
-
 @sweep("name", ["llama", "gemma3_text", "lfm2"])
 def test_texts_of_two_passes_become_one_batch_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     joined, join = [], MLXSequence.join

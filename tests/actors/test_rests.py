@@ -185,11 +185,8 @@ ONCE, TWICE, AGAIN = (True, False, False, False), (False, False, True, True, Fal
 @sweep(
     ("build", "rewind", "turns"),
     [
-        (llama, "auto", ONCE),
-        (llama, "none", TWICE),
+        (llama, "none", ONCE),
         (mamba, "auto", AGAIN),
-        (mamba, "auto", TWICE),
-        (mamba, "none", ONCE),
         (lambda: gemma3_text(window=16), "auto", TWICE),
     ],
 )

@@ -127,21 +127,25 @@ def drafter(
 
 SITUATIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "lookahead 2": ({}, {}, {"lookahead": 2}),
-    "lookahead 4": ({}, {}, {"lookahead": 4}),
     # Otherwise the drafter would rest, and a rest is longer than these texts.
     "lookahead auto": ({}, {}, {"lookahead": "auto", "draft_part": 0.02}),
     "a target that cannot rewind": ({"undo": never}, {}, {"lookahead": 2}),
-    "a drafter that cannot rewind": ({}, {"undo": never}, {"lookahead": 2}),
     "caches that fill": ({"undo": within(5)}, {"undo": within(6)}, {"lookahead": 2}),
-    "a drafter that fails": ({}, {"fails": {"feed": range(5, 10**9, 11)}}, {"lookahead": 2}),
-    "a drafter with fewer tokens": ({}, {"table": NARROW_DRAFT}, {"lookahead": 2}),
-    "a drafter with more tokens": ({}, {"table": WIDE_DRAFT}, {"lookahead": 2}),
+    "a drafter with fewer tokens that cannot rewind": (
+        {},
+        {"table": NARROW_DRAFT, "undo": never},
+        {"lookahead": 2},
+    ),
+    "a drafter with more tokens that fails": (
+        {},
+        {"table": WIDE_DRAFT, "fails": {"feed": range(5, 10**9, 11)}},
+        {"lookahead": 2},
+    ),
     "a drafter of another vocabulary": (
         {},
         {"table": OTHER_DRAFT, "vocabulary_map": OTHER_VOCABULARY},
         {"lookahead": 2},
     ),
-    "a drafter that is the target": ({}, {"table": TARGET}, {"lookahead": 2}),
 }
 
 
@@ -185,7 +189,7 @@ def test_under_rejection_a_stop_far_ahead_of_the_text_changes_nothing_before_it(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft", "lookahead", "undo"),
-    [("ngram", 1, always), ("ngram", 3, never), ("copies", 3, always), ("copies", "auto", always)],
+    [("ngram", 3, never), ("copies", 3, always), ("copies", "auto", always)],
 )
 def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_up_or_copied(
     draft: Any, lookahead: Any, undo: Any, monkeypatch: pytest.MonkeyPatch
@@ -373,7 +377,7 @@ FILTERS: dict[str, Any] = {"min_p": 0.4, "xtc_probability": 0.5, "xtc_threshold"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("acceptance", "lookahead"), [("rejection", 0), ("rejection", 2), ("match", 2)])
+@pytest.mark.parametrize(("acceptance", "lookahead"), [("rejection", 2), ("match", 0)])
 def test_filtered_texts_have_the_targets_filtered_distribution(acceptance: str, lookahead: Any) -> None:
     num_sessions = 2 * NUM_SESSIONS
     tokens = run(
@@ -494,14 +498,3 @@ def test_under_match_a_drafter_that_is_the_target_is_always_right() -> None:
     for text in tokens:
         flags = [token.from_draft for token in text]
         assert not any(not before and not after for before, after in itertools.pairwise(flags[:-1]))
-
-
-@pytest.mark.slow
-def test_under_match_texts_have_the_targets_distribution() -> None:
-    settings = {"acceptance": "match", "max_tokens": 6, "lookahead": 2}
-    assert_drawn_of(TARGET, run(lambda: sample(NUM_SESSIONS, target(), drafter(), **settings)))
-
-
-def test_with_a_seed_and_nothing_said_the_rule_is_match() -> None:
-    draft = ScriptedModel(DRAFTERS["a near one"])
-    assert run(lambda: matched(draft, acceptance="auto")) == texts_alone()

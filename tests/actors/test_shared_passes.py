@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -72,7 +72,7 @@ PROMPT_SEEDS = {"apertus": 3, "plamo": 2, "qwen3_next": 2}
 def texts_of(name: str, model: nn.Module, wrapped: MLXModel, num_tokens: int = NUM_TOKENS) -> list[Text]:
     draws = random.Random(PROMPT_SEEDS.get(name, 1))
     prompts = [[draws.randrange(VOCAB_SIZE) for _ in range(length)] for length in PROMPT_LENGTHS]
-    return [Text(wrapped, prompt, greedy(model, prompt, num_tokens + 8)) for prompt in prompts]
+    return [Text(wrapped, prompt, greedy(model, prompt, num_tokens + 4)) for prompt in prompts]
 
 
 # One family of each kind of cache; the others are slow tests.
@@ -85,7 +85,7 @@ def test_each_text_is_what_it_is_alone(name: str) -> None:
     wrapped = MLXModel(model, CacheOptions())
     if name not in QUICK and wrapped.sharing_obstacle() is not None:
         return  # its texts take turns
-    num_tokens = NUM_TOKENS if name in QUICK else NUM_TOKENS // 2
+    num_tokens = NUM_TOKENS if name in QUICK else NUM_TOKENS // 3
     texts, draws = texts_of(name, model, wrapped, num_tokens), random.Random(2)
     has_shared = False
     while any(len(text.generated) < num_tokens for text in texts):
@@ -274,19 +274,7 @@ PLAIN_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@sweep(
-    "name, kinds",
-    [
-        ("llama", PLAIN_SETTINGS),
-        *(
-            pytest.param(name, ("greedy", "rejection", "processor"), marks=pytest.mark.slow)
-            for name in ("gemma3_text", "lfm2")
-        ),
-    ],
-)
-async def test_streams_without_a_drafter_go_a_pass_ahead_together(
-    monkeypatch: pytest.MonkeyPatch, name: str, kinds: Iterable[str]
-) -> None:
+async def test_streams_without_a_drafter_go_a_pass_ahead_together(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead, feed_ahead = Counter[str](), RowBatch.feed_ahead
 
     def recorded(batch: RowBatch, keys: Any, tokens: Any, recorder: Any) -> mx.array:
@@ -295,9 +283,9 @@ async def test_streams_without_a_drafter_go_a_pass_ahead_together(
 
     monkeypatch.setattr(RowBatch, "feed_ahead", recorded)
     lengths = [([1, 2, 3], 7), ([4, 5, 6, 7], 20), ([8, 9], 20), ([3, 3, 7], 15)]
-    async with runtime.open((build(name), None)) as rt:
-        for kind in kinds:
-            settings = {**PLAIN_SETTINGS[kind], "ignore_eos": True}
+    async with runtime.open((build("llama"), None)) as rt:
+        for kind, changes in PLAIN_SETTINGS.items():
+            settings = {**changes, "ignore_eos": True}
             asked = [(prompt, {**settings, "max_tokens": length}) for prompt, length in lengths]
             alone = [ids(await rt.generate(prompt, **own)) for prompt, own in asked]
             assert [ids(each) for each in await rt.generate_many(asked)] == alone, kind

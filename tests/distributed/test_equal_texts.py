@@ -11,9 +11,9 @@ from ranks import ranks
     ("size", "cases"),
     [
         (2, {"llama": ("drafted", "beside cancelled")}),
-        pytest.param(2, {"gpt_oss": ("drafted", "beside cancelled"), "qwen3_5": ("drafted",)}, marks=pytest.mark.slow),
+        pytest.param(2, {"gpt_oss": ("beside cancelled",), "qwen3_5": ("drafted",)}, marks=pytest.mark.slow),
         pytest.param(2, {"deepseek_v3": ("plain",), "qwen3_next": ("drafted",)}, marks=pytest.mark.slow),
-        pytest.param(3, {"llama": ("plain",), "gpt_oss": ("drafted",)}, marks=pytest.mark.slow),
+        pytest.param(3, {"gpt_oss": ("drafted",)}, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_give_the_texts_of_one_process(size: int, cases: dict[str, tuple[str, ...]]) -> None:

@@ -86,7 +86,7 @@ def test_doctor_examines_the_ranks_and_a_target_over_them(tmp_path: Path) -> Non
 
 def test_bench_compares_lookaheads_over_the_ranks(tmp_path: Path):
     model = save(tmp_path / "model", llama(num_attention_heads=4, num_key_value_heads=2))
-    arguments = "bench", "--target", model, "--draft", model, "--repeats", "1", "-p", "w1 w2 w3", "-m", "16"
+    arguments = "bench", "--target", model, "--draft", model, "--repeats", "1", "-p", "w1 w2 w3", "-m", "8"
     with ranks(rank_programs.command, 2, (*arguments, "--lookahead", "2,auto")) as (first, second):
         status, printed, errors = first.result()
         assert (status, errors) == (0, "")

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 RANK_1_ENDED = "rank 1 has ended, or cannot be reached any more"
 
 
-@pytest.mark.parametrize("moment", ["pass", "prefill", "idle"])
+@pytest.mark.parametrize("moment", ["pass", "idle"])
 def test_a_rank_that_is_killed_ends_every_stream_with_an_error_that_names_it(moment):
     with ranks(rank_programs.generate_for_ever, 3, moment) as (first, second, third):
         assert [second.result(), third.result()] == ["joined", "joined"]

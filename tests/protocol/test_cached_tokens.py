@@ -28,20 +28,6 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 # --- plans ----------------------------------------------------------------------------------------
 
 
-@sweep(
-    ("cached", "committed", "beyond", "num_logits", "expected"),
-    [
-        ((), [1, 2], (3,), 1, FeedPlan(0, (1, 2, 3))),
-        ((1, 2), [1, 2, 3], (4,), 1, FeedPlan(2, (3, 4))),
-        ((1, 2, 3, 4), [1, 2, 9], (), 1, FeedPlan(2, (9,))),  # the text went another way
-        ((1, 2, 3), [1, 2], (3,), 2, FeedPlan(1, (2, 3))),  # tokens whose logits are wanted are fed again
-        ((1, 2, 3, 4), [1, 2, 3], (), 0, FeedPlan(3, ())),  # cached tokens beyond the text go
-    ],
-)
-def test_a_cache_is_rewound_to_what_both_share_and_fed_the_rest(cached, committed, beyond, num_logits, expected):
-    assert holding(*cached).plan(committed, beyond, num_logits=num_logits) == expected
-
-
 @sweep(("committed", "beyond"), [([], ()), ([1], ()), ([], (1,)), ([1, 2], (3,))])
 def test_more_logits_than_tokens_are_an_error(committed, beyond):
     total = len(committed) + len(beyond)

@@ -36,7 +36,7 @@ def speed(scenario: Scenario, *, copies: bool = True) -> float:
 def test_auto_is_near_the_best_of_plain_sequential_and_without_copies(
     path: Path,
 ) -> None:
-    for number, scenario in enumerate(list(scenarios(path))[::2]):
+    for number, scenario in enumerate(list(scenarios(path))[::4]):
         with_auto = speed(scenario)
         best = max(sequential_speed(scenario, lookahead, NUM_TOKENS) for lookahead in LOOKAHEADS)
         # Less than in `test_auto_grid`, since the rules take the price of width for a line, and these have steps.

@@ -67,11 +67,6 @@ def test_a_number_is_a_proposals_length(setting):
     assert policy_with(setting) == ChainPolicy(setting)
 
 
-def test_lookahead_zero_proposes_nothing_at_once():
-    assert ChainPolicy(0).proposal(view_of(chain_of(0))) == []
-    assert ChainPolicy(0).proposal(view_of(chain_of(3))) == []
-
-
 chains = st.integers(0, 6).map(ChainPolicy)
 
 

@@ -6,7 +6,6 @@ import itertools
 import math
 
 import attrs
-import mlx.core as mx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,45 +20,11 @@ from protocol.randomness import further
 deterministic = settings(deadline=None, derandomize=True, max_examples=100)
 
 
-def tokens_of(nodes: list[Node]) -> list[int]:
-    return [node.token for node in nodes]
-
-
 # What was drafted, and what was copied.
 FORKED = (
     ((1, 0.9), (2, 0.5), (3, 0.4)),
     ((5, 0.1), (6, 0.8)),
 )
-
-# --- the tree -------------------------------------------------------------------------------------
-
-
-def test_a_new_tree_is_its_root_alone():
-    tree = tree_of()
-    assert (tree.root.token, tree.root.position, tree.root.reach) == (ROOT, POSITION, 1.0)
-    assert tree.root.guess is None
-    assert (tree.chain(), tree.frontier()) == ([], [tree.root])
-
-
-def test_the_chain_goes_on_from_a_copy_that_came_true():
-    tree = tree_of(((3, 0.5),), ((7, 0.3), (8, 0.9)))
-    assert tokens_of(tree.chain()) == [3]
-    assert tree.advance([7]) is True
-    assert tokens_of(tree.chain()) == [8]
-    assert tree.root.reach == 1.0
-
-
-def test_a_node_keeps_its_token_and_distribution_when_the_root_moves():
-    probs = mx.array([0.25, 0.75])
-    tree = LookaheadTree(ROOT, POSITION)
-    first = tree.expand(tree.root, Guess(1, 0.5, probs))
-    second = tree.expand(first, Guess(0, 0.5, probs))
-    guesses = [first.guess, second.guess]
-    tree.advance([1])
-    assert [first.guess, second.guess] == guesses
-    assert second.guess is not None
-    assert second.guess.probs is probs
-
 
 # --- copies ---------------------------------------------------------------------------------------
 
@@ -81,30 +46,6 @@ def test_the_choice_of_copy_or_draft_ignores_the_drafted_token(token, worth, cop
     choice = tree.root.choice
     assert (choice.best is drafted) == (worth < 2.0)
     assert choice.reach == (0.7 if worth < 2.0 else 0.9)
-
-
-def test_another_copy_takes_the_place_of_one_and_leaves_what_was_drafted():
-    tree = LookaheadTree(ROOT, POSITION)
-    tree.copy([copied(1, 0.9, 3.0), copied(2, 0.9, 2.0), copied(3, 0.9, 1.0)])
-    drafted, alone = at(tree, 1), at(tree, 1, 2, 3)
-    tree.expand(drafted, Guess(7, 0.4))
-    assert (drafted.reach, drafted.open_reach) == (0.9, pytest.approx(0.0))
-    tree.copy([copied(5, 0.5, 4.0)])
-    assert tokens_of(tree.chain()) == [5]
-    assert (alone.alive, drafted.alive, drafted.best, drafted.reach) == (False, True, None, 0.0)
-    tree.copy([copied(1, 0.9, 3.0)])
-    assert tokens_of(tree.chain()) == [1, 7]
-    assert at(tree, 1, 7).reach == pytest.approx(0.9 * 0.4)
-
-
-def test_a_drafter_that_goes_on_where_a_copy_ends_lengthens_the_chain():
-    tree = LookaheadTree(ROOT, POSITION)
-    tree.copy([copied(1, 0.9, 3.0), copied(2, 0.8, 2.0)])
-    assert tree.frontier() == [at(tree, 1, 2), at(tree, 1), tree.root]
-    tree.expand(at(tree, 1, 2), Guess(3, 0.5))
-    assert tokens_of(tree.chain()) == [1, 2, 3]
-    assert tree.advance([1, 2]) is True
-    assert tokens_of(tree.chain()) == [3]
 
 
 # --- trails ---------------------------------------------------------------------------------------

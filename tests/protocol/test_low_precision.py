@@ -14,6 +14,7 @@ whose wide passes round differently from its narrow ones.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,6 @@ from sweeps import sweep
 import runtime
 
 NUM_TOKENS = 40
-LOOKAHEADS = [1, 3]
 
 # Seeds of weights and prompts. With these, some texts depend on how wide passes round.
 SEEDS = {"llama": (0, 1), "qwen3": (0, 1), "gemma3_text": (0, 1), "mamba": (0, 1), "lfm2": (3, 5)}
@@ -170,8 +170,7 @@ def prompt_for(seed: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lookahead", LOOKAHEADS)
-@pytest.mark.parametrize("family", FAMILIES)
+@sweep(("family", "lookahead"), zip(FAMILIES, itertools.cycle([1, 3])))
 async def test_the_text_leaves_the_greedy_one_at_most_where_two_tokens_are_tied(family: str, lookahead: int) -> None:
     for seed in SEEDS[family]:
         models, prompt = pair(family, seed), prompt_for(seed)

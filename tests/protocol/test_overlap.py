@@ -72,31 +72,6 @@ async def test_with_every_guess_right_a_text_takes_the_time_of_its_verifies_alon
     assert completion.statistics.bonus == sum(size > 0 for size in sizes)
 
 
-@sweep("lookahead", LOOKAHEADS)
-async def test_on_a_hit_the_next_proposal_is_sent_at_the_instant_of_the_verdict(
-    lookahead: Any, autojump_clock: Any
-) -> None:
-    price = priced(draft=free_draft(lookahead), verify=VERIFY)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        await text_of(simulation, PROMPT, max_tokens=40, lookahead=lookahead)
-    verdicts, proposals = simulation.instants("verdict"), simulation.instants("proposal")
-    assert len(verdicts) > 3
-    assert [verdict.at for verdict in verdicts[:-1]] == [proposal.at for proposal in proposals[1:]]
-
-
-@sweep("lookahead", LOOKAHEADS)
-async def test_drafts_run_inside_verifies(lookahead: Any, autojump_clock: Any) -> None:
-    price = priced(draft=free_draft(lookahead), verify=VERIFY)
-    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
-        await text_of(simulation, PROMPT, max_tokens=80, lookahead=lookahead)
-    drafts, verifies = simulation.spans("draft", "draft"), simulation.spans("target", "verify")
-    inside = [d for d in drafts if any(v.began <= d.began and d.ended <= v.ended for v in verifies)]
-    # All but those of the first proposal.
-    assert len(inside) == len(drafts) - lookahead
-    # Each verify sees as many drafts as the verdict before it has used up: what it accepted, and the bonus.
-    assert {sum(v.began <= d.began < v.ended for d in drafts) for v in verifies[2:-3]} == {lookahead + 1}
-
-
 @pytest.mark.parametrize("draft_price", [0.25, 1.0, 4.0])
 async def test_a_right_and_quick_drafter_never_lets_a_lone_target_wait(draft_price: float, autojump_clock: Any) -> None:
     price = priced(prefill=PREFILL, draft=draft_price, verify=VERIFY)
@@ -242,12 +217,3 @@ async def test_a_consumer_that_does_not_read_holds_up_nobody_else(autojump_clock
         # As if it were alone: a prefill of one token, two drafts, ten verifies.
         assert trio.current_time() - began == 4.0 + 2 * 0.5 + 10 * 8.0
         assert await collect(unread) == continuation(PROMPT, 150)
-
-
-async def test_a_consumer_that_takes_its_time_over_each_token_gets_the_same_text(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.5))) as simulation:
-        tokens = []
-        async for token in simulation.runtime.stream(PROMPT, max_tokens=100, lookahead=3):
-            await trio.sleep(50)
-            tokens.append(token.id)
-    assert tokens == continuation(PROMPT, 100)

@@ -102,25 +102,6 @@ def test_a_plateau_is_filled_and_a_step_is_not_climbed_for_little() -> None:
     assert plan_pass([unsure] * 8, plateau, 8).num_drafted == dict.fromkeys(range(8), 0)
 
 
-def test_a_text_that_has_much_to_read_again_does_not_make_all_others_wide() -> None:
-    much = ReadyRound(12)
-    plan = plan_pass([ReadyRound(1), ReadyRound(1), much, ReadyRound(1)], line(0.2), 8)
-    assert plan.num_drafted == {0: 0, 1: 0, 3: 0}
-    assert 0 in plan_pass([much, ReadyRound(1)], line(0.2), 8).num_drafted
-
-
-def test_a_row_that_is_computed_in_any_case_takes_part_in_it() -> None:
-    sure, plain = ReadyRound(1, (0.9,) * 3, is_row=True), ReadyRound(1, is_row=True)
-    # Alone, the text would be drafted for; together with its neighbours, a wide pass costs more than it brings.
-    assert plan_pass([attrs.evolve(sure, is_row=False)], line(0.3), 8).width == 4
-    assert plan_pass([sure, *[plain] * 7], line(0.3), 8) == PassPlan(dict.fromkeys(range(8), 0), 1)
-    assert plan_pass([sure], line(0.3), 8, num_other_rows=7).width == 4  # nobody else has a use for the rows
-    # Texts that are no rows yet stay out of a wide pass.
-    longer = attrs.evolve(sure, reach=(1.0,) * 6)
-    assert plan_pass([longer, *[attrs.evolve(plain, is_row=False)] * 3], line(0.3), 8).num_drafted == {0: 6}
-    assert plan_pass([sure, *[plain] * 7], line(0.0), 8) == PassPlan({0: 3} | dict.fromkeys(range(1, 8), 0), 4)
-
-
 # --- waiting for rounds that come -----------------------------------------------------------------
 
 

@@ -132,12 +132,6 @@ async def test_a_prompt_is_read_in_passes_that_fit_into_the_time(autojump_clock:
     assert sum(span.num_tokens for span in passes) == 999
 
 
-async def test_a_number_stays_a_number(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation:
-        await text_of(simulation, [i % 60 for i in range(101)], max_tokens=4, prefill_step_size=30)
-    assert [span.num_tokens for span in simulation.spans("target", "prefill")] == [30, 30, 30, 10]
-
-
 @pytest.mark.parametrize("kv_bits", [None, 8])
 async def test_where_the_text_depends_on_it_passes_are_mlx_lms(kv_bits: int | None) -> None:
     target, spans = build("qwen3", head_dim=32), list[Any]()

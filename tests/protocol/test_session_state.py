@@ -228,12 +228,6 @@ def test_a_verdict_that_accepts_more_than_was_proposed_is_an_error(proposed):
 # --- sessions, from the beginning -----------------------------------------------------------------
 
 
-def test_a_drafted_session_begins_with_the_drafters_turn():
-    of = new_state()
-    assert of.phase is SessionPhase.PROPOSING
-    assert (of.round, of.committed, of.next_position, of.num_generated) == (0, [1, 2, 3], 3, 0)
-
-
 @sweep(
     ("num_accepted", "token", "expected"),
     [

@@ -291,14 +291,6 @@ async def test_the_first_rounds_tokens_are_no_part_of_the_speed(autojump_clock: 
         assert taken.rounds > 3
 
 
-async def test_a_stream_alone_has_each_pass_for_itself(autojump_clock: Any) -> None:
-    async with simulated_pair() as simulation:
-        taken = (await simulation.runtime.generate([1, 2], max_tokens=20, lookahead=2)).statistics
-        assert (taken.rows_per_pass, taken.passes, taken.pass_rows) == (1.0, taken.rounds, taken.rounds)
-        # No job of the target's comes between.
-        assert taken.wait_seconds == taken.longest_wait_seconds == 0
-
-
 @sweep("max_batch", [1, 2, 8])
 @sweep("lookahead", [0, 2])
 async def test_the_passes_of_streams_add_up_to_those_that_the_target_has_run(

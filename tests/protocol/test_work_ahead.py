@@ -53,9 +53,9 @@ def test_the_better_way_is_found_where_it_matters(contention: float) -> None:
 @pytest.mark.parametrize(
     ("lookahead", "acceptance", "cost_ratio", "contention"),
     [
-        *((1, 0.8, 0.25, contention) for contention in (0.0, 1.0)),
+        (1, 0.8, 0.25, 1.0),
         (2, 0.5, 0.1, 0.75),
-        *((3, 0.8, 0.1, contention) for contention in (0.5, 1.0)),
+        (3, 0.8, 0.1, 0.5),
     ],
 )
 def test_neither_way_is_much_better(lookahead: int, acceptance: float, cost_ratio: float, contention: float) -> None:

@@ -1,4 +1,4 @@
-"""A drafter in a process of its own: real processes, which are killed, stopped and orphaned."""
+"""A drafter in a process of its own: real processes, killed and orphaned. `test_link.py` has one that falls silent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pid_of(rt: runtime.Runtime) -> int:
 
 
 @pytest.mark.slow
-async def test_texts_are_the_targets_until_the_process_is_killed_or_stopped_and_after(
+async def test_texts_are_the_targets_until_the_process_is_killed_and_after(
     pair: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     target, draft = pair
@@ -59,24 +59,23 @@ async def test_texts_are_the_targets_until_the_process_is_killed_or_stopped_and_
             assert statistics.draft_failures == 0
             assert statistics.draft_busy > 0
             assert statistics.estimates.draft_seconds > 0
-            for end, how in ((signal.SIGKILL, "has ended"), (signal.SIGSTOP, "hangs: it has sent no heartbeat")):
-                pid = pid_of(rt)
-                with caplog.at_level(logging.WARNING, "outrider"):
-                    async with rt.stream(PROMPT, max_tokens=120, **ASKED) as stream:
-                        found = []
-                        async for token in stream:
-                            found.append(token.id)
-                            if token.index == 9:
-                                os.kill(pid, end)
-                                await until_in_trio(lambda: not rt._draft.is_serving)
-                assert found == greedy(built, PROMPT, 120)
-                assert stream.statistics().draft_failures == 1
-                assert f"the drafter is lost: the drafter's process {pid} {how}" in caplog.text
-                assert rt.health().draft is False
-                await rt.detach_draft()
-                await rt.attach_draft(draft)
-                assert pid_of(rt) != pid
-                assert (await rt.generate(PROMPT, max_tokens=24, **ASKED)).statistics.accepted > 0
+            pid = pid_of(rt)
+            with caplog.at_level(logging.WARNING, "outrider"):
+                async with rt.stream(PROMPT, max_tokens=120, **ASKED) as stream:
+                    found = []
+                    async for token in stream:
+                        found.append(token.id)
+                        if token.index == 9:
+                            os.kill(pid, signal.SIGKILL)
+                            await until_in_trio(lambda: not rt._draft.is_serving)
+            assert found == greedy(built, PROMPT, 120)
+            assert stream.statistics().draft_failures == 1
+            assert f"the drafter is lost: the drafter's process {pid} has ended" in caplog.text
+            assert rt.health().draft is False
+            await rt.detach_draft()
+            await rt.attach_draft(draft)
+            assert pid_of(rt) != pid
+            assert (await rt.generate(PROMPT, max_tokens=24, **ASKED)).statistics.accepted > 0
             pid = pid_of(rt)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import attrs
-import pytest
 import trio
 from simulated_worker import Contention, SimulatedWorker
 from sweeps import sweep
 
-from actors.workers.worker import Job, JobError, Step, Steps
+from actors.workers.worker import Job, Step, Steps
 from protocol.trace import Actor, Event, Span, SpanKind
 
 
@@ -122,9 +121,6 @@ async def test_a_job_that_has_begun_on_a_shared_device_is_not_abandoned(autojump
     assert d.times("target") == [(0.0, 2.0)]
 
 
-# --- runs of steps --------------------------------------------------------------------------------
-
-
 def steps(widths: list[int], heard: list[Any], on_step: Callable[[int], None] = lambda number: None) -> Steps[Any]:
     """Steps of these widths; each reported result is appended to a list, with the time."""
 
@@ -138,52 +134,3 @@ def steps(widths: list[int], heard: list[Any], on_step: Callable[[int], None] = 
         on_step(number)
 
     return Steps("draft", lambda: step(0), hear, num_tokens=widths[0])
-
-
-async def test_each_step_takes_its_price_and_is_heard_of_when_it_is_done(autojump_clock):
-    d, heard = device(None), list[Any]()
-    await d.draft.run_steps(steps([8, 4, 2], heard))
-    assert d.times("draft") == [(0.0, 2.0), (2.0, 3.0), (3.0, 3.5)]
-    assert heard == [(2.0, 0, True), (3.0, 1, True), (3.5, 2, False)]
-    assert [span.num_tokens for span in d.spans] == [8, 4, 2]
-    assert d.draft.busy_seconds == 3.5
-
-
-@sweep("how", ["interrupted", "cancelled"])
-async def test_steps_that_are_stopped_in_the_middle_of_one_end_after_it(how, autojump_clock):
-    d, heard = device(None), list[Any]()
-    stopped = steps([4, 4, 4, 4], heard)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(d.draft.run_steps, stopped)
-        await trio.sleep(1.5)
-        if how == "interrupted":
-            stopped.interrupt()
-        else:
-            nursery.cancel_scope.cancel()
-    assert heard == [(1.0, 0, True), (2.0, 1, False)]
-    assert trio.current_time() == 2.0
-
-
-async def test_a_job_that_waits_has_its_turn_after_a_step(autojump_clock):
-    d, heard = device(None), list[Any]()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(d.draft.run_steps, steps([4, 4, 4], heard))
-        await trio.sleep(0.5)
-        await d.draft.run(job("prefill", 8))
-    assert heard == [(1.0, 0, False)]
-    assert d.times("draft") == [(0.0, 1.0), (1.0, 3.0)]
-
-
-async def test_an_error_in_a_step_comes_out_after_what_came_before_it(autojump_clock):
-    d, heard = device(None), list[Any]()
-
-    def fail() -> Any:
-        raise ZeroDivisionError
-
-    def hear(job: Job[Any], result: str, goes_on: bool) -> None:
-        heard.append(result)
-
-    with pytest.raises(JobError, match="draft failed"):
-        await d.draft.run_steps(Steps("draft", lambda: Step("first", fail), hear))
-    assert heard == ["first"]
-    await d.draft.run(job("draft", 4))

@@ -12,18 +12,10 @@ import trio
 from scenario import Scenario
 from scripted_models import PROMPT, VOCAB_SIZE, ScriptedDraft, ScriptedTarget
 from simulation import run_simulation
-from sweeps import sweep
 
-from actors.model import CachedSequence, Model, RewindMode
 from protocol.lookahead_policy import ChainPolicy
 
 NUM_POSITIONS = 4000
-
-
-def opened(model: Model) -> CachedSequence:
-    sequence = model.open_sequence(beside_another=True)
-    sequence.feed(PROMPT, 0)
-    return sequence
 
 
 def text(scenario: Scenario, length: int) -> tuple[int, ...]:
@@ -78,15 +70,6 @@ def drafted(scenario: Scenario, length: int = NUM_POSITIONS) -> Drafted:
 # --- the scripted pair ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@sweep("acceptance", [0.3, 0.6, 0.85])
-@sweep("spread", [0.5, 2.0, 50.0])
-def test_the_draft_is_right_as_often_as_the_scenario_says(acceptance, spread):
-    d = drafted(Scenario(acceptance, 0.1, spread=spread, seed=1))
-    # Five standard errors of a share of so many positions.
-    assert abs(d.share_right() - acceptance) < 5 * 0.5 / math.sqrt(NUM_POSITIONS)
-
-
 @pytest.mark.parametrize("spread", [0.5, 2.0, 10.0])
 def test_the_draft_is_right_as_often_as_it_is_sure_of(spread):
     d = drafted(Scenario(0.6, 0.1, spread=spread))
@@ -109,34 +92,6 @@ def test_the_acceptance_changes_where_the_scenario_says():
     assert d.share_right(0, 1000) == 1.0
     assert d.share_right(1000, 1500) == 0.0
     assert abs(d.share_right(1500) - 0.5) < 0.1
-
-
-def test_the_text_depends_on_the_seed_alone():
-    tokens = text(Scenario(0.6, 0.1, seed=3), 50)
-    assert text(Scenario(0.9, 1.0, contention=1.0, seed=3), 50) == tokens
-    assert text(Scenario(0.6, 0.1, seed=4), 50) != tokens
-    assert len(set(tokens)) > 20
-
-
-@pytest.mark.parametrize("model", [ScriptedTarget, ScriptedDraft])
-def test_a_sequence_says_the_same_however_it_came_to_hold_its_tokens(model):
-    scenario = Scenario(0.6, 0.1)
-    tokens = text(scenario, 12)
-    at_once = opened(model(scenario)).feed(tokens, len(tokens))
-
-    sequence = opened(model(scenario))
-    one_by_one = [sequence.feed((token,), 1) for token in tokens]
-    assert mx.array_equal(mx.concatenate(one_by_one), at_once)
-
-    assert sequence.prepare(3, 13) is RewindMode.TRIM
-    sequence.feed((1, 2, 3), 0)
-    assert sequence.rewind(1 + 5) == 6
-    sequence.check(6)
-    assert mx.array_equal(sequence.feed(tokens[5:], 7), at_once[5:])
-
-    sequence.rewind(1 + 11)
-    assert mx.array_equal(sequence.feed_lazy(mx.array([tokens[11]])), at_once[11:])
-    sequence.check(13)
 
 
 # --- playing a scenario ---------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import KVCache
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -119,19 +118,6 @@ class Shifted(Wrapped):
 
     def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
         return mx.roll(super().__call__(inputs, cache), 1, axis=-1)
-
-
-class Rereading(Wrapped):
-    """A recurrent model behind a cache that can be trimmed: it reads its whole text anew at every step."""
-
-    def make_cache(self) -> list[Any]:
-        return [KVCache()]
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        # The tokens themselves are the keys.
-        tokens = inputs[:, None, :, None].astype(mx.float32)
-        seen, _ = cache[0].update_and_fetch(tokens, tokens)
-        return self.model(seen[:, 0, :, 0].astype(mx.int32))[:, -inputs.shape[1] :]
 
 
 class Padded(Wrapped):

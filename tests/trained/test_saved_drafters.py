@@ -292,33 +292,6 @@ async def test_what_parts_from_a_stored_text_before_its_features_is_read_anew(
         assert completion.statistics.proposed > 0
 
 
-@pytest.mark.slow
-async def test_acceptance_is_the_same_in_a_saved_conversation(tmp_path: Path) -> None:
-    found, path = [], tmp_path / "conversation"
-
-    async def ask(conversation: runtime.Conversation, text: str) -> None:
-        completion = await conversation.generate(text)
-        statistics = completion.statistics
-        found.append((completion.text, statistics.proposed, statistics.accepted, statistics.cached_tokens > 0))
-
-    options: dict[str, Any] = {"work_ahead": "never"}
-    first, second = "def add(a, b):", "\n\ndef sub(a, b):"
-    for cache_bytes in ({}, {}, {"prefix_cache_bytes": 0}):
-        async with runtime.open(runtime.DEMO_TARGET, draft=runtime.DEMO_TRAINED_DRAFT, **options, **cache_bytes) as rt:
-            if path.exists() and not cache_bytes:
-                conversation = await rt.load(path)
-            else:
-                conversation = rt.conversation(max_tokens=16, lookahead=2)
-                await conversation.generate(first)
-                if not cache_bytes:
-                    await conversation.save(path)
-            await ask(conversation, second)
-    in_memory, loaded, anew = found
-    assert in_memory == loaded
-    assert in_memory == (*anew[:3], True)
-    assert in_memory[2] > 5
-
-
 async def test_a_detached_drafter_is_freed_and_its_texts_are_on_disk(tmp_path: Path) -> None:
     folder, disk = tmp_path / "drafter", tmp_path / "disk"
     target = build("llama")

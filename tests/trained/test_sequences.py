@@ -242,17 +242,6 @@ def test_another_text_is_read_with_its_own_features(subject: Subject, start: int
         assert close(logits[-1], subject.expected(tokens[:end], features[:12]))
 
 
-def test_a_text_whose_cache_was_lost_is_read_again(subject: Subject) -> None:
-    sequence = subject.sequence()
-    sequence.give(0, subject.features[:9])
-    sequence.feed(TOKENS[:11], 1)
-    sequence.forget()
-    sequence.check(0)
-    logits = sequence.feed(TOKENS[:11], 1)
-    assert logits is not None
-    assert close(logits[-1], subject.expected(TOKENS[:11], subject.features[:9]))
-
-
 @sweep("num_common", [21, 18])
 def test_a_text_goes_on_from_its_state_with_the_features_of_its_last_positions(depths: Depths, num_common: int) -> None:
     sequence, first, num_modules = depths.sequence(), 12, len(depths.modules)

@@ -9,11 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-import trio
-import trio.testing
 from architectures import build
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from models import gemma3_text, llama, mamba
 from other_vocabularies import TranslatedScript, own_texts
 from scripted import (
@@ -21,12 +17,9 @@ from scripted import (
     Script,
     agreeing,
     always,
-    collect,
     continuation,
-    hashed,
     ids,
     never,
-    priced,
     simulated,
     truthful,
     within,
@@ -253,27 +246,3 @@ async def test_the_text_is_the_targets_whatever_is_drafted(lookahead: Any, cache
         if agreement == 1.0 and lookahead != "auto" and cache.get("undo", always) is always:
             # What the drafter cannot say is every fifth token or so.
             assert 0.6 < sum(token.from_draft for token in completion.tokens) / 50 + 1 / (1 + lookahead) < 1.1
-
-
-@settings(deadline=None, derandomize=True, max_examples=15)
-@given(
-    prompts=st.lists(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=6), min_size=1, max_size=3),
-    lookahead=st.sampled_from([1, 2, 5, "auto"]),
-    seed=st.integers(0, 99),
-)
-def test_texts_with_a_seed_are_those_without_a_drafter(prompts: Any, lookahead: Any, seed: int) -> None:
-    sampled = {"max_tokens": 12, "temperature": 1.0, "seed": seed, "acceptance": "match", "reuse_prefix": True}
-    script = hashed("target", 3.0)
-
-    async def texts(draft: Any) -> list[list[int]]:
-        found: list[list[int]] = []
-        async with simulated(Scripted(script), draft, price=priced(), schedule=seed) as simulation:
-            for prompt in prompts:
-                found.append(await collect(simulation.runtime.stream(prompt, lookahead=lookahead, **sampled)))
-        return found
-
-    def run(draft: Any) -> list[list[int]]:
-        found: list[list[int]] = trio.run(texts, draft, clock=trio.testing.MockClock(autojump_threshold=0))
-        return found
-
-    assert run(TranslatedScript(in_own_tokens(hashed("draft", 1.0, near=script)), SCRIPT_MAP)) == run(None)
