@@ -531,10 +531,11 @@ class ComparingWorker(SimulatedWorker):
                 self._sequences.pop(session, None)
             raise
         handed.done_at = self.clock()
-        if isinstance(result, CacheHit) and isinstance(result.sequence, ScriptedSequence):
-            self._sequences[job.session] = result.sequence
-            # The sequence came from the prefix cache; it now belongs to this session only.
-            assert list(self._sequences.values()).count(result.sequence) == 1, "two sessions share a sequence"
+        opened = result.sequence if isinstance(result, CacheHit) else result
+        if isinstance(opened, ScriptedSequence):
+            self._sequences[job.session] = opened
+            # It may come from the prefix cache; it now belongs to this session only.
+            assert list(self._sequences.values()).count(opened) == 1, "two sessions share a sequence"
         if job.kind == "close":
             self._sequences.pop(job.session, None)
         for sequence, num_committed in checked:
