@@ -72,7 +72,8 @@ class PassPrices:
         self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_computed: int, width: int
     ) -> None:
         """Learn from a pass of any other kind, which has computed `width` tokens for each of `num_computed` texts."""
-        proposals = [proposal for session in sessions if (proposal := session.proposal) is not None and proposal.tokens]
+        rows = [row for session in sessions if (row := session.row) is not None]
+        proposals = [proposal for row in rows if (proposal := row.proposal) is not None and proposal.tokens]
         last, self._last_drafted = self._last_drafted, (job.ended, self._worker.busy_seconds)
         if last is not None and proposals and all(each.needs_no_model for each in proposals):
             self._prices.observe_gap(min(job.seconds, self._idle_s(last, job)))
