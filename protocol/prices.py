@@ -166,7 +166,7 @@ class Prices:
         """Add a target's pass over `rows` rows, those of padding included."""
         self.tell(Measurement("verify", rows, ended_s - began_s, ended_s))
         self._price_passes(until_s=ended_s)
-        # A draft step that ran beside the end of this pass is heard of only when that step has ended.
+        # Priced later: a draft step that overlaps the end of this pass is reported only when it ends.
         self._unpriced_passes.append((rows, began_s, ended_s))
 
     def observe_gap(self, seconds: float) -> None:
