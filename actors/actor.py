@@ -94,8 +94,7 @@ class ActorSession:
         # Lengths of the prompt at which its cache keeps a prefix checkpoint, if it needs any.
         self.checkpoints = {num_read - CHECKPOINT_DISTANCE, num_read, *range(0, num_read, CHECKPOINT_INTERVAL)}
         self.checkpoints.update(shared.opened.message_starts)
-        # Whether the stored part of its prompt, if any, has been loaded into the prefix cache; None before that has
-        # begun.
+        # None before the search for a stored prefix of its prompt, False during that, True afterwards.
         self.is_disk_searched: bool | None = None
         self._num_common: dict[int, int] = {}  # by session
 

@@ -31,7 +31,8 @@ MAX_EMPTY_PROPOSALS = 8  # a rest begins after this many proposals in a row with
 MIN_CATCH_UP, PROBE_SHARE = 6, 0.02
 # If more than this share of the recent proposals were copied, the measured rate says little about the drafter.
 MAX_COPIED_SHARE = 0.1
-TRUST_MEMORY_ROUNDS = 100.0  # rounds of a rest after which a distrust of the price model has faded to 1/e
+# Rounds of each text in a rest after which a distrust of the price model has faded to 1/e. Texts share it.
+TRUST_MEMORY_ROUNDS = 100.0
 
 
 @attrs.define
@@ -310,7 +311,7 @@ class AutoPolicy:
         if self._copied_share.value > MAX_COPIED_SHARE:
             speculative_rate = min(speculative_rate, self.calibration.trust * modelled_rate)
         measured_share = min(1.0, speculative_rate / modelled_rate)
-        self.calibration.trust += (measured_share - self.calibration.trust) / self._trust_memory
+        self.calibration.trust += (measured_share - self.calibration.trust) / (TRUST_MEMORY_ROUNDS * prices.num_texts)
         # A few dozen rounds say little where the two rates are close, and the model says more.
         rate = (speculative_rate + 2 * self.calibration.trust * modelled_rate) / 3
         if rate >= REST_BELOW * prices.plain_rate:
@@ -318,13 +319,9 @@ class AutoPolicy:
         self.calibration.trust = measured_share
         return True
 
-    @property
-    def _trust_memory(self) -> float:
-        """The memory of `Calibration.trust`, in rounds of all texts, since they share the calibration."""
-        return TRUST_MEMORY_ROUNDS * self.prices.num_texts
-
     def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
-        self.calibration.trust += (1.0 - self.calibration.trust) * min(1.0, num_rounds / self._trust_memory)
+        share_faded = min(1.0, num_rounds / (TRUST_MEMORY_ROUNDS * self.prices.num_texts))
+        self.calibration.trust += (1.0 - self.calibration.trust) * share_faded
         rate = self.calibration.trust * self.prices.modelled_rate(self.calibration.mean_acceptance)
         if rate <= 0.0:
             return True

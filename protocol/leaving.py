@@ -4,8 +4,8 @@ Unless the rule is match, a text is exact only if the decision to propose a toke
 drawn. But a drafter may fail because of a token that it drew: when it reads that token, or a logits processor does. If
 it then left without proposing it, that token would be rarer in texts than under the target's distribution.
 
-So a drafter that has to leave drafts no more, but goes on deciding what to propose and when to rest, as if it had not
-failed, until verdicts have dropped all that it drew. Its withdrawal is made here and nowhere else.
+So a drafter that has to leave draws no new tokens, but proposes and rests as before until verdicts have consumed those
+that it drew. Its withdrawal is made here and nowhere else.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Node:
     def best(self) -> Guess | None:
         """What the token would be proposed as: the drafter's guess or the copy, whichever is worth more.
 
-        That both are the same token must not affect the decision: under the rejection rule a draw is judged otherwise
-        than a copy, so this draw would be judged as one more or less often than other draws.
+        By worth even if both are the same token. The rejection rule judges a draw and a copy differently, so preferring
+        one because they coincide would bias the text.
         """
         guess, copy = self.guess, self.copy
         return guess if copy is None or (guess is not None and guess.worth >= copy.worth) else copy
@@ -220,7 +220,7 @@ class LookaheadTree:
             if node.parent is None:
                 node.reach = 1.0
             else:
-                # A node that was copied before, and is kept only because it was drafted after, is not expected.
+                # A node whose copy was withdrawn stays only for its drafted children, and is not expected itself.
                 node.reach = node.parent.reach * (best.confidence if (best := node.best) is not None else 0.0)
 
 

@@ -254,7 +254,7 @@ def _next_round(view: TargetView) -> NextJob:
     if (job := _wait_for_more(view, rounds)) is not None:
         return job
     if len(rounds) == 1:
-        # Its own policy has decided already how many tokens its pass is worth.
+        # For a single text, its drafter's policy has chosen the number of tokens.
         return NextJob("verify", {sharing[0]: len(rounds[0].reach)})
     num_other_rows = sum(each.is_row for each in view.expected)
     num_other_rows += sum(turn.round.is_row for turn in view.turns if turn.is_alone or turn.reads_again)

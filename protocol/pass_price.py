@@ -30,7 +30,7 @@ MAX_SURPRISE = 3.0
 MAX_EXACT_ROWS, ENTRY_FACTOR = 16, 1.15
 # Passes after which an average has forgotten all but 1/e: an entry's, of passes of that entry; the level; the slowdown.
 ENTRY_MEMORY, LEVEL_MEMORY, SLOWDOWN_MEMORY = 20.0, 20.0, 60.0
-# An overlap that differs from the usual one by this share of the pass tells half of what it could about the slowdown.
+# Evidence about the slowdown counts half where the overlap differs from its mean by this share of the pass.
 TELLING_SHARE = 0.1
 UNSEEN_MEMORY = 500.0  # passes of other entries after which an entry's weight has fallen to 1/e
 MIN_FIRST_S = 1e-9  # the first pass sets the unit of the others, so it must have taken a time that a clock can tell
@@ -141,7 +141,7 @@ class PassPrice:
             return
         entry = self._entries[key]
         more_overlap, more_time = overlap - entry.overlap, time - entry.time
-        # A pass that tells nothing about the slowdown makes nothing forgotten: in a rest, hardly any tells something.
+        # Old evidence fades only as new evidence arrives. While the drafter rests, hardly any does.
         told = more_overlap**2 / max(more_overlap**2 + (TELLING_SHARE * time) ** 2, 1e-12)
         keep, share = 1.0 - told / SLOWDOWN_MEMORY, entry.weight / (entry.weight + 1.0)
         self._overlap_squared = keep * self._overlap_squared + share * more_overlap**2

@@ -123,8 +123,8 @@ class Prices:
     # Seconds after a draft step beside the target in which the target still has only its share of the cores; 0 where
     # the models do not share cores.
     core_hold_s: float = 0.0
-    # Called with each measurement, if the other actor is in another process; must neither wait nor raise.
-    tell: Callable[[Measurement], None] | None = None
+    # Called with each measurement, for an actor in another process; must neither wait nor raise.
+    tell: Callable[[Measurement], None] = lambda measured: None
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
     # Seconds of a round without drafts, by how many texts share its pass.
@@ -142,7 +142,7 @@ class Prices:
     def observe_draft_step(self, width: int, began_s: float, ended_s: float, *, beside_target: bool) -> None:
         """Add a draft step over `width` tokens, and whether the target worked meanwhile."""
         seconds = ended_s - began_s
-        self._tell(Measurement("draft", width, seconds, ended_s, beside_target=beside_target))
+        self.tell(Measurement("draft", width, seconds, ended_s, beside_target=beside_target))
         if not beside_target or not self.draft_alone.is_known:
             self.draft_alone.observe(width, 0.0, seconds)
         elif (expected_s := self.draft_alone(width)) > 0:
@@ -155,7 +155,7 @@ class Prices:
 
     def observe_draft_reading(self, began_s: float, ended_s: float) -> None:
         """Add a pass in which the drafter read some text, so that passes of the target beside it do not seem dear."""
-        self._tell(Measurement("reading", seconds=ended_s - began_s, ended_s=ended_s))
+        self.tell(Measurement("reading", seconds=ended_s - began_s, ended_s=ended_s))
         self._note_drafting(began_s, ended_s, beside_target=True)
 
     def _note_drafting(self, began_s: float, ended_s: float, *, beside_target: bool) -> None:
@@ -167,19 +167,19 @@ class Prices:
 
     def observe_verify_pass(self, rows: int, began_s: float, ended_s: float) -> None:
         """Add a target's pass over `rows` rows, those of padding included."""
-        self._tell(Measurement("verify", rows, ended_s - began_s, ended_s))
+        self.tell(Measurement("verify", rows, ended_s - began_s, ended_s))
         self._price_passes(until_s=ended_s)
-        # A draft step that ran beside the end of this pass is heard of only when that step has ended.
+        # Priced later: a draft step that overlaps the end of this pass is reported only when it ends.
         self._unpriced_passes.append((rows, began_s, ended_s))
 
     def observe_gap(self, seconds: float) -> None:
         """Add the gap before a pass whose proposals are all copied."""
-        self._tell(Measurement("gap", seconds=seconds))
+        self.tell(Measurement("gap", seconds=seconds))
         self.gap_s.observe(seconds)
 
     def observe_plain_round(self, seconds: float, *, num_texts: int = 1) -> None:
         """Add a round without drafts, from the last verdict to its own, in a pass that `num_texts` shared."""
-        self._tell(Measurement("plain", num_texts, seconds))
+        self.tell(Measurement("plain", num_texts, seconds))
         known = self._plain_rounds_s.setdefault(num_texts, Mean(memory=50.0))
         if known.value > 0.0:
             seconds = min(seconds, MAX_SURPRISE * known.value)
@@ -187,7 +187,7 @@ class Prices:
 
     def observe_round(self, num_tokens: int, seconds: float) -> None:
         """Add a speculative round: the tokens that it committed, and the time from the last verdict to its own."""
-        self._tell(Measurement("round", num_tokens, seconds))
+        self.tell(Measurement("round", num_tokens, seconds))
         self._num_rounds += 1
         keep = 1.0 - 1.0 / RATE_MEMORY_ROUNDS
         total_tokens, total_s = self._speculated
@@ -195,14 +195,10 @@ class Prices:
 
     def reset_speculative_rate(self) -> None:
         """Replace the measured speculative rate by the modelled one, with the weight of a few rounds."""
-        self._tell(Measurement("rate"))
+        self.tell(Measurement("rate"))
         seconds = 3.0 * self.verify(2)
         rate = self.modelled_rate(self._last_calibration.mean_acceptance)
         self._speculative[self.num_texts.bit_length()] = seconds * rate, seconds
-
-    def _tell(self, measurement: Measurement) -> None:
-        if self.tell is not None:
-            self.tell(measurement)
 
     def take(self, measured: Measurement) -> None:
         """Add what the actor in the other process has measured."""

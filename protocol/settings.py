@@ -376,7 +376,7 @@ class Settings:
 
     @property
     def manner(self) -> tuple[object, ...]:
-        """The settings on which the meaning of the drafter's confidence depends; see `Prices.calibration`."""
+        """What tells apart the settings that have a calibration of their own; see `Prices.calibration`."""
         temperatures = round(self.temperature, 1), round(self.drafting_temperature, 1)
         return self.rule, *temperatures, self.sampler is not None
 

@@ -64,8 +64,8 @@ class TargetQueue:
     def others_s(self, session: int) -> float:
         """Seconds for which the target has passes of other sessions to do after the session's own pass, >= 0.
 
-        These are the passes of waiting rounds that do not share it. A pass of others that runs counts, too: its
-        sessions are expected to be back by then, with another round each.
+        These are the passes of waiting rounds that do not share it. A running pass of other sessions counts as well,
+        because they will have queued their next rounds by then.
         """
         waiting = [num_tokens for other, num_tokens in self._waiting.items() if other != session]
         if session in self._running:

@@ -39,7 +39,7 @@ class Announcer:
         self.ledger = TextLedger()
         # Numbers of states that the other ranks need not keep any more; any thread may add some.
         self.unused_states: deque[int] = deque()
-        self._numbers = count()
+        self.numbers = count()  # for sequences and states
         self._is_inside = False
         self._held_back: list[Operation] = []
 
@@ -47,10 +47,6 @@ class Announcer:
     def followers(self) -> list[int]:
         """The other ranks of the target, in the order of their parts."""
         return self.group.target_ranks(self.group.draft_rank)[1:]
-
-    def next_number(self) -> int:
-        """A number for a sequence or a state, which no other has had."""
-        return next(self._numbers)
 
     @contextmanager
     def announced(
@@ -178,7 +174,7 @@ class ShardedSequence(MLXSequence):
     def copy(self, length: int, number: int | None = None) -> ShardedSequence:
         """`number` is that of the copy at rank 0, if this is another rank."""
         announcer, copy = self._announcer, self._empty_alike()
-        number = announcer.next_number() if number is None else number
+        number = next(announcer.numbers) if number is None else number
         with announcer.announced("copy", self.number, length, number):
             copy._announcer, copy.number = announcer, number
             announcer.ledger.copy(self.number, number)
@@ -189,7 +185,7 @@ class ShardedSequence(MLXSequence):
         announcer = self._announcer
         if (state := super().take_state(tokens)) is None:
             return None
-        number = announcer.next_number()
+        number = next(announcer.numbers)
         with announcer.announced("take_state", self.number, number, len(tokens)):
             return attrs.evolve(state, others=TakenParts(announcer, number))
 
@@ -247,7 +243,7 @@ class ShardedModel(MLXModel):
     def open_sequence(self, *, beside_another: bool, number: int | None = None) -> ShardedSequence:
         """As `MLXModel`'s; `number` is that at rank 0, if this is another rank."""
         sequence = super().open_sequence_of(ShardedSequence, beside_another=beside_another)
-        sequence.enter(self._announcer, self._announcer.next_number() if number is None else number)
+        sequence.enter(self._announcer, next(self._announcer.numbers) if number is None else number)
         return sequence
 
     @property

@@ -185,7 +185,11 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 case Notice.LEAVE:
                     self._leave(session)
                 case Notice.REST:
-                    self._rest_unread(session)
+                    assert isinstance(session.policy, AutoPolicy)
+                    session.policy.only_copies = True
+                    session.copy()
+                    self._say_ready(session)
+                    self._rest(session)
                 case Notice.REST_WITHOUT_FEATURES:
                     self._say_ready(session)
                     self._rest(session, ROUNDS_WITHOUT_FEATURES)
@@ -213,13 +217,6 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         num_texts = min(sum(not each.has_left for each in self._sessions.values()), self._steps.num_shared)
         self.prices.num_texts = max(self.prices.num_texts, num_texts)
         return self.prices.num_texts >= MANY_TEXTS or session.policy.should_rest()
-
-    def _rest_unread(self, session: DraftSession) -> None:
-        assert isinstance(session.policy, AutoPolicy)
-        session.policy.only_copies = True
-        session.copy()
-        self._say_ready(session)
-        self._rest(session)
 
     def _rests_on(self, session: DraftSession, num_rounds: int) -> bool:
         """Whether to prolong a rest: drafting does not pay, or it would, but much of the text must be read first."""

@@ -118,7 +118,6 @@ class DraftSteps:
         self.sequence.check(position + 1)
         # The launched step has fed the choice, whether or not its own guess will be read.
         drafted = Drafted(guess, FeedPlan(start.plan.keep, (*start.plan.feed, guess.token)), True)
-        # Nothing comes after the end of the text.
         if guess.token in self.shared.opened.stop_tokens:
             return Step(drafted)
         # Even if the budget is spent: the device works on this step already.

@@ -112,8 +112,8 @@ class SharedSteps:
             lazies = _lazies(parts, logits)
             mx.eval([lazy.value.arrays() for _, lazy in lazies if isinstance(lazy, outcome.Value)])
         except BaseException:
-            # What is in the caches now is not known. Nobody has seen a token that was drawn from these logits, so when
-            # the sessions draw again, it is as if for the first time.
+            # What is in the caches now is not known. No token that was drawn from these logits was used, so drawing
+            # again does not bias the texts.
             self._model.abandon_shared()
             for part in parts:
                 part.draft_steps.sequence.forget()

@@ -116,7 +116,7 @@ class RemoteDrafter:
                 nursery.cancel_scope.cancel()
             await trio.sleep_forever()
         finally:
-            self.is_serving, self._prices.tell = False, None
+            self.is_serving, self._prices.tell = False, lambda measured: None
             self._link.close()
             for session in list(self._sessions.values()):
                 self._forget(session)

@@ -1,3 +1,1 @@
-"""Sampling: from logits to the distribution that tokens are drawn from, for target and drafter alike. A new sampler or
-filter goes into `logits_pipeline`. The draw itself belongs to the acceptance rules: `protocol.acceptance`.
-"""
+"""Sampling: from logits to what tokens are drawn from. The draw belongs to the rules of `protocol.acceptance`."""

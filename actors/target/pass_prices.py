@@ -20,7 +20,8 @@ class PassPrices:
     def __init__(self, prices: Prices, worker: Worker) -> None:
         self._prices = prices
         self._worker = worker
-        self._num_ahead = 0  # passes in succession that were launched ahead; -1 if the next one is to be measured
+        self._num_ahead = 0  # passes in succession that were launched ahead
+        self._measures_next = False
         self._num_before = 0  # sessions at the end of the last pass
         # When the last pass ended, and the worker's busy seconds by then: in the first if that pass was without drafts,
         # in the second if it was over proposals.
@@ -33,7 +34,7 @@ class PassPrices:
 
     def may_go_ahead(self, num_rows: int) -> bool:
         """Whether a pass of so many rows may launch the next one."""
-        return num_rows == 1 or 0 <= self._num_ahead < MEASURED_EVERY
+        return num_rows == 1 or (self._num_ahead < MEASURED_EVERY and not self._measures_next)
 
     def begin_pass(self, *, is_plain: bool) -> None:
         """Note that a pass begins."""
@@ -44,7 +45,7 @@ class PassPrices:
 
     def forget(self) -> None:
         """Forget the last pass: one has failed."""
-        self._last_plain, self._last_drafted, self._num_ahead = None, None, 0
+        self._last_plain, self._last_drafted, self._num_ahead, self._measures_next = None, None, 0, False
 
     def pause(self) -> None:
         """Note that there is nothing to do for now, so that this time is not counted as part of a plain round."""
@@ -60,8 +61,9 @@ class PassPrices:
         plain round of several texts costs: nearly all of those are passes ahead. `is_ahead` says whether it has
         launched the next one.
         """
-        was_ahead, is_next_measured = self._num_ahead > 0, self._num_ahead >= MEASURED_EVERY
-        self._num_ahead = max(0, self._num_ahead) + 1 if is_ahead else -is_next_measured
+        was_ahead = self._num_ahead > 0
+        self._measures_next = not is_ahead and self._num_ahead >= MEASURED_EVERY
+        self._num_ahead = self._num_ahead + 1 if is_ahead else 0
         if self._is_typical(sessions, num_sessions) and not (was_ahead or is_ahead) and num_sessions > 1:
             self._prices.observe_verify_pass(num_rows, job.began, job.ended)
         last, self._last_plain = self._last_plain, (job.ended, self._worker.busy_seconds)
@@ -72,7 +74,8 @@ class PassPrices:
         self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_computed: int, width: int
     ) -> None:
         """Learn from a pass of any other kind, which has computed `width` tokens for each of `num_computed` texts."""
-        proposals = [proposal for session in sessions if (proposal := session.proposal) is not None and proposal.tokens]
+        rows = [row for session in sessions if (row := session.row) is not None]
+        proposals = [proposal for row in rows if (proposal := row.proposal) is not None and proposal.tokens]
         last, self._last_drafted = self._last_drafted, (job.ended, self._worker.busy_seconds)
         if last is not None and proposals and all(each.needs_no_model for each in proposals):
             self._prices.observe_gap(min(job.seconds, self._idle_s(last, job)))

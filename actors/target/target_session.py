@@ -11,7 +11,7 @@ from actors.session import Session
 from actors.target.passes import Row, RowResult
 from actors.workers.worker import Worker
 from protocol.deadlines import ROUNDS_ALONE
-from protocol.messages import Overdue, Proposal, Verdict
+from protocol.messages import Overdue, Verdict
 from protocol.pass_plan import ReadyRound
 from protocol.prices import Mean, Prices
 from protocol.replay import ReplayDebt
@@ -199,11 +199,6 @@ class TargetSession(ActorSession):
         if self.shared.find_stop is None:
             return verdict
         return attrs.evolve(verdict, stop=self.shared.find_stop(self.state.preview(verdict)))
-
-    @property
-    def proposal(self) -> Proposal | None:
-        """The part of the drafter's proposal that the last pass has judged."""
-        return None if self.row is None else self.row.proposal
 
     def drop_proposal(self) -> Overdue | None:
         """Drop the outstanding proposal, because a pass with its tokens has failed.

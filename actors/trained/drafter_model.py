@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -60,12 +60,10 @@ class TrainedDrafter(FeedsEach):
         return CacheSize(slot_bytes, (), max(0, short - STEP * slot_bytes), STEP + MAX_WIDTH)
 
     def _bytes_of(self, num_tokens: int) -> int:
-        sequence = self._open_sequence()
-        sequence.give_nothing(num_tokens)
-        sequence.feed((0,) * num_tokens, 0)
-        num_bytes = sequence.num_bytes
-        sequence.close()
-        return num_bytes
+        with closing(self._open_sequence()) as sequence:
+            sequence.give_nothing(num_tokens)
+            sequence.feed((0,) * num_tokens, 0)
+            return sequence.num_bytes
 
     def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
         """The same drafter, loaded once more and quantised; see `attach`."""

@@ -45,16 +45,15 @@ class TranslatedModel:
         return self._model.evaluating_layers()
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        readings = [cast(TranslatedSequence, feed.sequence).read(feed.tokens, feed.num_logits) for feed in feeds]
+        sequences = [cast(TranslatedSequence, feed.sequence) for feed in feeds]
+        readings = [each.read(feed.tokens, feed.num_logits) for each, feed in zip(sequences, feeds, strict=True)]
         own_feeds = [
-            Feed(cast(TranslatedSequence, feed.sequence).own, reading.tokens, reading.num_rows, feed.alone)
-            for feed, reading in zip(feeds, readings, strict=True)
+            Feed(each.own, reading.tokens, reading.num_rows, feed.alone)
+            for each, reading, feed in zip(sequences, readings, feeds, strict=True)
         ]
         all_rows = self._model.feed_together(own_feeds)
-        return [
-            cast(TranslatedSequence, feed.sequence).take_rows(reading, rows)
-            for feed, reading, rows in zip(feeds, readings, all_rows, strict=True)
-        ]
+        read = zip(sequences, readings, all_rows, strict=True)
+        return [each.take_rows(reading, rows) for each, reading, rows in read]
 
     @property
     def widest_row(self) -> int:

@@ -80,7 +80,7 @@ class ThreadWorker:
         self._base_timeout_s = HANG_TIMEOUT_S if hang_timeout_s is None else hang_timeout_s
         self._explain = explain
         self._jobs: queue.SimpleQueue[_QueuedJob | None] = queue.SimpleQueue()
-        self._busy_seconds = 0.0
+        self.busy_seconds = 0.0
         self._longest_job_s = self._longest_token_s = 0.0
         # Written on the thread alone.
         self._running: Job[Any] | None = None
@@ -114,10 +114,6 @@ class ThreadWorker:
     @property
     def is_alive(self) -> bool:
         return not self._stopped.is_set()
-
-    @property
-    def busy_seconds(self) -> float:
-        return self._busy_seconds
 
     def clock(self) -> float:
         """Seconds since an arbitrary moment."""
@@ -258,7 +254,7 @@ class ThreadWorker:
             return  # given up
         steps = queued.steps
         job.began, job.ended = began, ended
-        self._busy_seconds += job.seconds
+        self.busy_seconds += job.seconds
         if job.kind != "load":
             self._longest_job_s = max(self._longest_job_s, job.seconds)
         if job.num_tokens > 0:
