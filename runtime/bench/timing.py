@@ -29,9 +29,7 @@ class TimedToken:
 
 
 def first_timed(tokens: Sequence[TimedToken]) -> tuple[int, float]:
-    """Index of the first token after the first round, which the first token of the target's own ends, and the time of
-    that end.
-    """
+    """Index of the first token after the first round, which the target's own first token ends, and the time of that."""
     end_of_first = next((i for i, token in enumerate(tokens) if not token.from_draft), len(tokens) - 1)
     return end_of_first + 1, tokens[end_of_first].at
 

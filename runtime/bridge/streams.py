@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import mlx.core as mx
 
@@ -15,23 +15,13 @@ from protocol.statistics import Counts, Statistics
 from runtime.bridge.portal import Call, Portal
 from runtime.generation.many_prompts import C
 from runtime.generation.many_prompts import Completions as TrioCompletions
-from runtime.generation.token_stream import Completion, completion_of, warn_unread
+from runtime.generation.token_stream import Completion, SingleConsumer, completion_of, warn_unread
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import ToolCall
 
 T = TypeVar("T")
-
-
-class Closable(Protocol):
-    """What a handle can be of."""
-
-    def close(self) -> None:
-        """End at once; closing again does nothing. Only in trio's thread."""
-        ...
-
-
-S = TypeVar("S", bound=Closable)
+S = TypeVar("S", bound=SingleConsumer)
 
 
 class Handle(Generic[S]):

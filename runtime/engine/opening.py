@@ -1,6 +1,4 @@
-"""Opening a runtime: checks the arguments, loads and times the models, and starts the actors; and `stream` on the
-runtime in use.
-"""
+"""Opens a runtime: checks the arguments, loads and times models, and starts actors; and `stream` on the one in use."""
 
 from __future__ import annotations
 

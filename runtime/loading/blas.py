@@ -83,9 +83,7 @@ def choose(
 
 
 def advice_for_float32() -> str | None:
-    """What to do for float32 models to compute faster on this machine's CPU; None where there is nothing, or the user
-    has chosen MLX's own BLAS.
-    """
+    """What would make float32 models faster on this CPU; None where nothing would, or the user chose MLX's own BLAS."""
     if sys.platform != "linux" or os.environ.get(VARIABLE) == SYSTEM or _loaded.keeps_own:
         return None
     if not (blas_in_use() or "").startswith(_REFERENCE):

@@ -76,9 +76,7 @@ def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
 
 
 def config_in(folder: Path) -> dict[str, Any] | None:
-    """What config.json, or the metadata of a GGUF file, says; None if it cannot be read: loading the model reports what
-    is wrong.
-    """
+    """What config.json, or a GGUF file's metadata, says; None if it cannot be read: loading the model tells why."""
     if is_gguf(folder):
         # PyPI `gguf` takes a quarter of a second to import.
         from runtime.loading.gguf.architectures import config_of

@@ -270,14 +270,12 @@ class SessionSaver:
         check_path(path)
         # Empty where the tokenizer has no chat template and there are no messages yet.
         tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
-        messages = tuple(account.messages)
-        settings = account.settings
         session = SavedSession(
-            messages=messages,
+            messages=tuple(account.messages),
             thinking=account.thinking,
             tokens=tokens,
-            settings=settings_for_json(settings),
-            num_processors=len(settings.logits_processors),
+            settings=settings_for_json(account.settings),
+            num_processors=len(account.settings.logits_processors),
             cache_options=self._cache_options,
             vocabulary=await self._vocabulary(),
             target=await saved_sequence.save(self.target, tokens),

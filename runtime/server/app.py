@@ -203,8 +203,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 async def _on_failure(request: Request, error: Exception) -> Response:
     message = "the server has failed; its log has the error"
-    failure = ErrorResponse(500, message, code="internal_error")
-    return _error_response(failure, request.url.path)
+    return _error_response(ErrorResponse(500, message, code="internal_error"), request.url.path)
 
 
 # --- operations that need no model ----------------------------------------------------------------

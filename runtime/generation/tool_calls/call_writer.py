@@ -16,8 +16,7 @@ def written_calls(format: CallFormat, layout: CallLayout, calls: Sequence[tuple[
     begin, end = layout.block
     if layout.between_calls is not None:
         texts = [layout.between_calls.join(texts)]
-    blocks = [f"{format.start}{begin}{text}{end}{format.end}" for text in texts]
-    return "\n".join(blocks)
+    return "\n".join(f"{format.start}{begin}{text}{end}{format.end}" for text in texts)
 
 
 def _call(layout: CallLayout, name: str, arguments: Mapping[str, Any], number: int) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from runtime.generation.tool_calls.events import ToolCall
+from runtime.generation.tool_calls.events import Answer, ToolCall
 
 if TYPE_CHECKING:
     from runtime.generation.reasoning import ReasoningTracker
-    from runtime.generation.tool_calls.events import Answer
 
 
 def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -110,8 +110,7 @@ def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
 def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
     """The health of all models together, and of each. A model that is not in memory counts as healthy."""
     states = [loaded.runtime.health() for loaded in models.in_memory()]
-    statuses = [service_status(state) for state in states]
-    status = _worst(statuses)
+    status = _worst([service_status(state) for state in states])
     drafts = [state.draft for state in states if state.draft is not None]
     by_name = {spec.name: health_of(models, spec.name) for spec in models.specs}
     return {
