@@ -40,7 +40,7 @@ _MAX_LEXER_STATES = 100_000
 class _State:
     """The state of a text: a matcher, and the tokens that it has not seen yet.
 
-    Continuing from a state copies its matcher and leaves the state unchanged. (llguidance can also roll a matcher back,
+    Continuing from a state leaves it unchanged. (llguidance can also roll a matcher back,
     but version 1.9 then sometimes allows what the grammar does not, and a matcher that was given a forbidden token
     cannot be rolled back at all.) Copying takes microseconds; a copy takes some hundred kilobytes for a long text. So
     states share matchers, and keep the few tokens that follow.
@@ -52,10 +52,14 @@ class _State:
 
 
 class _ThreadState(threading.local):
-    """The state of the calls on one thread."""
+    """The state of the calls on one thread.
+
+    Calls mostly go on from the state after the last one, so its matcher goes on, too, and need not be copied.
+    """
 
     state: _State | None = None  # after the last call; None before the first
     is_saved = False
+    last: tuple[_State, LLMatcher] | None = None  # the state after the last call, and a matcher in it that no state has
 
 
 class Grammar:
@@ -165,15 +169,18 @@ class Grammar:
         here = self._thread_state
         # Cleared first: after an error, no state is kept.
         state, here.state, here.is_saved = here.state, None, False
+        last, here.last = here.last, None
         if state is None or tokens.size != state.size + 1:
             # A copy: two threads must not compute a mask with one matcher.
             matcher: LLMatcher | None = self._start.deep_copy()
             reached = _State(tokens.size, self._start)
         else:
             # Read in place: indexing the array would be a computation, perhaps on a GPU.
-            matcher, reached = _after(state, memoryview(cast(Any, tokens))[-1])
+            in_state = last[1] if last is not None and last[0] is state else None
+            matcher, reached = _after(state, memoryview(cast(Any, tokens))[-1], in_state)
         if matcher is not None:
             logits = self._masked(matcher, logits)
+            here.last = None if matcher is reached.matcher else (reached, matcher)
         here.state = reached
         return logits
 
@@ -217,13 +224,18 @@ class Grammar:
         return f"{self._what} asks for text that no token stands for; allow other text, or take another model"
 
 
-def _after(state: _State, token: int) -> tuple[LLMatcher | None, _State]:
-    """The matcher and the state after one more token; the matcher is None where the grammar forbids the token."""
+def _after(state: _State, token: int, matcher: LLMatcher | None) -> tuple[LLMatcher | None, _State]:
+    """The matcher and the state after one more token; the matcher is None where the grammar forbids the token.
+
+    Args:
+        matcher: one in the state that may be changed; None to copy that of the state.
+    """
     size = state.size + 1
     if state.matcher is None:
         return None, _State(size, None)
-    matcher = state.matcher.deep_copy()
-    matcher.consume_tokens(list(state.pending))
+    if matcher is None:
+        matcher = state.matcher.deep_copy()
+        matcher.consume_tokens(list(state.pending))
     # A matcher that has stopped allows only the end, or is past it.
     if matcher.is_stopped():
         return matcher, attrs.evolve(state, size=size)

@@ -318,6 +318,34 @@ def test_the_states_of_a_long_text_share_their_matchers():
     assert len({id(state.matcher) for state in states}) <= 5
 
 
+def test_rows_of_one_text_after_another_copy_no_state():
+    copies = []
+
+    class Counted:
+        def __init__(self, matcher):
+            self._matcher = matcher
+
+        def deep_copy(self):
+            copies.append(self)
+            return Counted(self._matcher.deep_copy())
+
+        def __getattr__(self, name):
+            return getattr(self._matcher, name)
+
+    grammar, text = Grammar.from_regex("a+", TOKENIZER), encode("a") * 12
+    grammar._start = Counted(grammar._start)
+    states = []
+    for length in range(len(text) + 1):
+        allowed(grammar, PROMPT + text[:length])
+        states.append(grammar.save())
+        grammar.restore(states[-1])
+    assert len(copies) == 1
+    # What was drafted was rejected.
+    grammar.restore(states[3])
+    assert END in allowed(grammar, PROMPT + text[:4])
+    assert len(copies) == 2
+
+
 def test_without_states_a_text_that_does_not_go_on_from_the_last_begins_anew():
     grammar = Grammar.from_regex("[a-c]{2}[0-9]", TOKENIZER)
     first = allowed(grammar, PROMPT)
