@@ -182,19 +182,16 @@ async def test_a_rewound_drafter_guesses_as_a_fresh_one(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model = build(name)
     text = guessed(model)
-    # "auto" trims where it can, and makes checkpoints elsewhere.
-    for rewind in ("auto", "checkpoint") if "trim" in rewind_options(architecture) else ("auto",):
-        async with with_a_fake(model, text, is_target=False, rewind=rewind) as rt:
-            lookahead = lookahead_for(name, rewind)
-            completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
-            assert ids(completion) == text[len(PROMPT) :]
-            assert completion.statistics.draft_failures == 0
-            # With an unknown cache class the drafter is fed committed tokens only, and guesses one token beyond them.
-            num_guessed = 1 if "LayerCache" in architecture.kinds else lookahead
-            drafted = [token.from_draft for token in completion.tokens]
-            assert drafted == share_of_a_drafter(RIGHT[len(PROMPT) :], num_guessed), (
-                f"rewind {rewind}, lookahead {lookahead}"
-            )
+    # "auto" trims where it can, and makes checkpoints elsewhere; `test_cache_rewind.py` has checkpoints of all caches.
+    async with with_a_fake(model, text, is_target=False, rewind="auto") as rt:
+        lookahead = lookahead_for(name, "auto")
+        completion = await rt.generate(PROMPT, max_tokens=NUM_TOKENS, lookahead=lookahead)
+        assert ids(completion) == text[len(PROMPT) :]
+        assert completion.statistics.draft_failures == 0
+        # With an unknown cache class the drafter is fed committed tokens only, and guesses one token beyond them.
+        num_guessed = 1 if "LayerCache" in architecture.kinds else lookahead
+        drafted = [token.from_draft for token in completion.tokens]
+        assert drafted == share_of_a_drafter(RIGHT[len(PROMPT) :], num_guessed), f"lookahead {lookahead}"
 
 
 def share_of_a_drafter(right: Sequence[bool], lookahead: int) -> list[bool]:

@@ -128,7 +128,7 @@ class CopiesFirst(AutoPolicy):
         return DraftBudget(8)
 
 
-async def test_they_end_where_a_copied_token_was_drafted_after_before(autojump_clock: Any) -> None:
+async def test_draft_steps_end_at_a_copied_token_that_is_expanded_already(autojump_clock: Any) -> None:
     def cycle(history: Sequence[int]) -> Sequence[float]:
         return spike(history[-1] % 4 + 1)
 

@@ -21,7 +21,7 @@ from actors.mlx.cache_options import CacheOptions
 from actors.target.drafter_link import DrafterLink
 
 every_kind = sweep("kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS])
-kinds_of_code = sweep("kind", OFTEN)
+every_implementation = sweep("kind", OFTEN)
 
 
 @sweep(
@@ -95,13 +95,13 @@ async def test_a_cancelled_text_leaves_its_beginning(kind: str, tmp_path: Path, 
         assert rt.num_streams == 0
 
 
-@kinds_of_code
+@every_implementation
 async def test_a_text_may_go_on_from_an_earlier_one(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
     async with at_work(kind, tmp_path) as (rt, target):
         await check_reuse(rt, target)
 
 
-@kinds_of_code
+@every_implementation
 async def test_texts_under_the_rejection_rule_repeat_by_their_seed(
     kind: str, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

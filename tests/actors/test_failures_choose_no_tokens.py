@@ -276,13 +276,13 @@ def test_a_token_that_makes_its_drafter_fail_is_as_frequent_as_it_should_be(
         ("another process", "while the drafter rests"),
     ],
 )
-def test_so_it_is_for_all_kinds_of_drafters_and_in_passes_that_texts_share(kind: str, moment: str) -> None:
+def test_a_failing_drafter_of_any_kind_leaves_the_distribution_also_in_shared_passes(kind: str, moment: str) -> None:
     check(MOMENTS[moment], kind, "raises", 1 if kind in SHARES_NO_PASSES else 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "num_together"), [("NaN", 1), ("processor", 3)])
-def test_so_it_is_however_the_drafter_fails(how: str, num_together: int) -> None:
+def test_a_drafter_that_fails_in_any_way_leaves_the_distribution(how: str, num_together: int) -> None:
     check(MOMENTS["while the target verifies"], "a draft model", how, num_together)
 
 
@@ -298,7 +298,7 @@ def test_without_failures_texts_have_the_targets_distribution(kind: str, how: st
 
 
 @pytest.mark.slow
-def test_so_it_is_where_tokens_are_copied_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_drafter_leaves_the_distribution_where_tokens_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DrafterSession, "copies", True)
     # The fatal token is copied, too.
     prediction = [PROMPT[-1], *[0, 2, 2, 0] * 6]
@@ -315,7 +315,7 @@ def test_a_token_that_makes_its_drafter_late_is_as_frequent_as_it_should_be() ->
 
 
 @pytest.mark.slow
-def test_a_trained_drafter_that_fails_chooses_no_tokens_either() -> None:
+def test_a_trained_drafter_that_fails_leaves_the_distribution() -> None:
     moment = attrs.evolve(MOMENTS["while the target verifies"], make_policy=lambda *_: ChainPolicy(2))
     found, phases = run(lambda: sampled(400, moment, "a trained drafter"))
     assert found > SIGNIFICANCE

@@ -106,7 +106,7 @@ def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: 
 
 
 @sweep("fails", [{"open": {1}}, {"check": {1}}, {"close": {1}}, {"feed": range(1, 1000)}])
-async def test_a_drafter_that_fails_in_anything_else_or_always_costs_no_token(fails: Any, autojump_clock: Any) -> None:
+async def test_a_drafter_that_fails_outside_of_feeds_or_always_costs_no_token(fails: Any, autojump_clock: Any) -> None:
     async with simulated(ScriptedModel(truthful), drafter(fails=fails)) as simulation:
         for _ in range(3):
             assert await text_of(simulation, PROMPT, **SETTINGS) == TEXT

@@ -255,13 +255,13 @@ CASES = [
 
 
 @sweep("what, caches", CASES)
-def test_the_greedy_text_hangs_on_no_policy(what: str, caches: str) -> None:
+def test_the_greedy_text_does_not_depend_on_the_policy(what: str, caches: str) -> None:
     policy = Hostile(*POLICIES[what])
     assert run(lambda: text_under(policy, truthful, agreeing(0.6), **CACHES[caches])) == continuation([5, 6, 7], 60)
 
 
 @pytest.mark.slow
-def test_under_match_a_seeds_text_hangs_on_no_policy() -> None:
+def test_under_match_a_seeds_text_does_not_depend_on_the_policy() -> None:
     settings = {"temperature": 0.8, "seed": 11, "acceptance": "match"}
     alone = run(lambda: text_under(None, HASHED_TARGET, HASHED_DRAFT, **settings))
     for what, caches in CASES:

@@ -215,7 +215,7 @@ PAIRS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", PAIRS)
-async def test_a_seeds_text_hangs_on_nothing_but_target_prompt_and_settings(pair: str) -> None:
+async def test_a_seeds_text_depends_only_on_target_prompt_and_settings(pair: str) -> None:
     target, draft = PAIRS[pair]
     num_seeds, lookaheads = 20, (1, 2, 4, "auto")  # every temperature with every shape
     chosen = [

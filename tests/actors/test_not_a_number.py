@@ -128,7 +128,9 @@ async def test_a_target_without_numbers_ends_its_stream_after_what_came_before(
 
 @sweep("undo", UNDOS)
 @sweep("position", [5, 6, 8, 11, 14])
-async def test_so_it_is_however_caches_are_put_right(undo: str, position: int, autojump_clock: Any) -> None:
+async def test_a_target_without_numbers_ends_its_stream_for_every_rewind_mode(
+    undo: str, position: int, autojump_clock: Any
+) -> None:
     how, draft = KINDS[position % 4], ScriptedModel(agreeing(0.7))
     settings = {**MODES[("greedy", "rejection")[position % 2]], "lookahead": 3}
     await ends_with_an_error(position, how, settings, draft=draft, undo=undo, reuse=True)
@@ -136,7 +138,9 @@ async def test_so_it_is_however_caches_are_put_right(undo: str, position: int, a
 
 @sweep("draft, position", [("ngram", 6), (None, 11)])
 @sweep("mode", MODES)
-async def test_so_it_is_without_a_draft_model(mode: str, draft: Any, position: int, autojump_clock: Any) -> None:
+async def test_a_target_without_numbers_ends_its_stream_without_a_draft_model(
+    mode: str, draft: Any, position: int, autojump_clock: Any
+) -> None:
     await ends_with_an_error(position, KINDS[position % 4], MODES[mode], draft=draft, reuse=True)
 
 

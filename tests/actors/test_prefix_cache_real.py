@@ -181,7 +181,7 @@ async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing
 
 
 @sweep("wrong", [-1, 1.5, "2G", None, True])
-async def test_a_budget_that_is_none_is_refused(wrong: Any) -> None:
+async def test_an_invalid_cache_budget_is_refused(wrong: Any) -> None:
     with pytest.raises(runtime.SettingsError, match="prefix_cache_bytes must be a whole number of at least 0"):
         async with runtime.open((family("llama"), None), prefix_cache_bytes=wrong):
             pass

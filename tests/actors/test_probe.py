@@ -52,7 +52,7 @@ MALFORMED: dict[str, tuple[Callable[[mx.array], Any], str]] = {
 
 @sweep("kind", MALFORMED)
 @sweep("role", ["target", "draft"])
-async def test_what_gives_no_logits_is_refused_when_it_is_opened(kind: str, role: str) -> None:
+async def test_a_model_that_gives_no_logits_is_refused_when_it_is_opened(kind: str, role: str) -> None:
     change, got = MALFORMED[kind]
     pair = {"target": (TARGET, None), "draft": (TARGET, None), role: (Otherwise(change), None)}
     expected = rf"^{role} 'Otherwise' gave .*{got}.* for 2 tokens; .* of shape \(1, 2, V\)"
@@ -61,7 +61,7 @@ async def test_what_gives_no_logits_is_refused_when_it_is_opened(kind: str, role
             pytest.fail("opened")
 
 
-async def test_what_leaves_its_cache_as_it_is_is_refused_when_it_is_opened() -> None:
+async def test_a_model_that_does_not_fill_its_cache_is_refused_when_it_is_opened() -> None:
     class Forgetful(Wrapped):
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
             return super().__call__(inputs)

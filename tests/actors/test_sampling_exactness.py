@@ -469,7 +469,7 @@ def quotations_alone() -> list[list[int]]:
 
 
 @sweep("lookahead, undo", [(1, never), (4, always), (4, within(9)), ("auto", always), ("auto", never)])
-def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: Any, undo: Any) -> None:
+def test_under_match_a_seeds_text_does_not_depend_on_lookups(lookahead: Any, undo: Any) -> None:
     # Narrow enough to repeat itself.
     narrow = ScriptedModel(markov(TARGET), vocab_size=4, undo=undo)
     looked_up = run(lambda: sample(4, narrow, "ngram", lookahead=lookahead, **QUOTING))
@@ -479,7 +479,7 @@ def test_under_match_a_seeds_text_does_not_hang_on_what_is_looked_up(lookahead: 
 
 
 @pytest.mark.parametrize(("of_target", "of_draft"), [(never, always), (always, never), (within(9), within(14))])
-def test_under_match_a_seeds_text_does_not_hang_on_what_caches_can_undo(of_target: Any, of_draft: Any) -> None:
+def test_under_match_a_seeds_text_does_not_depend_on_how_caches_rewind(of_target: Any, of_draft: Any) -> None:
     draft = ScriptedModel(DRAFTERS["a near one"], undo=of_draft)
     assert run(lambda: matched(draft, undo=of_target, lookahead=3)) == texts_alone()
 

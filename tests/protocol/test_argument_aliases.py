@@ -180,7 +180,7 @@ def test_a_server_says_of_just_those_settings_that_requests_set_them() -> None:
     assert said == SETTINGS & set(CompletionRequest.model_fields)
 
 
-def test_what_is_spelt_alike_is_found_where_no_other_name_is_known() -> None:
+def test_a_similar_spelling_is_suggested_where_there_is_no_alias() -> None:
     assert meant("temprature", ["temperature", "seed"]) == "temperature"
     assert meant("temp", ["seed"]) is None
     # An alias comes before a name with a similar spelling.

@@ -180,7 +180,7 @@ async def test_the_text_leaves_the_greedy_one_at_most_where_two_tokens_are_tied(
 
 
 @pytest.mark.slow
-async def test_so_it_does_where_wide_passes_round_otherwise() -> None:
+async def test_a_target_whose_wide_passes_round_differently_leaves_the_text_only_at_ties() -> None:
     ties = []
     for family, seeds in SEEDS.items():
         for seed in seeds:

@@ -144,7 +144,7 @@ def test_a_value_of_any_size_leaves_an_error_that_can_be_read(settings):
     assert len(str(caught.value)) < 900 if LONG in settings else len(str(caught.value)) < 400
 
 
-def test_a_path_is_shown_whole_unless_it_is_none():
+def test_a_path_is_shown_whole_and_any_other_text_is_shortened():
     path = "/directory" * 20
     assert shown_path(path) == repr(path)
     assert shown_path(LONG) == repr(LONG[:999] + "…")

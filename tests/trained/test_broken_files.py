@@ -161,7 +161,7 @@ def test_what_is_wrong_is_said(kind: str, change: Break, said: str, tmp_path: Pa
 
 
 @sweep("content", ["", "[]", "{", '"mtp"', '{"model_type": "qwen3"}'])
-def test_a_configuration_that_is_none_is_named(content: str, tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_named(content: str, tmp_path: Path) -> None:
     target = make("eagle3", tmp_path)
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=r"draft 'org/head'.* (cannot be read|no trained drafter)"):
