@@ -53,9 +53,7 @@ class DrafterSession(ActorSession):
         self.policy = policy  # decides how far to draft and what to propose
         self.target_vocab_size = target_vocab_size  # the width of the target's logits
         self.has_model = has_model  # whether it can go on where a copy ends
-        # Nothing is copied if the user has fixed the lookahead of a draft model.
-        copies = not grammar_only and (not has_model or isinstance(policy, AutoPolicy))
-        self.search = self._new_search() if copies else None
+        self.search = self._new_search() if self.copies and not grammar_only else None
         processors = opened.settings.logits_processors
         # What the text's grammar forces; None without one.
         self.forced = next((each.forced_text() for each in processors if isinstance(each, Forcing)), None)
@@ -84,6 +82,11 @@ class DrafterSession(ActorSession):
     def has_left(self) -> bool:
         """Whether the drafter has no further part in the session."""
         return self.state.phase in (SessionPhase.UNDRAFTED, SessionPhase.CLOSED)
+
+    @property
+    def copies(self) -> bool:
+        """Whether tokens may be copied; not if the user has fixed the lookahead of a draft model."""
+        return not self.has_model or isinstance(self.policy, AutoPolicy)
 
     def _new_search(self) -> CopySearch:
         """The search in the prompt; before it, in the user's prediction, if there is one."""
