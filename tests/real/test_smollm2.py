@@ -25,7 +25,7 @@ from runtime.loading.gguf.architectures import config_of
 from runtime.loading.gguf.container import read
 from runtime.loading.gguf.vocabulary import tokenizer_of
 from runtime.loading.model_reading import read_model
-from runtime.loading.named_models import named_model
+from runtime.loading.named_models import SMOLLM2_DRAFT, named_model
 
 pytestmark = pytest.mark.slow
 
@@ -122,7 +122,7 @@ def drafter(kind: str, real: RealModel, noisy: Any) -> Any:
         "ngram": "ngram",
         "itself": (real.module, real.tokenizer),
         "noisy": (noisy, real.tokenizer),
-        "trained": named_model("smollm2").draft,  # type: ignore[union-attr]
+        "trained": SMOLLM2_DRAFT,
     }
     return drafters[kind]
 
