@@ -317,12 +317,11 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     with load_errors(role, source):
         if read is not None:
             built, tokenizer = await worker.run(Job("load", read))
-            if isinstance(source, ModelSpec) and (num_tokens := source.draft_vocabulary) is not None:
-                wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
-                await worker.run(Job("load", partial(reduce_head, built, wrapper, num_tokens, named)))
+        wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
+        if isinstance(source, ModelSpec) and (num_tokens := source.draft_vocabulary) is not None:
+            await worker.run(Job("load", partial(reduce_head, built, wrapper, num_tokens, named)))
         _advise_on_blas(built)
         model = await worker.run(Job("load", partial(MLXModel, built, options, named, layer_evaluation)))
-        wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
     return Loaded(model, wrapper, folder_of(source))
 
 
