@@ -7,7 +7,7 @@ per token. Which sizes are cheap depends on the device, and is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -15,8 +15,9 @@ from protocol.pass_price import MAX_SURPRISE
 from protocol.prices import Mean
 
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 16, 2048  # the sizes that are tried, in tokens: powers of two between these
-MAX_PASS_S = 0.2  # the longest that a pass should take
-CHEAP_FACTOR = 1.1  # a size counts as cheap if it costs at most this many times as much per token as the cheapest size
+# The longest that a pass should take: so many seconds, or so many passes of one token where these take long.
+MAX_PASS_S, MAX_DECODING_PASSES = 0.2, 4
+CHEAP_FACTOR = 1.1  # a size is cheap if it costs at most this many times as much per token as the cheapest that fits
 RETRY_PASSES = 16  # passes after which sizes above the present one are tried again
 PRIOR_TOKENS = 64  # before anything was measured, the price per token is that expected of a pass over this many tokens
 MAX_PADDING = 0.25  # the largest part of a pass over several prompts that may be padding
@@ -25,18 +26,26 @@ FIXED_CHUNK_TOKENS = 2048  # the size if the text depends on how the prompt is c
 
 @attrs.define
 class PrefillChunkSize:
-    """The size of the next pass: the largest that was measured to be cheap and to take at most MAX_PASS_S.
+    """The size of the next pass: the largest that was measured to be cheap and to take no longer than a pass should.
 
     The first pass is the smallest, unless passes have an expected price. The one after it may be much larger; from then
-    on, the size is doubled as long as twice as many tokens should fit.
+    on, the size is doubled as long as twice as many tokens should fit, by what the last doubling has cost.
     """
 
     _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known
     _seconds_per_token: dict[int, Mean] = attrs.field(factory=dict, init=False)  # by size
     _num_passes: int = attrs.field(default=0, init=False)
+    _leaves_out_next: bool = attrs.field(default=False, init=False)
+
+    def leave_out_next(self) -> None:
+        """Have the next measurement left out: that pass waits for another one, which was launched before it."""
+        self._leaves_out_next = True
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Add the measurement of a pass: it counts for the nearest size, if that is one of those that are tried."""
+        if self._leaves_out_next:
+            self._leaves_out_next = False
+            return
         size = 1 << max(0, round(math.log2(max(1, num_tokens))))
         if MIN_CHUNK_TOKENS <= size <= MAX_CHUNK_TOKENS:
             mean = self._seconds_per_token.setdefault(size, Mean(memory=8.0))
@@ -60,7 +69,11 @@ class PrefillChunkSize:
     def most_tokens(self) -> int:
         """Most tokens of a pass that saves another pass: all that still count for the size, if they fit the time."""
         size, price = self._next()
-        return max(size, int(min(math.sqrt(2) * size, MAX_PASS_S / price if price > 0.0 else 0.0)))
+        return max(size, int(min(math.sqrt(2) * size, self._max_pass_s / price if price > 0.0 else 0.0)))
+
+    @property
+    def _max_pass_s(self) -> float:
+        return max(MAX_PASS_S, MAX_DECODING_PASSES * self._expected_s(1))
 
     def _next(self) -> tuple[int, float]:
         """Tokens for the next pass, and the seconds that each is expected to take; 0 if that is not known."""
@@ -68,19 +81,33 @@ class PrefillChunkSize:
         if not prices:
             price = self._expected_s(PRIOR_TOKENS) / PRIOR_TOKENS
             return self._jump(MIN_CHUNK_TOKENS, price), price
-        max_price = CHEAP_FACTOR * min(prices.values())
-        fitting = [size for size, price in prices.items() if price <= max_price and size * price <= MAX_PASS_S]
+        fitting = {size: price for size, price in prices.items() if size * price <= self._max_pass_s}
         if not fitting:  # every pass is long; take the shortest
             shortest = min(prices, key=lambda size: size * prices[size])
             return shortest, prices[shortest]
-        best = max(fitting)
-        if best == MAX_CHUNK_TOKENS or 2 * best in prices or 2 * best * prices[best] > MAX_PASS_S:
+        max_price = CHEAP_FACTOR * min(fitting.values())
+        best = max(size for size, price in fitting.items() if price <= max_price)
+        if best == MAX_CHUNK_TOKENS or 2 * best in prices or self._doubled_s(best, prices) > self._max_pass_s:
             return best, prices[best]
         return self._jump(2 * best, prices[best]) if self._num_passes == 1 else 2 * best, prices[best]
 
+    def _doubled_s(self, size: int, prices: Mapping[int, float]) -> float:
+        """The seconds to expect of a pass of twice a size. Each further token costs what those between the next smaller
+        pass and this one have cost: in short passes, most of the time is that of reading the weights.
+        """
+        seconds = size * prices[size]
+        if smaller := [other for other in prices if other < size]:
+            below = max(smaller)
+            below_s = below * prices[below]
+        else:
+            below, below_s = 1, self._expected_s(1)
+            if below_s <= 0.0:
+                return 2.0 * seconds
+        return seconds + size * max(0.0, seconds - below_s) / (size - below)
+
     def _jump(self, size: int, price: float) -> int:
         """The largest size, from `size` on, that should take at most half of the time that a pass may take."""
-        while price > 0.0 and size < MAX_CHUNK_TOKENS and 2 * size * price <= MAX_PASS_S / 2:
+        while price > 0.0 and size < MAX_CHUNK_TOKENS and 2 * size * price <= self._max_pass_s / 2:
             size *= 2
         return size
 

@@ -1,4 +1,5 @@
-"""Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole.
+"""Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole. A turn is a
+pass, or several that together read no more tokens than one may.
 
 Tokens that a session scores are read in chunks, too, and scored as they are read.
 """
@@ -21,9 +22,6 @@ from protocol.trace import Share
 # A prompt that was begun is read to its end before others if at most this many more chunks are left: only prompts that
 # were not begun can be read together.
 MAX_CHUNKS_IN_A_ROW = 4
-# After prompts were read together, others are read at once if they have at most this share of those tokens. If they
-# waited, all texts would first have a pass without them, and later wait for another turn of reading.
-MAX_MORE = 0.25
 # Most logits of a pass that scores: 64 MiB in float32. A long text with a large vocabulary would take gigabytes.
 MAX_SCORED_LOGITS = 2**24
 
@@ -47,8 +45,9 @@ class Reading:
         return [session for session in self.prompts if not session.shared.is_unwanted]
 
     async def run(self) -> Sequence[TargetSession]:
-        """Read a chunk of the first wanted prompt, or all of it together with other prompts of similar length. After
-        several prompts were read together, others that are short in comparison (`MAX_MORE`) are read, too.
+        """Read a chunk of the first wanted prompt, or all of it together with other prompts of similar length; then
+        further prompts whole, as long as the turn has no more tokens than a pass may have. If those waited for another
+        turn, the texts that were read would have a pass without them first, at nearly the price of one with them.
 
         An error ends the session of a prompt that was read alone. Prompts that were read together are then read again,
         each alone.
@@ -57,15 +56,10 @@ class Reading:
         """
         for session in self.prompts:
             session.notice_loss()
-        chosen = self._chosen()
-        num_more = MAX_MORE * _num_to_read(chosen)
-        await self._run_pass(chosen)
-        read = list(chosen)
-        while len(read) > 1 and self.wanted and not any(session.reads_alone for session in chosen):
+        read, num_left = list[TargetSession](), self._chunk_size.most_tokens
+        while not read or (self.wanted and _num_to_read(self._chosen()) <= num_left):
             chosen = self._chosen()
-            num_more -= _num_to_read(chosen)
-            if num_more < 0:
-                break
+            num_left -= _num_to_read(chosen)
             await self._run_pass(chosen)
             read += chosen
         return read

@@ -319,6 +319,8 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _read_prompts(self) -> None:
         self._target_queue.begin_reading()
+        if any(session.is_ahead for session in self._texts.values()):
+            self.chunk_size.leave_out_next()
         try:
             for session in await self._reading.run():
                 self._look_at(session)
@@ -334,10 +336,11 @@ class TargetActor(ModelActor[TargetSession]):
         """Decode sessions that nobody drafts for, in one pass or several in a row."""
         are_all = view.all_are_plain and len(sessions) == len(view.turns)
         num_rounds = min(session.num_plain_rounds for session in sessions)
-        goes_ahead = (view.most_shared == 1 or are_all) and num_rounds > 1
+        # A pass ahead would only delay a chunk of a prompt, which comes next.
+        goes_ahead = (view.most_shared == 1 or are_all) and num_rounds > 1 and not view.has_prompts
         goes_ahead = goes_ahead and self._pass_prices.may_go_ahead(len(sessions))
         num_passes = 1
-        if goes_ahead and are_all and not view.has_prompts:
+        if goes_ahead and are_all:
             num_passes = passes_in_a_row(sessions, num_rounds)
         for session in sessions:
             del self._ready[session]

@@ -50,6 +50,37 @@ def test_the_first_size_follows_the_expected_price_of_a_pass() -> None:
     assert PrefillChunkSize(lambda tokens: tokens * 1e-6)() == MAX_CHUNK_TOKENS
 
 
+def test_a_pass_may_take_as_long_as_four_of_one_token() -> None:
+    found = {}
+    for token_s in (0.05, 0.15):
+        chunk_size = PrefillChunkSize(lambda tokens, token_s=token_s: token_s if tokens == 1 else 1.0)
+        for size, seconds in ((16, 0.19), (32, 0.25), (64, 0.45), (128, 0.8)):
+            chunk_size.observe(size, seconds)
+        found[token_s] = chunk_size()
+    # 128 tokens would be cheaper, but take too long in any case.
+    assert found == {0.05: 16, 0.15: 64}
+
+
+def test_a_size_is_tried_that_fits_by_what_further_tokens_cost() -> None:
+    # As measured on a CPU: twice as many tokens take hardly longer, as long as the weights take most of the time.
+    seconds_of = {1: 0.053, 16: 0.096, 32: 0.108, 64: 0.180, 128: 0.352}.__getitem__
+    chunk_size, passes = PrefillChunkSize(lambda tokens: 0.053 if tokens == 1 else 0.3), []
+    for _ in range(6):
+        passes.append(chunk_size())
+        chunk_size.observe(passes[-1], seconds_of(passes[-1]))
+    assert passes == [16, 32, 64, 64, 64, 64]
+    # Where nothing is known of a shorter pass, each token is taken to cost the same.
+    assert sizes(lambda n: 0.0063 * n, 3) == [16, 16, 16]
+
+
+def test_a_pass_that_waits_for_another_one_says_nothing_of_a_size() -> None:
+    chunk_size = PrefillChunkSize()
+    chunk_size.leave_out_next()
+    chunk_size.observe(16, 10.0)
+    chunk_size.observe(16, 16e-5)
+    assert chunk_size() > 16
+
+
 @pytest.mark.parametrize("length", [17, 42, 60, 100])
 def test_sizes_grow_also_where_prompts_that_are_read_together_do_not_come_to_them(length: int) -> None:
     chunk_size = PrefillChunkSize()
