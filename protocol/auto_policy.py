@@ -188,7 +188,7 @@ class AutoPolicy:
         for length in range(depth + 1, view.max_proposal + 1):
             reach *= acceptance
             expected += reach
-            cost_s = extra_s(length) + self._target_delay_s(view, drafted_s)
+            cost_s = extra_s(length) + self._target_delay_s(view, drafted_s, self.prices.core_hold_s)
             best_gain = max(best_gain, expected - rate * cost_s)
             # An upper bound: all further tokens to expect, at no cost.
             further = reach * acceptance / max(1.0 - acceptance, 1e-9)
@@ -197,10 +197,13 @@ class AutoPolicy:
             drafted_s += step_beside_target_s if drafted_s < view.queue_slack_s else step_s
         return best_gain
 
-    def _target_delay_s(self, view: PolicyView, drafting_s: float) -> float:
-        """Seconds by which drafting delays the target. One with passes of other sessions is only slowed down."""
+    def _target_delay_s(self, view: PolicyView, drafting_s: float, core_hold_s: float = 0.0) -> float:
+        """Seconds by which drafting delays the target. One with passes of other sessions is only slowed down, also for
+        as long as it lacks the cores that the drafter has taken.
+        """
         hidden_s = min(drafting_s, view.queue_slack_s)
-        return drafting_s - hidden_s + self.prices.verify.target_slowdown * hidden_s
+        slowed_s = hidden_s + core_hold_s if hidden_s > 0.0 else 0.0
+        return drafting_s - hidden_s + self.prices.verify.target_slowdown * slowed_s
 
     def _next_token_s(self, view: PolicyView, end: Node) -> float:
         """Seconds from now until there is one more token after the end of the chain."""

@@ -56,6 +56,7 @@ def _pipeline(*, waits_beside_another: bool) -> OnLayer:
     in_flight: deque[Any] = deque()
 
     def submit(result: Any) -> None:
+        CORES.update()
         mx.async_eval(result)
         in_flight.append(result)
         max_unfinished = 0 if waits_beside_another and CORES.num_computing > 1 else MAX_LAYERS_IN_FLIGHT - 1

@@ -2,7 +2,7 @@
 
 Two models that compute at the same time are fastest with half the cores each, and one alone with all of them. But idle
 threads of OpenBLAS wait for more work in a loop, and so keep cores from a model that has just been started beside them.
-So a model gets all cores only after it has been alone for a while.
+So a model gets all cores only after it has been alone for a while, be that in the middle of a pass.
 """
 
 from __future__ import annotations
@@ -58,6 +58,14 @@ class CoreSharing:
                 if self._num_computing > 1:
                     self._shared_until = self._clock()
                 self._num_computing -= 1
+
+    def update(self) -> None:
+        """Give a model all cores that has been alone for a while. To be called in the middle of long jobs: BLAS reads
+        the number of threads at each of its operations.
+        """
+        if self._set_threads is not None and self._num_threads < self._num_cores:
+            with self._lock:
+                self._update()
 
     def _update(self) -> None:
         if self._set_threads is None:

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import attrs
@@ -223,7 +224,8 @@ class ThreadWorker:
         """Run a job, or one step. Returns: the step that follows it."""
         began = time.perf_counter()
         self._running, self._job_began = job, began
-        with CORES.computing():
+        # A short job that runs no model would leave the other model with a part of the cores for a whole pass.
+        with nullcontext() if job.kind in ("open", "close", "save") else CORES.computing():
             result = job.run()
         if self._explain is not None and isinstance(result, outcome.Error):
             result = outcome.Error(self._explain(result.error))

@@ -54,6 +54,20 @@ def test_all_cores_come_back_only_after_a_model_was_alone_for_a_while() -> None:
         assert machine.set_to == [4, 2, 4]
 
 
+def test_all_cores_come_back_in_the_middle_of_a_long_pass() -> None:
+    machine = Machine(4)
+    sharing = machine.sharing()
+    with sharing.computing():
+        with sharing.computing():
+            sharing.update()
+        machine.now_s += ALONE_AFTER_S
+        sharing.update()
+        assert machine.set_to == [4, 2]
+        machine.now_s += 0.001
+        sharing.update()
+        assert machine.set_to == [4, 2, 4]
+
+
 def test_a_job_that_raises_has_ended() -> None:
     machine = Machine(2)
     sharing = machine.sharing()
@@ -83,3 +97,13 @@ async def test_jobs_of_two_workers_at_once_share_the_cores(monkeypatch: pytest.M
             nursery.start_soon(target.run, Job("verify", both.wait))
             nursery.start_soon(draft.run, Job("draft", both.wait))
         assert machine.set_to == [2, 1]
+
+
+async def test_a_job_that_runs_no_model_takes_no_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(2)
+    monkeypatch.setattr(thread_worker, "CORES", machine.sharing())
+    both = threading.Barrier(2)
+    async with ThreadWorker("target") as target, ThreadWorker("draft") as draft, trio.open_nursery() as nursery:
+        nursery.start_soon(target.run, Job("prefill", both.wait))
+        nursery.start_soon(draft.run, Job("open", both.wait))
+    assert machine.set_to == [2]
