@@ -10,6 +10,7 @@ import attrs
 import mlx.core as mx
 
 from actors.distributed.rank_group import RankGroup
+from actors.drafters.drafter import MakePolicy, policy_by_settings
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.memory import wired_memory
 from actors.mlx.model import MLXModel, dtypes_of
@@ -125,6 +126,7 @@ class LoadedModels:
         *,
         max_batch: int = MAX_BATCH,
         prefix_cache_bytes: int,
+        make_policy: MakePolicy = policy_by_settings,
     ) -> tuple[Runtime, Events]:
         """Open a runtime as `runtime.open` does, inside `evaluating_layers`.
 
@@ -152,6 +154,7 @@ class LoadedModels:
                 prices=prices,
                 max_batch=batch,
                 prefix_cache_bytes=prefix_cache_bytes,
+                make_policy=make_policy,
             )
         )
         if self.group is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -100,6 +101,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             "against mlx-lm's generate_step and BatchGenerator; --streams then defaults to 1,4,16,64",
         ),
         (
+            "--trace-acceptance FILE",
+            "measure no speed, but write what the drafter would propose at each position of the greedy answers, and "
+            "how sure it is, as JSON lines, and show how often it is right by kind of text",
+        ),
+        (
             "--dtype TYPE",
             "cast the models to float32, bfloat16 or float16 (default: none)",
             {"type": lambda text: None if text == "none" else text},
@@ -118,6 +124,7 @@ def _list(text: str) -> list[Value]:
 
 def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark, Callable[..., Awaitable[Any]]]:
     """The benchmark that the arguments describe, and the function that measures a pair and reports its progress."""
+    from runtime.bench.acceptance_trace import AcceptanceTrace
     from runtime.bench.many_streams import ManyStreams, StreamsPlan
     from runtime.bench.one_stream import OneStream, OneStreamPlan
     from runtime.bench.overhead import Overhead, OverheadPlan
@@ -151,7 +158,11 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
             )
         many = ManyStreams(StreamsPlan(**given))
         return many, many.measure
-    one, group = OneStream(OneStreamPlan(**given)), models.options.get("group")
+    plan, group = OneStreamPlan(**given), models.options.get("group")
+    if arguments.trace_acceptance is not None:
+        trace = AcceptanceTrace(plan, Path(arguments.trace_acceptance))
+        return trace, trace.measure
+    one = OneStream(plan)
     return one, lambda target, draft, **options: one.measure(
         target, [draft, *models.more_drafts], group=group, **options
     )
@@ -193,6 +204,7 @@ def _check_for_ranks(arguments: argparse.Namespace) -> None:
         ("streams", "compares with mlx-lm's BatchGenerator, which would have to run on all ranks at once"),
         ("num_draft_tokens", "is for mlx-lm's speculative decoding, which does not run on ranks"),
         ("dtype", "would cast rank 0's part of the target alone"),
+        ("trace_acceptance", "is made on one machine"),
     ):
         if getattr(arguments, name, None) is not None:
             raise SettingsError(f"{flag(name)} {why}; leave it out, or run bench without mlx.launch")
@@ -211,6 +223,12 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
     for name in ("acceptance", "draft_shape"):
         if getattr(arguments, name) is not None and arguments.shape is None:
             raise SettingsError(f"{flag(name)} is of the drafter that --shape makes; add --shape, or leave it out")
+    if arguments.trace_acceptance is not None:
+        for name in ("streams", "overhead", "shape", "num_draft_tokens", "lookaheads"):
+            if getattr(arguments, name, None):
+                raise SettingsError(f"{flag(name)} does not go with --trace-acceptance, which measures no speed")
+        if models.more_drafts:
+            raise SettingsError(f"--trace-acceptance is of one drafter, got {len(models.drafts)}; give --draft once")
     draft = models.draft
     pair = (lambda: (models.target, draft)) if arguments.shape is None else _shaped(arguments, models)
     benchmark, measure = _benchmark(arguments, models)

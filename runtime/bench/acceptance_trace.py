@@ -1,0 +1,206 @@
+"""Traces of acceptance: at each position of real texts, what the drafter would propose and how sure it is.
+
+A trace says what speculation can gain, without saying anything about a machine: replayed with the times of passes of
+some device, it predicts the speed there (`tests/protocol/test_acceptance_traces.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from protocol.errors import SettingsError
+from protocol.lookahead_policy import ChainPolicy, PolicyView
+from protocol.lookahead_tree import Guess, Node
+from protocol.prices import Prices
+from protocol.settings import NGRAM, Settings
+from runtime.bench import figures
+from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.contenders import ContenderRunner, Prompts
+from runtime.bench.figures import Report, Row
+from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
+from runtime.bench.one_stream import OneStreamPlan
+from runtime.loading.model_sources import Source
+from runtime.terminal.tables import Table
+
+DEPTH = 8  # tokens that the drafter drafts from a position on
+SHOWN_DEPTHS = ("first", "second", "third", "fourth")
+
+Drafted = tuple[int, float]  # a token, and the drafter's confidence in it, in [0, 1]
+
+
+@attrs.frozen
+class TracedText:
+    """A greedy text, and what the drafter would say at each position of it.
+
+    Attributes:
+        prompt, text: token ids.
+        drafts: for each position of `text`, the drafter's choices from there on, one after the other; at most `DEPTH`,
+            and none where the target did not wait for the drafter.
+    """
+
+    category: str
+    prompt: tuple[int, ...]
+    text: tuple[int, ...]
+    drafts: tuple[tuple[Drafted, ...], ...]
+
+    def num_right(self, position: int) -> int:
+        """How many of the choices at a position are right, from the first on."""
+        pairs = zip(self.drafts[position], self.text[position:], strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0][0] == pair[1], pairs))
+
+
+def traced(
+    category: str, prompt: Sequence[int], text: Sequence[int], rounds: Iterable[tuple[int, Sequence[Drafted]]]
+) -> TracedText:
+    """The trace of a text whose rounds began at some of its positions with these drafts.
+
+    A round does not begin at a position whose token an earlier one has drafted. There, the drafter's choices are those
+    that it made in that round: a trained drafter, which had fewer hidden states of the target then, might do better.
+    """
+    drafts: list[tuple[Drafted, ...]] = [()] * len(text)
+    for begin, chain in rounds:
+        for place, ((token, _), actual) in enumerate(zip(chain, text[begin:], strict=False)):
+            drafts[begin + place] = tuple(chain[place:])
+            if token != actual:
+                break
+    return TracedText(category, tuple(prompt), tuple(text), tuple(drafts))
+
+
+def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
+    """Write one JSON object a line. Raises: OSError."""
+    lines = [json.dumps(attrs.asdict(text), separators=(",", ":")) + "\n" for text in texts]
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def read_trace(path: Path) -> list[TracedText]:
+    """The texts of a file that `write_trace` wrote."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = json.loads(line)
+        drafts = tuple([tuple([(token, sure) for token, sure in chain]) for chain in fields["drafts"]])
+        found.append(TracedText(fields["category"], tuple(fields["prompt"]), tuple(fields["text"]), drafts))
+    return found
+
+
+@attrs.frozen
+class _RecordingPolicy(ChainPolicy):
+    """Proposes what the drafter itself has drafted, without copies, and notes it."""
+
+    rounds: list[tuple[int, list[Drafted]]] = attrs.field(factory=list)  # positions in the whole text, and drafts
+
+    def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
+        return []
+
+    def proposal(self, view: PolicyView) -> list[Node] | None:
+        nodes = super().proposal(view)
+        if nodes:
+            drafted = [(node.token, round(node.guess.raw, 4)) for node in nodes if node.guess is not None]
+            self.rounds.append((nodes[0].position, drafted))
+        return nodes
+
+
+class AcceptanceTrace(Benchmark):
+    """The traces of the first turns of some prompts. Each is decoded once, and no speed is measured."""
+
+    plan: OneStreamPlan
+
+    def __init__(self, plan: OneStreamPlan, file: Path) -> None:
+        """Raises: SettingsError: the temperature is not 0."""
+        if plan.temperature > 0:
+            raise SettingsError(f"a trace of acceptance is of greedy texts, got temperature={plan.temperature:g}")
+        super().__init__(attrs.evolve(plan, repeats=1), [])
+        self._file = file
+        self._texts: list[TracedText] = []
+
+    async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
+        """Decode all prompts, and write the file.
+
+        Raises: what `OneStream.measure` raises; SettingsError: the drafter has no model; OSError.
+
+        Cancellation: takes effect after the current forward passes; the file is not written.
+        """
+        if draft == NGRAM:
+            raise SettingsError("a trace of acceptance needs a drafter with a model; copies follow from the text")
+        await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
+        write_trace(self._file, self._texts)
+        return self.result()
+
+    async def _prepare(
+        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+    ) -> tuple[list[Case], list[Case]]:
+        """Do everything: there is nothing to measure afterwards."""
+        plan, policies = self.plan, list[_RecordingPolicy]()
+
+        def make_policy(settings: Settings, prices: Prices) -> _RecordingPolicy:
+            policies.append(_RecordingPolicy(DEPTH, overlaps=False))
+            return policies[-1]
+
+        ends = tuple(getattr(models.tokenizer, "eos_token_ids", ()))
+        async with AsyncExitStack() as stack:
+            stack.enter_context(models.evaluating_layers())
+            runtime, _ = await models.open_runtime(stack, prefix_cache_bytes=0, make_policy=make_policy)
+            for number, (prompt, ids) in enumerate(zip(plan.prompts, prompts, strict=True), 1):
+                on_progress(f"decoding text {number} of {len(prompts)}")
+                stop_tokens = ends if prompt.has_answers else ()
+                settings: dict[str, Any] = {"max_tokens": plan.max_tokens, "stop_tokens": stop_tokens}
+                completion = await runtime.generate(ids, lookahead=DEPTH, **settings)
+                rounds = [(position - len(ids), drafted) for position, drafted in policies[-1].rounds]
+                self._texts.append(traced(prompt.category, ids, [token.id for token in completion.tokens], rounds))
+        return [], []
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self._texts) == len(self.plan.prompts)
+
+    @property
+    def repeats_done(self) -> int:
+        return int(self.is_complete)
+
+    def result(self) -> dict[str, Any]:
+        """See `Benchmark.result`; there is a row for each kind of text."""
+        kinds = without_repeats(text.category for text in self._texts)
+        by_kind = {kind or "all": [text for text in self._texts if text.category == kind] for kind in kinds}
+        rows = [_row(kind, texts) for kind, texts in (by_kind | {"all": self._texts}).items()]
+        return {**self._facts(), "file": str(self._file), "rows": rows}
+
+    def report(self, result: Mapping[str, Any]) -> Report:
+        headings = ("", "texts", "tokens", *SHOWN_DEPTHS, "says")
+        rows = [
+            (
+                row["category"],
+                str(row["num_texts"]),
+                str(row["num_tokens"]),
+                *(figures.cell(share, ".2f") for share in row["acceptance"]),
+                figures.cell(row["confidence"], ".2f"),
+            )
+            for row in result["rows"]
+        ]
+        note = (
+            f"Wrote {result['file']}. first, second, …: how often the drafter's choice there is the target's, if all "
+            "before it were. says: its own mean confidence in the first one."
+        )
+        sections = [("trace", list(figures.about_models(result, len(self._texts))))]
+        return Report(sections, [("Acceptance", Table(headings, rows))], [note])
+
+
+def _row(kind: str, texts: Sequence[TracedText]) -> Row:
+    places = [(len(text.drafts[at]), text.num_right(at)) for text in texts for at in range(len(text.text))]
+    acceptance = []
+    for depth in range(len(SHOWN_DEPTHS)):
+        reached = [num_right for num_drafted, num_right in places if num_drafted > depth and num_right >= depth]
+        acceptance.append(figures.ratio(sum(num_right > depth for num_right in reached), len(reached)))
+    confidences = [chain[0][1] for text in texts for chain in text.drafts if chain]
+    return {
+        "category": kind,
+        "num_texts": len(texts),
+        "num_tokens": sum(len(text.text) for text in texts),
+        "acceptance": acceptance,
+        "confidence": figures.ratio(sum(confidences), len(confidences)),
+    }

@@ -1,0 +1,80 @@
+"""`outrider bench --trace-acceptance`: what a drafter would propose at each position of a text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from command_line import refusal
+from mlx_lm.generate import generate_step
+from models import greedy
+
+from protocol.errors import SettingsError
+from runtime.bench.acceptance_trace import AcceptanceTrace, TracedText, read_trace, traced, write_trace
+from runtime.bench.one_stream import OneStreamPlan
+
+PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
+
+
+def test_a_position_within_a_round_has_the_rest_of_its_drafts():
+    rounds = [(0, [(7, 0.9), (8, 0.5), (1, 0.2), (2, 0.1)]), (3, [(4, 0.3)])]
+    text = traced("chat", [1], [7, 8, 9, 4, 5], rounds)
+    # Nothing is known of what it would say after the token 9, which it did not draft.
+    assert text.drafts == (
+        ((7, 0.9), (8, 0.5), (1, 0.2), (2, 0.1)),
+        ((8, 0.5), (1, 0.2), (2, 0.1)),
+        ((1, 0.2), (2, 0.1)),
+        ((4, 0.3),),
+        (),
+    )
+    assert [text.num_right(position) for position in range(5)] == [2, 1, 0, 1, 0]
+
+
+def test_drafts_beyond_the_end_of_a_text_are_of_no_position():
+    assert traced("", [1], [7], [(0, [(7, 0.9), (8, 0.5)])]).drafts == (((7, 0.9), (8, 0.5)),)
+
+
+def test_a_file_has_what_was_written(tmp_path):
+    texts = [TracedText("chat", (1,), (7,), (((7, 0.9), (8, 0.5)),)), TracedText("", (2, 3), (4, 5), ((), ()))]
+    write_trace(tmp_path / "trace.jsonl", texts)
+    assert read_trace(tmp_path / "trace.jsonl") == texts
+
+
+@pytest.mark.slow
+async def test_it_has_what_the_models_say_at_every_position(pair, tmp_path):
+    target, draft = pair
+    trace = AcceptanceTrace(OneStreamPlan(prompts=PROMPTS, max_tokens=48), tmp_path / "trace.jsonl")
+    result = await trace.measure((target, None), (draft, None))
+    texts = read_trace(tmp_path / "trace.jsonl")
+    assert [text.prompt for text in texts] == [tuple(prompt) for prompt in PROMPTS]
+    num_right = num_drafted = 0
+    for text in texts:
+        assert text.text == tuple(greedy(target, text.prompt, 48))
+        for at, chain in enumerate(text.drafts):
+            steps = generate_step(mx.array(text.prompt + text.text[:at]), draft, max_tokens=len(chain))
+            for (token, sure), (expected, logprobs) in zip(chain, steps, strict=False):
+                assert token == expected
+                assert sure == pytest.approx(float(mx.exp(logprobs[expected])), abs=1e-3)
+            num_drafted += bool(chain)
+            num_right += bool(chain) and text.num_right(at) > 0
+    assert num_drafted > 0
+    (row,) = result["rows"]
+    assert row["acceptance"][0] == num_right / num_drafted
+    assert result["is_complete"]
+    assert json.dumps(result)
+
+
+@pytest.mark.parametrize("flags", [["--streams", "1"], ["--overhead"], ["--lookahead", "2"]])
+def test_it_goes_with_no_measurement(flags, capsys, tmp_path):
+    file = str(tmp_path / "trace.jsonl")
+    error = refusal(capsys, "bench", "--target", "demo", "--draft", "demo", "--trace-acceptance", file, *flags)
+    assert f"{flags[0]} does not go with --trace-acceptance" in error
+
+
+async def test_what_has_no_drafts_of_its_own_is_refused(tmp_path):
+    with pytest.raises(SettingsError, match=r"greedy texts, got temperature=0\.5"):
+        AcceptanceTrace(OneStreamPlan(temperature=0.5), Path())
+    with pytest.raises(SettingsError, match="a drafter with a model"):
+        await AcceptanceTrace(OneStreamPlan(), Path()).measure("target", "ngram")

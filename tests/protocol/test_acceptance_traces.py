@@ -1,0 +1,38 @@
+"""`lookahead="auto"` on real texts: what a trained drafter said, replayed with the pass times of real devices.
+
+`acceptance_traces/smollm2.jsonl` was written by `outrider bench --trace-acceptance` for SmolLM2-135M-Instruct with its
+bundled drafter, in float32; `docs/speed.md` has its figures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from device_tables import FILES, all_tables
+from scenario import Scenario
+from traced_models import Texts, replay
+
+from runtime.bench.acceptance_trace import read_trace
+
+TRACE = Path(__file__).parent / "acceptance_traces" / "smollm2.jsonl"
+# The time of the drafter's step, where the device's table has none of a draft model: as of SmolLM2's on a CPU.
+COST_RATIO = 0.14
+
+
+def scenario_of(path: Path) -> Scenario:
+    table = all_tables(path)[0]
+    target, draft = table["target"], table.get("draft", ())
+    cost_ratio = draft[0][1] / target[0][1] if draft else COST_RATIO
+    return Scenario(0.5, cost_ratio, contention=0.3, draft_slope=0.1, verify_table=target, draft_table=draft)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_auto_is_near_the_best_fixed_lookahead_on_every_kind_of_text(path: Path) -> None:
+    traced, ratios = read_trace(TRACE), {}
+    for kind in sorted({text.category for text in traced}):
+        texts = Texts([text for text in traced if text.category == kind])
+        best = max(replay(texts, scenario_of(path), lookahead).speed for lookahead in (0, 1, 2, 4, 8))
+        ratios[kind] = replay(texts, scenario_of(path), "auto").speed / best
+    assert {kind: ratio for kind, ratio in ratios.items() if ratio < 0.97} == {}
