@@ -7,19 +7,22 @@ per token. Which sizes are cheap depends on the device, and is measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
 from protocol.pass_price import MAX_SURPRISE
 from protocol.prices import Mean
 
-MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 16, 2048  # the sizes that are tried, in tokens: powers of two between these
+# The sizes that are tried, in tokens: each is 1.33 or 1.5 times the one before it.
+SIZES = tuple(sorted([16 << k for k in range(8)] + [24 << k for k in range(7)]))
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = SIZES[0], SIZES[-1]
 # The longest that a pass should take: so many seconds, or so many passes of one token where these take long.
 MAX_PASS_S, MAX_DECODING_PASSES = 0.2, 4
 CHEAP_FACTOR = 1.1  # a size is cheap if it costs at most this many times as much per token as the cheapest that fits
 RETRY_PASSES = 16  # passes after which sizes above the present one are tried again
 PRIOR_TOKENS = 64  # before anything was measured, the price per token is that expected of a pass over this many tokens
+MAX_RATIO = math.sqrt(2)  # a pass counts for a size if it has at most this many times as many tokens, or as few
 MAX_PADDING = 0.25  # the largest part of a pass over several prompts that may be padding
 FIXED_CHUNK_TOKENS = 2048  # the size if the text depends on how the prompt is cut into passes: mlx-lm's
 
@@ -29,7 +32,8 @@ class PrefillChunkSize:
     """The size of the next pass: the largest that was measured to be cheap and to take no longer than a pass should.
 
     The first pass is the smallest, unless passes have an expected price. The one after it may be much larger; from then
-    on, the size is doubled as long as twice as many tokens should fit, by what the last doubling has cost.
+    on, the next larger size is tried as long as it would fit at the present price per token. It never takes longer
+    than that, and mostly less: in short passes, most of the time is that of reading the weights.
     """
 
     _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known
@@ -46,8 +50,8 @@ class PrefillChunkSize:
         if self._leaves_out_next:
             self._leaves_out_next = False
             return
-        size = 1 << max(0, round(math.log2(max(1, num_tokens))))
-        if MIN_CHUNK_TOKENS <= size <= MAX_CHUNK_TOKENS:
+        size = min(SIZES, key=lambda size: abs(math.log(size / max(1, num_tokens))))
+        if size / MAX_RATIO <= num_tokens <= size * MAX_RATIO:
             mean = self._seconds_per_token.setdefault(size, Mean(memory=8.0))
             known = mean.value if mean.is_known else self._expected_s(PRIOR_TOKENS) / PRIOR_TOKENS
             price = seconds / num_tokens
@@ -67,9 +71,9 @@ class PrefillChunkSize:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a pass that saves another pass: all that still count for the size, if they fit the time."""
+        """Most tokens of a pass that saves another pass: `MAX_RATIO` times the size, if they fit the time."""
         size, price = self._next()
-        return max(size, int(min(math.sqrt(2) * size, self._max_pass_s / price if price > 0.0 else 0.0)))
+        return max(size, int(min(MAX_RATIO * size, self._max_pass_s / price if price > 0.0 else 0.0)))
 
     @property
     def _max_pass_s(self) -> float:
@@ -87,29 +91,14 @@ class PrefillChunkSize:
             return shortest, prices[shortest]
         max_price = CHEAP_FACTOR * min(fitting.values())
         best = max(size for size, price in fitting.items() if price <= max_price)
-        if best == MAX_CHUNK_TOKENS or 2 * best in prices or self._doubled_s(best, prices) > self._max_pass_s:
+        larger = SIZES[min(SIZES.index(best) + 1, len(SIZES) - 1)]
+        if larger in prices or larger * prices[best] > self._max_pass_s:
             return best, prices[best]
-        return self._jump(2 * best, prices[best]) if self._num_passes == 1 else 2 * best, prices[best]
-
-    def _doubled_s(self, size: int, prices: Mapping[int, float]) -> float:
-        """The seconds to expect of a pass of twice a size. Each further token costs what those between the next smaller
-        pass and this one have cost: in short passes, most of the time is that of reading the weights.
-        """
-        seconds = size * prices[size]
-        if smaller := [other for other in prices if other < size]:
-            below = max(smaller)
-            below_s = below * prices[below]
-        else:
-            below, below_s = 1, self._expected_s(1)
-            if below_s <= 0.0:
-                return 2.0 * seconds
-        return seconds + size * max(0.0, seconds - below_s) / (size - below)
+        return self._jump(larger, prices[best]) if self._num_passes == 1 else larger, prices[best]
 
     def _jump(self, size: int, price: float) -> int:
         """The largest size, from `size` on, that should take at most half of the time that a pass may take."""
-        while price > 0.0 and size < MAX_CHUNK_TOKENS and 2 * size * price <= self._max_pass_s / 2:
-            size *= 2
-        return size
+        return max([size, *(other for other in SIZES if price > 0.0 and other * price <= self._max_pass_s / 2)])
 
 
 def read_together(lengths: Sequence[int], max_tokens: int, max_width: int) -> list[int]:

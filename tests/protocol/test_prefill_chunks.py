@@ -37,15 +37,15 @@ def sizes(seconds_of: Callable[[int], float], num_passes: int) -> list[int]:
     return passes
 
 
-def test_sizes_double_while_cheap_after_a_wider_first_step() -> None:
-    # Half a millisecond per token at every size: 256 of them fit into a fifth of a second.
-    assert sizes(lambda n: 0.0005 * n, 5) == [16, 128, 256, 256, 256]
+def test_sizes_grow_while_cheap_after_a_wider_first_step() -> None:
+    # Half a millisecond per token at every size: 384 of them fit into a fifth of a second.
+    assert sizes(lambda n: 0.0005 * n, 5) == [16, 192, 256, 384, 384]
     # Above 64 tokens, a token costs more.
-    assert sizes(lambda n: n * (0.0005 if n <= 64 else 0.0010), 8) == [16, 128, 32, 64, 64, 64, 64, 64]
+    assert sizes(lambda n: n * (0.0005 if n <= 64 else 0.0010), 9) == [16, 192, 24, 32, 48, 64, 96, 64, 64]
 
 
 def test_the_first_size_follows_the_expected_price_of_a_pass() -> None:
-    assert PrefillChunkSize(lambda tokens: tokens * 0.0005)() == 128
+    assert PrefillChunkSize(lambda tokens: tokens * 0.0005)() == 192
     assert PrefillChunkSize(lambda tokens: tokens * 0.05)() == MIN_CHUNK_TOKENS
     assert PrefillChunkSize(lambda tokens: tokens * 1e-6)() == MAX_CHUNK_TOKENS
 
@@ -61,16 +61,12 @@ def test_a_pass_may_take_as_long_as_four_of_one_token() -> None:
     assert found == {0.05: 16, 0.15: 64}
 
 
-def test_a_size_is_tried_that_fits_by_what_further_tokens_cost() -> None:
-    # As measured on a CPU: twice as many tokens take hardly longer, as long as the weights take most of the time.
-    seconds_of = {1: 0.053, 16: 0.096, 32: 0.108, 64: 0.180, 128: 0.352}.__getitem__
-    chunk_size, passes = PrefillChunkSize(lambda tokens: 0.053 if tokens == 1 else 0.3), []
-    for _ in range(6):
-        passes.append(chunk_size())
-        chunk_size.observe(passes[-1], seconds_of(passes[-1]))
-    assert passes == [16, 32, 64, 64, 64, 64]
-    # Where nothing is known of a shorter pass, each token is taken to cost the same.
-    assert sizes(lambda n: 0.0063 * n, 3) == [16, 16, 16]
+def test_no_size_is_tried_that_would_not_fit_if_each_token_cost_the_same() -> None:
+    # Of a pass of one token, 0.05 s are for reading the weights.
+    passes = sizes(lambda n: 0.05 + 0.002 * n, 8)
+    assert passes == [16, 24, 32, 48, 64, 64, 64, 64]
+    assert sizes(lambda n: 0.0063 * n, 5) == [16, 24, 24, 24, 24]
+    assert sizes(lambda n: 0.0090 * n, 5) == [16, 16, 16, 16, 16]
 
 
 def test_a_pass_that_waits_for_another_one_says_nothing_of_a_size() -> None:
@@ -89,14 +85,14 @@ def test_sizes_grow_also_where_prompts_that_are_read_together_do_not_come_to_the
         assert chunk_size() <= most
         num_tokens = max(1, most // length) * length
         chunk_size.observe(num_tokens, 0.0002 * num_tokens)
-    assert chunk_size() == 512
-    assert 512 <= chunk_size.most_tokens <= MAX_PASS_S / 0.0002 * 1.01
+    assert chunk_size() == 768
+    assert 768 <= chunk_size.most_tokens <= MAX_PASS_S / 0.0002 * 1.01
 
 
 def test_no_pass_is_made_for_a_small_rest() -> None:
     chunk_size = PrefillChunkSize()
-    for num_tokens in (16, 16, 32):  # 32 do not fit into the time
-        chunk_size.observe(num_tokens, num_tokens * 0.008)
+    for num_tokens in (16, 16, 24):  # 24 do not fit into the time
+        chunk_size.observe(num_tokens, num_tokens * 0.009)
     assert [chunk_size.of(num_tokens) for num_tokens in (5, 16, 22, 23, 100)] == [5, 16, 22, 16, 16]
     # 22 would take too long.
     chunk_size.observe(16, 16 * 0.02)
@@ -153,14 +149,14 @@ async def test_a_prompt_is_read_in_passes_that_fit_into_the_time(autojump_clock:
     def price(job: Job[Any]) -> float:
         return 0.001 * job.num_tokens if job.kind == "prefill" else priced()(job)
 
-    prompt = [i % 60 for i in range(1000)]
+    prompt = [i % 60 for i in range(1016)]
     async with simulated(ScriptedModel(truthful), price=price) as simulation:
         assert await text_of(simulation, prompt, max_tokens=4) == continuation(prompt, 4)
         passes = simulation.spans("target", "prefill")
     # The last one takes in the rest.
-    assert max(span.num_tokens for span in passes[:-1]) == 128 < passes[-1].num_tokens
+    assert max(span.num_tokens for span in passes[:-1]) == 192 < passes[-1].num_tokens
     assert max(span.ended - span.began for span in passes) <= MAX_PASS_S
-    assert sum(span.num_tokens for span in passes) == 999
+    assert sum(span.num_tokens for span in passes) == 1015
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
@@ -206,6 +202,6 @@ def test_as_many_prompts_of_like_length_are_read_in_one_pass_as_fit() -> None:
 
 def test_passes_count_for_the_nearest_size() -> None:
     chunk_size = PrefillChunkSize()
-    for num_tokens, expected in ((20, 32), (40, 64), (50, 128)):
+    for num_tokens, expected in ((20, 32), (40, 64), (60, 96)):
         chunk_size.observe(num_tokens, num_tokens * 0.005 if num_tokens == 20 else num_tokens * 0.001)
         assert chunk_size() == expected
