@@ -13,6 +13,7 @@ from device_tables import FILES, all_tables
 from scenario import Scenario
 from traced_models import Texts, replay
 
+from actors.drafters.drafter import DrafterSession
 from runtime.bench.acceptance_trace import read_trace
 
 TRACE = Path(__file__).parent / "acceptance_traces" / "smollm2.jsonl"
@@ -27,13 +28,29 @@ def scenario_of(path: Path) -> Scenario:
     return Scenario(0.5, cost_ratio, contention=0.3, draft_slope=0.1, verify_table=target, draft_table=draft)
 
 
+def texts_of(kind: str) -> Texts:
+    return Texts([text for text in read_trace(TRACE) if text.category == kind])
+
+
+each_device = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@each_device
 def test_auto_is_near_the_best_fixed_lookahead_on_every_kind_of_text(path: Path) -> None:
-    traced, scenario, ratios = read_trace(TRACE), scenario_of(path), {}
+    scenario, ratios = scenario_of(path), {}
     # In summaries and texts that are rewritten, most is copied, in which no fixed lookahead comes near.
     for kind in ("chat", "code", "json"):
-        texts = Texts([text for text in traced if text.category == kind])
+        texts = texts_of(kind)
         fixed = [replay(texts, scenario, lookahead).speed for lookahead in (1, 2, 4)]
         ratios[kind] = replay(texts, scenario, "auto").speed / max(1.0, *fixed)  # plain decoding has 1
     assert {kind: ratio for kind, ratio in ratios.items() if ratio < 0.97} == {}
+
+
+@pytest.mark.slow
+@each_device
+def test_copies_make_summaries_faster(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, scenario = texts_of("summary"), scenario_of(path)
+    with_copies = replay(texts, scenario, "auto").speed
+    monkeypatch.setattr(DrafterSession, "copies", False)
+    assert with_copies >= 1.25 * replay(texts, scenario, "auto").speed

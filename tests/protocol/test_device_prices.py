@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import scripted_models
 from device_tables import FILES, scenarios
 from fixed_lookaheads import LOOKAHEADS, auto, sequential_speed
 from scenario import Scenario
@@ -18,10 +17,6 @@ from simulation import run_simulation
 from actors.drafters.drafter import DrafterSession
 
 NUM_TOKENS = 600
-# A text that says the same again and again.
-PERIOD = 150
-
-each_device = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def speed(scenario: Scenario, *, copies: bool = True) -> float:
@@ -32,7 +27,7 @@ def speed(scenario: Scenario, *, copies: bool = True) -> float:
 
 
 @pytest.mark.slow
-@each_device
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_auto_is_near_the_best_of_plain_sequential_and_without_copies(
     path: Path,
 ) -> None:
@@ -43,18 +38,3 @@ def test_auto_is_near_the_best_of_plain_sequential_and_without_copies(
         assert with_auto >= 0.9 * max(1.0, best), scenario
         if number == 0:
             assert with_auto >= 0.98 * speed(scenario, copies=False), scenario
-
-
-@pytest.mark.slow
-@each_device
-def test_copies_are_faster_in_a_text_that_repeats_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = scripted_models._draw
-    # The text, and what the draft makes of it, depends on the position within the period alone.
-    monkeypatch.setattr(scripted_models, "_after", lambda place, _: (place + 1) % PERIOD if place < PERIOD else 1)
-    monkeypatch.setattr(
-        scripted_models,
-        "_draw",
-        lambda place, purpose: draw((place + 1) * scripted_models._MIX & scripted_models._MASK, purpose),
-    )
-    scenario = list(scenarios(path))[1 + FILES.index(path) % 2 * 2]
-    assert speed(scenario) >= 1.25 * speed(scenario, copies=False)
