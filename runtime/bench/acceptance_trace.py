@@ -124,13 +124,15 @@ class AcceptanceTrace(Benchmark):
 
         Raises: what `OneStream.measure` raises; SettingsError: the drafter has no model; OSError.
 
-        Cancellation: takes effect after the current forward passes; the file is not written.
+        Cancellation: takes effect after the current forward passes; the texts that were finished are written.
         """
         if draft == NGRAM:
             raise SettingsError("a trace of acceptance needs a drafter with a model; copies follow from the text")
-        await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
-        write_trace(self._file, self._texts)
-        return self.result()
+        try:
+            return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
+        finally:
+            if self._texts:
+                write_trace(self._file, self._texts)
 
     async def _prepare(
         self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
@@ -161,7 +163,7 @@ class AcceptanceTrace(Benchmark):
 
     @property
     def repeats_done(self) -> int:
-        return int(self.is_complete)
+        return int(bool(self._texts))
 
     def result(self) -> dict[str, Any]:
         """See `Benchmark.result`; there is a row for each kind of text."""

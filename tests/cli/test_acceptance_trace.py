@@ -7,6 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+import trio
 from command_line import refusal
 from mlx_lm.generate import generate_step
 from models import greedy
@@ -64,6 +65,26 @@ async def test_it_has_what_the_models_say_at_every_position(pair, tmp_path):
     assert row["acceptance"][0] == num_right / num_drafted
     assert result["is_complete"]
     assert json.dumps(result)
+
+
+@pytest.mark.slow
+async def test_an_interrupted_one_has_the_texts_that_were_finished(pair, tmp_path):
+    trace = AcceptanceTrace(OneStreamPlan(prompts=PROMPTS, max_tokens=16), tmp_path / "trace.jsonl")
+    with trio.CancelScope() as scope:
+
+        def on_progress(what: str) -> None:
+            if what == "decoding text 2 of 2":
+                scope.cancel()
+
+        await trace.measure((pair[0], None), (pair[1], None), on_progress=on_progress)
+    assert scope.cancelled_caught
+    assert [text.prompt for text in read_trace(tmp_path / "trace.jsonl")] == [tuple(PROMPTS[0])]
+    assert (trace.repeats_done, trace.is_complete, trace.result()["rows"][0]["num_texts"]) == (1, False, 1)
+
+
+def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(capsys, tmp_path):
+    error = refusal(capsys, "bench", "--target", "demo", "--trace-acceptance", str(tmp_path / "none" / "trace.jsonl"))
+    assert "is in no directory that exists" in error
 
 
 @pytest.mark.parametrize("flags", [["--streams", "1"], ["--overhead"], ["--lookahead", "2"]])
