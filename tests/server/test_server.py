@@ -97,6 +97,27 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
     simulated_server(test, *models(hashed("ends", 4.0) if ending == "end" else looping))
 
 
+@STREAMED
+def test_each_of_a_hundred_clients_at_once_has_the_answer_that_it_has_alone(stream: bool) -> None:
+    names = itertools.product("abcdefghij", repeat=2)
+    bodies = [{"prompt": f"def {a}{b}", "max_tokens": 5 + number % 5} for number, (a, b) in enumerate(names)]
+
+    async def test(server: Served) -> None:
+        alone = [(await direct(server, body, max_tokens=body["max_tokens"])).text for body in bodies]
+        assert len(set(alone)) == 100
+        answers: dict[int, str] = {}
+
+        async def visit(number: int) -> None:
+            answers[number] = (await server.ask(COMPLETIONS, {**bodies[number], "stream": stream})).text
+
+        async with trio.open_nursery() as nursery:
+            for number in range(100):
+                nursery.start_soon(visit, number)
+        assert [answers[number] for number in range(100)] == alone
+
+    simulated_server(test, *models(hashed("clients", 4.0)), max_waiting=100)
+
+
 def two_ways(history: Sequence[int]) -> Sequence[float]:
     """Two tokens are possible after each, and no other."""
     return [math.log(0.75 if i == (history[-1] + 1) % 50 else 0.25) if i in likely(history) else -math.inf
