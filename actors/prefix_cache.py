@@ -12,6 +12,7 @@ has most of it may be any of them, and it walks a dict for each token.
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from protocol.errors import RewindError
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 MAX_SEQUENCES = 64  # a search compares a prompt with each
+MAX_EVICTED = 16  # texts of evicted sequences that are remembered
 
 # Tokens at the end of a prompt that ask for an answer, such as the tags of an empty reasoning block. A text that
 # continues the prompt may lack them.
@@ -35,11 +37,13 @@ class CacheHit:
     Attributes:
         num_common: tokens that the prompt has in common with the most similar text; >= `num_cached`, since some caches
             can go back only to certain lengths.
+        num_evicted: tokens beyond these that it has in common with a text whose sequence had to leave for want of room.
     """
 
     sequence: CachedSequence
     num_cached: int
     num_common: int = 0
+    num_evicted: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -108,6 +112,8 @@ class PrefixCache:
         self._model = model
         self._max_bytes = max_bytes
         self._entries: list[_Entry] = []  # least recently used first
+        # The texts of those that left for want of room: only to say what a larger cache would have saved.
+        self._evicted = deque[tuple[bytes, bool]](maxlen=MAX_EVICTED)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -149,15 +155,17 @@ class PrefixCache:
                 num_reusable = source.sequence.reusable_length(num_common, num_read, pass_tokens)
             if num_reusable > 0 and num_reusable >= num_cached and _may_serve(source, num_common, num_reusable):
                 best, num_cached = source, num_reusable
+        evicted = (common_length(text, packed) for text, was_beside in self._evicted if was_beside == beside_another)
+        num_evicted = max(0, max(evicted, default=0) - most_common)
         if best is None:
-            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common)
+            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common, num_evicted)
         if isinstance(best, _Entry):
             self._entries.remove(best)
             continues = common_length(best.packed, packed) >= best.num_prompt
             try:
                 if continues or not best.sequence.can_copy:
                     best.sequence.reuse(num_cached)
-                    return CacheHit(best.sequence, num_cached, most_common)
+                    return CacheHit(best.sequence, num_cached, most_common, num_evicted)
                 sequence = best.sequence.copy(num_cached)
             except RewindError:
                 best.sequence.close()
@@ -165,7 +173,7 @@ class PrefixCache:
             self._entries.append(best)  # it was used last
         else:
             sequence = best.sequence.copy(num_cached)
-        return CacheHit(sequence, num_cached, most_common)
+        return CacheHit(sequence, num_cached, most_common, num_evicted)
 
     def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:
         """As `open`, for a text, but the sequence stays in the cache; None if no token is reusable."""
@@ -217,7 +225,11 @@ class PrefixCache:
         num_prompt = num_tokens if num_prompt is None else num_prompt
         packed = pack(cached_tokens)
         entry = _Entry(reusable, packed, cached_tokens, num_prompt, beside_another, reusable.num_bytes)
-        if entry.num_bytes > self._max_bytes or reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
+        if reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
+            sequence.close()
+            return
+        if entry.num_bytes > self._max_bytes:
+            self._evicted.append((packed, beside_another))
             sequence.close()
             return
         if (
@@ -248,6 +260,7 @@ class PrefixCache:
         entry = self._entries.pop(0)
         if self.store is not None:
             self.store.evict(entry.sequence, entry.tokens, entry.num_prompt)
+        self._evicted.append((entry.packed, entry.beside_another))
         entry.sequence.close()
 
 

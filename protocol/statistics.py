@@ -36,6 +36,7 @@ class ShownCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     parted_tokens: int = 0
+    evicted_tokens: int = 0
     generated_tokens: int = 0
     accepted: int = 0
     rejected: int = 0
@@ -73,6 +74,8 @@ class Statistics(ShownCounts):
         cached_tokens: prompt tokens that the target need not read, since they were still cached.
         parted_tokens: prompt tokens that are read again although a cached text has them, too: its cache cannot go back
             to where the texts part, as with recurrent layers between two checkpoints.
+        evicted_tokens: prompt tokens that are read again because the caches of a text that has them had to go: they
+            took more than `prefix_cache_bytes`, or streams needed the memory.
         prefilled_tokens: prompt tokens that the target's prefill has read so far. The first round reads the last token,
             so the prompt is read once `cached_tokens + prefilled_tokens >= prompt_tokens - 1`.
         generated_tokens: tokens given to the consumer.

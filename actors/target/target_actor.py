@@ -588,6 +588,7 @@ class TargetActor(ModelActor[TargetSession]):
             features.want(session.state.phase is not SessionPhase.UNDRAFTED)
         session.shared.counts.cached_tokens = hit.num_cached
         session.shared.counts.parted_tokens = hit.num_common - hit.num_cached
+        session.shared.counts.evicted_tokens = hit.num_evicted
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:

@@ -34,6 +34,11 @@ _COUNTERS = (
         "Prompt tokens that were read again although cached, since the cache cannot go back to where the prompts part",
         "parted_tokens",
     ),
+    (
+        "evicted_prompt_tokens",
+        "Prompt tokens that were read again because the caches of a text that has them had to go for want of memory",
+        "evicted_tokens",
+    ),
     ("generated_tokens", "Tokens given to clients", "generated_tokens"),
     ("proposed_tokens", "Drafted tokens that were judged", "proposed"),
     ("accepted_tokens", "Drafted tokens that were accepted", "accepted"),

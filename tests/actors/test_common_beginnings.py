@@ -49,6 +49,24 @@ async def test_a_third_text_parts_where_a_second_one_has_parted(
         assert await cached(simulation, again, lookahead=lookahead) >= len(first) - 1
 
 
+async def test_statistics_say_what_a_larger_cache_would_have_saved(autojump_clock: Any) -> None:
+    first, second, third = ([*SYSTEM[:100], *SYSTEM[10 * i : 10 * i + 50]] for i in (1, 2, 3))
+    other = [61 - token for token in SYSTEM]
+    # One token is one byte here, so that there is room for one of these texts.
+    async with simulated(*pair_with(CACHES["can be trimmed"]), prefix_cache_bytes=310) as simulation:
+        found = []
+        for prompt in (first, other, second, third):
+            statistics = (await simulation.runtime.generate(prompt, **ASKED)).statistics
+            found.append((statistics.cached_tokens, statistics.evicted_tokens))
+        # The first text had to leave for the other one. What the third has in common with the second is still there.
+        assert found == [(0, 0), (0, 0), (0, 100), (100, 0)]
+        assert simulation.runtime.statistics().evicted_tokens == 100
+    # A text that does not fit at all is missed, too.
+    async with simulated(*pair_with(CACHES["can be trimmed"]), prefix_cache_bytes=50) as simulation:
+        await simulation.runtime.generate(first, **ASKED)
+        assert (await simulation.runtime.generate(second, **ASKED)).statistics.evicted_tokens == 100
+
+
 @sweep("cache", PARTING)
 @sweep("lookahead", [0, 3])
 async def test_of_four_at_once_one_reads_the_beginning(cache: str, lookahead: int, autojump_clock: Any) -> None:
