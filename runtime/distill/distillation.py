@@ -31,6 +31,9 @@ from runtime.loading.tokenizers import wrapped
 
 # Most logits in a batch, 512 MiB in float32; this decides how many windows are in one.
 MAX_LOGITS = 1 << 27
+# Seconds that a part of a batch takes, as far as the machine allows: progress is told, and a cancellation heard, after
+# each. The first part is a single window, whose time is measured.
+PART_S = 4.0
 # An evaluation is due after so many batches or minutes, if learning has taken so many times as long as one takes.
 BATCHES_PER_EVALUATION, MINUTES_PER_EVALUATION = 100, 5.0
 LEARNING_PER_EVALUATION = 10.0
@@ -76,13 +79,15 @@ class Distillation:
         self._windows = Windows(read_texts(options.data, tokenizer), tokenizer, options.window)
         self._folder = options.out / "training"
         self._continuations = Continuations(self._folder)
-        self._batch_size = 1
+        self._batch_size = self._part_size = 1
+        self._left: mx.array | None = None  # windows of the present batch that are still to be added
         self._training: Training | None = None
         self._made: LoadedEagle3 | None = None
         self._config: dict[str, Any] = {}
         self._held_out: list[mx.array] = []
+        self._has_drafted = False
         self._counts: list[list[int]] = []  # results of `draft` so far, for each batch of held-out text
-        self._seconds_per_held_out = 0.0  # of one such batch
+        self._seconds_per_window = 0.0  # of learning; once held-out text was drafted for, of that
 
     # --- preparation ------------------------------------------------------------------------------
 
@@ -131,7 +136,6 @@ class Distillation:
         mx.eval(model.state, embedding)
         tokens = min(options.batch_tokens, MAX_LOGITS // vocab_size)
         self._batch_size = max(1, tokens // options.window)
-        self._held_out = self._windows.held_out_batches(self._batch_size)
         self._training = Training(
             self._target, model, embedding, self._made.target_ids, learning_rate=options.learning_rate
         )
@@ -189,10 +193,8 @@ class Distillation:
 
     @property
     def _evaluation_s(self) -> float:
-        """Seconds that an evaluation is expected to take: at first, those of learning from as many batches."""
-        progress = self.training.progress
-        per_batch = self._seconds_per_held_out or progress.seconds_since / max(1, progress.num_since)
-        return per_batch * len(self._held_out)
+        """Seconds that an evaluation is expected to take: at first, those of learning from as many windows."""
+        return self._seconds_per_window * self._windows.held_out.shape[0]
 
     @property
     def is_evaluation_due(self) -> bool:
@@ -207,9 +209,28 @@ class Distillation:
         return self.training.progress.num_since > 0
 
     def learn(self) -> None:
-        """Learn from a batch."""
-        batch = self._windows.batch(self.training.progress.num_batches, self._batch_size, self._options.seed)
-        self.training.learn(batch, self._decay)
+        """Compute the gradient of a part of a batch, and learn from the batch if that was the last one."""
+        if self._left is None:
+            self._left = self._windows.batch(self.training.progress.num_batches, self._batch_size, self._options.seed)
+        part, left = self._left[: self._part_size], self._left[self._part_size :]
+        seconds_per_window = self.training.add(part) / part.shape[0]
+        if not self._has_drafted:
+            self._seconds_per_window = seconds_per_window
+        self._part_size = max(1, min(self._batch_size, int(PART_S / max(seconds_per_window, 1e-9))))
+        self._left = left if left.shape[0] else None
+        if self._left is None:
+            self.training.learn(self._decay)
+
+    @property
+    def batch_share(self) -> float:
+        """The part of the present batch whose gradient is computed, in [0, 1)."""
+        return 0.0 if self._left is None else 1.0 - self._left.shape[0] / self._batch_size
+
+    def end_batch(self) -> None:
+        """Learn from what was added of a batch whose other parts are no longer wanted."""
+        self._left = None
+        if self.training.has_added:
+            self.training.learn(self._decay)
 
     @property
     def _decay(self) -> float:
@@ -219,17 +240,23 @@ class Distillation:
     @property
     def held_out_share(self) -> float:
         """The part of the held-out text that an evaluation has drafted for, in [0, 1]; 1 if its time is up."""
-        limit, seconds = self._options.max_minutes, len(self._counts) * self._seconds_per_held_out
+        drafted = self._held_out[: len(self._counts)]
+        limit, seconds = self._options.max_minutes, sum(map(len, drafted)) * self._seconds_per_window
         if limit is not None and seconds >= 60 * limit * EVALUATION_SHARE:
             return 1.0
         return len(self._counts) / len(self._held_out)
+
+    def begin_evaluation(self) -> None:
+        """Forget what an evaluation that was broken off has drafted, and divide the held-out text into batches."""
+        self._counts, self._held_out = [], self._windows.held_out_batches(self._part_size)
 
     def draft(self) -> None:
         """Draft for a batch of held-out text."""
         before = self.training.progress.seconds
         self._counts.append(self.training.draft(self._held_out[len(self._counts)]))
         if len(self._counts) == 1:  # the last one may be smaller
-            self._seconds_per_held_out = self.training.progress.seconds - before
+            self._seconds_per_window = (self.training.progress.seconds - before) / len(self._held_out[0])
+            self._has_drafted = True
 
     def evaluate(self) -> Evaluation:
         """Write the drafter if it is the best so far on held-out text, and save the state of the training."""

@@ -58,6 +58,7 @@ async def distill(
         goes_on = await run(work.begin)
 
         async def evaluate() -> None:
+            await run(work.begin_evaluation)
             while (share := work.held_out_share) < 1.0:
                 on_progress(f"drafting for held-out text: {share:.0%}")
                 await run(work.draft)
@@ -71,6 +72,7 @@ async def distill(
                 await run(work.learn)
                 if work.is_evaluation_due:
                     await evaluate()
+            await run(work.end_batch)
             if work.has_learnt_since:
                 await evaluate()
         finally:
@@ -83,9 +85,12 @@ async def distill(
 def _learning(work: Distillation) -> str:
     progress = work.training.progress
     said = f"learning: batch {progress.num_batches + 1:,}"
+    if work.batch_share > 0.0:
+        said += f" ({work.batch_share:.0%} of it)"
     if progress.num_since:
         loss = progress.loss_since / progress.num_since
-        said += f", {progress.num_tokens / progress.seconds:,.0f} tokens/s, loss {loss:.3f}"
+        rate = progress.num_tokens / progress.seconds
+        said += f", {rate:,.0f} tokens/s ({rate * 3600 / 1e6:,.2f} million an hour), loss {loss:.3f}"
     return said if math.isinf(work.seconds_left) else f"{said}, {_minutes(work.seconds_left)} left"
 
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 from mlx.nn.layers.base import Module
 from mlx.nn.utils import value_and_grad
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from actors.mlx.layer_evaluation import evaluating_layers
 from actors.trained.eagle3_training import logits_of_steps
@@ -107,6 +107,16 @@ class Lesson:
     likeliest: mx.array  # (B, T + steps - 1) the target's likeliest tokens at these positions, among all tokens
 
 
+@attrs.frozen
+class _Added:
+    """The sums over the windows of a batch that were added so far."""
+
+    gradients: Any
+    loss: mx.array
+    num_windows: int
+    num_tokens: int
+
+
 class Training:
     """A drafter that learns. All methods run on one thread."""
 
@@ -130,31 +140,57 @@ class Training:
         self._recorder = FeatureRecorder(target, drafter.config.feature_layers_of(len(target.layers)))
         self._optimizer = optimizers.AdamW(learning_rate=learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
         self.progress = Progress(learning_rate=learning_rate)
+        self._added: _Added | None = None
 
-    def learn(self, tokens: mx.array, decay: float = 1.0) -> float:
-        """Learn from a batch. Returns: the loss.
+    def add(self, tokens: mx.array) -> float:
+        """Add the gradient of a part of a batch. Returns: the seconds that it took.
 
         Args:
             tokens: (B, L) ids, L > `NUM_STEPS` + 1.
-            decay: factor on the learning rate, in [0, 1].
         """
         began = time.monotonic()
-        lesson = self._lesson(tokens)
-        loss, gradients = value_and_grad(self.drafter, lambda: _loss(self.drafter, lesson))()
+        lesson, num_windows = self._lesson(tokens), tokens.shape[0]
+        loss, gradients = value_and_grad(self.drafter, lambda: num_windows * _loss(self.drafter, lesson))()
+        if self._added is not None:
+            gradients = tree_map(mx.add, gradients, self._added.gradients)
+            loss = loss + self._added.loss
+        mx.eval(gradients, loss)
+        before = (0, 0) if self._added is None else (self._added.num_windows, self._added.num_tokens)
+        self._added = _Added(gradients, loss, before[0] + num_windows, before[1] + tokens.size)
+        seconds = time.monotonic() - began
+        self.progress = attrs.evolve(
+            self.progress,
+            seconds=self.progress.seconds + seconds,
+            seconds_since=self.progress.seconds_since + seconds,
+        )
+        return seconds
+
+    @property
+    def has_added(self) -> bool:
+        """Whether there are gradients that the drafter has not learnt from."""
+        return self._added is not None
+
+    def learn(self, decay: float = 1.0) -> float:
+        """Learn from the batch that was added. Returns: its mean loss.
+
+        Args:
+            decay: factor on the learning rate, in [0, 1].
+        """
+        assert self._added is not None
+        added, self._added = self._added, None
+        gradients = tree_map(lambda gradient: gradient / added.num_windows, added.gradients)
         gradients, _ = optimizers.clip_grad_norm(gradients, MAX_GRADIENT_NORM)
         warm_up = min(1.0, (self.progress.num_batches + 1) / NUM_WARM_UP)
         self._optimizer.learning_rate = warm_up * decay * self.progress.learning_rate
         self._optimizer.update(self.drafter, gradients)
-        mx.eval(self.drafter.state, self._optimizer.state, loss)
-        value, seconds = cast(float, loss.item()), time.monotonic() - began
+        mx.eval(self.drafter.state, self._optimizer.state)
+        value = cast(float, added.loss.item()) / added.num_windows
         self.progress = attrs.evolve(
             self.progress,
             num_batches=self.progress.num_batches + 1,
-            num_tokens=self.progress.num_tokens + tokens.size,
-            seconds=self.progress.seconds + seconds,
+            num_tokens=self.progress.num_tokens + added.num_tokens,
             num_since=self.progress.num_since + 1,
             loss_since=self.progress.loss_since + value,
-            seconds_since=self.progress.seconds_since + seconds,
         )
         return value
 

@@ -151,7 +151,27 @@ async def test_progress_has_a_rate_and_the_time_left(three_held_out: DistillOpti
     assert any(re.fullmatch(r"the target is writing: 4 windows left, about \d+\.\d min left", what) for what in said)
     learning = [what for what in said if what.startswith("learning")]
     assert learning[0] == "learning: batch 1, 1.0 min left"
-    assert re.fullmatch(r"learning: batch 2, 16 tokens/s, loss \d\.\d{3}, 0\.9 min left", learning[1])
+    assert re.fullmatch(
+        r"learning: batch 2, 16 tokens/s \(0\.06 million an hour\), loss \d\.\d{3}, 0\.9 min left", learning[1]
+    )
+
+
+async def test_a_batch_that_takes_long_is_learnt_in_parts(
+    options: DistillOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, said = Clock(), list[str]()
+    monkeypatch.setattr(training, "time", clock)  # a part takes a second
+    monkeypatch.setattr(distillation, "PART_S", 1.0)
+    options = attrs.evolve(options, batch_tokens=64, max_minutes=0.1)
+    seen = []
+    await run.distill(options, on_progress=said.append, on_evaluation=seen.append)
+    learning = [what.partition(",")[0] for what in said if what.startswith("learning")]
+    assert learning == [
+        *("learning: batch 1", *(f"learning: batch 1 ({percent}% of it)" for percent in (25, 50, 75))),
+        *("learning: batch 2", "learning: batch 2 (25% of it)"),
+    ]  # fmt: skip
+    # When the time is up, what was added of the second batch is learnt, too.
+    assert (seen[0].batches, seen[0].tokens) == (2, 64 + 32)
 
 
 async def test_another_training_in_the_folder_is_refused(options: DistillOptions) -> None:

@@ -51,6 +51,13 @@ def training(target: Any, target_ids: mx.array | None = None) -> Training:
     return Training(target, drafter, target.model.embed_tokens.weight, target_ids, learning_rate=3e-3)
 
 
+def learnt(training: Training, *parts: mx.array) -> float:
+    """The loss of a batch in some parts, which is learnt from."""
+    for part in parts:
+        training.add(part)
+    return training.learn()
+
+
 IDENTITY = {"data": "some", "seed": 1}
 BATCHES = [mx.random.randint(0, VOCAB_SIZE, (4, 24), key=mx.random.key(i)) for i in range(4)]
 
@@ -73,7 +80,7 @@ def test_the_learning_rate_falls_where_evaluations_gain_nothing() -> None:
 def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
     learning = training(build(name), target_ids)
     before = acceptance_of([learning.draft(batch) for batch in BATCHES])
-    losses = [learning.learn(BATCHES[i % len(BATCHES)]) for i in range(90)]
+    losses = [learnt(learning, BATCHES[i % len(BATCHES)]) for i in range(90)]
     after = acceptance_of([learning.draft(batch) for batch in BATCHES])
     assert losses[-1] < losses[0]
     assert len(before) == NUM_STEPS
@@ -85,20 +92,29 @@ def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
 def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     target = build("llama")
     straight = training(target)
-    expected = [straight.learn(BATCHES[i % 4]) for i in range(8)]
+    expected = [learnt(straight, BATCHES[i % 4]) for i in range(8)]
     interrupted = training(target)
     assert not interrupted.restore(tmp_path, IDENTITY)
-    first = [interrupted.learn(BATCHES[i % 4]) for i in range(4)]
+    first = [learnt(interrupted, BATCHES[i % 4]) for i in range(4)]
     interrupted.save(tmp_path, IDENTITY)
     resumed = training(target)
     assert resumed.restore(tmp_path, IDENTITY)
     assert resumed.progress.num_batches == 4
-    rest = [resumed.learn(BATCHES[i % 4]) for i in range(4, 8)]
+    rest = [learnt(resumed, BATCHES[i % 4]) for i in range(4, 8)]
     assert [*first, *rest] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_batch_in_parts_teaches_what_it_teaches_as_a_whole() -> None:
+    target = build("llama")
+    whole, in_parts = training(target), training(target)
+    for batch in BATCHES:
+        assert learnt(in_parts, batch[:1], batch[1:3], batch[3:]) == pytest.approx(learnt(whole, batch), rel=1e-5)
+    assert (in_parts.progress.num_batches, in_parts.progress.num_tokens) == (4, 4 * 4 * 24)
+    assert mx.allclose(whole.drafter.lm_head.weight, in_parts.drafter.lm_head.weight, atol=1e-5)
 
 
 def test_the_targets_weights_stay_as_they_are() -> None:
     target = build("llama")
     before = mx.array(target.model.layers[0].self_attn.q_proj.weight)
-    training(target).learn(BATCHES[0])
+    learnt(training(target), BATCHES[0])
     assert mx.array_equal(before, target.model.layers[0].self_attn.q_proj.weight)
