@@ -39,16 +39,13 @@ class PrefillChunkSize:
     _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known
     _seconds_per_token: dict[int, Mean] = attrs.field(factory=dict, init=False)  # by size
     _num_passes: int = attrs.field(default=0, init=False)
-    _leaves_out_next: bool = attrs.field(default=False, init=False)
-
-    def leave_out_next(self) -> None:
-        """Have the next measurement left out: that pass waits for another one, which was launched before it."""
-        self._leaves_out_next = True
+    # Whether the next measurement says nothing: that pass waits for another one, which was launched before it.
+    leaves_out_next: bool = attrs.field(default=False, init=False)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Add the measurement of a pass: it counts for the nearest size, if that is one of those that are tried."""
-        if self._leaves_out_next:
-            self._leaves_out_next = False
+        if self.leaves_out_next:
+            self.leaves_out_next = False
             return
         size = min(SIZES, key=lambda size: abs(math.log(size / max(1, num_tokens))))
         if size / MAX_RATIO <= num_tokens <= size * MAX_RATIO:
@@ -74,6 +71,13 @@ class PrefillChunkSize:
         """Most tokens of a pass that saves another pass: `MAX_RATIO` times the size, if they fit the time."""
         size, price = self._next()
         return max(size, int(min(MAX_RATIO * size, self._max_pass_s / price if price > 0.0 else 0.0)))
+
+    def may_go_on(self, num_read: int, seconds: float, num_more: int) -> bool:
+        """Whether a turn that has read `num_read` tokens, in so many seconds, may read more in a further pass. Several
+        short passes take longer than one over as many tokens.
+        """
+        total = num_read + num_more
+        return total <= self.most_tokens and seconds * total <= self._max_pass_s * num_read
 
     @property
     def _max_pass_s(self) -> float:

@@ -71,7 +71,7 @@ def test_no_size_is_tried_that_would_not_fit_if_each_token_cost_the_same() -> No
 
 def test_a_pass_that_waits_for_another_one_says_nothing_of_a_size() -> None:
     chunk_size = PrefillChunkSize()
-    chunk_size.leave_out_next()
+    chunk_size.leaves_out_next = True
     chunk_size.observe(16, 10.0)
     chunk_size.observe(16, 16e-5)
     assert chunk_size() > 16
