@@ -31,9 +31,10 @@ FIXED_CHUNK_TOKENS = 2048  # the size if the text depends on how the prompt is c
 class PrefillChunkSize:
     """The size of the next pass: the largest that was measured to be cheap and to take no longer than a pass should.
 
-    The first pass is the smallest, unless passes have an expected price. The one after it may be much larger; from then
-    on, the next larger size is tried as long as it would fit at the present price per token. It never takes longer
-    than that, and mostly less: in short passes, most of the time is that of reading the weights.
+    The first pass is the smallest, or if passes have an expected price, up to as large as that was measured for: only
+    larger sizes are tried later. The one after it may be much larger; from then on, the next larger size is tried as
+    long as it would fit at the present price per token. It never takes longer than that, and mostly less: in short
+    passes, most of the time is that of reading the weights.
     """
 
     _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known
@@ -88,7 +89,7 @@ class PrefillChunkSize:
         prices = {size: mean.value for size, mean in self._seconds_per_token.items()}
         if not prices:
             price = self._expected_s(PRIOR_TOKENS) / PRIOR_TOKENS
-            return self._jump(MIN_CHUNK_TOKENS, price), price
+            return min(self._jump(MIN_CHUNK_TOKENS, price), PRIOR_TOKENS), price
         fitting = {size: price for size, price in prices.items() if size * price <= self._max_pass_s}
         if not fitting:  # every pass is long; take the shortest
             shortest = min(prices, key=lambda size: size * prices[size])
