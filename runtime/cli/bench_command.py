@@ -20,7 +20,15 @@ from runtime.cli.flags import flag
 from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
 from runtime.measuring.report_files import check_report, local_paths, write_report
-from runtime.terminal.display import CommandOutcome, Display, print_message, print_text, printing, warnings_at_the_end
+from runtime.terminal.display import (
+    CommandOutcome,
+    Display,
+    check_place,
+    print_message,
+    print_text,
+    printing,
+    warnings_at_the_end,
+)
 from runtime.terminal.signals import SignalScope, exit_on_signal
 from runtime.terminal.tables import show_sections, show_table
 
@@ -160,7 +168,8 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
         return many, many.measure
     plan, group = OneStreamPlan(**given), models.options.get("group")
     if arguments.trace_acceptance is not None:
-        trace = AcceptanceTrace(plan, Path(arguments.trace_acceptance))
+        file = check_place("--trace-acceptance", Path(arguments.trace_acceptance).expanduser())
+        trace = AcceptanceTrace(plan, file)
         return trace, trace.measure
     one = OneStream(plan)
     return one, lambda target, draft, **options: one.measure(
