@@ -31,24 +31,22 @@ FIXED_CHUNK_TOKENS = 2048  # the size if the text depends on how the prompt is c
 class PrefillChunkSize:
     """The size of the next pass: the largest that was measured to be cheap and to take no longer than a pass should.
 
-    The first pass is the smallest, unless passes have an expected price. The one after it may be much larger; from then
-    on, the next larger size is tried as long as it would fit at the present price per token. It never takes longer
-    than that, and mostly less: in short passes, most of the time is that of reading the weights.
+    The first pass is the smallest, or if passes have an expected price, up to as large as that was measured for: only
+    larger sizes are tried later. The one after it may be much larger; from then on, the next larger size is tried as
+    long as it would fit at the present price per token. It never takes longer than that, and mostly less: in short
+    passes, most of the time is that of reading the weights.
     """
 
     _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known
     _seconds_per_token: dict[int, Mean] = attrs.field(factory=dict, init=False)  # by size
     _num_passes: int = attrs.field(default=0, init=False)
-    _leaves_out_next: bool = attrs.field(default=False, init=False)
-
-    def leave_out_next(self) -> None:
-        """Have the next measurement left out: that pass waits for another one, which was launched before it."""
-        self._leaves_out_next = True
+    # Whether the next measurement says nothing: that pass waits for another one, which was launched before it.
+    leaves_out_next: bool = attrs.field(default=False, init=False)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Add the measurement of a pass: it counts for the nearest size, if that is one of those that are tried."""
-        if self._leaves_out_next:
-            self._leaves_out_next = False
+        if self.leaves_out_next:
+            self.leaves_out_next = False
             return
         size = min(SIZES, key=lambda size: abs(math.log(size / max(1, num_tokens))))
         if size / MAX_RATIO <= num_tokens <= size * MAX_RATIO:
@@ -75,6 +73,13 @@ class PrefillChunkSize:
         size, price = self._next()
         return max(size, int(min(MAX_RATIO * size, self._max_pass_s / price if price > 0.0 else 0.0)))
 
+    def may_go_on(self, num_read: int, seconds: float, num_more: int) -> bool:
+        """Whether a turn that has read `num_read` tokens, in so many seconds, may read more in a further pass. Several
+        short passes take longer than one over as many tokens.
+        """
+        total = num_read + num_more
+        return total <= self.most_tokens and seconds * total <= self._max_pass_s * num_read
+
     @property
     def _max_pass_s(self) -> float:
         return max(MAX_PASS_S, MAX_DECODING_PASSES * self._expected_s(1))
@@ -84,7 +89,7 @@ class PrefillChunkSize:
         prices = {size: mean.value for size, mean in self._seconds_per_token.items()}
         if not prices:
             price = self._expected_s(PRIOR_TOKENS) / PRIOR_TOKENS
-            return self._jump(MIN_CHUNK_TOKENS, price), price
+            return min(self._jump(MIN_CHUNK_TOKENS, price), PRIOR_TOKENS), price
         fitting = {size: price for size, price in prices.items() if size * price <= self._max_pass_s}
         if not fitting:  # every pass is long; take the shortest
             shortest = min(prices, key=lambda size: size * prices[size])

@@ -1,5 +1,5 @@
 """Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole. A turn is a
-pass, or several that together read no more tokens than one may.
+pass, or several that together read no more tokens, and take no longer, than one may.
 
 Tokens that a session scores are read in chunks, too, and scored as they are read.
 """
@@ -46,8 +46,9 @@ class Reading:
 
     async def run(self) -> Sequence[TargetSession]:
         """Read a chunk of the first wanted prompt, or all of it together with other prompts of similar length; then
-        further prompts whole, as long as the turn has no more tokens than a pass may have. If those waited for another
-        turn, the texts that were read would have a pass without them first, at nearly the price of one with them.
+        further prompts whole, as long as the turn has no more tokens than a pass may have, and takes no longer. If
+        those waited for another turn, the texts that were read would have a pass without them first, at nearly the
+        price of one with them.
 
         An error ends the session of a prompt that was read alone. Prompts that were read together are then read again,
         each alone.
@@ -56,10 +57,12 @@ class Reading:
         """
         for session in self.prompts:
             session.notice_loss()
-        read, num_left = list[TargetSession](), self._chunk_size.most_tokens
-        while not read or (self.wanted and _num_to_read(self._chosen()) <= num_left):
-            chosen = self._chosen()
-            num_left -= _num_to_read(chosen)
+        read, num_tokens, began_s = list[TargetSession](), 0, self._worker.clock()
+        while chosen := self._chosen():
+            num_more, seconds = sum(session.num_to_read for session in chosen), self._worker.clock() - began_s
+            if read and not self._chunk_size.may_go_on(num_tokens, seconds, num_more):
+                break
+            num_tokens += num_more
             await self._run_pass(chosen)
             read += chosen
         return read
@@ -74,12 +77,15 @@ class Reading:
         await self._read_chunk(session)
         assert session.sequence is not None
         is_auto = tokens_per_pass(session.shared.opened.settings.prefill_step_size, session.sequence) == "auto"
-        if is_auto and 0 < session.num_to_read <= MAX_CHUNKS_IN_A_ROW * self._chunk_size():
+        goes_on = is_auto and session.failure is None
+        if goes_on and 0 < session.num_to_read <= MAX_CHUNKS_IN_A_ROW * self._chunk_size():
             self.prompts = {session: None, **self.prompts}
 
     def _chosen(self) -> list[TargetSession]:
-        # `wanted` may be empty by now, since another thread may set `is_unwanted` at any time; any prompt will do then.
-        first, *others = self.wanted or self.prompts
+        """The sessions of the next pass; none if none is wanted: another thread may set `is_unwanted` at any time."""
+        if not (wanted := self.wanted):
+            return []
+        first, *others = wanted
         if self._max_batch == 1 or not _can_share(first):
             return [first]
         fitting = [first, *filter(_can_share, others)]
@@ -161,7 +167,3 @@ def _score(
 def _can_share(session: TargetSession) -> bool:
     assert session.sequence is not None
     return not session.reads_alone and can_read_together(session.sequence, session)
-
-
-def _num_to_read(sessions: Sequence[TargetSession]) -> int:
-    return sum(session.num_to_read for session in sessions)

@@ -319,8 +319,7 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _read_prompts(self) -> None:
         self._target_queue.begin_reading()
-        if any(session.is_ahead for session in self._texts.values()):
-            self.chunk_size.leave_out_next()
+        self.chunk_size.leaves_out_next = any(session.is_ahead for session in self._texts.values())
         try:
             for session in await self._reading.run():
                 self._look_at(session)

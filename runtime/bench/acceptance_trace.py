@@ -19,6 +19,7 @@ from protocol.errors import SettingsError
 from protocol.lookahead_policy import ChainPolicy, PolicyView
 from protocol.lookahead_tree import Guess, Node
 from protocol.prices import Prices
+from protocol.reprs import shown_path
 from protocol.settings import NGRAM, Settings
 from runtime.bench import figures
 from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
@@ -27,6 +28,7 @@ from runtime.bench.figures import Report, Row
 from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.bench.one_stream import OneStreamPlan
 from runtime.loading.model_sources import Source
+from runtime.terminal.display import OutputError
 from runtime.terminal.tables import Table
 
 DEPTH = 8  # tokens that the drafter drafts from a position on
@@ -74,9 +76,12 @@ def traced(
 
 
 def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
-    """Write one JSON object a line. Raises: OSError."""
+    """Write one JSON object a line. Raises: OutputError: the file cannot be written."""
     lines = [json.dumps(attrs.asdict(text), separators=(",", ":")) + "\n" for text in texts]
-    path.write_text("".join(lines), encoding="utf-8")
+    try:
+        path.write_text("".join(lines), encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
 
 
 def read_trace(path: Path) -> list[TracedText]:
@@ -118,31 +123,33 @@ class AcceptanceTrace(Benchmark):
         super().__init__(attrs.evolve(plan, repeats=1), [])
         self._file = file
         self._texts: list[TracedText] = []
+        self._num_written = 0
 
     async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
         """Decode all prompts, and write the file.
 
-        Raises: what `OneStream.measure` raises; SettingsError: the drafter has no model; OSError.
+        Raises: what `OneStream.measure` raises; SettingsError: the drafter has no model; OutputError: of the file.
 
         Cancellation: takes effect after the current forward passes; the texts that were finished are written.
         """
         if draft == NGRAM:
             raise SettingsError("a trace of acceptance needs a drafter with a model; copies follow from the text")
         try:
-            return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
+            await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
         finally:
             if self._texts:
                 write_trace(self._file, self._texts)
+                self._num_written = len(self._texts)
+        return self.result()
 
     async def _prepare(
         self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
     ) -> tuple[list[Case], list[Case]]:
         """Do everything: there is nothing to measure afterwards."""
-        plan, policies = self.plan, list[_RecordingPolicy]()
+        plan, rounds = self.plan, list[tuple[int, list[Drafted]]]()
 
         def make_policy(settings: Settings, prices: Prices) -> _RecordingPolicy:
-            policies.append(_RecordingPolicy(DEPTH, overlaps=False))
-            return policies[-1]
+            return _RecordingPolicy(DEPTH, overlaps=False, rounds=rounds)
 
         ends = tuple(getattr(models.tokenizer, "eos_token_ids", ()))
         async with AsyncExitStack() as stack:
@@ -152,18 +159,20 @@ class AcceptanceTrace(Benchmark):
                 on_progress(f"decoding text {number} of {len(prompts)}")
                 stop_tokens = ends if prompt.has_answers else ()
                 settings: dict[str, Any] = {"max_tokens": plan.max_tokens, "stop_tokens": stop_tokens}
+                rounds.clear()
                 completion = await runtime.generate(ids, lookahead=DEPTH, **settings)
-                rounds = [(position - len(ids), drafted) for position, drafted in policies[-1].rounds]
-                self._texts.append(traced(prompt.category, ids, [token.id for token in completion.tokens], rounds))
+                text = [token.id for token in completion.tokens]
+                begun = [(position - len(ids), drafted) for position, drafted in rounds]
+                self._texts.append(traced(prompt.category, ids, text, begun))
         return [], []
 
     @property
     def is_complete(self) -> bool:
-        return len(self._texts) == len(self.plan.prompts)
+        return self._num_written == len(self.plan.prompts)
 
     @property
     def repeats_done(self) -> int:
-        return int(bool(self._texts))
+        return int(self._num_written > 0)
 
     def result(self) -> dict[str, Any]:
         """See `Benchmark.result`; there is a row for each kind of text."""

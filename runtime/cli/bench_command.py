@@ -168,7 +168,8 @@ def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark
         return many, many.measure
     plan, group = OneStreamPlan(**given), models.options.get("group")
     if arguments.trace_acceptance is not None:
-        trace = AcceptanceTrace(plan, check_place("--trace-acceptance", Path(arguments.trace_acceptance).expanduser()))
+        file = check_place("--trace-acceptance", Path(arguments.trace_acceptance).expanduser())
+        trace = AcceptanceTrace(plan, file)
         return trace, trace.measure
     one = OneStream(plan)
     return one, lambda target, draft, **options: one.measure(

@@ -21,8 +21,8 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
 from actors.workers.worker import Job
-from protocol.errors import RuntimeClosedError
-from protocol.prefill_chunks import PrefillChunkSize
+from protocol.errors import RuntimeClosedError, StreamFailedError
+from protocol.prefill_chunks import MAX_PASS_S, PrefillChunkSize
 from protocol.target_queue import TargetQueue
 from protocol.trace import Span
 
@@ -170,3 +170,46 @@ async def test_the_last_of_many_prompts_is_nearly_as_quick_as_in_a_batch(
         firsts = [completion.statistics.time_to_first_token or 0.0 for completion in completions]
         assert len(simulation.spans("target", "prefill")) <= 3
         assert max(firsts) <= 1.15 * (num_prompts * (length - 1) * token_s + decode_s)
+
+
+async def test_a_text_that_decodes_waits_for_no_longer_than_one_pass_of_a_long_prompt(autojump_clock: Any) -> None:
+    def pass_s(num_tokens: int) -> float:
+        return 0.04 + 0.0001 * num_tokens
+
+    def price(job: Job[Any]) -> float:
+        return pass_s(job.num_tokens) if job.kind in ("prefill", "verify", "decode") else 0.0
+
+    gaps: list[float] = []
+    async with simulated(ScriptedModel(truthful), None, price=price) as simulation:
+        for rows in (1, 8, 64) * 2:
+            simulation.runtime._target.prices.verify.observe(rows, 0.0, pass_s(rows))
+
+        async def decode() -> None:
+            async with simulation.runtime.stream(PROMPTS[0], max_tokens=200) as stream:
+                last_s = trio.current_time()
+                async for _ in stream:
+                    gaps.append(trio.current_time() - last_s)
+                    last_s = trio.current_time()
+
+        async def read(number: int) -> None:
+            prompt = [(7 * number + place) % SCRIPTED_VOCAB_SIZE for place in range(9)]
+            # Each prompt has a pass to itself.
+            stream = simulation.runtime.stream(prompt, max_tokens=1, prefill_step_size=64)
+            assert await collect(stream) == continuation(prompt, 1)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(decode)
+            for number in range(60):
+                if number % 20 == 0:
+                    await trio.sleep(1.0)
+                nursery.start_soon(read, number)
+    assert max(gaps) <= MAX_PASS_S + pass_s(8)
+
+
+async def test_a_prompt_that_fails_is_read_once(autojump_clock: Any) -> None:
+    target = ScriptedModel(truthful, fails={"feed": {1}})
+    async with simulated(target, None, price=lambda job: 0.001) as simulation:
+        with pytest.raises(StreamFailedError):
+            await collect(simulation.runtime.stream(PROMPTS[0]))
+        assert len(simulation.spans("target", "prefill")) == 1
+        assert await texts(simulation, PROMPTS) == [continuation(prompt, NUM_TOKENS) for prompt in PROMPTS]

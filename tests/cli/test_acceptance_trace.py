@@ -15,6 +15,7 @@ from models import greedy
 from protocol.errors import SettingsError
 from runtime.bench.acceptance_trace import AcceptanceTrace, TracedText, read_trace, traced, write_trace
 from runtime.bench.one_stream import OneStreamPlan
+from runtime.terminal.display import OutputError
 
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
 
@@ -92,6 +93,20 @@ def test_it_goes_with_no_measurement(flags, capsys, tmp_path):
     file = str(tmp_path / "trace.jsonl")
     error = refusal(capsys, "bench", "--target", "demo", "--draft", "demo", "--trace-acceptance", file, *flags)
     assert f"{flags[0]} does not go with --trace-acceptance" in error
+
+
+def test_a_file_in_no_directory_is_refused_before_any_work(capsys, tmp_path):
+    file = str(tmp_path / "missing" / "trace.jsonl")
+    error = refusal(capsys, "bench", "--target", "demo", "--draft", "demo", "--trace-acceptance", file)
+    assert "is in no directory that exists" in error
+
+
+async def test_a_trace_that_cannot_be_written_is_not_complete(pair, tmp_path):
+    target, draft = pair
+    trace = AcceptanceTrace(OneStreamPlan(prompts=PROMPTS[:1], max_tokens=16), tmp_path)
+    with pytest.raises(OutputError, match="Is a directory"):
+        await trace.measure((target, None), (draft, None))
+    assert not trace.is_complete
 
 
 async def test_what_has_no_drafts_of_its_own_is_refused(tmp_path):

@@ -21,15 +21,16 @@ from protocol.prefill_chunks import (
     MAX_PADDING,
     MAX_PASS_S,
     MIN_CHUNK_TOKENS,
+    PRIOR_TOKENS,
     PrefillChunkSize,
     read_together,
 )
 from protocol.trace import Span
 
 
-def sizes(seconds_of: Callable[[int], float], num_passes: int) -> list[int]:
-    """The sizes of the first passes on a device whose passes take `seconds_of(size)`."""
-    chunk_size = PrefillChunkSize()
+def sizes(seconds_of: Callable[[int], float], num_passes: int, *, is_expected: bool = False) -> list[int]:
+    """The sizes of the first passes on a device whose passes take `seconds_of(size)`, as is expected or not."""
+    chunk_size = PrefillChunkSize(seconds_of) if is_expected else PrefillChunkSize()
     passes = []
     for _ in range(num_passes):
         passes.append(chunk_size())
@@ -45,9 +46,15 @@ def test_sizes_grow_while_cheap_after_a_wider_first_step() -> None:
 
 
 def test_the_first_size_follows_the_expected_price_of_a_pass() -> None:
-    assert PrefillChunkSize(lambda tokens: tokens * 0.0005)() == 192
+    assert PrefillChunkSize(lambda tokens: tokens * 0.002)() == 48
     assert PrefillChunkSize(lambda tokens: tokens * 0.05)() == MIN_CHUNK_TOKENS
-    assert PrefillChunkSize(lambda tokens: tokens * 1e-6)() == MAX_CHUNK_TOKENS
+    assert PrefillChunkSize(lambda tokens: tokens * 1e-6)() == PRIOR_TOKENS
+
+
+def test_an_expected_price_leads_to_no_size_above_those_that_are_cheap() -> None:
+    # Above 64 tokens, a token costs twice as much.
+    passes = sizes(lambda n: 0.005 + n * (0.0005 if n <= 64 else 0.0010), 6, is_expected=True)
+    assert passes == [64, 128, 96, 64, 64, 64]
 
 
 def test_a_pass_may_take_as_long_as_four_of_one_token() -> None:
@@ -71,7 +78,7 @@ def test_no_size_is_tried_that_would_not_fit_if_each_token_cost_the_same() -> No
 
 def test_a_pass_that_waits_for_another_one_says_nothing_of_a_size() -> None:
     chunk_size = PrefillChunkSize()
-    chunk_size.leave_out_next()
+    chunk_size.leaves_out_next = True
     chunk_size.observe(16, 10.0)
     chunk_size.observe(16, 16e-5)
     assert chunk_size() > 16
