@@ -119,8 +119,10 @@ class TargetSession(ActorSession):
         # The next token of a row that is ahead may be chosen already.
         is_due = limit.num_left == 0 and not self.row.is_ahead
         pipeline.force(position, limit.closing(self.state.committed) if is_due else ())
-        if self.row.proposal is not None and (num_left := self._num_reasoning_left) is not None:
-            self.row.proposal = self.row.proposal.cut(max(0, num_left - 1))
+        if not is_due and (proposal := self.row.proposal) is not None:
+            drawn = (index for index, probs in enumerate(proposal.probs) if probs is not None)
+            num_certain = next(drawn, len(proposal.tokens))
+            self.row.proposal = proposal.cut(limit.num_to_judge(proposal.tokens, num_certain))
 
     @property
     def is_ahead(self) -> bool:

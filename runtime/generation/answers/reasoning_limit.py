@@ -10,6 +10,9 @@ from runtime.generation.answers.message_format import FINALS
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import space_before_closing
 
+# The longest tag or marker has fewer.
+_MAX_MARK_CHARS = 64
+
 
 class ReasoningLimit:
     """Counts the reasoning of one answer while it is committed; see `actors.session.ReasoningLimit`.
@@ -33,6 +36,7 @@ class ReasoningLimit:
         self._reader = reader
         self._num_read = prompt_length
         self._num_left = num_tokens
+        self._tail = ""  # of the text that was read
         self._has_said = self._has_closed = False
 
     def end(self) -> None:
@@ -44,8 +48,9 @@ class ReasoningLimit:
         new = committed[self._num_read :]
         self._num_read += len(new)
         for some in [new] if self._num_left == 0 and new else [[token] for token in new]:
-            was_reasoning = self._reader.is_reasoning
-            for delta in self._reader.add(self._tokenizer.decode(some)):
+            was_reasoning, text = self._reader.is_reasoning, self._tokenizer.decode(some)
+            self._tail = (self._tail + text)[-_MAX_MARK_CHARS:]
+            for delta in self._reader.add(text):
                 if delta.kind != "reasoning":
                     self._has_said = delta.kind == "content" and (self._has_said or bool(delta.text.strip()))
             if was_reasoning and self._reader.is_reasoning:
@@ -57,6 +62,34 @@ class ReasoningLimit:
         if self._reader.is_reasoning:
             return max(1, self._num_left) if self._reader.is_in_block else self._num_left
         return None if self._has_said else self._num_left + 1
+
+    def num_to_judge(self, drafted: Sequence[int], num_certain: int) -> int:
+        """See `actors.session.ReasoningLimit`."""
+        if self._reader.is_reasoning:
+            return max(0, (self.num_left or 0) - 1)
+        if self._has_said:
+            return len(drafted)
+        num_before = self._num_before(drafted, (self._reader.opening,))
+        if self._num_left > 0:
+            return num_before + self._num_left
+        ends = self._reader.ends_of_block
+        num_in_block = 1 + self._num_before(drafted, ends) if ends else 0
+        return max(num_in_block, min(num_before, num_certain))
+
+    def _num_before(self, drafted: Sequence[int], marks: Sequence[str]) -> int:
+        """How many drafted tokens come before the one that completes a mark in the text; all if none does."""
+
+        def is_complete(text: str) -> bool:
+            begins = ((mark, max(0, len(self._tail) - len(mark) + 1)) for mark in marks if mark)
+            return any(text.find(mark, begin) >= 0 for mark, begin in begins)
+
+        text = self._tail
+        if is_complete(text + self._tokenizer.decode(list(drafted))):
+            for index, token in enumerate(drafted):
+                text += self._tokenizer.decode([token])
+                if is_complete(text):
+                    return index
+        return len(drafted)
 
     def closing(self, committed: Sequence[int]) -> tuple[int, ...]:
         """The tokens that close the reasoning, without those with which the text ends already.
