@@ -15,6 +15,7 @@ from typing import Any
 
 import chat_models
 import mlx.core as mx
+import pytest
 import trio
 from asgi import Letters
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, p_value, random_price
@@ -359,6 +360,38 @@ async def test_a_grammar_goes_on_behind_reasoning_that_was_cut_off() -> None:
             assert answer.tokens[6].text == "</think>"
             assert answer.content.strip() in ("w1", "w2")
             assert answer.finish_reason == "stop"
+
+
+async def test_a_budget_is_refused_if_the_grammar_has_no_place_for_the_tag() -> None:
+    messages = [{"role": "user", "content": "Which?"}]
+    async with runtime.open(*chat_models.pair(thinks=True, template=chat_models.BEGUN_TEMPLATE)) as rt:
+        (close,) = rt.tokenizer.encode("</think>", add_special_tokens=False)
+        schema = runtime.Grammar.from_json_schema({"enum": ["</think>", "one"]}, rt.tokenizer)
+        word = runtime.Grammar.from_choices(["</think>", "Well.</think>", "one"], rt.tokenizer)  # no token of a tag
+        for grammar in (schema, word):
+            for budget in (0, 3):
+                with pytest.raises(runtime.SettingsError, match="has no place for that") as refusal:
+                    rt.stream(messages, thinking_budget=budget, logits_processors=[grammar])
+            assert repr(grammar) in str(refusal.value)
+            with pytest.raises(runtime.SettingsError, match="has no place for that"):
+                await rt.generate_many([messages], thinking_budget=3, logits_processors=[grammar])
+        assert rt.statistics().prompt_tokens == 0
+
+        # `end_thinking`, too, would write it in the middle of the text.
+        stream = rt.stream(messages, logits_processors=[schema])
+        stream.end_thinking()
+        assert "".join([token.text async for token in stream]) in ('"</think>"', '"one"')
+
+        for start in (f"<[{close}]>", f"/(.|\\n)*/ <[{close}]>", f"/(.|\\n)+/ <[{close}]>"):
+            grammar = runtime.Grammar.from_lark(f'start: {start} "one"', rt.tokenizer)
+            answer = await rt.generate(messages, thinking_budget=3, logits_processors=[grammar], max_tokens=40)
+            assert answer.content == "one"
+
+    # Where a model would open the reasoning itself, the grammar keeps it from that.
+    async with runtime.open(*chat_models.pair(thinks=True)) as rt:
+        grammar = runtime.Grammar.from_choices(["one", "two"], rt.tokenizer)
+        answer = await rt.generate(messages, thinking_budget=0, logits_processors=[grammar])
+        assert answer.text in ("one", "two")
 
 
 @sweep("budget", [0, 2, 3, 50])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from protocol.logits_processors import LogitsProcessor
 from runtime.generation.answers.message_format import FINALS
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import space_before_closing
+from runtime.generation.grammar import Grammar
 
 # The longest tag or marker has fewer.
 _MAX_MARK_CHARS = 64
@@ -56,6 +58,18 @@ class ReasoningLimit:
             if was_reasoning and self._reader.is_reasoning:
                 self._num_left = max(0, self._num_left - len(some))
 
+    def excluded_by(self, processors: Iterable[LogitsProcessor]) -> Grammar | None:
+        """The grammar by which the reasoning, within which the answer begins, cannot be closed; None without one.
+
+        It would be one that has no place for the tag, at the beginning or after some words.
+        """
+        for processor in processors if self._reader.is_reasoning else ():
+            if isinstance(processor, Grammar):
+                endings = (self._encoded(words + self._closing_text) for words in ("", "Well."))
+                if not any(map(processor.allows, endings)):
+                    return processor
+        return None
+
     @property
     def num_left(self) -> int | None:
         """Tokens that may follow before the reasoning is to be closed, >= 0; None for any number."""
@@ -96,11 +110,18 @@ class ReasoningLimit:
 
         An answer of several messages that reasons again gets the header of its content, too.
         """
-        text = space_before_closing(self._tokenizer) + self._tags[1]
+        text = self._closing_text
         if self._has_closed:
             text += FINALS.get(self._tags, "")
         self._has_closed = True
-        ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = self._encoded(text)
         lengths = range(min(len(ids) - 1, len(committed)), 0, -1)
         written = next((n for n in lengths if tuple(committed[-n:]) == ids[:n]), 0)
         return ids[written:]
+
+    @property
+    def _closing_text(self) -> str:
+        return space_before_closing(self._tokenizer) + self._tags[1]
+
+    def _encoded(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
