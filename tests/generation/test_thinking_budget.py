@@ -233,6 +233,49 @@ def test_samples_follow_the_target_before_the_budget_and_after_the_tag(
     assert p_value(sampled, law(prompt, budget, 4)) > SIGNIFICANCE
 
 
+def closed_again(table: Sequence[Sequence[float]], prompt: Sequence[int], budget: int, length: int) -> list[int]:
+    """The greedy text of a model that may open its reasoning again behind each tag; decoded token by token."""
+    text, state, left = list(prompt), "reasons" if prompt[-1] == 1 else "may reason", budget
+    for _ in range(length):
+        token = 3 if state == "reasons" and left == 0 else max(range(4), key=table[text[-1]].__getitem__)
+        text.append(token)
+        if state == "reasons" and token == 3:
+            state = "may reason"
+        elif state == "reasons":
+            left -= 1
+        else:
+            state = "reasons" if state == "may reason" and token == 1 else "answers"
+    return text[len(prompt) :]
+
+
+@sweep("drafter", [None, "ngram", "same", "other"])
+@sweep("lookahead", [0, 4, "auto"])
+@sweep("prompt", [[1], [2]])
+def test_reasoning_that_a_model_opens_again_behind_the_tag_is_closed_again(
+    prompt: list[int], lookahead: Any, drafter: str | None
+) -> None:
+    asked = [{"thinking_budget": n, "lookahead": lookahead, "max_tokens": 14} for n in (0, 1, 4)]
+    for seed in range(8):
+        dice = random.Random(seed)
+        # Likelier than the others are the two tags: after each other, or after themselves.
+        table, other = ([[dice.random() + (token in (1, 3)) for token in range(4)] for _ in range(4)] for _ in range(2))
+        models: dict[str | None, Any] = {
+            None: None,
+            "ngram": "ngram",
+            "same": ScriptedModel(markov(table), vocab_size=4),
+            "other": ScriptedModel(markov(other), vocab_size=4),
+        }
+
+        async def main(table: Any = table, draft: Any = models[drafter], seed: int = seed) -> list[list[int]]:
+            target = ScriptedModel(markov(table), vocab_size=4)
+            async with simulated(target, draft, tokenizer=FourTokens(), price=random_price(seed)) as simulation:
+                alone = await texts(simulation, prompt, asked[:1])
+                assert alone == [closed_again(table, prompt, 0, 14)], seed
+                return await texts(simulation, prompt, asked)
+
+        assert run(main) == [closed_again(table, prompt, n, 14) for n in (0, 1, 4)], seed
+
+
 # --- reasoning that is ended in the middle -----------------------------------------------------------
 
 

@@ -77,8 +77,10 @@ class ReasoningLimit:
             return max(1, self._num_left) if self._reader.is_in_block else self._num_left
         return None if self._has_said else self._num_left + 1
 
-    def num_to_judge(self, drafted: Sequence[int], num_certain: int) -> int:
+    def num_to_judge(self, drafted: Sequence[int], num_certain: int, num_closing: int = 0) -> int:
         """See `actors.session.ReasoningLimit`."""
+        if num_closing > 0:
+            return max(num_closing, min(self._num_before(drafted, (self._reader.opening,)), num_certain))
         if self._reader.is_reasoning:
             return max(0, (self.num_left or 0) - 1)
         if self._has_said:
