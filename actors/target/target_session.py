@@ -98,11 +98,16 @@ class TargetSession(ActorSession):
 
     @property
     def _num_reasoning_left(self) -> int | None:
-        """Tokens that may follow before the end of the reasoning is forced; None for any number, or if it is."""
+        """Tokens that may follow before the end of the reasoning is forced, or forced again; None for any number."""
         limit = self.shared.reasoning_limit
-        if limit is None or self.state.next_position < self.shared.logits_pipeline.forced_until:
-            return None
-        return limit.num_left
+        if limit is None or self._num_closing == 0:
+            return None if limit is None else limit.num_left
+        return self._num_closing + 1  # the one after the tag may open the reasoning again
+
+    @property
+    def _num_closing(self) -> int:
+        """Tokens that are forced next, to close the reasoning."""
+        return max(0, self.shared.logits_pipeline.forced_until - self.state.next_position)
 
     def follow_reasoning(self) -> None:
         """Have the limit of the reasoning follow the committed text."""
@@ -112,15 +117,19 @@ class TargetSession(ActorSession):
     def _close_reasoning(self) -> None:
         """Force the tokens that close the reasoning, if it is due; otherwise plan no pass that goes beyond its end."""
         limit, pipeline, position = self.shared.reasoning_limit, self.shared.logits_pipeline, self.state.next_position
-        if limit is None or position < pipeline.forced_until:
+        if limit is None:
             return
         assert self.row is not None
         self.follow_reasoning()
-        # The next token of a row that is ahead may be chosen already.
-        is_due = limit.num_left == 0 and not self.row.is_ahead
-        pipeline.force(position, limit.closing(self.state.committed) if is_due else ())
-        if self.row.proposal is not None and (num_left := self._num_reasoning_left) is not None:
-            self.row.proposal = self.row.proposal.cut(max(0, num_left - 1))
+        if self._num_closing == 0:
+            # The next token of a row that is ahead may be chosen already.
+            is_due = limit.num_left == 0 and not self.row.is_ahead
+            pipeline.force(position, limit.closing(self.state.committed) if is_due else ())
+        if (proposal := self.row.proposal) is not None:
+            drawn = (index for index, probs in enumerate(proposal.probs) if probs is not None)
+            num_certain = next(drawn, len(proposal.tokens))
+            num_judged = limit.num_to_judge(proposal.tokens, num_certain, self._num_closing)
+            self.row.proposal = proposal.cut(num_judged)
 
     @property
     def is_ahead(self) -> bool:

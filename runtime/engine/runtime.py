@@ -140,7 +140,8 @@ class Runtime:
 
         Raises: before any model work:
             SettingsError: a setting is unknown or out of its range, stop strings are given and the target has no
-                tokenizer, or a tool is invalid.
+                tokenizer, a tool is invalid, or a grammar has no place for the tag with which `thinking_budget` ends
+                the reasoning that the prompt has begun.
             PromptError: the prompt is empty, not encodable, or longer than the context or the memory limit allows.
             ProcessorError: a logits processor cannot save its state. If another stream is calling it at this moment,
                 the error comes out of the stream.

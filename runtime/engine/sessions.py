@@ -25,6 +25,7 @@ from protocol.errors import (
     RuntimeBrokenError,
     RuntimeClosedError,
     SessionFileError,
+    SettingsError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
@@ -180,7 +181,10 @@ class Sessions:
     def begin(self, opened: Open, tools: Tools | None = None) -> TokenStream:
         """Begin a generation; `tools` are what the model was told that it may call.
 
-        Raises: as `check_open`, and PromptTooLongError: the memory limit has no room for the prompt.
+        Raises:
+            RuntimeClosedError, RuntimeBrokenError: as `check_open`.
+            PromptTooLongError: the memory limit has no room for the prompt.
+            SettingsError: a grammar has no place for the end of the reasoning, which has a budget.
         """
         self.check_open()
         opened = self.memory.bounded(opened)
@@ -195,8 +199,14 @@ class Sessions:
         if opened.settings.stop and self._tokenizer is not None:
             session.find_stop = StopFinder(self._tokenizer, opened, new_reader(reasoning))
         new_limit = partial(self._new_limit, opened, reasoning, new_reader)
-        if opened.settings.thinking_budget is not None:
-            session.reasoning_limit = new_limit(opened.settings.thinking_budget)
+        if (budget := opened.settings.thinking_budget) is not None and (limit := new_limit(budget)) is not None:
+            if (grammar := limit.excluded_by(opened.settings.logits_processors)) is not None:
+                raise SettingsError(
+                    f"thinking_budget={budget} would end the reasoning, which the prompt has begun, with "
+                    f"{reasoning.tags[1]!r}, and {grammar} has no place for that; leave thinking_budget out, switch "
+                    "reasoning off in the chat template, or begin the grammar with any text and this tag"
+                )
+            session.reasoning_limit = limit
         stream = TokenStream(
             session,
             receive,
@@ -222,7 +232,9 @@ class Sessions:
 
     def _end_thinking(self, session: Session, new_limit: Callable[[int], ReasoningLimit | None]) -> None:
         if session.reasoning_limit is None:
-            session.reasoning_limit = new_limit(0)
+            limit = new_limit(0)
+            if limit is not None and limit.excluded_by(session.opened.settings.logits_processors) is None:
+                session.reasoning_limit = limit
         else:
             session.reasoning_limit.end()
         if session.on_change is not None:

@@ -70,10 +70,11 @@ class Grammar:
         answer = await rt.generate(prompt, logits_processors=[grammar])
 
     The grammar applies from the first token after the prompt, so the model cannot reason first; switch reasoning off in
-    the chat template. The text ends with an end-of-text token, which is allowed where the text is complete, and is the
-    only token allowed where nothing can follow; or `max_tokens` or a stop string cuts the text off. Padding rows of an
-    embedding, which the tokenizer does not know, are never allowed. `ignore_eos` is of no use with a grammar: after an
-    end-of-text token, only further ones are allowed.
+    the chat template. `thinking_budget` is refused if that has begun the reasoning, and the grammar has no place for
+    the tag that would end it. The text ends with an end-of-text token, which is allowed where the text is complete, and
+    is the only token allowed where nothing can follow; or `max_tokens` or a stop string cuts the text off. Padding rows
+    of an embedding, which the tokenizer does not know, are never allowed. `ignore_eos` is of no use with a grammar:
+    after an end-of-text token, only further ones are allowed.
 
     One object serves any number of streams, one after the other or at once, as in `generate_many`. Making one takes a
     few milliseconds; the first one of a tokenizer about a second for a large vocabulary, which is indexed on the
@@ -199,6 +200,12 @@ class Grammar:
     def forced_text(self) -> ForcedText:
         """What the grammar forces in a text that begins now, for its drafter."""
         return GrammarText(self._start.deep_copy(), self._vocabulary)
+
+    def allows(self, tokens: Sequence[int]) -> bool:
+        """Whether a text may begin with some tokens."""
+        # A copy: two threads must not use one matcher.
+        num_allowed: int = self._start.deep_copy().validate_tokens(list(tokens))
+        return num_allowed == len(tokens)
 
     def _masked(self, matcher: LLMatcher, logits: mx.array) -> mx.array:
         width = logits.shape[-1]

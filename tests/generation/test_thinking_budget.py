@@ -7,6 +7,7 @@ the passes, the tag stands at the same position.
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -14,6 +15,7 @@ from typing import Any
 
 import chat_models
 import mlx.core as mx
+import pytest
 import trio
 from asgi import Letters
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, p_value, random_price
@@ -192,32 +194,86 @@ class FourTokens:
         return {letter: id for id, letter in enumerate("abcd")}
 
 
-def law(budget: int, length: int) -> dict[tuple[int, ...], float]:
-    """The probability of each text after `PROMPT`, which opens the reasoning."""
-    ends, probs = {((), True, budget): 1.0}, {(): 0.0}
+def law(prompt: Sequence[int], budget: int, length: int) -> dict[tuple[int, ...], float]:
+    """The probability of each text after a prompt that opens the reasoning with its last token, or does not."""
+    # Where nothing was said since the beginning or the tag that closes it, reasoning may begin.
+    begun = "reasons" if prompt[-1] == 1 else "may reason"
+    ends = {((), begun, budget): 1.0}
     for _ in range(length):
         longer: Counter[Any] = Counter()
-        for (text, is_thinking, left), p in ends.items():
-            row = (0.0, 0.0, 0.0, 1.0) if is_thinking and left == 0 else TARGET[(PROMPT + list(text))[-1]]
-            for token, q in enumerate(row):
-                # The tag opens reasoning again right behind the one that has closed it.
-                opens = not is_thinking and token == 1 and text[-1:] == (3,) and all(t in (1, 3) for t in text[budget:])
-                thinks_on = is_thinking and token != 3
-                longer[(*text, token), thinks_on or opens, left - thinks_on] += p * q
+        for (text, state, left), p in ends.items():
+            is_due = state == "reasons" and left == 0
+            for token, q in enumerate((0.0, 0.0, 0.0, 1.0) if is_due else TARGET[[*prompt, *text][-1]]):
+                if state == "reasons":
+                    after = "may reason" if token == 3 else "reasons"
+                else:
+                    after = "reasons" if state == "may reason" and token == 1 else "answers"
+                longer[(*text, token), after, left - (state == after == "reasons")] += p * q
         ends = longer
-    return {text: p for (text, _, _), p in ends.items() if p > 0} or probs
+    probs = Counter[tuple[int, ...]]()
+    for (text, _, _), p in ends.items():
+        probs[text] += p
+    return {text: p for text, p in probs.items() if p > 0}
 
 
 @sweep("lookahead", [0, 3])
-def test_samples_follow_the_target_before_the_budget_and_after_the_tag(lookahead: int) -> None:
+@sweep(("prompt", "budget"), [(PROMPT, 2), ([2], 1), ([2], 0)])
+def test_samples_follow_the_target_before_the_budget_and_after_the_tag(
+    prompt: Sequence[int], budget: int, lookahead: int
+) -> None:
     async def main() -> list[list[int]]:
         models = [ScriptedModel(markov(table), vocab_size=4) for table in (TARGET, DRAFT)]
         async with simulated(*models, tokenizer=FourTokens(), price=random_price(lookahead)) as simulation:
             asked = {"temperature": 1.0, "acceptance": "rejection", "lookahead": lookahead, "max_tokens": 4}
-            return await texts(simulation, PROMPT, [{**asked, "thinking_budget": 2, "seed": n} for n in range(300)])
+            return await texts(
+                simulation, prompt, [{**asked, "thinking_budget": budget, "seed": n} for n in range(300)]
+            )
 
     sampled = Counter(map(tuple, run(main)))
-    assert p_value(sampled, law(2, 4)) > SIGNIFICANCE
+    assert p_value(sampled, law(prompt, budget, 4)) > SIGNIFICANCE
+
+
+def closed_again(table: Sequence[Sequence[float]], prompt: Sequence[int], budget: int, length: int) -> list[int]:
+    """The greedy text of a model that may open its reasoning again behind each tag; decoded token by token."""
+    text, state, left = list(prompt), "reasons" if prompt[-1] == 1 else "may reason", budget
+    for _ in range(length):
+        token = 3 if state == "reasons" and left == 0 else max(range(4), key=table[text[-1]].__getitem__)
+        text.append(token)
+        if state == "reasons" and token == 3:
+            state = "may reason"
+        elif state == "reasons":
+            left -= 1
+        else:
+            state = "reasons" if state == "may reason" and token == 1 else "answers"
+    return text[len(prompt) :]
+
+
+@sweep("drafter", [None, "ngram", "same", "other"])
+@sweep("lookahead", [0, 4, "auto"])
+@sweep("prompt", [[1], [2]])
+def test_reasoning_that_a_model_opens_again_behind_the_tag_is_closed_again(
+    prompt: list[int], lookahead: Any, drafter: str | None
+) -> None:
+    asked = [{"thinking_budget": n, "lookahead": lookahead, "max_tokens": 14} for n in (0, 1, 4)]
+    for seed in range(8):
+        dice = random.Random(seed)
+        # Likelier than the others are the two tags: after each other, or after themselves.
+        table, other = ([[dice.random() + (token in (1, 3)) for token in range(4)] for _ in range(4)] for _ in range(2))
+        models: dict[str | None, Any] = {
+            None: None,
+            "ngram": "ngram",
+            "same": ScriptedModel(markov(table), vocab_size=4),
+            "other": ScriptedModel(markov(other), vocab_size=4),
+        }
+
+        async def main(table: Any = table, draft: Any = models[drafter], seed: int = seed) -> list[list[int]]:
+            target = ScriptedModel(markov(table), vocab_size=4)
+            async with simulated(target, draft, tokenizer=FourTokens(), price=random_price(seed)) as simulation:
+                alone = await texts(simulation, prompt, asked[:1])
+                assert alone == [closed_again(table, prompt, 0, 14)], seed
+                return await texts(simulation, prompt, asked)
+
+        assert run(main) == [closed_again(table, prompt, n, 14) for n in (0, 1, 4)], seed
 
 
 # --- reasoning that is ended in the middle -----------------------------------------------------------
@@ -347,6 +403,122 @@ async def test_a_grammar_goes_on_behind_reasoning_that_was_cut_off() -> None:
             assert answer.tokens[6].text == "</think>"
             assert answer.content.strip() in ("w1", "w2")
             assert answer.finish_reason == "stop"
+
+
+async def test_a_budget_is_refused_if_the_grammar_has_no_place_for_the_tag() -> None:
+    messages = [{"role": "user", "content": "Which?"}]
+    async with runtime.open(*chat_models.pair(thinks=True, template=chat_models.BEGUN_TEMPLATE)) as rt:
+        (close,) = rt.tokenizer.encode("</think>", add_special_tokens=False)
+        schema = runtime.Grammar.from_json_schema({"enum": ["</think>", "one"]}, rt.tokenizer)
+        word = runtime.Grammar.from_choices(["</think>", "Well.</think>", "one"], rt.tokenizer)  # no token of a tag
+        for grammar in (schema, word):
+            for budget in (0, 3):
+                with pytest.raises(runtime.SettingsError, match="has no place for that") as refusal:
+                    rt.stream(messages, thinking_budget=budget, logits_processors=[grammar])
+            assert repr(grammar) in str(refusal.value)
+            with pytest.raises(runtime.SettingsError, match="has no place for that"):
+                await rt.generate_many([messages], thinking_budget=3, logits_processors=[grammar])
+        assert rt.statistics().prompt_tokens == 0
+
+        # `end_thinking`, too, would write it in the middle of the text.
+        stream = rt.stream(messages, logits_processors=[schema])
+        stream.end_thinking()
+        assert "".join([token.text async for token in stream]) in ('"</think>"', '"one"')
+
+        for start in (f"<[{close}]>", f"/(.|\\n)*/ <[{close}]>", f"/(.|\\n)+/ <[{close}]>"):
+            grammar = runtime.Grammar.from_lark(f'start: {start} "one"', rt.tokenizer)
+            answer = await rt.generate(messages, thinking_budget=3, logits_processors=[grammar], max_tokens=40)
+            assert answer.content == "one"
+
+    # Where a model would open the reasoning itself, the grammar keeps it from that.
+    async with runtime.open(*chat_models.pair(thinks=True)) as rt:
+        grammar = runtime.Grammar.from_choices(["one", "two"], rt.tokenizer)
+        answer = await rt.generate(messages, thinking_budget=0, logits_processors=[grammar])
+        assert answer.text in ("one", "two")
+
+
+@sweep("budget", [0, 2, 3, 50])
+def test_drafted_tokens_are_judged_up_to_the_place_where_the_reasoning_that_they_open_is_to_be_closed(
+    budget: int,
+) -> None:
+    dice = random.Random(budget)
+
+    def followed(text: Sequence[int]) -> ReasoningLimit:
+        limit = limit_of(LETTERS, budget, PLAIN)
+        limit.follow([*PLAIN, *text])
+        return limit
+
+    num_cut = 0
+    for _ in range(300):
+        text = LETTERS.encode("".join(dice.choices(["<t>", "</t>", "<", "t", " ", "a"], (4, 4, 1, 1, 2, 1), k=6)))
+        committed, drafted = text[: (cut := dice.randint(0, len(text)))], text[cut:]
+        limit = followed(committed)
+        if limit.num_left is None or limit.num_left == 0 or limit.num_left > budget + 1:
+            continue
+        ends = [n for n in range(len(drafted) + 1) if followed([*committed, *drafted[:n]]).num_left == 0]
+        num_judged = min(len(drafted), limit.num_to_judge(drafted, len(drafted)))
+        most = ends[0] - 1 if ends else len(drafted)
+        assert num_judged <= most, (committed, drafted)
+        is_reasoning = limit.num_left <= budget
+        if not is_reasoning and (budget == 0 or not ends):
+            # After some content, the tag is a word, and yet nothing is judged beyond it.
+            tag = LETTERS.decode([*committed[-2:], *drafted]).find("<t>")
+            assert num_judged == most or 0 <= tag < most, (committed, drafted)
+        num_cut += num_judged < len(drafted)
+        if not is_reasoning:
+            # Of tokens drawn at random, none is left out for what it is.
+            others = {min(8, limit.num_to_judge([*each, *[0] * 5], 0)) for each in (OPENING, [1, 2, 3])}
+            assert budget > 0 or others == {0}
+    assert num_cut > 5 or budget == 50
+
+
+WHO = {
+    "type": "function",
+    "function": {
+        "name": "look_up_someone",
+        "parameters": {
+            "type": "object",
+            "properties": {"first_name": {"enum": ["Anna", "Bob"]}, "second_name": {"enum": ["Xenon", "Yak"]}},
+            "required": ["first_name", "second_name"],
+        },
+    },
+}
+ANSWER = '{"name": "look_up_someone", "arguments": {"first_name": "Bob", "second_name": "Xenon"}}'
+
+
+@sweep("begin", ["<think>Hm, who", ""])
+@sweep("budget", [0, 2, 20])
+@sweep("acceptance", ["greedy", "match", "rejection"])
+async def test_what_the_grammar_of_a_call_forces_is_drafted_behind_reasoning_of_any_budget(
+    begin: str, budget: int, acceptance: str
+) -> None:
+    tokenizer = chat_models.calling_tokenizer()
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    thoughts = encode(begin)[: 1 + budget] if begin else []
+    closed = [*thoughts, *(encode("</think>") if begin else [])]
+    expected = [*closed, *encode(f"<tool_call>\n{ANSWER}\n</tool_call><|endoftext|>")]
+
+    @runtime.stateless
+    def says(tokens: mx.array, logits: mx.array) -> mx.array:
+        """Favours the answer; a tag that is forced is no matter of it."""
+        ids = tokens.tolist()
+        num_said = ids[::-1].index(tokenizer.convert_tokens_to_ids("<|assistant|>"))
+        wanted = expected[min(num_said, len(expected) - 1)]
+        return mx.where(mx.arange(logits.shape[-1]) == wanted, 0.0, -mx.inf)[None]
+
+    sampling: dict[str, Any] = {} if acceptance == "greedy" else {"temperature": 1.0, "acceptance": acceptance}
+    asked = {"tools": [WHO], "tool_choice": "required", "logits_processors": [says], "max_tokens": 80, **sampling}
+    target, draft = chat_models.calling_pair()
+    for drafter, lookaheads in ((None, (0, 4, "auto")), (draft, (4,))):
+        async with runtime.open(target, draft=drafter) as rt:
+            for lookahead in lookaheads:
+                messages = [{"role": "user", "content": "Who?"}]
+                answer = await rt.generate(messages, thinking_budget=budget, lookahead=lookahead, **asked)
+                assert ids(answer.tokens) == expected
+                assert answer.tool_calls[0].values == {"first_name": "Bob", "second_name": "Xenon"}
+                by_whom = Counter(token.drafted_by for token in answer.tokens)
+                assert by_whom["grammar"] > 20 or lookahead == 0, by_whom
+                assert by_whom["model"] > 0 or drafter is None, by_whom
 
 
 async def test_a_call_that_is_begun_in_the_reasoning_is_not_cut() -> None:

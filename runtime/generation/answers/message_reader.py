@@ -71,6 +71,11 @@ class MessageReader:
         return [*self._messages.marks, *([self._format.start] if self._format is not None else [])]
 
     @property
+    def opening(self) -> str:
+        """See `AnswerReader`: the end of a header."""
+        return self._messages.header_end
+
+    @property
     def is_reasoning(self) -> bool:
         """Whether the text so far ends within the reasoning."""
         return self._read == self._read_message and self._give == self._give_reasoning
@@ -79,6 +84,11 @@ class MessageReader:
     def is_in_block(self) -> bool:
         """Whether the text so far ends within a call."""
         return self._call is not None or (self._block is not None and self._block.is_in_block)
+
+    @property
+    def ends_of_block(self) -> tuple[str, ...]:
+        """See `AnswerReader`."""
+        return self._messages.ends if self.is_in_block else ()
 
     def add(self, text: str) -> list[Delta]:
         """See `AnswerReader.add`."""

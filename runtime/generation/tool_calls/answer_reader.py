@@ -80,6 +80,11 @@ class AnswerReader:
         self._steps = self._read()
 
     @property
+    def opening(self) -> str:
+        """The text without which no reasoning begins; "" if none does."""
+        return self._tags[0]
+
+    @property
     def tells_reasoning(self) -> bool:
         """Whether reasoning is told apart; otherwise the whole text is the answer."""
         return bool(self._tags[1])
@@ -88,6 +93,14 @@ class AnswerReader:
     def is_in_block(self) -> bool:
         """Whether the text so far ends within a call, malformed or not."""
         return self._calls is not None and self._calls.is_in_call
+
+    @property
+    def ends_of_block(self) -> tuple[str, ...]:
+        """Markers without which a call, within which the text so far ends, is not over; none outside of calls, or if
+        nothing marks their end.
+        """
+        calls = self._calls
+        return (calls.end,) if calls is not None and calls.is_in_call and calls.needs_end else ()
 
     def add(self, text: str) -> list[Delta]:
         """Take the next piece of the text; returns the events that are certain now."""

@@ -101,6 +101,11 @@ class CallReader:
         self._pairs_markers = True  # whether each argument that begins in a string also ends in it
         self._has_unpaired = False  # whether an argument has begun in a string that did not end
 
+    @property
+    def needs_end(self) -> bool:
+        """Whether the block that is being read is not over without its end marker."""
+        return bool(self.end) and not self._is_bare
+
     def read(self) -> Steps[None]:
         """Read the block at the cursor, and give its calls.
 
