@@ -74,8 +74,8 @@ class PrefillChunkSize:
         return max(size, int(min(MAX_RATIO * size, self._max_pass_s / price if price > 0.0 else 0.0)))
 
     def may_go_on(self, num_read: int, seconds: float, num_more: int) -> bool:
-        """Whether a turn that has read `num_read` >= 1 tokens, in so many seconds, may read more in a further pass. That
-        takes as long for each token as those before it, and no less than a pass of one token.
+        """Whether a turn that has read `num_read` >= 1 tokens, in so many seconds, may read more in a further pass.
+        That takes as long for each token as those before it, and no less than a pass of one token.
         """
         more_s = max(seconds * num_more / num_read, self._expected_s(1))
         return num_read + num_more <= self.most_tokens and seconds + more_s <= self._max_pass_s

@@ -79,8 +79,8 @@ def test_the_target_was_busy_if_it_is_or_a_pass_ended_since():
 
 
 def priced(slowdown: float = 0.0, core_hold_s: float = 0.0) -> Prices:
-    """A pass of 1 s and 50 ms a token, and a draft step of 400 ms, which delays a pass beside it by the share `slowdown`
-    of that; 1 token/s without it.
+    """A pass of 1 s and 50 ms a token, and a draft step of 400 ms, which delays a pass beside it by the share
+    `slowdown` of that; 1 token/s without it.
     """
     prices = Prices(core_hold_s=core_hold_s)
     for width in (1, 4, 1, 4) * 10:
