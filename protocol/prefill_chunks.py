@@ -74,11 +74,11 @@ class PrefillChunkSize:
         return max(size, int(min(MAX_RATIO * size, self._max_pass_s / price if price > 0.0 else 0.0)))
 
     def may_go_on(self, num_read: int, seconds: float, num_more: int) -> bool:
-        """Whether a turn that has read `num_read` tokens, in so many seconds, may read more in a further pass. Several
-        short passes take longer than one over as many tokens.
+        """Whether a turn that has read `num_read` >= 1 tokens, in so many seconds, may read more in a further pass.
+        That takes as long for each token as those before it, and no less than a pass of one token.
         """
-        total = num_read + num_more
-        return total <= self.most_tokens and seconds * total <= self._max_pass_s * num_read
+        more_s = max(seconds * num_more / num_read, self._expected_s(1))
+        return num_read + num_more <= self.most_tokens and seconds + more_s <= self._max_pass_s
 
     @property
     def _max_pass_s(self) -> float:

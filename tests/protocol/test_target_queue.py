@@ -78,12 +78,14 @@ def test_the_target_was_busy_if_it_is_or_a_pass_ended_since():
 # --- decisions of the rules -----------------------------------------------------------------------
 
 
-def priced() -> Prices:
-    """A pass of 1 s and 50 ms a token, a draft step of 400 ms that costs the target nothing; 1 token/s without it."""
-    prices = Prices()
+def priced(slowdown: float = 0.0, core_hold_s: float = 0.0) -> Prices:
+    """A pass of 1 s and 50 ms a token, and a draft step of 400 ms, which delays a pass beside it by the share
+    `slowdown` of that; 1 token/s without it.
+    """
+    prices = Prices(core_hold_s=core_hold_s)
     for width in (1, 4, 1, 4) * 10:
         prices.verify.observe(width, 0.0, 1.0 + 0.05 * (width - 1))
-        prices.verify.observe(width, 0.4, 1.0 + 0.05 * (width - 1))
+        prices.verify.observe(width, 0.4, 1.0 + 0.05 * (width - 1) + 0.4 * slowdown)
         prices.draft_alone.observe(1, 0.0, 0.4)
     prices.plain_decode_s.observe(1.0)
     return prices
@@ -93,8 +95,8 @@ def after(num_drafted: int, *, confidence: float = 0.6, queue_slack_s: float, du
     return view_of(chain_of(num_drafted, confidence), queue_slack_s=queue_slack_s, verdict_due_s=due)
 
 
-def auto() -> AutoPolicy:
-    return AutoPolicy(priced(), Calibration(mean_acceptance=0.6))
+def auto(slowdown: float = 0.0, core_hold_s: float = 0.0) -> AutoPolicy:
+    return AutoPolicy(priced(slowdown, core_hold_s), Calibration(mean_acceptance=0.6))
 
 
 def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():
@@ -102,6 +104,15 @@ def test_while_the_target_has_others_passes_it_is_no_loss_to_draft_on():
     assert auto().proposal(after(1, queue_slack_s=0.4)) is None
     # A step that ends after the queue costs the time from the queue's end to its own.
     assert auto().proposal(after(1, queue_slack_s=0.05)) is not None
+
+
+def test_cores_that_a_step_keeps_from_others_passes_have_their_price():
+    busy, idle = after(1, queue_slack_s=0.4), after(1, queue_slack_s=0.0)
+    assert auto(slowdown=0.1).proposal(busy) is None
+    assert auto(slowdown=0.1, core_hold_s=5.0).proposal(busy) is not None
+    # Without passes beside it, nothing is slowed down.
+    length = [len(auto(slowdown=0.1, core_hold_s=hold_s).proposal(idle) or ()) for hold_s in (0.0, 5.0)]
+    assert length[0] == length[1] > 0
 
 
 def test_a_token_dearer_than_its_worth_deserves_no_slack():
