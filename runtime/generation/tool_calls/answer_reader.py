@@ -58,7 +58,6 @@ class AnswerReader:
         self._calls = None if format is None else CallReader(self._text, format, tools, self)
         self._tags = tags or ("", "")
         self._dropped = tuple(dropped)
-        self._is_plain = format is not None and format.is_plain
         of_calls = () if format is None else (format.start, format.end)
         self.marks = [mark for mark in (*self._tags, *dropped, *of_calls) if mark]
         self._new_id = new_id or (format.new_id if format is not None else str)
@@ -122,8 +121,10 @@ class AnswerReader:
 
     def _read(self) -> Steps[None]:
         opening, closing = self._tags
-        blocks = () if self._calls is None else self._calls.markers
+        of_calls = () if self._calls is None else self._calls.markers
+        plain = frozenset[str]() if self._calls is None else self._calls.plain_markers
         while True:
+            blocks = of_calls if self._may_reason else [marker for marker in of_calls if marker not in plain]
             tags = (closing,) if self.is_reasoning else (opening, closing if self._is_unclosed else "")
             dropped = () if self.is_reasoning else self._dropped
             markers = Markers((*blocks, *dropped, *filter(None, tags)))
@@ -133,7 +134,7 @@ class AnswerReader:
             if marker in dropped:
                 yield from self._text.accept(marker)
                 self._pass_mark(self._text.pop())
-            elif marker not in tags and (self._may_reason or not self._is_plain):
+            elif marker not in tags and (self._may_reason or marker not in plain):
                 yield from self._read_block(marker)
             elif marker not in tags:
                 yield from self._give_word(marker)

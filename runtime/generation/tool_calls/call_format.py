@@ -70,7 +70,9 @@ class CallLayout:
 
     @property
     def opening(self) -> str:
-        """The tag with which a call begins, which tells it apart without the marker of its block; "" without one."""
+        """With what a call begins that lacks the marker of its block: a tag, or an object's brace; "" with neither."""
+        if self.is_object:
+            return "{"
         begin = self.head.lstrip().partition("{")[0]
         return begin if begin.startswith("<") else ""
 

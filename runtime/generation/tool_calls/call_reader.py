@@ -78,6 +78,7 @@ class CallReader:
 
     Attributes:
         markers: with which a block may begin.
+        plain_markers: those of them that are ordinary texts, which count only where an answer begins, or after a call.
         end: with which it ends; "" if nothing marks its end.
         is_in_call: whether the text so far has the head of a call that is not over.
         has_begun: whether an argument of the block has begun.
@@ -94,6 +95,7 @@ class CallReader:
         self._layouts = () if format.layout is None else (format.layout, *format.layout.others)
         opening = "" if format.layout is None else format.layout.opening
         self.markers = tuple(dict.fromkeys(marker for marker in (format.start, opening) if marker))
+        self.plain_markers = frozenset(("{", format.start) if format.is_plain else ("{",)).intersection(self.markers)
         # Of the block that is being read.
         self.end = format.end
         self._calls: list[ParsedCall] = []  # complete, and not given yet
@@ -244,9 +246,7 @@ class CallReader:
         text = self._text
         place = text.take()
         if layout.is_object:
-            is_begun = yield from text.accept("{")
-            yield from text.space()
-            is_begun = is_begun and (yield from text.accept('"'))
+            is_begun = yield from self._begins_bare() if is_bare else self._has_next("{", '"')
             text.back(place)
             return ParsedCall("", "") if is_begun else None
         for head in (layout.head, *layout.other_heads):
@@ -265,6 +265,29 @@ class CallReader:
                     return ParsedCall(name, "", parts.get("id"))
             text.back(place)
         return None
+
+    def _begins_bare(self) -> Steps[bool]:
+        """Whether an object begins as a call of a tool does: any other may be an answer in JSON."""
+        text = self._text
+        if not (yield from self._has_next("{", '"name"', ":", '"')):
+            return False
+        name = yield from text.matching(_OF_NAMES)
+        if name not in self._known or not (yield from self._has_next('"', ",")):
+            return False
+        place = text.take()
+        for key in ('"arguments"', '"parameters"'):
+            if (yield from self._has_next(key, ":", "{")):
+                return True
+            text.back(place)
+        return False
+
+    def _has_next(self, *parts: str) -> Steps[bool]:
+        """Pass these texts, with any white space before each; whether all of them come next."""
+        for part in parts:
+            yield from self._text.space()
+            if not (yield from self._text.accept(part)):
+                return False
+        return True
 
     def _goes_on(self, layout: CallLayout) -> Steps[bool]:
         """Whether an argument follows the head of a call, or the call's end, or the end of the answer."""
