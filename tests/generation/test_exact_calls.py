@@ -309,6 +309,15 @@ def test_a_call_is_all_that_was_written_or_text(format: str, text: str, calls: l
     assert answer.content == ("" if calls else text)
 
 
+def test_a_strict_tool_is_called_with_the_marker_that_its_grammar_begins_with() -> None:
+    strict, call = (
+        {"type": "function", "function": {**TOOLS[4]["function"], "strict": True}},
+        '{"name": "ls", "arguments": {}}',
+    )
+    assert read("json_tools", call, [strict]).content == call
+    assert calls_in(read("json_tools", f"<tool_call>{call}</tool_call>", [strict])) == [("ls", {})]
+
+
 def test_a_call_has_the_id_that_the_model_gave_it() -> None:
     [call] = read("mistral", "[TOOL_CALLS]ls[CALL_ID]abc123def[ARGS]{}").calls
     assert call.id == "abc123def"

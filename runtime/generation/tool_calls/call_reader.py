@@ -55,6 +55,7 @@ class _Tool:
     types: Mapping[str, ArgumentType]
     required: frozenset[str] = frozenset()
     is_open: bool = True
+    is_strict: bool = False  # whether its arguments are promised to follow the schema
 
     @staticmethod
     def of(function: Mapping[str, Any]) -> _Tool:
@@ -64,6 +65,7 @@ class _Tool:
             argument_types(properties, schema) if isinstance(properties, Mapping) else {},
             frozenset(map(str, required)) if isinstance(required, list) else frozenset(),
             not properties or schema.get("additionalProperties", False) is not False,
+            function.get("strict") is True,
         )
 
     def may_have(self, key: str) -> bool:
@@ -267,12 +269,15 @@ class CallReader:
         return None
 
     def _begins_bare(self) -> Steps[bool]:
-        """Whether an object begins as a call of a tool does: any other may be an answer in JSON."""
+        """Whether an object begins as a call of a tool does: any other may be an answer in JSON. A grammar that keeps a
+        strict tool's arguments to their schema begins with the marker, so such a tool needs it.
+        """
         text = self._text
         if not (yield from self._has_next("{", '"name"', ":", '"')):
             return False
         name = yield from text.matching(_OF_NAMES)
-        if name not in self._known or not (yield from self._has_next('"', ",")):
+        tool = self._known.get(name)
+        if tool is None or tool.is_strict or not (yield from self._has_next('"', ",")):
             return False
         place = text.take()
         for key in ('"arguments"', '"parameters"'):
