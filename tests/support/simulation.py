@@ -24,6 +24,7 @@ from scripted_models import PROMPT, ScriptedDraft, ScriptedTarget
 from simulated_worker import Contention, SimulatedWorker
 
 from actors.drafters.drafter import MakePolicy, policy_by_settings
+from actors.model import Model
 from actors.warm_up import warm_up
 from actors.workers.worker import Job
 from protocol.open_options import MAX_BATCH
@@ -52,23 +53,32 @@ async def simulated_runtime(
     scenario: Scenario,
     events: Events,
     *,
+    pair: tuple[Model, Model] | None = None,
+    prompts_are_free: bool = False,
     make_policy: MakePolicy = policy_by_settings,
     max_batch: int = MAX_BATCH,
 ) -> AsyncIterator[Runtime]:
-    """A runtime over the scripted pair of a scenario, warmed up; needs an autojumping clock."""
+    """A runtime over a target and a drafter, by default the scripted ones of a scenario, warmed up; needs an
+    autojumping clock. Reading prompts takes no time if `prompts_are_free`.
+    """
     contention = Contention(scenario.contention)
+
+    def is_free(job: Job[Any]) -> bool:
+        return prompts_are_free and job.kind == "prefill"
 
     def verify_price(job: Job[Any]) -> float:
         num_rows = rows_of(job)
-        return scenario.verify_seconds(num_rows) if num_rows else 0.0
+        return scenario.verify_seconds(num_rows) if num_rows and not is_free(job) else 0.0
 
     def draft_price(job: Job[Any]) -> float:
-        return _OFFSET_FACTOR * scenario.draft_seconds(job.num_tokens) if job.num_tokens else 0.0
+        costs = job.num_tokens and not is_free(job)
+        return _OFFSET_FACTOR * scenario.draft_seconds(job.num_tokens) if costs else 0.0
 
     target = SimulatedWorker("target", verify_price, events, contention)
     draft = SimulatedWorker("draft", draft_price, events, contention)
     prices = Prices()
-    models = ((ScriptedTarget(scenario), target), (ScriptedDraft(scenario), draft))
+    target_model, draft_model = pair or (ScriptedTarget(scenario), ScriptedDraft(scenario))
+    models = ((target_model, target), (draft_model, draft))
     with trio.fail_after(_TIMEOUT):
         await warm_up(*models, prices)
         async with running(

@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import trio
 import trio.testing
 from scenario import Scenario
 from scripted_sequence import ReadsFeatures, RecordsEmptyFeatures, ScriptedSequence
-from simulated_worker import Contention, SimulatedWorker
-from simulation import rows_of
+from simulation import simulated_runtime
 
 from actors.model import FeedsEach
-from actors.warm_up import warm_up
-from actors.workers.worker import Job
-from protocol.prices import Prices
 from runtime.bench.acceptance_trace import TracedText
 from runtime.engine.events import Events
-from runtime.engine.opening import running
 
 WRONG = 0
 UNKNOWN = (WRONG, 0.1)  # what the drafter says where nothing was traced
-TIMEOUT = 1e9
 
 
 class Texts:
@@ -77,16 +70,21 @@ class _TrainedSequence(ReadsFeatures, _Sequence):
     pass
 
 
-class TracedTarget(FeedsEach):
-    """Writes each text after its prompt."""
-
+class _TracedModel(FeedsEach):
     context_length = None
+    sequence: type[_Sequence]
 
     def __init__(self, texts: Texts) -> None:
         self._texts, self.vocab_size = texts, texts.vocab_size
 
     def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
-        return _RecordingSequence(self)
+        return self.sequence(self)
+
+
+class TracedTarget(_TracedModel):
+    """Writes each text after its prompt."""
+
+    sequence = _RecordingSequence
 
     def row(self, tokens: Sequence[int], staleness: int) -> list[float]:
         row, text = [0.0] * self.vocab_size, self._texts.of(tokens)
@@ -95,16 +93,10 @@ class TracedTarget(FeedsEach):
         return row
 
 
-class TracedDraft(FeedsEach):
+class TracedDraft(_TracedModel):
     """Says what the traced drafter said, with as many hidden states of its own."""
 
-    context_length = None
-
-    def __init__(self, texts: Texts) -> None:
-        self._texts, self.vocab_size = texts, texts.vocab_size
-
-    def open_sequence(self, *, beside_another: bool) -> ScriptedSequence:
-        return _TrainedSequence(self)
+    sequence = _TrainedSequence
 
     def row(self, tokens: Sequence[int], staleness: int) -> list[float]:
         token, sure = self._said(tokens, staleness)
@@ -135,7 +127,8 @@ def replay(texts: Texts, scenario: Scenario, lookahead: int | Literal["auto"]) -
     """
 
     async def main() -> float:
-        async with _runtime(texts, scenario) as runtime:
+        pair = TracedTarget(texts), TracedDraft(texts)
+        async with simulated_runtime(scenario, Events(), pair=pair, prompts_are_free=True) as runtime:
             began = trio.current_time()
             for text in texts.texts:
                 completion = await runtime.generate(text.prompt, max_tokens=len(text.text), lookahead=lookahead)
@@ -143,23 +136,3 @@ def replay(texts: Texts, scenario: Scenario, lookahead: int | Literal["auto"]) -
             return sum(len(text.text) for text in texts.texts) / (trio.current_time() - began)
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-
-
-@asynccontextmanager
-async def _runtime(texts: Texts, scenario: Scenario) -> Any:
-    events, contention = Events(), Contention(scenario.contention)
-
-    def target_price(job: Job[Any]) -> float:
-        num_rows = rows_of(job)
-        return scenario.verify_seconds(num_rows) if num_rows and job.kind != "prefill" else 0.0
-
-    def draft_price(job: Job[Any]) -> float:
-        return scenario.draft_seconds(job.num_tokens) if job.num_tokens and job.kind != "prefill" else 0.0
-
-    target = SimulatedWorker("target", target_price, events, contention)
-    draft = SimulatedWorker("draft", draft_price, events, contention)
-    prices, models = Prices(), ((TracedTarget(texts), target), (TracedDraft(texts), draft))
-    with trio.fail_after(TIMEOUT):
-        await warm_up(*models, prices)
-        async with running(*models, events=events, prices=prices) as runtime:
-            yield runtime
