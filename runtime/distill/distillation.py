@@ -213,18 +213,18 @@ class Distillation:
         if self._left is None:
             self._left = self._windows.batch(self.training.progress.num_batches, self._batch_size, self._options.seed)
         part, left = self._left[: self._part_size], self._left[self._part_size :]
-        seconds_per_window = self.training.add(part) / part.shape[0]
+        is_last = left.shape[0] == 0
+        seconds_per_window = self.training.add(part, self._decay if is_last else None) / part.shape[0]
         if not self._has_drafted:
             self._seconds_per_window = seconds_per_window
         self._part_size = max(1, min(self._batch_size, int(PART_S / max(seconds_per_window, 1e-9))))
-        self._left = left if left.shape[0] else None
-        if self._left is None:
-            self.training.learn(self._decay)
+        self._left = None if is_last else left
 
     @property
     def batch_share(self) -> float:
         """The part of the present batch whose gradient is computed, in [0, 1)."""
-        return 0.0 if self._left is None else 1.0 - self._left.shape[0] / self._batch_size
+        num_windows = min(self._batch_size, self._windows.learnt.shape[0])
+        return 0.0 if self._left is None else 1.0 - self._left.shape[0] / num_windows
 
     def end_batch(self) -> None:
         """Learn from what was added of a batch whose other parts are no longer wanted."""

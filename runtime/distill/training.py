@@ -142,11 +142,12 @@ class Training:
         self.progress = Progress(learning_rate=learning_rate)
         self._added: _Added | None = None
 
-    def add(self, tokens: mx.array) -> float:
+    def add(self, tokens: mx.array, last_decay: float | None = None) -> float:
         """Add the gradient of a part of a batch. Returns: the seconds that it took.
 
         Args:
             tokens: (B, L) ids, L > `NUM_STEPS` + 1.
+            last_decay: of the last part: then the batch is learnt, as by `learn`; None for others.
         """
         began = time.monotonic()
         lesson, num_windows = self._lesson(tokens), tokens.shape[0]
@@ -157,6 +158,8 @@ class Training:
         mx.eval(gradients, loss)
         before = (0, 0) if self._added is None else (self._added.num_windows, self._added.num_tokens)
         self._added = _Added(gradients, loss, before[0] + num_windows, before[1] + tokens.size)
+        if last_decay is not None:
+            self.learn(last_decay)
         seconds = time.monotonic() - began
         self.progress = attrs.evolve(
             self.progress,
