@@ -296,7 +296,8 @@ def _wait_for_all_s(view: TargetView, num_ready: int) -> float:
     lookahead = lookaheads.pop()
     if not drafted_for or lookaheads or lookahead == "auto" or num_texts > view.max_batch:
         return 0.0
-    if not view.prices.one_group_pays(num_texts, lookahead):
+    num_rows = sum(turn.round.is_row for turn in view.turns) + sum(each.is_row for each in view.expected)
+    if not view.prices.one_group_pays(num_texts, lookahead, num_rows=num_rows):
         return 0.0
     together_s = view.prices.draft_together_s(num_texts, lookahead)
     return view.turns[0].since_s + PATIENCE_FOR_ALL * together_s - view.now_s

@@ -408,17 +408,19 @@ class Prices:
             return num_texts * num_steps * self.draft_s(1, beside_target=False)
         return num_steps * self.draft_s(num_texts, beside_target=False)
 
-    def one_group_pays(self, num_texts: int, lookahead: int) -> bool:
+    def one_group_pays(self, num_texts: int, lookahead: int, *, num_rows: int = 0) -> bool:
         """Whether `num_texts` texts, >= 2, of a fixed lookahead, >= 1, are faster if all are drafted for, and then
         verified in one pass.
 
-        Otherwise two groups alternate: one is drafted for while the other is verified, in a pass of half the rows. The
-        answer depends on how much drafting slows down the pass beside it, and on what rows cost.
+        Otherwise two groups alternate: one is drafted for while the other is verified, in a pass of half the texts,
+        which computes the batch's `num_rows` rows in any case. The answer depends on how much drafting slows down the
+        pass beside it, and on what rows cost.
         """
         if not self.is_known:
             return False
         half = (num_texts + 1) // 2
-        pass_s, drafting_s = self.verify(half * (1 + lookahead)), self.draft_together_s(half, lookahead)
+        pass_s = self.verify(max(half, num_rows) * (1 + lookahead))
+        drafting_s = self.draft_together_s(half, lookahead)
         beside_s = drafting_s * (self.draft_slowdown.value if self.draft_slowdown.is_known else 1.0)
         alternating_s = 2 * max(pass_s + self.verify.target_slowdown * min(pass_s, beside_s), beside_s)
         return self.verify(num_texts * (1 + lookahead)) + self.draft_together_s(num_texts, lookahead) <= alternating_s

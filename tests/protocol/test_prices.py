@@ -390,6 +390,17 @@ def test_a_fixed_lookahead_is_one_group_where_overlap_gains_nothing(delay: float
     assert prices.one_group_pays(4, 2) == is_one
 
 
+def test_two_groups_of_one_batch_compute_all_its_rows_twice() -> None:
+    prices = Prices()
+    prices.drafts_together = True
+    for i in range(100):
+        prices.verify.observe(1 + i % 48, 0.0, 0.1 * (1 + i % 48))
+        prices.observe_draft_step(1 + i % 16, 2.0 * i, 2.0 * i + 0.5, beside_target=False)
+    assert not prices.one_group_pays(16, 2)
+    assert not prices.one_group_pays(16, 2, num_rows=8)
+    assert prices.one_group_pays(16, 2, num_rows=16)
+
+
 def test_copies_of_few_texts_bear_the_width_and_the_lost_plain_pass() -> None:
     prices = Prices(num_texts=8)
     for rows in (1, 8, 16, 32) * 8:
