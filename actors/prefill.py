@@ -25,6 +25,17 @@ def can_read_together(sequence: CachedSequence, session: ActorSession) -> bool:
     )
 
 
+def reads_in_one_pass(session: ActorSession) -> bool:
+    """Whether a pass may end anywhere in what is left of the prompt, or beyond it."""
+    sequence, opened, num_cached = session.sequence, session.shared.opened, len(session.cached_tokens)
+    assert sequence is not None
+    return (
+        tokens_per_pass(opened.settings.prefill_step_size, sequence) == "auto"
+        and session.cached_tokens.plan(opened.prompt, num_logits=1).keep == num_cached
+        and all(length <= num_cached for length in _prefix_checkpoints(sequence, session))
+    )
+
+
 def _prefix_checkpoints(sequence: CachedSequence, session: ActorSession) -> set[int]:
     reusable = sequence.reusable if session.shared.opened.settings.reuse_prefix else None
     return session.checkpoints if reusable is not None and reusable.needs_prefix_checkpoints else set()

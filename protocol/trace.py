@@ -36,7 +36,8 @@ class Span:
         session: which session it was for; None for a job that is not for one session.
         began, ended: seconds on the runtime's clock.
         num_tokens: tokens that went through the model.
-        round: the session's round when the job was handed to the worker; None for a job outside rounds.
+        round: the session's round when the job was handed to the worker; None for a job outside rounds. A "prefill"
+            with a round reads the rest of the prompt and gives the first token.
         shares: the sessions that shared the job; empty for a job of one session or of none.
     """
 
@@ -55,6 +56,16 @@ class Span:
         if self.shares:
             return tuple([share.session for share in self.shares])
         return () if self.session is None else (self.session,)
+
+    @property
+    def begins_text(self) -> bool:
+        """Whether it has read the rest of a prompt and given the first token."""
+        return self.kind == "prefill" and self.round is not None
+
+    @property
+    def gives_tokens(self) -> bool:
+        """Whether it is a pass of the target that has given tokens."""
+        return self.kind in ("verify", "decode") or self.begins_text
 
     def round_of(self, session: int) -> int | None:
         """The round of one of `sessions`; None for a job outside rounds."""

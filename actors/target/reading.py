@@ -6,17 +6,18 @@ Tokens that a session scores are read in chunks, too, and scored as they are rea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 from actors.model import CachedSequence, Model
-from actors.prefill import can_read_together, prefill_chunk, tokens_per_pass
+from actors.prefill import can_read_together, prefill_chunk, reads_in_one_pass, tokens_per_pass
 from actors.sampling.logit_check import LogitCheck
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
 from protocol.prefill_chunks import PrefillChunkSize, read_together
 from protocol.scores import TokenScore, token_scores
+from protocol.session_state import SessionPhase
 from protocol.trace import Share
 
 # A prompt that was begun is read to its end before others if at most this many more chunks are left: only prompts that
@@ -29,14 +30,25 @@ MAX_SCORED_LOGITS = 2**24
 class Reading:
     """The prompts that are being read, in the order in which they have their turns."""
 
-    def __init__(self, model: Model, worker: Worker, chunk_size: PrefillChunkSize, max_batch: int) -> None:
-        """Begin without prompts; `chunk_size` is updated, and `max_batch` is how many texts may share a pass, >= 1."""
+    def __init__(
+        self,
+        model: Model,
+        worker: Worker,
+        chunk_size: PrefillChunkSize,
+        max_batch: int,
+        begin_text: Callable[[TargetSession], Awaitable[None]],
+    ) -> None:
+        """Begin without prompts; `chunk_size` is updated, and `max_batch` is how many texts may share a pass, >= 1.
+
+        `begin_text` runs the pass that reads all that is left of a prompt, and gives the first token of its text.
+        """
         self._model = model
         self._worker = worker
         self._chunk_size = chunk_size
         # A pass that scores costs more than one that only reads.
         self._score_size = PrefillChunkSize()
         self._max_batch = max_batch
+        self._begin_text = begin_text
         self.prompts: dict[TargetSession, None] = {}  # their sessions
 
     @property
@@ -74,6 +86,9 @@ class Reading:
             await self._read_whole(chosen)
             return
         (session,) = chosen
+        if self._can_begin(session):
+            await self._begin_text(session)
+            return
         await self._read_chunk(session)
         assert session.sequence is not None
         is_auto = tokens_per_pass(session.shared.opened.settings.prefill_step_size, session.sequence) == "auto"
@@ -93,6 +108,23 @@ class Reading:
             [each.num_to_read for each in fitting], self._chunk_size.most_tokens, self._model.widest_row
         )
         return [fitting[index] for index in indices[: self._max_batch]]
+
+    def _can_begin(self, session: TargetSession) -> bool:
+        """Whether the next pass can read all that is left of a prompt and give the first token, too.
+
+        Not if the first round is to verify a proposal, as of a draft model, which reads the prompt at the same time.
+        """
+        opened, num_tokens = session.shared.opened, session.num_to_read + 1
+        assert session.sequence is not None
+        features, phase = session.sequence.features, session.state.phase
+        reads_features = features is not None and features.are_recorded
+        waits = phase is SessionPhase.VERIFYING or (phase is SessionPhase.PROPOSING and not reads_features)
+        reads_alone = self._max_batch == 1 and not opened.drafted  # then the text is decoded as `generate_step` does
+        return (
+            not (waits or reads_alone or opened.only_reads or opened.num_scored or session.reads_again)
+            and self._chunk_size.of(num_tokens) == num_tokens
+            and reads_in_one_pass(session)
+        )
 
     async def _read_chunk(self, session: TargetSession) -> None:
         try:

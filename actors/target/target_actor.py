@@ -44,6 +44,7 @@ class _Running:
     is_plain: bool  # whether no session has drafted tokens, so that a pass may launch the next one ahead
     num_left: int  # the most passes that are still to finish
     goes_ahead: bool  # whether the last of them launches one more pass ahead
+    reads_prompt: bool  # whether it is one pass over the rest of a session's prompt
     steps: Steps[list[RowResult]] = attrs.field(init=False)  # the passes, for the worker
     is_first: bool = True  # whether no pass has finished yet
     # The sessions that can take part in another such pass, as of the last one that finished.
@@ -88,7 +89,7 @@ class TargetActor(ModelActor[TargetSession]):
         self._pass_prices = PassPrices(prices, worker)
         self._running: _Running | None = None
         self._texts: dict[int, TargetSession] = {}  # whose rounds are run, by id
-        self._reading = Reading(model, worker, self.chunk_size, max_batch)
+        self._reading = Reading(model, worker, self.chunk_size, max_batch, self._begin_text)
         self._brief_jobs: dict[TargetSession, BriefJob] = {}
         # A session whose prompt is read is in `_ready` if its next round can begin, in the order in which they became
         # ready, else in `_waiting`, for its drafter or consumer.
@@ -331,6 +332,14 @@ class TargetActor(ModelActor[TargetSession]):
         for session, turn in self._ready.items():
             self._ready[session] = attrs.evolve(turn, is_due=True)
 
+    async def _begin_text(self, session: TargetSession) -> None:
+        """Read what is left of a prompt in the pass that gives the text's first token, without a proposal."""
+        self.drafter.leave_behind(session, num_rounds=1)
+        await self._run_brief_job(session, self._end_prompt)
+        may_begin = session.is_plain() and not (session.has_ended or session.shared.is_blocked)
+        if may_begin and self._plan(session) is not None:
+            await self._run([session], [self.worker.clock()], 1, reads_prompt=True)
+
     async def _decode(self, sessions: Sequence[TargetSession], view: TargetView) -> None:
         """Decode sessions that nobody drafts for, in one pass or several in a row."""
         are_all = view.all_are_plain and len(sessions) == len(view.turns)
@@ -392,10 +401,11 @@ class TargetActor(ModelActor[TargetSession]):
         num_passes: int = 0,
         *,
         goes_ahead: bool = False,
+        reads_prompt: bool = False,
     ) -> list[TargetSession]:
         """Run the next pass over sessions whose parts in it are planned, with the times at which they became ready; or
         up to `num_passes` without drafted tokens in a row, until something changes, the last of which may launch one
-        more.
+        more. `reads_prompt`: see `_begin_text`.
 
         Returns: after passes without drafted tokens, the sessions that can take part in another one at once, in order.
         """
@@ -404,7 +414,7 @@ class TargetActor(ModelActor[TargetSession]):
         if is_plain:
             for share in shares:
                 self._target_queue.enter(share.session, share.num_tokens)
-        running = _Running(sessions, shares, ready_s, is_plain, num_passes, goes_ahead)
+        running = _Running(sessions, shares, ready_s, is_plain, num_passes, goes_ahead, reads_prompt)
         rows = [row for session in sessions if (row := session.row) is not None]
         first = partial(self._passes.steps, rows, tuple(shares), num_passes, goes_ahead=goes_ahead)
         num_tokens = sum([share.num_tokens for share in shares])
@@ -412,7 +422,7 @@ class TargetActor(ModelActor[TargetSession]):
         if not is_plain:
             steps.count = lambda _: sum([row.num_tokens for row in rows])
         if len(sessions) == 1:
-            steps.kind = "decode" if is_plain else "verify"
+            steps.kind = "prefill" if reads_prompt else "decode" if is_plain else "verify"
             steps.session, steps.round = sessions[0].id, sessions[0].state.round
         else:
             steps.shares = tuple(shares)
@@ -437,7 +447,9 @@ class TargetActor(ModelActor[TargetSession]):
         sessions, num_texts = running.sessions, len(self._texts)
         running.num_left -= 1
         num_computed = num_computed_by(sessions, self._texts.values())
-        if running.is_plain:
+        if running.reads_prompt:
+            self.chunk_size.observe(job.num_tokens, job.seconds)
+        elif running.is_plain:
             is_ahead = running.num_left > 0 or running.goes_ahead
             width = max([share.num_tokens for share in running.shares]) if running.is_first else 1
             self._pass_prices.learn_plain(job, sessions, num_texts, num_computed * width, is_ahead=is_ahead)
@@ -449,7 +461,7 @@ class TargetActor(ModelActor[TargetSession]):
         for session, ready_s, result in zip(sessions, running.ready_s, results, strict=True):
             session.shared.counts.wait(job.began - ready_s)
             session.has_shared = session.has_shared or len(sessions) > 1
-            if running.is_plain or result.error is None:
+            if (running.is_plain or result.error is None) and not running.reads_prompt:
                 session.verify_seconds += job.seconds / len(sessions)
             if running.is_plain:
                 session.round_began_s, session.busy_before_s = job.ended, self.worker.busy_seconds
@@ -616,7 +628,7 @@ class TargetActor(ModelActor[TargetSession]):
             session.begin_round(self.worker)
 
     async def _give_prompt_features(self, session: TargetSession) -> None:
-        """Send the prompt's features to a drafter that reads features."""
+        """Send the prompt's features, as far as it is read, to a drafter that reads features."""
         if self.drafter.mailbox is None or not session.shared.opened.drafted:
             return
         assert session.sequence is not None
@@ -624,7 +636,7 @@ class TargetActor(ModelActor[TargetSession]):
         if (features := session.sequence.features) is not None and features.arrays():
             call = partial(features.take, len(session.cached_tokens))
             taken = await self.worker.run(Job("prefill", call, session.id))
-        if taken is not None or (features is not None and self.drafter.has_model):
+        if taken is not None or (features is not None and self.drafter.has_model and session.num_to_read <= 0):
             self.drafter.send(PromptFeatures(session.id, taken))
 
     async def _let_go(self, session: TargetSession) -> None:

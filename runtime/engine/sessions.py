@@ -305,11 +305,11 @@ class Sessions:
         """Count a worker's time for the sessions that it was spent on, and the target's passes for those in them."""
         if not isinstance(event, Span):
             return
-        is_pass, fractions = event.kind in ("verify", "decode"), event.fractions
+        fractions = event.fractions
         tokens = {share.session: share.num_tokens for share in event.shares} if event.kind == "prefill" else {}
         for index, (id, fraction) in enumerate(fractions.items()):
             session = self.by_id.get(id)
-            if is_pass:  # counted also for one that has ended meanwhile
+            if event.gives_tokens:  # counted also for one that has ended meanwhile
                 counts = self.past if session is None else session.counts
                 counts.take_part(len(fractions), is_first=index == 0)
             if session is None:
@@ -320,7 +320,7 @@ class Sessions:
                 continue
             counts.target_seconds += seconds
             if event.kind == "prefill":
-                counts.prefilled_tokens += tokens.get(id, event.num_tokens)
+                counts.prefilled_tokens += tokens.get(id, event.num_tokens) - event.begins_text
                 counts.prefill_seconds += seconds
 
     def fail(self, error: OutriderError) -> None:

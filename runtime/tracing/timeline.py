@@ -256,7 +256,7 @@ def _rounds(
                 settles=commit.settles,
             )
     for span in spans:
-        if span.kind in ("verify", "decode") and (number := span.round_of(session)) is not None:
+        if span.gives_tokens and (number := span.round_of(session)) is not None:
             others = [other for other in span.sessions if other != session]
             rounds[number].update(work=[span.kind, us(span.began), us(span.ended), others])
     return [{"round": number, **rounds[number]} for number in sorted(rounds)]
@@ -292,7 +292,7 @@ def _summary(
         for index in range(len(commit.tokens)):
             counts.give(commit, index)
     for span in spans:
-        if span.kind in ("verify", "decode"):
+        if span.gives_tokens:
             counts.take_part(len(span.sessions), is_first=span.sessions[0] == session)
     statistics = counts.snapshot(
         elapsed=last_s - opened.at,

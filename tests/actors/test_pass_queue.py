@@ -262,15 +262,17 @@ def test_a_pass_that_fails_because_of_drafted_tokens_is_repeated_without_them(ma
     run(main)
 
 
-@sweep("lookahead, max_slots", [(0, 3), (4, 1), ("auto", 3)])
+# A prompt alone has up to four tokens.
+@sweep("lookahead, max_slots", [(0, 4), (4, 1), ("auto", 3)])
 async def test_passes_beyond_memory_are_made_smaller_and_rarely_retried(
     max_slots: int, lookahead: Any, autojump_clock: Any
 ) -> None:
     num_tokens = 100
     target = TooMuch(truthful, max_slots=max_slots)
     async with simulated(target, ScriptedModel(agreeing(0.9))) as simulation:
-        completions = await simulation.runtime.generate_many(PROMPTS, max_tokens=num_tokens, lookahead=lookahead)
-        for prompt, completion in zip(PROMPTS, completions, strict=True):
+        prompts = [*PROMPTS, [7, 7]]
+        completions = await simulation.runtime.generate_many(prompts, max_tokens=num_tokens, lookahead=lookahead)
+        for prompt, completion in zip(prompts, completions, strict=True):
             assert [token.id for token in completion.tokens] == continuation(prompt, num_tokens)
     assert 0 < len(target.failures) < num_tokens / 3
 

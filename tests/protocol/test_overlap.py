@@ -175,12 +175,12 @@ async def test_single_steps_overlap_too(cannot: str, autojump_clock: Any) -> Non
 
 
 async def until_it_rests(simulation: Simulation) -> tuple[int, int]:
-    """Let the models work until they rest; returns the numbers of verifies and drafts so far."""
+    """Let the models work until they rest; returns the numbers of rounds and drafts so far."""
     await trio.sleep(50_000)
     before = len(simulation.events)
     await trio.sleep(50_000)
     assert len(simulation.events) == before
-    return len(simulation.spans("target", "verify", "decode")), len(simulation.spans("draft", "draft"))
+    return len(simulation.rounds()), len(simulation.spans("draft", "draft"))
 
 
 @sweep("lookahead", [3, "auto"])

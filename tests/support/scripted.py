@@ -695,6 +695,10 @@ class Simulation:
             and session in (None, event.session)
         ]
 
+    def rounds(self) -> list[Span]:
+        """The target's passes that have given tokens."""
+        return [span for span in self.spans("target") if span.gives_tokens]
+
     def instants(self, kind: str, actor: str | None = None) -> list[Instant]:
         """Decisions of one kind; of both actors unless one is given."""
         return [e for e in self.events if isinstance(e, Instant) and e.kind == kind and actor in (None, e.actor)]
