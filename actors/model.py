@@ -110,6 +110,11 @@ class CachedSequence(ABC):
         return False
 
     @property
+    def computes_all_logits(self) -> bool:
+        """Whether a pass over several tokens computes the logits of all, even if one row is asked for. Any thread."""
+        return False
+
+    @property
     def depends_on_passes(self) -> bool:
         """Whether the cache's content depends on how the text was divided into passes, by more than rounding."""
         return False

@@ -119,6 +119,8 @@ class ShardedSequence(MLXSequence):
 
     _announcer: Announcer
     number: int
+    # The stages of a pipeline exchange results of one shape.
+    computes_all_logits = True
 
     def enter(self, announcer: Announcer, number: int) -> None:
         """Announce the sequence, and from now on what is done with it."""

@@ -50,6 +50,9 @@ Observer = Callable[[Module, Any, Any], None]  # called with a layer, what enter
 # threads may use the same model.
 _on_layer = contextvars.ContextVar[OnLayer | None]("on_layer", default=None)
 _observer = contextvars.ContextVar[Observer | None]("observer", default=None)
+_hands_on_last = contextvars.ContextVar[bool]("hands_on_last", default=False)
+# What the last layer has returned in this pass: some models run their layers several times.
+_last_results = contextvars.ContextVar[list[Any] | None]("last_results", default=None)
 
 
 def _pipeline(*, waits_beside_another: bool) -> OnLayer:
@@ -66,16 +69,34 @@ def _pipeline(*, waits_beside_another: bool) -> OnLayer:
     return submit
 
 
-def evaluating(evaluation: LayerEvaluation) -> AbstractContextManager[None]:
-    """While in force, set when this thread evaluates the layers of a pass; see `evaluating_layers`."""
-    if evaluation is LayerEvaluation.WHOLE:
-        return _set(_on_layer, None)
-    return _set(_on_layer, _pipeline(waits_beside_another=evaluation is LayerEvaluation.WAITING))
+@contextmanager
+def evaluating(evaluation: LayerEvaluation) -> Iterator[None]:
+    """While in force, for one pass, set when this thread evaluates its layers; see `evaluating_layers`."""
+    on_layer: OnLayer | None = None
+    if evaluation is not LayerEvaluation.WHOLE:
+        on_layer = _pipeline(waits_beside_another=evaluation is LayerEvaluation.WAITING)
+    with _set(_on_layer, on_layer), _set(_last_results, []):
+        yield
 
 
 def observing(observer: Observer) -> AbstractContextManager[None]:
     """While in force, tell an observer of each layer that this thread runs; see `evaluating_layers`."""
     return _set(_observer, observer)
+
+
+def handing_on_last() -> AbstractContextManager[None]:
+    """While in force, the last layer of this thread's passes hands on its last position alone: only that position's
+    logits are computed, which are as wide as the vocabulary. Only for a model of which `hands_on_rows` is true.
+    """
+    return _set(_hands_on_last, True)
+
+
+def hands_on_rows(model: Module) -> bool:
+    """Whether the last layer was run once in the last pass, with a (B, tokens, width) array as its result; False before
+    the first one, or if `evaluating_layers` is not in force. May be asked in any thread between two passes.
+    """
+    layers = list(getattr(model, "layers", ()))
+    return bool(layers) and getattr(type(layers[-1]), "hands_on_rows", False)
 
 
 @contextmanager
@@ -120,6 +141,7 @@ _lock = threading.Lock()
 
 
 def _evaluating_class(base: type, evaluates: bool) -> type:
+    # Only the last layer does not evaluate.
     def call(self: Module, *args: Any, **kwargs: Any) -> Any:
         result = base.__call__(self, *args, **kwargs)
         if evaluates and (on_layer := _on_layer.get()) is not None:
@@ -127,6 +149,13 @@ def _evaluating_class(base: type, evaluates: bool) -> type:
         if (observer := _observer.get()) is not None:
             # The first argument, by whatever name.
             observer(self, args[0] if args else next(iter(kwargs.values()), None), result)
+        if not evaluates:
+            if _hands_on_last.get():
+                return result[:, -1:]
+            if (results := _last_results.get()) is not None:
+                results.append(result)
+                is_only = len(results) == 1 and isinstance(result, mx.array) and result.ndim == 3
+                type(self).hands_on_rows = is_only  # type: ignore[attr-defined]
         return result
 
-    return type("Evaluating" + base.__name__, (base,), {"__call__": call})
+    return type("Evaluating" + base.__name__, (base,), {"__call__": call, "hands_on_rows": False})

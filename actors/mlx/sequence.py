@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from typing import TypeVar
 
 import attrs
@@ -11,7 +12,7 @@ from mlx.nn.layers.base import Module
 
 from actors.mlx.cache_kinds import MisfitError, Restore, kind_of, kinds_of
 from actors.mlx.cache_options import CacheOptions
-from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
+from actors.mlx.layer_evaluation import LayerEvaluation, evaluating, handing_on_last, hands_on_rows
 from actors.mlx.memory import release_buffers
 from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
@@ -72,6 +73,10 @@ class MLXSequence(RowText, StatefulSequence):
 
     reads_with_others = True
 
+    @property
+    def computes_all_logits(self) -> bool:
+        return not hands_on_rows(self._model)
+
     def join(self, batch: Rows) -> None:
         super().join(batch)
         # A row goes back to where it was before its last pass, and no further.
@@ -99,7 +104,9 @@ class MLXSequence(RowText, StatefulSequence):
             release_buffers()
             return None
         passes = self._options.passes(self.cache, self._length, tokens)
-        logits_of_passes = [self._forward(pass_tokens) for pass_tokens in passes]
+        last_alone = num_logits == 1 < len(tokens) and not self.computes_all_logits
+        with handing_on_last() if last_alone else nullcontext():
+            logits_of_passes = [self._forward(pass_tokens) for pass_tokens in passes]
         logits = logits_of_passes[0] if len(passes) == 1 else mx.concatenate(logits_of_passes)
         return logits[-num_logits:]
 

@@ -122,6 +122,7 @@ class Reading:
         reads_alone = self._max_batch == 1 and not opened.drafted  # then the text is decoded as `generate_step` does
         return (
             not (waits or reads_alone or opened.only_reads or opened.num_scored or session.reads_again)
+            and not session.sequence.computes_all_logits
             and self._chunk_size.of(num_tokens) == num_tokens
             and reads_in_one_pass(session)
         )

@@ -8,6 +8,8 @@ from typing import Any
 import attrs
 import mlx.core as mx
 import pytest
+from architectures import ARCHITECTURES, build
+from cache_subjects import ATOL
 from models import greedy, llama, prompt_of
 from sweeps import sweep
 
@@ -150,3 +152,29 @@ async def test_a_wrong_value_of_the_variable_is_an_error_before_anything_is_load
     with pytest.raises(runtime.SettingsError, match="OUTRIDER_LAYER_EVALUATION must be one of whole, waiting"):
         async with runtime.open(runtime.DEMO_TARGET):
             pass
+
+
+# --- the last position alone ------------------------------------------------------------------------
+
+# Their last layer is run several times, or returns more than one array, or one of more dimensions.
+COMPUTE_ALL_LOGITS = {"deepseek_v41", "gemma3n", "gemma4", "gemma4_text", "hunyuan", "iquestloopcoder", "kimi_k3"}
+COMPUTE_ALL_LOGITS |= {"nanbeige", "rwkv7"}
+
+
+@sweep("name", ARCHITECTURES)
+def test_logits_of_the_last_token_alone_are_those_among_all(name: str) -> None:
+    model = MLXModel(build(name), CacheOptions())
+    tokens = tuple(prompt_of(9, vocab_size=model.vocab_size))
+    with model.evaluating_layers():
+        among_all, alone = (model.open_sequence(beside_another=False) for _ in range(2))
+        assert alone.computes_all_logits  # nothing is known before the first pass
+        expected = among_all.feed(tokens, len(tokens))
+        assert alone.computes_all_logits == (name in COMPUTE_ALL_LOGITS)
+        found = alone.feed(tokens, 1)
+        assert expected is not None
+        assert found is not None
+        assert found.shape == (1, model.vocab_size)
+        assert mx.allclose(found, expected[-1:], atol=ATOL)
+        next_ones = [sequence.feed((3,), 1) for sequence in (alone, among_all)]
+        assert mx.allclose(*next_ones, atol=ATOL)  # type: ignore[arg-type]
+    assert alone.computes_all_logits
