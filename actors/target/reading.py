@@ -114,16 +114,14 @@ class Reading:
 
         Not if the first round is to verify a proposal, as of a draft model, which reads the prompt at the same time.
         """
-        opened, num_tokens = session.shared.opened, session.num_to_read + 1
+        opened, num_left, phase = session.shared.opened, session.num_to_read, session.state.phase
         assert session.sequence is not None
-        features, phase = session.sequence.features, session.state.phase
-        reads_features = features is not None and features.are_recorded
-        waits = phase is SessionPhase.VERIFYING or (phase is SessionPhase.PROPOSING and not reads_features)
+        waits = phase in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) and not session.records_features
         reads_alone = self._max_batch == 1 and not opened.drafted  # then the text is decoded as `generate_step` does
         return (
             not (waits or reads_alone or opened.only_reads or opened.num_scored or session.reads_again)
             and not session.sequence.computes_all_logits
-            and self._chunk_size.of(num_tokens) == num_tokens
+            and self._chunk_size.of(num_left) == num_left
             and reads_in_one_pass(session)
         )
 

@@ -334,7 +334,6 @@ class TargetActor(ModelActor[TargetSession]):
 
     async def _begin_text(self, session: TargetSession) -> None:
         """Read what is left of a prompt in the pass that gives the text's first token, without a proposal."""
-        self.drafter.leave_behind(session, num_rounds=1)
         await self._run_brief_job(session, self._end_prompt)
         may_begin = session.is_plain() and not (session.has_ended or session.shared.is_blocked)
         if may_begin and self._plan(session) is not None:
@@ -623,6 +622,9 @@ class TargetActor(ModelActor[TargetSession]):
         if opened.num_scored > 0:
             session.reads_until = len(opened.prompt) - 1
         elif not opened.only_reads:
+            if session.records_features:
+                # However the prompt was read: what is drawn under the rejection rule must not depend on it.
+                self.drafter.leave_behind(session, num_rounds=1)
             self._texts[session.id] = session
             session.shared.on_change = partial(self._look_at, session)
             session.begin_round(self.worker)
