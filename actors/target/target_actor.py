@@ -182,11 +182,14 @@ class TargetActor(ModelActor[TargetSession]):
             self._brief_jobs[session] = self._let_go
 
     def _keep_prompt(self, session: TargetSession) -> None:
-        """Put the prompt that was read into the prefix cache, and end the session once its drafter has read it, too."""
+        """Put the prompt that was read into the prefix cache, and end the session once its drafter has read it, too.
+        Whoever has asked does not wait for the drafter, which may hang.
+        """
         if session.sequence is not None:
             self._brief_jobs[session] = self._put_away
-        elif session.is_drafter_ready or session.state.phase is not SessionPhase.PROPOSING:
-            session.state.close(Close(session.id))
+            return
+        session.shared.end()
+        if session.is_drafter_ready or session.state.phase is not SessionPhase.PROPOSING:
             self._brief_jobs[session] = self._let_go
 
     def _take_in_round(self, session: TargetSession) -> None:
@@ -651,7 +654,8 @@ class TargetActor(ModelActor[TargetSession]):
         elif error is not None:
             self._fail(session, error)
         shared.end()
-        # A failed session must not keep the drafter busy until its consumer reads the error.
+        # A failed session must not keep the drafter busy until its consumer reads the error, and nobody else closes one
+        # that only reads.
         if session.state.phase is not SessionPhase.CLOSED:
             self.drafter.send(Close(session.id))
         self._forget(session)
