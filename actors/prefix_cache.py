@@ -84,8 +84,13 @@ class _Entry(Source):
 class PrefixStore(Protocol):
     """Where sequences go when they leave a prefix cache, and from where they are brought back."""
 
-    def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
-        """Take a copy of a sequence that is about to be closed, on the model's thread. Must not raise."""
+    def evict(self, sequence: ReusableSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
+        """Take the state of a sequence that is about to be closed, on the model's thread. Must not raise."""
+
+    def shrink(self, max_bytes: float) -> None:
+        """Drop what was evicted and is not stored yet, the oldest first, until it takes at most `max_bytes` beside the
+        one that is stored next; on the model's thread.
+        """
 
     async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
         """Put the sequence that has most of a prompt into the prefix cache, if no better one is there; see
@@ -243,13 +248,16 @@ class PrefixCache:
             self._entries.remove(shorter)
             shorter.sequence.close()
         self._entries.append(entry)
-        while self.num_bytes > self._max_bytes or len(self._entries) > MAX_SEQUENCES:
-            self._evict_oldest()
+        self.shrink(self._max_bytes)
 
     def shrink(self, max_bytes: float) -> None:
-        """Evict the oldest sequences until all together take at most `max_bytes`."""
-        while self._entries and self.num_bytes > max_bytes:
+        """Evict the oldest sequences until all together take at most `max_bytes`, with those that the store still has
+        in memory.
+        """
+        while self._entries and (self.num_bytes > max_bytes or len(self._entries) > MAX_SEQUENCES):
             self._evict_oldest()
+        if self.store is not None:
+            self.store.shrink(max_bytes - self.num_bytes)
 
     def close(self) -> None:
         """Close all sequences."""
