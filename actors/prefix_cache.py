@@ -14,6 +14,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import attrs
@@ -35,14 +36,17 @@ class CacheHit:
     """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence.
 
     Attributes:
-        num_common: tokens that the prompt has in common with the most similar text; >= `num_cached`, since some caches
-            can go back only to certain lengths.
-        num_evicted: tokens beyond these that it has in common with a text whose sequence had to leave for want of room.
+        num_common: tokens that the prompt has in common with the most similar text that it may reuse; >= `num_cached`,
+            since some caches can go back only to certain lengths.
+        num_mismatched: tokens beyond these that it has in common with a text that the settings do not let it reuse.
+        num_evicted: tokens beyond all these that it has in common with a text whose sequence had to leave for want of
+            room.
     """
 
     sequence: CachedSequence
     num_cached: int
     num_common: int = 0
+    num_mismatched: int = 0
     num_evicted: int = 0
 
 
@@ -61,11 +65,15 @@ class Source:
 
     Attributes:
         packed: the tokens that it holds, or the first ones of them.
+        beside_another: as it was opened; see `PrefixCache.open`.
+        pass_tokens: see `ReusableSequence.reusable_length`; of its own text.
         has_read_same: whether it holds just what the present prompt needs, read in the same passes.
     """
 
     sequence: ReusableSequence
     packed: bytes
+    beside_another: bool
+    pass_tokens: int
     has_read_same: bool = attrs.field(default=False, kw_only=True)
 
 
@@ -77,7 +85,6 @@ class _Entry(Source):
 
     tokens: tuple[int, ...]
     num_prompt: int
-    beside_another: bool
     num_bytes: int
 
 
@@ -135,6 +142,7 @@ class PrefixCache:
         beside_another: bool,
         pass_tokens: int = FIXED_CHUNK_TOKENS,
         in_use: Sequence[Source] = (),
+        may_reuse: bool = True,
     ) -> CacheHit:
         """Open a sequence that holds as much of a prompt as some text does, the newest of several: the sequence of a
         text that the prompt continues, else a copy; or a new one. The prompt's last token is never reused, since its
@@ -144,33 +152,40 @@ class PrefixCache:
             beside_another: only sequences that were opened alike match: a trained drafter needs the features of what is
                 read, and texts without a drafter record none.
             pass_tokens: see `ReusableSequence.reusable_length`.
-            in_use: sequences outside the cache, opened alike.
+            in_use: sequences outside the cache.
+            may_reuse: whether the text may use any; if not, it gets a new one.
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then, if it was in the cache.
         """
         num_read = len(prompt) - 1
         packed = pack(prompt[:num_read])
         best: Source | None = None
-        num_cached = most_common = 0
-        for source in (*(each for each in self._entries if each.beside_another == beside_another), *in_use):
+        num_cached = most_common = most_mismatched = 0
+        for source in (*self._entries, *in_use):
             num_common = common_length(source.packed, packed)
+            if not may_reuse or source.beside_another != beside_another:
+                most_mismatched = max(most_mismatched, num_common)
+                continue
+            reusable_length = partial(source.sequence.reusable_length, num_common, num_read)
+            num_reusable = num_read if source.has_read_same else reusable_length(pass_tokens)
+            if num_reusable == 0 and pass_tokens != source.pass_tokens and reusable_length(source.pass_tokens) > 0:
+                most_mismatched = max(most_mismatched, num_common)
+                continue
             most_common = max(most_common, num_common)
-            num_reusable = num_read
-            if not source.has_read_same:
-                num_reusable = source.sequence.reusable_length(num_common, num_read, pass_tokens)
             if num_reusable > 0 and num_reusable >= num_cached and _may_serve(source, num_common, num_reusable):
                 best, num_cached = source, num_reusable
         evicted = (common_length(text, packed) for text, was_beside in self._evicted if was_beside == beside_another)
-        num_evicted = max(0, max(evicted, default=0) - most_common)
+        counted = max(most_common, most_mismatched)
+        missed = max(0, most_mismatched - most_common), max(0, max(evicted, default=0) - counted) if may_reuse else 0
         if best is None:
-            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common, num_evicted)
+            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common, *missed)
         if isinstance(best, _Entry):
             self._entries.remove(best)
             continues = common_length(best.packed, packed) >= best.num_prompt
             try:
                 if continues or not best.sequence.can_copy:
                     best.sequence.reuse(num_cached)
-                    return CacheHit(best.sequence, num_cached, most_common, num_evicted)
+                    return CacheHit(best.sequence, num_cached, most_common, *missed)
                 sequence = best.sequence.copy(num_cached)
             except RewindError:
                 best.sequence.close()
@@ -178,7 +193,7 @@ class PrefixCache:
             self._entries.append(best)  # it was used last
         else:
             sequence = best.sequence.copy(num_cached)
-        return CacheHit(sequence, num_cached, most_common, num_evicted)
+        return CacheHit(sequence, num_cached, most_common, *missed)
 
     def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:
         """As `open`, for a text, but the sequence stays in the cache; None if no token is reusable."""
@@ -229,7 +244,7 @@ class PrefixCache:
         num_tokens = len(cached_tokens)
         num_prompt = num_tokens if num_prompt is None else num_prompt
         packed = pack(cached_tokens)
-        entry = _Entry(reusable, packed, cached_tokens, num_prompt, beside_another, reusable.num_bytes)
+        entry = _Entry(reusable, packed, beside_another, pass_tokens, cached_tokens, num_prompt, reusable.num_bytes)
         if reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
             sequence.close()
             return

@@ -588,9 +588,9 @@ class TargetActor(ModelActor[TargetSession]):
         hit = await self._open_sequence(session)
         if (features := hit.sequence.features) is not None:
             features.want(session.state.phase is not SessionPhase.UNDRAFTED)
-        session.shared.counts.cached_tokens = hit.num_cached
-        session.shared.counts.parted_tokens = hit.num_common - hit.num_cached
-        session.shared.counts.evicted_tokens = hit.num_evicted
+        counts = session.shared.counts
+        counts.cached_tokens, counts.parted_tokens = hit.num_cached, hit.num_common - hit.num_cached
+        counts.mismatched_tokens, counts.evicted_tokens = hit.num_mismatched, hit.num_evicted
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:

@@ -171,6 +171,19 @@ async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsew
     assert (cached[1] > 0, cached[2] > 0) == reused
 
 
+async def test_statistics_say_where_a_quantised_cache_was_read_in_other_passes() -> None:
+    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 40}
+    async with runtime.open((build("qwen3", head_dim=32), None), **options) as rt:
+        found = []
+        # Quantised after 48 tokens in passes of 16, and after 64 in passes of 64.
+        for num_common, step in ((100, 16), (70, 64), (45, 64), (80, 16)):
+            prompt = [*some_prompt(100)[:num_common], *some_prompt(100, seed=num_common + 1)]
+            asked = {"max_tokens": 4, "reuse_prefix": True, "prefill_step_size": step}
+            statistics = (await rt.generate(prompt, **asked)).statistics
+            found.append((statistics.cached_tokens, statistics.parted_tokens, statistics.mismatched_tokens))
+        assert found == [(0, 0, 0), (0, 0, 70), (0, 45, 0), (80, 0, 0)]
+
+
 @sweep("size", [20, 64, 200])
 async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(size: int) -> None:
     model = build("qwen3")
