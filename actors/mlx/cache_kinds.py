@@ -104,6 +104,9 @@ class CacheKind:
         """The cache that a sequence works with, in place of the empty one that the model has made."""
         return layer
 
+    def compact(self, layer: Any) -> None:
+        """After a wide pass, keep nothing of its memory but the state."""
+
     # --- how it is rewound ---
 
     def can_trim_after(self, layer: Any, num_tokens: int, back_to: int | None = None) -> bool:
@@ -407,6 +410,10 @@ class ArraysCacheKind(CacheKind):
 
     cache_class = ArraysCache
     kept = ("cache", "left_padding", "lengths")
+
+    def compact(self, layer: ArraysCache) -> None:
+        # A slice of what the pass has computed, such as the last inputs of a convolution, would keep all of it.
+        layer.cache = [None if array is None else mx.contiguous(array) for array in layer.cache]
 
     def slot_bytes(self, layer: ArraysCache, longer: ArraysCache, num_more: int) -> int:
         return 0

@@ -95,6 +95,8 @@ class MLXSequence(RowText, StatefulSequence):
         self.leave_batch()
         if num_logits == 0:
             self._forward(tokens)
+            for kind, layer in kinds_of(self.cache):
+                kind.compact(layer)
             mx.eval([layer.state for layer in self.cache], self.features.arrays())
             release_buffers()
             return None

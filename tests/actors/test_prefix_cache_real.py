@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
@@ -217,6 +218,21 @@ def test_the_caches_that_are_kept_are_no_larger_than_their_budget(name: str) -> 
     assert len(prefix_cache) == 2
     prefix_cache.close()
     assert prefix_cache.num_bytes == 0
+
+
+@sweep("name", ["mamba", "lfm2", "falcon_h1", "qwen3_next"])
+def test_a_text_with_checkpoints_holds_no_more_than_what_is_counted_of_it(name: str) -> None:
+    """And not, beside each state, all of the pass that it is a part of."""
+    model = MLXModel(family(name), CacheOptions())
+    sequence = model.open_sequence(beside_another=False)
+    sequence.feed((1, 2, 3), 0)  # prepares what stays
+    sequence.close()
+    before = mx.get_active_memory()
+    sequence = model.open_sequence(beside_another=False)
+    for seed in range(3):
+        sequence.feed(tuple(some_prompt(500, seed=seed)), 0)
+        sequence.add_prefix_checkpoint()
+    assert mx.get_active_memory() - before < 1.2 * sequence.num_bytes
 
 
 async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:
