@@ -2,7 +2,8 @@
 
 A text takes a copy of what it has in common with another one. Only a text that continues another one takes that one's
 sequence itself. Sequences that are still read or generated are copied, too: they are not in the cache, but given to the
-search. So the sequences are the branches of a tree, each with its own copy of the stem.
+search. So the sequences are the branches of a tree. While they are in use, each has its own copy of the stem; in the
+cache, they have keys and values of the stem in common.
 
 mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_kinds`), knows no checkpoints,
 and overlooks a common prefix of one token. Its `PromptTrie` finds one neighbour of a prompt, while the sequence that
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -25,6 +26,7 @@ from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 MAX_SEQUENCES = 64  # a search compares a prompt with each
 MAX_EVICTED = 16  # texts of evicted sequences that are remembered
+MIN_SHARED = 256  # tokens of the shortest beginning that texts have in memory only once
 
 # Tokens at the end of a prompt that ask for an answer, such as the tags of an empty reasoning block. A text that
 # continues the prompt may lack them.
@@ -59,7 +61,7 @@ class PrefixMatch:
     num_reusable: int
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Source:
     """A sequence that other texts can copy.
 
@@ -77,7 +79,7 @@ class Source:
     has_read_same: bool = attrs.field(default=False, kw_only=True)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Entry(Source):
     """A sequence in the cache, and its tokens, of which the first `num_prompt` were the prompt. A text that continues
     the prompt may lack the answer that follows, such as its reasoning.
@@ -85,7 +87,7 @@ class _Entry(Source):
 
     tokens: tuple[int, ...]
     num_prompt: int
-    num_bytes: int
+    memory: Mapping[int, int]  # see `ReusableSequence.memory`
 
 
 class PrefixStore(Protocol):
@@ -132,8 +134,8 @@ class PrefixCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all sequences in the cache."""
-        return sum(entry.num_bytes for entry in self._entries)
+        """Memory of all sequences in the cache. What several have in common counts once."""
+        return sum({id: size for entry in self._entries for id, size in entry.memory.items()}.values())
 
     def open(
         self,
@@ -244,11 +246,12 @@ class PrefixCache:
         num_tokens = len(cached_tokens)
         num_prompt = num_tokens if num_prompt is None else num_prompt
         packed = pack(cached_tokens)
-        entry = _Entry(reusable, packed, beside_another, pass_tokens, cached_tokens, num_prompt, reusable.num_bytes)
+        memory = reusable.memory
+        entry = _Entry(reusable, packed, beside_another, pass_tokens, cached_tokens, num_prompt, memory)
         if reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
             sequence.close()
             return
-        if entry.num_bytes > self._max_bytes:
+        if sum(memory.values()) > self._max_bytes:
             self._evicted.append((packed, beside_another))
             sequence.close()
             return
@@ -262,8 +265,18 @@ class PrefixCache:
         for shorter in [each for each in self._entries if _holds(entry, each)]:
             self._entries.remove(shorter)
             shorter.sequence.close()
+        self._share_beginning(entry)
         self._entries.append(entry)
         self.shrink(self._max_bytes)
+
+    def _share_beginning(self, entry: _Entry) -> None:
+        """Have a sequence keep what it has in common with another one only once."""
+        alike = [each for each in self._entries if each.beside_another == entry.beside_another]
+        lengths = [common_length(each.packed, entry.packed) for each in alike]
+        if max(lengths, default=0) >= MIN_SHARED:
+            other = alike[lengths.index(max(lengths))]
+            entry.sequence.share(other.sequence, max(lengths))
+            entry.memory, other.memory = entry.sequence.memory, other.sequence.memory
 
     def shrink(self, max_bytes: float) -> None:
         """Evict the oldest sequences until all together take at most `max_bytes`, with those that the store still has
