@@ -15,6 +15,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
@@ -157,7 +158,8 @@ class PrefixCache:
             in_use: sequences outside the cache.
             may_reuse: whether the text may use any; if not, it gets a new one.
 
-        Raises: RewindError: the sequence does not hold what it should; it is closed then, if it was in the cache.
+        Raises: RewindError: the sequence does not hold what it should. If it was in the cache, it is closed then, as
+            after any other error.
         """
         num_read = len(prompt) - 1
         packed = pack(prompt[:num_read])
@@ -181,20 +183,18 @@ class PrefixCache:
         missed = max(0, most_mismatched - most_common), max(0, max(evicted, default=0) - counted) if may_reuse else 0
         if best is None:
             return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common, *missed)
-        if isinstance(best, _Entry):
-            self._entries.remove(best)
-            continues = common_length(best.packed, packed) >= best.num_prompt
-            try:
-                if continues or not best.sequence.can_copy:
-                    best.sequence.reuse(num_cached)
-                    return CacheHit(best.sequence, num_cached, most_common, *missed)
+        if not isinstance(best, _Entry):
+            return CacheHit(best.sequence.copy(num_cached), num_cached, most_common, *missed)
+        self._entries.remove(best)
+        with ExitStack() as stack:
+            stack.callback(best.sequence.close)  # whatever is raised
+            if common_length(best.packed, packed) >= best.num_prompt or not best.sequence.can_copy:
+                sequence = best.sequence
+                sequence.reuse(num_cached)
+            else:
                 sequence = best.sequence.copy(num_cached)
-            except RewindError:
-                best.sequence.close()
-                raise
-            self._entries.append(best)  # it was used last
-        else:
-            sequence = best.sequence.copy(num_cached)
+                self._entries.append(best)  # it was used last
+            stack.pop_all()
         return CacheHit(sequence, num_cached, most_common, *missed)
 
     def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import (
     CACHES,
+    ScriptedFailure,
     ScriptedModel,
     Simulation,
     agreeing,
@@ -288,6 +289,16 @@ async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(
                 await turn(simulation, prompt, 4)
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
         assert [sequence.is_closed for sequence in target.sequences] == [True, False]
+
+
+@sweep("call, error", [("copy", ScriptedFailure), ("reuse", RewindError)])
+def test_a_sequence_that_cannot_be_copied_or_taken_is_closed(call: str, error: type[Exception]) -> None:
+    scripted_cache = ScriptedCache(max_bytes=100, fails={call: {1}})
+    sequence, _ = scripted_cache.read(1, 2, 3, 4)
+    with pytest.raises(error):
+        scripted_cache.take(*(1, 2, 3, 4, 5) if call == "reuse" else (1, 2, 9))
+    assert sequence.is_closed
+    assert len(scripted_cache.prefix_cache) == 0
 
 
 # --- what is kept ---------------------------------------------------------------------------------
