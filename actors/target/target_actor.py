@@ -479,8 +479,11 @@ class TargetActor(ModelActor[TargetSession]):
         """Apply a session's result of a pass. Returns: whether another pass without drafts may follow at once."""
         if num_dropped := session.follow(result):
             self._note(session, "rewind", num_tokens=num_dropped)
-        if session.has_ended or isinstance(result.error, CacheLostError):
-            return False  # it ended while the pass ran, or the tokens that its cache has lost are read again
+        if isinstance(result.error, CacheLostError):
+            return False  # the tokens that its cache has lost are read again
+        if session.has_ended:  # while the pass ran
+            session.is_broken = session.is_broken or result.error is not None
+            return False
         if result.error is not None:
             self._end(session, job_error(job, result.error))
             return False

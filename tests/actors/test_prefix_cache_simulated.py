@@ -263,6 +263,20 @@ async def test_a_trained_drafter_keeps_what_it_has_when_the_text_ends(
     assert caplog.messages == []
 
 
+@sweep("cache", ["can be trimmed", "recurrent"])
+@sweep("lookahead", [0, 3])
+async def test_a_text_whose_round_fails_just_as_it_is_cancelled_is_not_kept(
+    cache: str, lookahead: int, autojump_clock: Any
+) -> None:
+    target = ScriptedModel(truthful, fails={"check": {2}}, **CACHES[cache])
+    async with simulated(target, ScriptedModel(agreeing(0.7))) as simulation:
+        with trio.move_on_after(9.0):  # in the first pass after that over the prompt
+            await simulation.runtime.generate(PROMPT, max_tokens=9, lookahead=lookahead, reuse_prefix=True)
+        await trio.sleep(20.0)
+        assert target.num_calls["check"] == 2
+        assert (await turn(simulation, PROMPT, 4, lookahead=lookahead)).cached_tokens == 0
+
+
 @sweep("nth", range(1, 7))
 async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any) -> None:
     draft = ScriptedModel(agreeing(0.7), fails={"feed": {nth}})
