@@ -265,13 +265,13 @@ class PrefixCache:
         for shorter in [each for each in self._entries if _holds(entry, each)]:
             self._entries.remove(shorter)
             shorter.sequence.close()
-        self._share_beginning(entry)
         self._entries.append(entry)
+        self._share_beginning(entry)
         self.shrink(self._max_bytes)
 
     def _share_beginning(self, entry: _Entry) -> None:
-        """Have a sequence keep what it has in common with another one only once."""
-        alike = [each for each in self._entries if each.beside_another == entry.beside_another]
+        """Have the newest sequence keep what it has in common with another one only once."""
+        alike = [each for each in self._entries[:-1] if each.beside_another == entry.beside_another]
         lengths = [common_length(each.packed, entry.packed) for each in alike]
         if max(lengths, default=0) >= MIN_SHARED:
             other = alike[lengths.index(max(lengths))]

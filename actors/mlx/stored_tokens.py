@@ -65,7 +65,8 @@ class StoredTokens:
         """Have the first tokens, which are those of another text, too, in common with it: `places` must be the same."""
         beginning, own = other._cut_at(num_common), self._cut_at(num_common)
         self._parts = [*beginning, *self._parts[len(own) :]]
-        mx.eval([part.layers for part, _ in (*self._parts, *other._parts)])
+        for index in range(len(self._layers)):  # one by one, so that little is in memory twice
+            mx.eval([part.layers[index] for part, _ in (*self._parts, *other._parts)])
 
     def _cut_at(self, length: int) -> list[tuple[_Part, int]]:
         """The parts with the first tokens. The last part, which no other text has, is cut in two where these end."""

@@ -263,6 +263,7 @@ async def test_a_beginning_that_texts_have_in_common_is_in_memory_once(name: str
         # Each goes on as if it were alone: in a next turn, from another point, and when the first one has left.
         for evicts in (False, True):
             if evicts:
+                await rt._target.settled_prefix_cache()
                 prefix_cache.shrink(sizes[-1] - 1)
                 assert len(prefix_cache) >= 3
             for prompt in [[*prompts[2], 5, 6], [*prompts[1][:280], 7], [*prompts[3], 8], [*prompts[3][:290], 9, 9]]:
@@ -299,6 +300,9 @@ def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
         for text, sequence in stored:
             expected = read(text).feed((7, 8), 1)
             assert mx.allclose(sequence.copy(len(text)).feed((7, 8), 1), expected, atol=1e-3)
+            saved = model.open_sequence(beside_another=False)
+            saved.put_state(sequence.take_state(tuple(text)))
+            assert mx.allclose(saved.feed((7, 8), 1), expected, atol=1e-3)
         text, sequence = stored.pop(draws.randrange(len(stored)))
         expected = read(text).feed((9, 10), 1)
         sequence.reuse(len(text))
