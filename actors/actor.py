@@ -577,7 +577,9 @@ def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> b
 
 def _source(other: ActorSession, session: ActorSession) -> Source | None:
     """The sequence of another session, as far as it holds its prompt; None if it cannot be copied."""
-    if (sequence := other.sequence) is None or other.is_broken or (reusable := sequence.reusable) is None:
+    if (sequence := other.sequence) is None or other.is_broken:
+        return None
+    if (reusable := sequence.reusable) is None or not reusable.can_copy:
         return None
     has_read_same = (
         other.packed_prompt == session.packed_prompt

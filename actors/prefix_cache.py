@@ -29,10 +29,6 @@ MAX_SEQUENCES = 64  # a search compares a prompt with each
 MAX_EVICTED = 16  # texts of evicted sequences that are remembered
 MIN_SHARED = 256  # tokens of the shortest beginning that texts have in memory only once
 
-# Tokens at the end of a prompt that ask for an answer, such as the tags of an empty reasoning block. A text that
-# continues the prompt may lack them.
-NUM_ANSWER_CUE_TOKENS = 4
-
 
 @attrs.frozen
 class CacheHit:
@@ -64,7 +60,7 @@ class PrefixMatch:
 
 @attrs.define(eq=False)
 class Source:
-    """A sequence that other texts can copy.
+    """A sequence that other texts can copy, or take, if it is in the cache.
 
     Attributes:
         packed: the tokens that it holds, or the first ones of them.
@@ -176,7 +172,7 @@ class PrefixCache:
                 most_mismatched = max(most_mismatched, num_common)
                 continue
             most_common = max(most_common, num_common)
-            if num_reusable > 0 and num_reusable >= num_cached and _may_serve(source, num_common, num_reusable):
+            if num_reusable > 0 and num_reusable >= num_cached:
                 best, num_cached = source, num_reusable
         evicted = (common_length(text, packed) for text, was_beside in self._evicted if was_beside == beside_another)
         counted = max(most_common, most_mismatched)
@@ -308,19 +304,6 @@ def _holds(longer: _Entry, shorter: _Entry) -> bool:
         and longer.packed.startswith(shorter.packed)
         and longer.sequence.reusable_length(num_tokens, num_tokens) == num_tokens
     )
-
-
-def _may_serve(source: Source, num_common: int, num_reusable: int) -> bool:
-    """Whether a text may use a sequence: one that cannot be copied serves a text that continues its prompt, or that
-    reuses at least as many tokens as it discards. Otherwise two conversations that share only their beginning would
-    take it from each other each turn.
-    """
-    if source.sequence.can_copy:
-        return True
-    if not isinstance(source, _Entry):
-        return False
-    continues = num_common >= source.num_prompt - NUM_ANSWER_CUE_TOKENS
-    return continues or 2 * num_reusable >= len(source.tokens)
 
 
 # --- comparing texts ------------------------------------------------------------------------------
