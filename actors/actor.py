@@ -454,8 +454,7 @@ class ModelActor(Actor[S]):
         in_use = [
             source
             for other in self._sessions.values()
-            if other.beside_another == session.beside_another and other.shared.opened.settings.reuse_prefix
-            if (source := _source(other, session)) is not None
+            if other.shared.opened.settings.reuse_prefix and (source := _source(other, session)) is not None
         ]
         call = partial(self._opened_sequence, session, in_use, self.prefix_room())
         hit = await self.worker.run(Job("open", call, session.id))
@@ -473,16 +472,19 @@ class ModelActor(Actor[S]):
 
     def _hit(self, session: S, in_use: Sequence[Source]) -> CacheHit:
         opened, beside_another = session.shared.opened, session.beside_another
-        if opened.settings.reuse_prefix:
-            prompt = opened.prompt[: opened.num_read + 1]  # the last of these tokens is fed in any case, for its logits
-            return self.prefix_cache.open(
-                prompt, beside_another=beside_another, pass_tokens=session.pass_tokens, in_use=in_use
-            )
-        if opened.settings.prompt_cache_file is not None and self.name == "target":
+        if opened.settings.prompt_cache_file is not None:
+            if self.name == "target":
+                path = opened.settings.prompt_cache_file
+                return CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
             # The drafter reads only what comes after the file's tokens: it costs speed, not text.
-            path = opened.settings.prompt_cache_file
-            return CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
-        return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
+            return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
+        return self.prefix_cache.open(
+            opened.prompt[: opened.num_read + 1],  # the last of these is fed in any case, for its logits
+            beside_another=beside_another,
+            pass_tokens=session.pass_tokens,
+            in_use=in_use,
+            may_reuse=opened.settings.reuse_prefix,
+        )
 
     async def _empty_sequence(self, session: S) -> None:
         """Give a session an empty sequence in place of its own, whose text is read again when the session goes on."""
@@ -575,7 +577,9 @@ def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> b
 
 def _source(other: ActorSession, session: ActorSession) -> Source | None:
     """The sequence of another session, as far as it holds its prompt; None if it cannot be copied."""
-    if (sequence := other.sequence) is None or other.is_broken or (reusable := sequence.reusable) is None:
+    if (sequence := other.sequence) is None or other.is_broken:
+        return None
+    if (reusable := sequence.reusable) is None or not reusable.can_copy:
         return None
     has_read_same = (
         other.packed_prompt == session.packed_prompt
@@ -583,4 +587,4 @@ def _source(other: ActorSession, session: ActorSession) -> Source | None:
         and other.num_prompt_cached == sequence.length == session.shared.opened.num_read
     )
     packed = packed_beginning(other.packed_prompt, other.num_prompt_cached)
-    return Source(reusable, packed, has_read_same=has_read_same)
+    return Source(reusable, packed, other.beside_another, other.pass_tokens, has_read_same=has_read_same)

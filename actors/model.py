@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -151,6 +151,16 @@ class ReusableSequence(CachedSequence):
     @abstractmethod
     def num_bytes(self) -> int:
         """Memory of the cache, checkpoints included."""
+
+    @property
+    def memory(self) -> Mapping[int, int]:
+        """That memory in bytes, by the ids of what takes it, which sequences may have in common."""
+        return {id(self): self.num_bytes}
+
+    def share(self, other: ReusableSequence, num_common: int) -> None:
+        """Keep the memory of the first tokens, which another sequence of the model holds, too, only once, if possible.
+        Nobody works on either. To be called if both were opened alike.
+        """
 
     @abstractmethod
     def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:

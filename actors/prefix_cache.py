@@ -2,7 +2,8 @@
 
 A text takes a copy of what it has in common with another one. Only a text that continues another one takes that one's
 sequence itself. Sequences that are still read or generated are copied, too: they are not in the cache, but given to the
-search. So the sequences are the branches of a tree, each with its own copy of the stem.
+search. So the sequences are the branches of a tree. While they are in use, each has its own copy of the stem; in the
+cache, they have keys and values of the stem in common.
 
 mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_kinds`), knows no checkpoints,
 and overlooks a common prefix of one token. Its `PromptTrie` finds one neighbour of a prompt, while the sequence that
@@ -13,7 +14,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Protocol
 
 import attrs
@@ -24,10 +27,7 @@ from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 MAX_SEQUENCES = 64  # a search compares a prompt with each
 MAX_EVICTED = 16  # texts of evicted sequences that are remembered
-
-# Tokens at the end of a prompt that ask for an answer, such as the tags of an empty reasoning block. A text that
-# continues the prompt may lack them.
-NUM_ANSWER_CUE_TOKENS = 4
+MIN_SHARED = 256  # tokens of the shortest beginning that texts have in memory only once
 
 
 @attrs.frozen
@@ -35,14 +35,17 @@ class CacheHit:
     """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence.
 
     Attributes:
-        num_common: tokens that the prompt has in common with the most similar text; >= `num_cached`, since some caches
-            can go back only to certain lengths.
-        num_evicted: tokens beyond these that it has in common with a text whose sequence had to leave for want of room.
+        num_common: tokens that the prompt has in common with the most similar text that it may reuse; >= `num_cached`,
+            since some caches can go back only to certain lengths.
+        num_mismatched: tokens beyond these that it has in common with a text that the settings do not let it reuse.
+        num_evicted: tokens beyond all these that it has in common with a text whose sequence had to leave for want of
+            room.
     """
 
     sequence: CachedSequence
     num_cached: int
     num_common: int = 0
+    num_mismatched: int = 0
     num_evicted: int = 0
 
 
@@ -55,21 +58,25 @@ class PrefixMatch:
     num_reusable: int
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Source:
-    """A sequence that other texts can copy.
+    """A sequence that other texts can copy, or take, if it is in the cache.
 
     Attributes:
         packed: the tokens that it holds, or the first ones of them.
+        beside_another: as it was opened; see `PrefixCache.open`.
+        pass_tokens: see `ReusableSequence.reusable_length`; of its own text.
         has_read_same: whether it holds just what the present prompt needs, read in the same passes.
     """
 
     sequence: ReusableSequence
     packed: bytes
+    beside_another: bool
+    pass_tokens: int
     has_read_same: bool = attrs.field(default=False, kw_only=True)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Entry(Source):
     """A sequence in the cache, and its tokens, of which the first `num_prompt` were the prompt. A text that continues
     the prompt may lack the answer that follows, such as its reasoning.
@@ -77,15 +84,19 @@ class _Entry(Source):
 
     tokens: tuple[int, ...]
     num_prompt: int
-    beside_another: bool
-    num_bytes: int
+    memory: Mapping[int, int]  # see `ReusableSequence.memory`
 
 
 class PrefixStore(Protocol):
     """Where sequences go when they leave a prefix cache, and from where they are brought back."""
 
-    def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
-        """Take a copy of a sequence that is about to be closed, on the model's thread. Must not raise."""
+    def evict(self, sequence: ReusableSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
+        """Take the state of a sequence that is about to be closed, on the model's thread. Must not raise."""
+
+    def shrink(self, max_bytes: float) -> None:
+        """Drop what was evicted and is not stored yet, the oldest first, until it takes at most `max_bytes` beside the
+        one that is stored next; on the model's thread.
+        """
 
     async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
         """Put the sequence that has most of a prompt into the prefix cache, if no better one is there; see
@@ -120,8 +131,8 @@ class PrefixCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all sequences in the cache."""
-        return sum(entry.num_bytes for entry in self._entries)
+        """Memory of all sequences in the cache. What several have in common counts once."""
+        return sum({id: size for entry in self._entries for id, size in entry.memory.items()}.values())
 
     def open(
         self,
@@ -130,6 +141,7 @@ class PrefixCache:
         beside_another: bool,
         pass_tokens: int = FIXED_CHUNK_TOKENS,
         in_use: Sequence[Source] = (),
+        may_reuse: bool = True,
     ) -> CacheHit:
         """Open a sequence that holds as much of a prompt as some text does, the newest of several: the sequence of a
         text that the prompt continues, else a copy; or a new one. The prompt's last token is never reused, since its
@@ -139,41 +151,47 @@ class PrefixCache:
             beside_another: only sequences that were opened alike match: a trained drafter needs the features of what is
                 read, and texts without a drafter record none.
             pass_tokens: see `ReusableSequence.reusable_length`.
-            in_use: sequences outside the cache, opened alike.
+            in_use: sequences outside the cache.
+            may_reuse: whether the text may use any; if not, it gets a new one.
 
-        Raises: RewindError: the sequence does not hold what it should; it is closed then, if it was in the cache.
+        Raises: RewindError: the sequence does not hold what it should. If it was in the cache, it is closed then, as
+            after any other error.
         """
         num_read = len(prompt) - 1
         packed = pack(prompt[:num_read])
         best: Source | None = None
-        num_cached = most_common = 0
-        for source in (*(each for each in self._entries if each.beside_another == beside_another), *in_use):
+        num_cached = most_common = most_mismatched = 0
+        for source in (*self._entries, *in_use):
             num_common = common_length(source.packed, packed)
+            if not may_reuse or source.beside_another != beside_another:
+                most_mismatched = max(most_mismatched, num_common)
+                continue
+            reusable_length = partial(source.sequence.reusable_length, num_common, num_read)
+            num_reusable = num_read if source.has_read_same else reusable_length(pass_tokens)
+            if num_reusable == 0 and pass_tokens != source.pass_tokens and reusable_length(source.pass_tokens) > 0:
+                most_mismatched = max(most_mismatched, num_common)
+                continue
             most_common = max(most_common, num_common)
-            num_reusable = num_read
-            if not source.has_read_same:
-                num_reusable = source.sequence.reusable_length(num_common, num_read, pass_tokens)
-            if num_reusable > 0 and num_reusable >= num_cached and _may_serve(source, num_common, num_reusable):
+            if num_reusable > 0 and num_reusable >= num_cached:
                 best, num_cached = source, num_reusable
         evicted = (common_length(text, packed) for text, was_beside in self._evicted if was_beside == beside_another)
-        num_evicted = max(0, max(evicted, default=0) - most_common)
+        counted = max(most_common, most_mismatched)
+        missed = max(0, most_mismatched - most_common), max(0, max(evicted, default=0) - counted) if may_reuse else 0
         if best is None:
-            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common, num_evicted)
-        if isinstance(best, _Entry):
-            self._entries.remove(best)
-            continues = common_length(best.packed, packed) >= best.num_prompt
-            try:
-                if continues or not best.sequence.can_copy:
-                    best.sequence.reuse(num_cached)
-                    return CacheHit(best.sequence, num_cached, most_common, num_evicted)
+            return CacheHit(self._model.open_sequence(beside_another=beside_another), 0, most_common, *missed)
+        if not isinstance(best, _Entry):
+            return CacheHit(best.sequence.copy(num_cached), num_cached, most_common, *missed)
+        self._entries.remove(best)
+        with ExitStack() as stack:
+            stack.callback(best.sequence.close)  # whatever is raised
+            if common_length(best.packed, packed) >= best.num_prompt or not best.sequence.can_copy:
+                sequence = best.sequence
+                sequence.reuse(num_cached)
+            else:
                 sequence = best.sequence.copy(num_cached)
-            except RewindError:
-                best.sequence.close()
-                raise
-            self._entries.append(best)  # it was used last
-        else:
-            sequence = best.sequence.copy(num_cached)
-        return CacheHit(sequence, num_cached, most_common, num_evicted)
+                self._entries.append(best)  # it was used last
+            stack.pop_all()
+        return CacheHit(sequence, num_cached, most_common, *missed)
 
     def find_longest_match(self, text: tuple[int, ...]) -> PrefixMatch | None:
         """As `open`, for a text, but the sequence stays in the cache; None if no token is reusable."""
@@ -224,11 +242,12 @@ class PrefixCache:
         num_tokens = len(cached_tokens)
         num_prompt = num_tokens if num_prompt is None else num_prompt
         packed = pack(cached_tokens)
-        entry = _Entry(reusable, packed, cached_tokens, num_prompt, beside_another, reusable.num_bytes)
+        memory = reusable.memory
+        entry = _Entry(reusable, packed, beside_another, pass_tokens, cached_tokens, num_prompt, memory)
         if reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
             sequence.close()
             return
-        if entry.num_bytes > self._max_bytes:
+        if sum(memory.values()) > self._max_bytes:
             self._evicted.append((packed, beside_another))
             sequence.close()
             return
@@ -243,13 +262,26 @@ class PrefixCache:
             self._entries.remove(shorter)
             shorter.sequence.close()
         self._entries.append(entry)
-        while self.num_bytes > self._max_bytes or len(self._entries) > MAX_SEQUENCES:
-            self._evict_oldest()
+        self._share_beginning(entry)
+        self.shrink(self._max_bytes)
+
+    def _share_beginning(self, entry: _Entry) -> None:
+        """Have the newest sequence keep what it has in common with another one only once."""
+        alike = [each for each in self._entries[:-1] if each.beside_another == entry.beside_another]
+        lengths = [common_length(each.packed, entry.packed) for each in alike]
+        if max(lengths, default=0) >= MIN_SHARED:
+            other = alike[lengths.index(max(lengths))]
+            entry.sequence.share(other.sequence, max(lengths))
+            entry.memory, other.memory = entry.sequence.memory, other.sequence.memory
 
     def shrink(self, max_bytes: float) -> None:
-        """Evict the oldest sequences until all together take at most `max_bytes`."""
-        while self._entries and self.num_bytes > max_bytes:
+        """Evict the oldest sequences until all together take at most `max_bytes`, with those that the store still has
+        in memory.
+        """
+        while self._entries and (self.num_bytes > max_bytes or len(self._entries) > MAX_SEQUENCES):
             self._evict_oldest()
+        if self.store is not None:
+            self.store.shrink(max_bytes - self.num_bytes)
 
     def close(self) -> None:
         """Close all sequences."""
@@ -272,19 +304,6 @@ def _holds(longer: _Entry, shorter: _Entry) -> bool:
         and longer.packed.startswith(shorter.packed)
         and longer.sequence.reusable_length(num_tokens, num_tokens) == num_tokens
     )
-
-
-def _may_serve(source: Source, num_common: int, num_reusable: int) -> bool:
-    """Whether a text may use a sequence: one that cannot be copied serves a text that continues its prompt, or that
-    reuses at least as many tokens as it discards. Otherwise two conversations that share only their beginning would
-    take it from each other each turn.
-    """
-    if source.sequence.can_copy:
-        return True
-    if not isinstance(source, _Entry):
-        return False
-    continues = num_common >= source.num_prompt - NUM_ANSWER_CUE_TOKENS
-    return continues or 2 * num_reusable >= len(source.tokens)
 
 
 # --- comparing texts ------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class Session:
     error: OutriderError | None = None  # the reason why nothing more comes, if that is not the end of the text
     # Called when no actor works on the session any more and their cached sequences are put away.
     on_left: Callable[[], None] | None = None
+    has_left: trio.Event = attrs.field(factory=trio.Event, init=False)  # set then
     _num_actors: int = attrs.field(default=0, init=False)
     is_unwanted: bool = False  # whether nobody will read the rest. May be set in any thread.
     logits_pipeline: LogitsPipeline = attrs.field(
@@ -96,8 +97,10 @@ class Session:
     def leave(self) -> None:
         """Count an actor that has ended its work; the last one calls `on_left`."""
         self._num_actors -= 1
-        if self._num_actors == 0 and self.on_left is not None:
-            self.on_left()
+        if self._num_actors == 0:
+            self.has_left.set()
+            if self.on_left is not None:
+                self.on_left()
 
     def note_length(self, num_tokens: int) -> None:
         """Note that the text has so many tokens now, prompt included: ask for memory for more in time."""

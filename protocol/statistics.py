@@ -36,6 +36,7 @@ class ShownCounts:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     parted_tokens: int = 0
+    mismatched_tokens: int = 0
     evicted_tokens: int = 0
     generated_tokens: int = 0
     accepted: int = 0
@@ -74,6 +75,9 @@ class Statistics(ShownCounts):
         cached_tokens: prompt tokens that the target need not read, since they were still cached.
         parted_tokens: prompt tokens that are read again although a cached text has them, too: its cache cannot go back
             to where the texts part, as with recurrent layers between two checkpoints.
+        mismatched_tokens: prompt tokens that are read again although a cached text has them, too: the settings do not
+            let it be reused. `reuse_prefix` is off, only one of both has a drafter, or quantised caches were read in
+            other passes.
         evicted_tokens: prompt tokens that are read again because the caches of a text that has them had to go: they
             took more than `prefix_cache_bytes`, or streams needed the memory.
         prefilled_tokens: prompt tokens that the target's prefill has read so far. The first round reads the last token,

@@ -23,7 +23,7 @@ from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
-from actors.model import Feed, RewindMode
+from actors.model import Feed, ReusableSequence, RewindMode
 from actors.persistence.fingerprint import fingerprint
 from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
@@ -181,6 +181,11 @@ class ShardedSequence(MLXSequence):
             copy._announcer, copy.number = announcer, number
             announcer.ledger.copy(self.number, number)
             return self._copied_to(copy, length)
+
+    def share(self, other: ReusableSequence, num_common: int) -> None:
+        assert isinstance(other, ShardedSequence)
+        with self._announcer.announced("share", self.number, other.number, num_common):
+            super().share(other, num_common)
 
     def take_state(self, tokens: tuple[int, ...]) -> SequenceState | None:
         """The other ranks keep their parts."""
@@ -402,6 +407,8 @@ class FollowingModel:
             case "copy", (length, copy):
                 self._sequences[copy] = sequence.copy(length, copy)
                 self._sequences[copy].features.want(False)
+            case "share", (other, num_common):
+                sequence.share(self._sequences[other], num_common)
             case "prepare" | "leave_batch" | "add_prefix_checkpoint" | "rewind" | "forget" | "reuse", _:
                 getattr(sequence, name)(*arguments)
             case "close", ():

@@ -69,6 +69,7 @@ class CacheKind:
 
     cache_class: type = object
     always_trims = False  # whether any tail can be trimmed, however much was fed
+    has_slots = False  # whether `keys` and `values` have a slot for each token, in the order of the text
     kept: tuple[str, ...] = ()  # the attributes that a checkpoint keeps
     is_overwritten = False  # whether the cache writes into arrays among them, where a restored checkpoint reads
     can_keep_state = True  # whether the state can be kept, restored, and put into another cache
@@ -103,6 +104,9 @@ class CacheKind:
     def working(self, layer: Any) -> Any:
         """The cache that a sequence works with, in place of the empty one that the model has made."""
         return layer
+
+    def compact(self, layer: Any) -> None:
+        """After a wide pass, keep nothing of its memory but the state."""
 
     # --- how it is rewound ---
 
@@ -249,7 +253,7 @@ class KVCacheKind(CacheKind):
 
     cache_class = KVCache
     kept = ("offset",)
-    always_trims = True
+    always_trims = has_slots = True
 
     def take_prefix_checkpoint(self, layer: KVCache) -> LayerState:
         return LayerState(self.state_name, (None, None, layer.offset))
@@ -276,7 +280,7 @@ class QuantizedKVCacheKind(CacheKind):
 
     cache_class = QuantizedKVCache
     kept = ("offset",)
-    always_trims = True
+    always_trims = has_slots = True
 
     def check_state(self, state: State, like: Any, longer: Any) -> None:
         keys, values, offset, group_size, bits = state
@@ -407,6 +411,10 @@ class ArraysCacheKind(CacheKind):
 
     cache_class = ArraysCache
     kept = ("cache", "left_padding", "lengths")
+
+    def compact(self, layer: ArraysCache) -> None:
+        # A slice of what the pass has computed, such as the last inputs of a convolution, would keep all of it.
+        layer.cache = [None if array is None else mx.contiguous(array) for array in layer.cache]
 
     def slot_bytes(self, layer: ArraysCache, longer: ArraysCache, num_more: int) -> int:
         return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import attrs
@@ -16,7 +17,8 @@ from actors.mlx.layer_evaluation import LayerEvaluation, evaluating, handing_on_
 from actors.mlx.memory import release_buffers
 from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
-from actors.model import RewindMode
+from actors.mlx.stored_tokens import StoredTokens
+from actors.model import ReusableSequence, RewindMode
 from actors.rows.row_text import RowText
 from actors.rows.rows import Rows
 from actors.trained.features import RecordedFeatures, RecorderSlot
@@ -57,6 +59,7 @@ class MLXSequence(RowText, StatefulSequence):
         self._checkpoints: list[Checkpoint] = []  # for rewinds after a round, by length, ascending
         self._prefix_checkpoints: list[PrefixCheckpointState] = []  # likewise; for other texts
         self._quantized_at: int | None = None  # the length at which the caches were quantised; None if they are not
+        self._stored: StoredTokens | None = None  # what was taken out of the caches, while nobody works on the text
 
     @property
     def features(self) -> RecordedFeatures:
@@ -100,6 +103,8 @@ class MLXSequence(RowText, StatefulSequence):
         self.leave_batch()
         if num_logits == 0:
             self._forward(tokens)
+            for kind, layer in kinds_of(self.cache):
+                kind.compact(layer)
             mx.eval([layer.state for layer in self.cache], self.features.arrays())
             release_buffers()
             return None
@@ -162,7 +167,8 @@ class MLXSequence(RowText, StatefulSequence):
         self.check_caches(len(tokens))
         if not tokens or not self._keep_states:
             return None
-        layers = tuple(kind_of(layer).take_state(layer) for layer in self.cache)
+        with self._put_back():
+            layers = tuple(kind_of(layer).take_state(layer) for layer in self.cache)
         shorter = tuple(each for each in self._prefix_checkpoints if each.length < len(tokens))
         return SequenceState(tokens, layers, shorter, quantized_at=self._quantized_at)
 
@@ -215,7 +221,8 @@ class MLXSequence(RowText, StatefulSequence):
             present = None if round is None else self._make_checkpoint()
             if round is not None:
                 self._restore(round)
-            copy.cache, copy._length = [kind_of(layer).copied(layer) for layer in self.cache], self._length
+            with self._put_back():
+                copy.cache, copy._length = [kind_of(layer).copied(layer) for layer in self.cache], self._length
             if present is not None:
                 self._restore(present)
         copy._prefix_checkpoints, copy._quantized_at = list(self._prefix_checkpoints), self._quantized_at
@@ -228,15 +235,43 @@ class MLXSequence(RowText, StatefulSequence):
         if self.batch is not None:
             self.batch.drop(self)
             self.batch = None
-        self.cache = []
+        self.cache, self._stored = [], None
         self._checkpoints, self._prefix_checkpoints = [], []
 
     @property
     def num_bytes(self) -> int:
+        return sum(self.memory.values())
+
+    @property
+    def memory(self) -> Mapping[int, int]:
         self.leave_batch()
-        bytes_per_checkpoint = sum(kind.checkpoint_bytes(layer) for kind, layer in kinds_of(self.cache))
-        num_bytes = sum(int(layer.nbytes) for layer in self.cache) + len(self._checkpoints) * bytes_per_checkpoint
-        return num_bytes + sum(layer.num_bytes for each in self._prefix_checkpoints for layer in each.layers)
+        layers = [(kind, layer) for kind, layer in kinds_of(self.cache) if not layer.empty()]
+        num_bytes = sum(int(layer.nbytes) for _, layer in layers)
+        num_bytes += len(self._checkpoints) * sum(kind.checkpoint_bytes(layer) for kind, layer in layers)
+        shared = {} if self._stored is None else self._stored.memory
+        checkpoints = {id(each): sum(layer.num_bytes for layer in each.layers) for each in self._prefix_checkpoints}
+        return {id(self): num_bytes, **shared, **checkpoints}
+
+    def share(self, other: ReusableSequence, num_common: int) -> None:
+        if not isinstance(other, MLXSequence) or other._quantized_at != self._quantized_at:
+            return
+        for each in (self, other):
+            each._stored = each._stored or StoredTokens(each.cache, each._length)
+        assert self._stored is not None
+        assert other._stored is not None
+        if self._stored.places == other._stored.places:
+            self._stored.share(other._stored, num_common)
+
+    @contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Have all in the caches within a block."""
+        if self._stored is not None:
+            self._stored.put_back()
+        try:
+            yield
+        finally:
+            if self._stored is not None:
+                self._stored.take_out()
 
     @property
     def needs_prefix_checkpoints(self) -> bool:
@@ -291,6 +326,9 @@ class MLXSequence(RowText, StatefulSequence):
 
     def reuse(self, length: int) -> None:
         self.leave_batch()
+        if self._stored is not None:
+            self._stored.put_back()
+            self._stored = None
         if length < self._length:
             if self._options.can_trim(self.cache, 0, length):
                 self._trim(length)

@@ -183,11 +183,14 @@ class TargetActor(ModelActor[TargetSession]):
             self._brief_jobs[session] = self._let_go
 
     def _keep_prompt(self, session: TargetSession) -> None:
-        """Put the prompt that was read into the prefix cache, and end the session once its drafter has read it, too."""
+        """Put the prompt that was read into the prefix cache, and end the session once its drafter has read it, too.
+        Whoever has asked does not wait for the drafter, which may hang.
+        """
         if session.sequence is not None:
             self._brief_jobs[session] = self._put_away
-        elif session.is_drafter_ready or session.state.phase is not SessionPhase.PROPOSING:
-            session.state.close(Close(session.id))
+            return
+        session.shared.end()
+        if session.is_drafter_ready or session.state.phase is not SessionPhase.PROPOSING:
             self._brief_jobs[session] = self._let_go
 
     def _take_in_round(self, session: TargetSession) -> None:
@@ -487,8 +490,11 @@ class TargetActor(ModelActor[TargetSession]):
         """Apply a session's result of a pass. Returns: whether another pass without drafts may follow at once."""
         if num_dropped := session.follow(result):
             self._note(session, "rewind", num_tokens=num_dropped)
-        if session.has_ended or isinstance(result.error, CacheLostError):
-            return False  # it ended while the pass ran, or the tokens that its cache has lost are read again
+        if isinstance(result.error, CacheLostError):
+            return False  # the tokens that its cache has lost are read again
+        if session.has_ended:  # while the pass ran
+            session.is_broken = session.is_broken or result.error is not None
+            return False
         if result.error is not None:
             self._end(session, job_error(job, result.error))
             return False
@@ -596,9 +602,9 @@ class TargetActor(ModelActor[TargetSession]):
         hit = await self._open_sequence(session)
         if (features := hit.sequence.features) is not None:
             features.want(session.state.phase is not SessionPhase.UNDRAFTED)
-        session.shared.counts.cached_tokens = hit.num_cached
-        session.shared.counts.parted_tokens = hit.num_common - hit.num_cached
-        session.shared.counts.evicted_tokens = hit.num_evicted
+        counts = session.shared.counts
+        counts.cached_tokens, counts.parted_tokens = hit.num_cached, hit.num_common - hit.num_cached
+        counts.mismatched_tokens, counts.evicted_tokens = hit.num_mismatched, hit.num_evicted
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:
@@ -665,7 +671,8 @@ class TargetActor(ModelActor[TargetSession]):
         elif error is not None:
             self._fail(session, error)
         shared.end()
-        # A failed session must not keep the drafter busy until its consumer reads the error.
+        # A failed session must not keep the drafter busy until its consumer reads the error, and nobody else closes one
+        # that only reads.
         if session.state.phase is not SessionPhase.CLOSED:
             self.drafter.send(Close(session.id))
         self._forget(session)

@@ -181,8 +181,8 @@ class Runtime:
 
         Args: as `stream`; settings of the generation have no effect.
 
-        Returns: the statistics of the reading, with `prompt_tokens`, and `cached_tokens` of those, which were read
-            before.
+        Returns: once the target has read, the statistics of the reading, with `prompt_tokens`, and `cached_tokens` of
+            those, which were read before. A drafter reads on, unless streams wait for the room.
 
         Raises: as `score`.
 

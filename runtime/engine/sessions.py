@@ -273,8 +273,9 @@ class Sessions:
         return session.counts.snapshot(elapsed=elapsed_s, estimates=self._prices.estimates(), lookahead=0)
 
     async def read(self, opened: Open, *, may_wait: bool = True) -> Session:
-        """Run a session that generates nothing to its end; see `score`. Without `may_wait`, nothing is read if there is
-        no room for it at once.
+        """Run a session that generates nothing until the target has ended it; see `score`. Its drafter reads on, unless
+        others need the room. Without `may_wait`, nothing is read if there is no room for it at once, and the drafter is
+        waited for.
         """
         self.check_open()
         opened = self.memory.bounded(opened)
@@ -282,16 +283,19 @@ class Sessions:
         session = Session(opened, send)
         session.counts.prompt_tokens = len(opened.prompt)
         self.by_id[opened.session] = session
+        is_read = False
         try:
             self._enter(session)
             if not may_wait and opened.session in self._waiting:
                 return session
-            async for commit in receive:  # none comes; the channel is closed once the session is over
+            async for commit in receive:  # none comes; the channel is closed once the target has read
                 raise ProtocolError(f"a session that generates nothing has committed {commit!r}")
+            if not may_wait:
+                await session.has_left.wait()
+            is_read = session.error is None
         finally:
             receive.close()
-            session.is_unwanted = True
-            self._end(opened.session)
+            self._end(opened.session, drafter_reads_on=is_read)
         if session.error is not None:
             raise session.error
         return session
@@ -407,6 +411,9 @@ class Sessions:
             self._make_way()
         if not self._waiting:
             self.memory.end_waiting()
+        if self._waiting or self._growing:
+            for session in [each for id, each in self._admitted.items() if id not in self.by_id]:
+                self._close(session)  # its drafter may be reading on
 
     def _make_way(self) -> None:
         """All sessions at work wait for memory: the last one gives up its cache, which is read again later. Also the
@@ -457,18 +464,24 @@ class Sessions:
             unwanted.is_unwanted = True
         self.run_soon(partial(self._end, id))
 
-    def _end(self, id: int) -> None:
-        """End a session; harmless if it is over."""
+    def _end(self, id: int, *, drafter_reads_on: bool = False) -> None:
+        """End a session; harmless if it is over. Its drafter may read on, if the target has ended it."""
         with self._counts_lock:
             if (session := self.by_id.pop(id, None)) is None:
                 return
             self.past.add(session.counts)
         was_waiting = self._waiting.pop(id, None) is not None
-        self._target.close_session(Close(id))
-        self._drafter.close_session(Close(id))
+        if not drafter_reads_on:
+            self._close(session)
         self.idle_reading.look()
         if was_waiting:  # and was perhaps the only one for which there was no room
             self._admit_next()
+
+    def _close(self, session: Session) -> None:
+        """End a session at both actors; harmless if it is over there."""
+        session.is_unwanted = True
+        self._target.close_session(Close(session.opened.session))
+        self._drafter.close_session(Close(session.opened.session))
 
 
 async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:

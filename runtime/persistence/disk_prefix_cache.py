@@ -25,7 +25,7 @@ import trio
 
 from actors.actor import ModelActor
 from actors.mlx.sequence_state import SequenceRecord, SequenceState, StatefulSequence
-from actors.model import CachedSequence
+from actors.model import ReusableSequence
 from actors.persistence import saved_sequence
 from actors.persistence.fingerprint import Fingerprint
 from actors.prefix_cache import common_length, pack
@@ -42,9 +42,6 @@ logger = logging.getLogger("outrider")
 
 # Shorter texts are read faster than a file.
 MIN_TOKENS = 32
-
-# Evicted sequences that may wait for the disk; beyond, the oldest is dropped.
-_MAX_WAITING = 16
 
 _SEQUENCE, _INDEX = ".outrider-prefix", ".outrider-prefix-index"
 
@@ -89,6 +86,15 @@ def check_folder(folder: Any) -> Path:
             f"prefix_cache_dir {shown_path(str(folder))} cannot be made: {error.strerror}; give another directory"
         ) from error
     return path
+
+
+@attrs.frozen(eq=False)
+class _Evicted:
+    """A sequence that has left the cache in memory, and is not written yet."""
+
+    stored: StoredPrefix
+    state: SequenceState
+    num_bytes: int
 
 
 class PrefixFiles:
@@ -227,13 +233,15 @@ class DiskPrefixCache:
         self._max_bytes = max_bytes
         self._files: PrefixFiles | None = None
         self._stored: dict[str, StoredPrefix] = {}
-        self._evicted: deque[tuple[StoredPrefix, SequenceState]] = deque()  # left memory, and not written yet
+        # Those that wait: the model's thread adds and drops them, and trio's takes the first one and writes it.
+        self._evicted: deque[_Evicted] = deque()
+        self._is_writing = False
         self._has_evicted = trio.Event()
         self._writing = trio.Lock()
         self._trio_token = trio.lowlevel.current_trio_token()
         actor.prefix_cache.store = self
 
-    def evict(self, sequence: CachedSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
+    def evict(self, sequence: ReusableSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
         if not isinstance(sequence, StatefulSequence) or len(tokens) < MIN_TOKENS:
             return
         try:
@@ -246,14 +254,15 @@ class DiskPrefixCache:
         length = len(tokens) - 1
         can_be_cut = state.features is None and sequence.reusable_length(length, length) == length
         stored = StoredPrefix(tokens, num_prompt, state.lengths, can_be_cut, pack(tokens))
-        self._evicted.append((stored, state))
-        self._trio_token.run_sync_soon(self._wake)
+        self._evicted.append(_Evicted(stored, state, sequence.num_bytes))
+        self._trio_token.run_sync_soon(lambda: self._has_evicted.set())
 
-    def _wake(self) -> None:
-        # At the end, all that was in memory is written.
-        while self._actor.is_serving and len(self._evicted) > _MAX_WAITING:
-            del self._evicted[1]  # the first one may be being written
-        self._has_evicted.set()
+    def shrink(self, max_bytes: float) -> None:
+        sizes = [each.num_bytes for each in tuple(self._evicted)]
+        while sum(sizes) > max_bytes and len(sizes) + self._is_writing > 1:
+            with contextlib.suppress(IndexError):  # taken meanwhile
+                self._evicted.popleft()
+            del sizes[0]
 
     async def run(self) -> None:
         """See `PrefixStore.run`. Looks at the folder first.
@@ -289,14 +298,24 @@ class DiskPrefixCache:
             if self._evicted:
                 await self._open()  # a runtime may be closed before `run` has come so far
             while self._evicted and self._files is not None:
-                await self._write(*self._evicted[0], self._files)
-                self._evicted.popleft()
+                self._is_writing = True
+                try:
+                    await self._write_next(self._files)
+                finally:
+                    self._is_writing = False
 
-    async def _write(self, stored: StoredPrefix, state: SequenceState, files: PrefixFiles) -> None:
+    async def _write_next(self, files: PrefixFiles) -> None:
+        evicted = self._evicted.popleft()
+        stored = evicted.stored
         if stored.key in self._stored and files.touch(stored):
             return
         try:
-            recorded = await saved_sequence.copy(self._actor, state)
+            try:
+                recorded = await saved_sequence.copy(self._actor, evicted.state)
+            except trio.Cancelled:
+                self._evicted.appendleft(evicted)
+                raise
+            del evicted  # the file is written from the copy
             present = await trio.to_thread.run_sync(files.write, stored, recorded)
         except (JobError, HangError, SessionFileError, RankError) as error:
             logger.warning("a cached prefix is not stored: %s", error)

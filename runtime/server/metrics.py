@@ -35,6 +35,11 @@ _COUNTERS = (
         "parted_tokens",
     ),
     (
+        "mismatched_prompt_tokens",
+        "Prompt tokens that were read again although cached, since the settings of the texts do not allow sharing",
+        "mismatched_tokens",
+    ),
+    (
         "evicted_prompt_tokens",
         "Prompt tokens that were read again because the caches of a text that has them had to go for want of memory",
         "evicted_tokens",

@@ -67,6 +67,31 @@ async def test_statistics_say_what_a_larger_cache_would_have_saved(autojump_cloc
         assert (await simulation.runtime.generate(second, **ASKED)).statistics.evicted_tokens == 100
 
 
+async def test_statistics_say_what_the_settings_do_not_allow(autojump_clock: Any) -> None:
+    first, second = ([*SYSTEM, *question] for question in QUESTIONS[:2])
+    async with simulated(*pair_with(CACHES["can be trimmed"]), prefix_cache_bytes=310) as simulation:
+
+        async def why(prompt: list[int], **changes: Any) -> tuple[int, int, int, int]:
+            statistics = (await simulation.runtime.generate(prompt, **{**ASKED, **changes})).statistics
+            read = statistics.cached_tokens + statistics.prefilled_tokens
+            assert read == statistics.prompt_tokens - 1 >= statistics.mismatched_tokens + statistics.evicted_tokens
+            return (
+                statistics.cached_tokens,
+                statistics.parted_tokens,
+                statistics.mismatched_tokens,
+                statistics.evicted_tokens,
+            )
+
+        assert await why(first[:200], lookahead=3) == (0, 0, 0, 0)
+        # One has a drafter and the other has none; or it is not to be reused at all.
+        assert await why(second[:250], lookahead=3, reuse_prefix=False) == (0, 0, 200, 0)
+        assert await why(second[:100], lookahead=0) == (0, 0, 99, 0)
+        assert await why(first, lookahead=0) == (100, 0, 100, 0)
+        # The text with a drafter had to leave, too, but each token is counted once.
+        assert await why([*SYSTEM[:150], 7], lookahead=3) == (0, 0, 150, 0)
+        assert simulation.runtime.statistics().mismatched_tokens == 200 + 99 + 100 + 150
+
+
 @sweep("cache", PARTING)
 @sweep("lookahead", [0, 3])
 async def test_of_four_at_once_one_reads_the_beginning(cache: str, lookahead: int, autojump_clock: Any) -> None:

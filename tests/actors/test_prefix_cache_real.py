@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import trio
@@ -19,7 +21,7 @@ from sweeps import sweep
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.prefix_cache import PrefixCache
+from actors.prefix_cache import PrefixCache, common_length, pack
 from protocol.trace import Event, Span
 
 # Several chunks per prompt. The window is full in the first turn or the second. The tail is cut off for a checkpoint.
@@ -171,6 +173,19 @@ async def test_a_quantised_cache_is_never_taken_for_one_that_was_quantised_elsew
     assert (cached[1] > 0, cached[2] > 0) == reused
 
 
+async def test_statistics_say_where_a_quantised_cache_was_read_in_other_passes() -> None:
+    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 40}
+    async with runtime.open((build("qwen3", head_dim=32), None), **options) as rt:
+        found = []
+        # Quantised after 48 tokens in passes of 16, and after 64 in passes of 64.
+        for num_common, step in ((100, 16), (70, 64), (45, 64), (80, 16)):
+            prompt = [*some_prompt(100)[:num_common], *some_prompt(100, seed=num_common + 1)]
+            asked = {"max_tokens": 4, "reuse_prefix": True, "prefill_step_size": step}
+            statistics = (await rt.generate(prompt, **asked)).statistics
+            found.append((statistics.cached_tokens, statistics.parted_tokens, statistics.mismatched_tokens))
+        assert found == [(0, 0, 0), (0, 0, 70), (0, 45, 0), (80, 0, 0)]
+
+
 @sweep("size", [20, 64, 200])
 async def test_a_bounded_cache_that_keeps_its_first_is_reused_only_where_nothing_was_forgotten(size: int) -> None:
     model = build("qwen3")
@@ -204,6 +219,94 @@ def test_the_caches_that_are_kept_are_no_larger_than_their_budget(name: str) -> 
     assert len(prefix_cache) == 2
     prefix_cache.close()
     assert prefix_cache.num_bytes == 0
+
+
+@sweep("name", ["mamba", "lfm2", "falcon_h1", "qwen3_next"])
+def test_a_text_with_checkpoints_holds_no_more_than_what_is_counted_of_it(name: str) -> None:
+    """And not, beside each state, all of the pass that it is a part of."""
+    model = MLXModel(family(name), CacheOptions())
+    sequence = model.open_sequence(beside_another=False)
+    sequence.feed((1, 2, 3), 0)  # prepares what stays
+    sequence.close()
+    before = mx.get_active_memory()
+    sequence = model.open_sequence(beside_another=False)
+    for seed in range(3):
+        sequence.feed(tuple(some_prompt(500, seed=seed)), 0)
+        sequence.add_prefix_checkpoint()
+    assert mx.get_active_memory() - before < 1.2 * sequence.num_bytes
+
+
+SHARING: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "full attention": (llama, {}),
+    "quantised": (lambda: build("qwen3", head_dim=32), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 20}),
+    "hybrid": (lambda: build("lfm2"), {}),
+    "sliding windows": (gemma3_text, {}),
+}
+
+
+@sweep("name", SHARING)
+async def test_a_beginning_that_texts_have_in_common_is_in_memory_once(name: str) -> None:
+    make, options = SHARING[name]
+    system = some_prompt(300)
+    prompts = [[*system, *some_prompt(9, seed=seed)] for seed in range(4)]
+    asked = {"max_tokens": 6, "ignore_eos": True, "prefill_step_size": 64}
+    async with runtime.open((make(), None), **options) as rt:
+        prefix_cache, sizes = rt._target.prefix_cache, []
+        for prompt in prompts:
+            cold = ids(await rt.generate(prompt, **asked))
+            assert ids(await rt.generate(prompt, reuse_prefix=True, **asked)) == cold
+            await rt._target.settled_prefix_cache()
+            sizes.append(prefix_cache.num_bytes)
+        # A window is of one text alone, as are recurrent states.
+        assert len(prefix_cache) >= 4
+        assert sizes[-1] < (4.0 if name == "sliding windows" else 1.5) * sizes[0]
+        # Each goes on as if it were alone: in a next turn, from another point, and when the first one has left.
+        for evicts in (False, True):
+            if evicts:
+                await rt._target.settled_prefix_cache()
+                prefix_cache.shrink(sizes[-1] - 1)
+                assert len(prefix_cache) >= 3
+            for prompt in [[*prompts[2], 5, 6], [*prompts[1][:280], 7], [*prompts[3], 8], [*prompts[3][:290], 9, 9]]:
+                cold = ids(await rt.generate(prompt, **asked))
+                assert ids(await rt.generate(prompt, reuse_prefix=True, **asked)) == cold
+
+
+@sweep("name", SHARING)
+def test_what_is_stored_in_parts_is_what_was_read(name: str) -> None:
+    """Of texts that part anywhere, also within parts that others have in common, and at their ends."""
+    make, options = SHARING[name]
+    model, draws = MLXModel(make(), CacheOptions(**options)), random.Random(5)
+
+    def read(text: list[int]) -> Any:
+        sequence = model.open_sequence(beside_another=False)
+        for begin in range(0, len(text), 32):
+            sequence.feed(tuple(text[begin : begin + 32]), 0)
+        return sequence
+
+    stored = [(some_prompt(120), read(some_prompt(120)))]
+    for _ in range(12):
+        base, other = draws.choice(stored)
+        text = [
+            *base[: draws.choice([40, 64, 90, 91, 200])],
+            *some_prompt(draws.randrange(30), seed=draws.randrange(99)),
+        ]
+        sequence = read(text)
+        sequence.share(other, common_length(pack(text), pack(base)))
+        stored.append((text, sequence))
+    in_common = {id: size for _, sequence in stored for id, size in sequence.memory.items()}
+    assert sum(in_common.values()) < sum(sequence.num_bytes for _, sequence in stored)
+    # Each goes on as if it were alone, also after what was fed to the others.
+    while stored:
+        for text, sequence in stored:
+            expected = read(text).feed((7, 8), 1)
+            assert mx.allclose(sequence.copy(len(text)).feed((7, 8), 1), expected, atol=1e-3)
+            saved = model.open_sequence(beside_another=False)
+            saved.put_state(sequence.take_state(tuple(text)))
+            assert mx.allclose(saved.feed((7, 8), 1), expected, atol=1e-3)
+        text, sequence = stored.pop(draws.randrange(len(stored)))
+        expected = read(text).feed((9, 10), 1)
+        sequence.reuse(len(text))
+        assert mx.allclose(sequence.feed((9, 10), 1), expected, atol=1e-3)
 
 
 async def test_what_is_counted_of_a_prompt_is_what_was_read_of_it() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import (
     CACHES,
+    ScriptedFailure,
     ScriptedModel,
     Simulation,
     agreeing,
@@ -263,6 +264,20 @@ async def test_a_trained_drafter_keeps_what_it_has_when_the_text_ends(
     assert caplog.messages == []
 
 
+@sweep("cache", ["can be trimmed", "recurrent"])
+@sweep("lookahead", [0, 3])
+async def test_a_text_whose_round_fails_just_as_it_is_cancelled_is_not_kept(
+    cache: str, lookahead: int, autojump_clock: Any
+) -> None:
+    target = ScriptedModel(truthful, fails={"check": {2}}, **CACHES[cache])
+    async with simulated(target, ScriptedModel(agreeing(0.7))) as simulation:
+        with trio.move_on_after(9.0):  # in the first pass after that over the prompt
+            await simulation.runtime.generate(PROMPT, max_tokens=9, lookahead=lookahead, reuse_prefix=True)
+        await trio.sleep(20.0)
+        assert target.num_calls["check"] == 2
+        assert (await turn(simulation, PROMPT, 4, lookahead=lookahead)).cached_tokens == 0
+
+
 @sweep("nth", range(1, 7))
 async def test_a_drafter_that_failed_keeps_nothing(nth: int, autojump_clock: Any) -> None:
     draft = ScriptedModel(agreeing(0.7), fails={"feed": {nth}})
@@ -289,6 +304,16 @@ async def test_a_sequence_that_turns_out_to_be_wrong_is_closed(
                 await turn(simulation, prompt, 4)
         assert (await turn(simulation, PROMPT, 4)).cached_tokens == 0
         assert [sequence.is_closed for sequence in target.sequences] == [True, False]
+
+
+@sweep("call, error", [("copy", ScriptedFailure), ("reuse", RewindError)])
+def test_a_sequence_that_cannot_be_copied_or_taken_is_closed(call: str, error: type[Exception]) -> None:
+    scripted_cache = ScriptedCache(max_bytes=100, fails={call: {1}})
+    sequence, _ = scripted_cache.read(1, 2, 3, 4)
+    with pytest.raises(error):
+        scripted_cache.take(*(1, 2, 3, 4, 5) if call == "reuse" else (1, 2, 9))
+    assert sequence.is_closed
+    assert len(scripted_cache.prefix_cache) == 0
 
 
 # --- what is kept ---------------------------------------------------------------------------------

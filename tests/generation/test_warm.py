@@ -61,6 +61,29 @@ def test_what_was_read_by_the_time_of_a_cancellation_is_kept(after_s: float) -> 
     run(main)
 
 
+@sweep("max_streams", [None, 1])
+def test_nobody_waits_for_a_drafter_that_reads_slowly_or_hangs(max_streams: int | None) -> None:
+    async def main() -> None:
+        models = ScriptedModel(agreeing(1.0)), ScriptedModel(agreeing(0.8))
+        seconds = {"prefill": 1000.0}
+        prices = {"price": priced(prefill=1.0), "draft_price": lambda job: seconds.get(job.kind, 0.5)}
+        async with simulated(*models, max_streams=max_streams, **prices) as simulation:
+            began = trio.current_time()
+            await simulation.runtime.warm(PROMPT, **SETTINGS)
+            assert trio.current_time() - began == 5.0
+            assert simulation.runtime.num_streams == 0
+            await trio.sleep(6000)
+            assert (read(simulation), read(simulation, "draft")) == (40, 40)
+            # With room for one stream, the drafter ends its reading after the running pass, and keeps what it has read.
+            seconds["prefill"] = 1e5
+            await simulation.runtime.warm(PROMPT[1:], **SETTINGS)
+            with trio.fail_after(200 if max_streams is None else 1.1e5):
+                await goes_on(simulation, 39, PROMPT[1:])
+            assert read(simulation, "draft") == (40 if max_streams is None else 48)
+
+    run(main)
+
+
 def test_it_waits_for_its_turn_and_ends_with_its_runtime() -> None:
     async def main() -> None:
         async with simulated(ScriptedModel(agreeing(1.0)), max_streams=1) as simulation:

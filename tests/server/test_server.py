@@ -594,6 +594,17 @@ async def test_who_watches_hears_how_far_the_prompt_was_read(server: Served) -> 
     assert b"prefilled" not in unwatched.body
 
 
+@on_server(looping)
+async def test_metrics_say_of_each_prompt_token_whether_it_was_reused_and_why_not(server: Served) -> None:
+    prompt = "a long prompt " * 5
+    for more in ({}, {"cache_prompt": False}, {"prompt": prompt[:20] + "and another"}):
+        await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 2, **more})
+    found = await figures(server.app)
+    names = ("", "cached_", "mismatched_", "parted_", "evicted_")
+    counts = [found[f"outrider_{name}prompt_tokens_total", MODEL] for name in names]
+    assert counts == [2 * len(prompt) + 31, 20, len(prompt) - 1, 0, 0]
+
+
 @on_server(looping, hashed("wrong", 4.0), price=priced(draft=1.0, verify=1.25, decode=1.0))
 async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again(server: Served) -> None:
     answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})

@@ -92,6 +92,9 @@ async def texts_and_accepted(
         async with rt.stream((*PROMPTS[1], 9, 8), max_tokens=NUM_TOKENS, ignore_eos=True, reuse_prefix=True) as stream:
             found["other question"] = [token.id async for token in stream]
             found["cached"].append(stream.statistics().cached_tokens)
+        # Each rank keeps the beginning of these once.
+        for i, end in enumerate((6, 7, 6)):
+            await generate(f"long {i}", (*PROMPTS[3] * 40, end), reuse_prefix=True)
         statistics = rt.statistics()
     assert statistics.draft_failures == 0
     return found, statistics.accepted
