@@ -76,7 +76,6 @@ class CallReader:
         self.end = format.end
         self._calls: list[ParsedCall] = []  # complete, and not given yet
         self._is_bare = False  # whether it begins without its marker
-        self._is_withheld = False  # whether its calls are given together at its end, or it is text
         self._pairs_markers = True  # whether each argument that begins in a string also ends in it
         self._has_unpaired = False  # whether an argument has begun in a string that did not end
 
@@ -115,10 +114,8 @@ class CallReader:
 
     def _read_block(self) -> Steps[None]:
         self._calls, self._has_unpaired = [], False
-        is_marked = self._format.bare != "always" and (yield from self._text.accept(self._format.start))
-        self._is_bare = not is_marked
-        self._is_withheld = self._is_bare and bool(self.bare_markers)
-        if self._is_withheld:
+        self._is_bare = self._format.bare == "always" or not (yield from self._text.accept(self._format.start))
+        if self._is_bare and self.bare_markers:
             yield from self._read_bare()
         elif not self._layouts:
             yield from self._read_by_parser()
@@ -182,7 +179,8 @@ class CallReader:
             yield from text.space()
             is_next = (yield from text.accept(",")) if is_list else is_fenced and (yield from text.peek()) == "{"
         if is_list:
-            yield from self._expect("]")
+            if not (yield from text.accept("]")):
+                raise MalformedError
             after = text.take()
         yield from text.space()
         if is_fenced:
@@ -353,8 +351,7 @@ class CallReader:
 
     def _fail(self, call: ParsedCall | None) -> NoReturn:
         """Raises: CutOffError: because of the end of the answer; MalformedError: because of another text."""
-        text = self._text
-        if self._is_withheld or not text.is_over or text.is_complete or not text.has_run_out:
+        if not self._text.is_over or self._text.is_complete or not self._text.has_run_out:
             raise MalformedError
         if self._calls:
             self._sink.give_calls(self._calls)
