@@ -75,6 +75,20 @@ def check_json_schema(schema: Mapping[str, Any] | str | bool) -> None:
         raise SettingsError(f"{schema_name(schema)} cannot be followed: {error}")
 
 
+def follows_schema(text: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a JSON object follows a schema, as the grammar of the schema has it; its own keys may be in any order.
+
+    Raises: SettingsError: no grammar follows the schema.
+    """
+    values = json.loads(text)
+    in_order = {key: values[key] for key in schema.get("properties") or () if key in values} | values
+    tokenizer = library().LLTokenizer("byte")
+    matcher = library().LLMatcher(tokenizer, grammar_of_schema(schema, is_closed=True), log_level=0)
+    tokens = tokenizer.tokenize_str(json.dumps(in_order, ensure_ascii=False))
+    num_taken: int = matcher.try_consume_tokens(tokens)
+    return num_taken == len(tokens) and bool(matcher.is_accepting())
+
+
 def grammar_of_schema(schema: Any, *, compact: bool = False, is_closed: bool = False) -> str:
     """A JSON schema in llguidance's own format; see `Grammar.from_json_schema`. Compiles nothing.
 

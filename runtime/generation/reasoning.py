@@ -185,5 +185,5 @@ def reader_of(
     if answer.messages is not None:
         return MessageReader(answer.messages, answer.begun, format=format, tools=tools)
     # Llama 3 may write it in front of a call, as of the tools that it was trained with.
-    dropped = (*answer.dropped, "<|python_tag|>") if format is not None and format.is_plain else answer.dropped
+    dropped = (*answer.dropped, "<|python_tag|>") if format is not None and format.bare == "always" else answer.dropped
     return AnswerReader(**marks_of(answer), dropped=dropped, format=format, tools=tools)

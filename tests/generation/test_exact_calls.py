@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from sweeps import sweep
 from tool_call_cases import FORMATS, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.argument_values import is_json
 from runtime.generation.tool_calls.call_writer import written_calls
 from runtime.generation.tool_calls.events import Answer
 
@@ -268,6 +271,16 @@ LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
         ("json_tools", '{"name": "ls", "arguments": {}}', ["ls"]),
         ("json_tools", '\n{\n  "name": "fs.read",\n  "parameters": {"path": "a"}\n}\n</tool_call>', ["fs.read"]),
         ("json_tools", '{"name": "ls", "arguments": {}}\n{"name": "run", "arguments": {"n": 1}}\n', ["ls", "run"]),
+        ("json_tools", '{"name": "run", "arguments": "{\\"n\\": 1}"}', ["run"]),
+        # mistralai/mistral-common #73; ardanlabs/kronk PR #950, vllm-project/vllm #32926.
+        ("mistral", '[{"name": "ls", "arguments": {}},\n{"name": "run", "arguments": {"n": 1}}]', ["ls", "run"]),
+        ("json_tools", '```json\n{"name": "ls", "arguments": {}}\n```\n', ["ls"]),
+        ("json_tools", '```\n[{"name": "ls", "arguments": {}}]', ["ls"]),
+        (
+            "json_tools",
+            '```json\n{"name": "ls", "arguments": {}}\n{"name": "run", "arguments": {"command": "```"}}```',
+            ["ls", "run"],
+        ),
         ("json_tools", f'{C}{{"name": "ls"}}</tool_call>', ["ls"]),
         ("json_tools", f'{C}{{"name": "ls", "parameters": {{}}}}</tool_call>', ["ls"]),
         ("json_tools", f'{C}{{"name": "ls", "arguments": "{{}}"}}</tool_call>', ["ls"]),
@@ -294,7 +307,15 @@ LFM = ("<|tool_call_start|>[", "]<|tool_call_end|>")
         ("json_tools", '{"name": "ls", "arguments": "none"}', []),
         ("json_tools", '{"size": 1, "name": "ls", "arguments": {}}', []),
         ("json_tools", 'Such as {"name": "ls", "arguments": {}}', []),
-        ("json_tools", '[{"name": "ls", "arguments": {}}]', []),
+        ("json_tools", '[{"name": "ls", "arguments": {}}, 1]', []),
+        ("json_tools", '[{"name": "ls", "arguments": {}}', []),
+        ("json_tools", '{"name": "ls", "arguments": {}, "size": 1}', []),
+        ("json_tools", '{"name": "run", "arguments": "{\\"n\\": }"}', []),
+        ("json_tools", '```json\n{"name": "ls", "arguments": {}}\n```\nSuch is a call.', []),
+        ("json_tools", '```json\n{"name": "ls", "arguments": {}, "size": 1}\n```', []),
+        ("json_tools", 'Such as:\n```json\n{"name": "ls", "arguments": {}}\n```', []),
+        ("json_tools", '```json\n{"name": "Anna", "arguments": {}}\n```', []),
+        ("json_tools", '<think>{"name": "ls", "arguments": {}}', []),
         ("json_tools", '{"name": "ls", "arguments": {}, 1}', []),
         ("pythonic", LFM[0] + "run('ls')" + LFM[1], []),
         ("pythonic", LFM[0] + "ls(), run(command=x)" + LFM[1], []),
@@ -309,13 +330,53 @@ def test_a_call_is_all_that_was_written_or_text(format: str, text: str, calls: l
     assert answer.content == ("" if calls else text)
 
 
-def test_a_strict_tool_is_called_with_the_marker_that_its_grammar_begins_with() -> None:
-    strict, call = (
-        {"type": "function", "function": {**TOOLS[4]["function"], "strict": True}},
-        '{"name": "ls", "arguments": {}}',
+@sweep(
+    ("arguments", "is_call"),
+    [
+        ('{"n": 1, "command": "\\u00e9"}', True),
+        ('{"n": "1"}', False),
+        ('{"n": 1, "size": 2}', False),
+    ],
+)
+def test_without_a_marker_the_arguments_of_a_strict_tool_follow_its_schema(arguments: str, is_call: bool) -> None:
+    strict = {"type": "function", "function": {**TOOLS[1]["function"], "strict": True}}
+    call = f'{{"name": "run", "arguments": {arguments}}}'
+    answer = read("json_tools", call, [strict])
+    assert calls_in(answer) == ([("run", json.loads(arguments))] if is_call else [])
+    assert answer.content == ("" if is_call else call)
+
+
+BARE = '{"name": "run", "arguments": {"command": "ls"}}'
+
+
+@sweep("text", [BARE, f"[{BARE}]", f"```json\n{BARE}\n```", f'{{"name": "run", "arguments": {json.dumps(BARE)}}}'])
+def test_what_begins_as_a_call_without_a_marker_is_that_call_or_all_of_it_is_text(text: str) -> None:
+    calls = calls_in(read("json_tools", text))
+    assert len(calls) == 1
+    for end in range(len(text)):
+        for is_complete in (True, False):
+            answer = read("json_tools", text[:end], is_complete=is_complete)
+            found = answer.content, calls_in(answer), answer.cut_call
+            assert found == (text[:end], [], None) or (is_complete and found == ("", calls, None))
+
+
+@sweep("text", ["{", "[", "```json\n{", '{"name": "', '{"name": "run", "', '```json\n[{"name": "run", "arguments": "'])
+def test_text_is_withheld_only_while_a_call_may_follow(text: str) -> None:
+    reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS)
+    assert reader.add(text) == []
+    assert "".join(delta.text for delta in reader.add("so!")) == f"{text}so!"
+
+
+@sweep("text", ["{0}{0}", "{1}\n{0}", "{0}\n{1}", "{0}\n[{0}]", "```json\n{0}\n{0}\n```"])
+def test_without_parallel_calls_what_follows_a_call_is_text(text: str) -> None:
+    said = text.format(BARE, f"<tool_call>{BARE}</tool_call>")
+    reader, answer = (
+        AnswerReader(format=attrs.evolve(call_format("json_tools"), is_parallel=False), tools=TOOLS),
+        Answer(),
     )
-    assert read("json_tools", call, [strict]).content == call
-    assert calls_in(read("json_tools", f"<tool_call>{call}</tool_call>", [strict])) == [("ls", {})]
+    answer.add([*reader.add(said), *reader.finish(is_complete=True)])
+    assert len(answer.calls) + answer.content.count('"run"') == 2
+    assert len(answer.calls) == (0 if "```" in said else 1)
 
 
 def test_a_call_has_the_id_that_the_model_gave_it() -> None:
@@ -361,3 +422,11 @@ def test_a_call_that_is_cut_off_in_a_text_has_the_text_so_far(format: str) -> No
     assert (answer.content, answer.calls) == ("", [])
     assert answer.cut_call is not None
     assert (answer.cut_call.name, answer.cut_call.arguments) == ("write", '{"path": "a.md", "content": "one two')
+
+
+@sweep("format", TEXT_FORMATS)
+def test_a_call_that_is_cut_off_between_its_arguments_does_not_look_complete(format: str) -> None:
+    text = written(format, ("run", {"command": "a", "n": 1, "yes": True}))
+    for end in range(text.index("run") + 4, text.rindex("true")):
+        cut = read(format, text[:end], is_complete=False).cut_call
+        assert cut is None or not is_json(cut.arguments)

@@ -198,6 +198,7 @@ LLAMA_WORDS = '{"name": function name, "parameters": dictionary of argument name
     [
         ('{"name": "search", "parameters": {"query": "a } b"}}', "", ["search"]),
         ('\n{"name": "search", "arguments": {}}\n{"name": "multiply", "parameters": {}}', "", ["search", "multiply"]),
+        ('{"type": "function", "name": "search", "parameters": {"query": "a"}}', "", ["search"]),
         ('{"name": "rm", "parameters": {}}', '{"name": "rm", "parameters": {}}', []),
         ('{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', []),
         ('So {"name": "search", "parameters": {}} it is', 'So {"name": "search", "parameters": {}} it is', []),

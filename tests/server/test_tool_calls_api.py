@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from types import SimpleNamespace
+from typing import Any, cast
 
 from asgi import CHAT, RESPONSES, STREAMED, ScriptedCheck, Served, looping, simulated_server
 from scripted import ScriptedModel
 from sweeps import sweep
 from tool_letters import ASKED, OSLO, TOOLS, USER, ToolLetters, on_calling_server, serve_calls
+
+from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.tool_calls.events import Answer
+from runtime.server.answers.body import parse_request
+from runtime.server.answers.preparation import Preparation
+from runtime.server.openai.requests import ChatRequest
 
 
 @on_calling_server(OSLO)
@@ -34,6 +42,26 @@ async def test_a_call_that_is_cut_off_by_its_length_is_given_so_far(server: Serv
     deltas = [delta for chunk in chunks for delta in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert "".join(delta["function"]["arguments"] for delta in deltas) == begun
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+BARE = '{"name": "clock", "arguments": {}}'
+
+
+@sweep(
+    ("body", "content", "num_calls"),
+    [
+        ({}, "", 2),
+        ({"parallel_tool_calls": False}, f" {BARE}", 1),
+        ({"response_format": {"type": "json_object"}}, f"{BARE} {BARE}", 0),  # an answer that was asked for
+    ],
+)
+def test_calls_without_their_marker_are_as_many_as_may_be(body: dict[str, Any], content: str, num_calls: int) -> None:
+    request = parse_request(ChatRequest, json.dumps({**ASKED, **body}).encode()).generation()
+    model: Any = SimpleNamespace(runtime=SimpleNamespace(tokenizer=ToolLetters()))
+    preparation = Preparation(cast(Any, None), model, request, "")
+    reader, answer = preparation.reader(ReasoningTracker(preparation.tokenizer, ())), Answer()
+    answer.add([*reader.add(f"{BARE} {BARE}"), *reader.finish(is_complete=True)])
+    assert (answer.content, len(answer.calls)) == (content, num_calls)
 
 
 @sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}])

@@ -60,6 +60,7 @@ class AnswerReader:
         self._dropped = tuple(dropped)
         of_calls = () if format is None else (format.start, format.end)
         self.marks = [mark for mark in (*self._tags, *dropped, *of_calls) if mark]
+        self._is_parallel = format is None or format.is_parallel
         self._new_id = new_id or (format.new_id if format is not None else str)
         self._num_calls = 0
         self._num_long = 0  # texts above `_SHORT` that were no calls
@@ -121,10 +122,11 @@ class AnswerReader:
 
     def _read(self) -> Steps[None]:
         opening, closing = self._tags
-        of_calls = () if self._calls is None else self._calls.markers
-        plain = frozenset[str]() if self._calls is None else self._calls.plain_markers
+        marked, bare = ((), ()) if self._calls is None else (self._calls.markers, self._calls.bare_markers)
         while True:
-            blocks = of_calls if self._may_reason else [marker for marker in of_calls if marker not in plain]
+            may_be_bare = self._may_reason and not self.is_reasoning
+            may_call = self._is_parallel or not self._num_calls
+            blocks = ((*marked, *bare) if may_be_bare else marked) if may_call else ()
             tags = (closing,) if self.is_reasoning else (opening, closing if self._is_unclosed else "")
             dropped = () if self.is_reasoning else self._dropped
             markers = Markers((*blocks, *dropped, *filter(None, tags)))
@@ -134,10 +136,10 @@ class AnswerReader:
             if marker in dropped:
                 yield from self._text.accept(marker)
                 self._pass_mark(self._text.pop())
-            elif marker not in tags and (self._may_reason or marker not in plain):
-                yield from self._read_block(marker)
             elif marker not in tags:
-                yield from self._give_word(marker)
+                # A bare call has no text before it; the search has given such.
+                if self._may_reason or marker in marked:
+                    yield from self._read_block(marker)
             elif self.is_reasoning or self._may_reason:
                 yield from self._text.accept(marker)
                 self._pass_tag(self._text.pop(), is_opening=marker == opening and not self.is_reasoning)

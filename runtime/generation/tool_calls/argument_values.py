@@ -13,6 +13,7 @@ from typing import Any
 
 import attrs
 
+from runtime.generation.json_schema import follows_schema
 from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
 
 _TYPES = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
@@ -75,6 +76,36 @@ def argument_types(properties: Mapping[str, Any], root: Mapping[str, Any]) -> di
     """
     known: dict[int, ArgumentType] = {}
     return {key: _type_of(schema, root, known, _MAX_NESTED) for key, schema in properties.items()}
+
+
+@attrs.frozen
+class ToolArguments:
+    """The arguments of a function: their types, the required ones, and whether there may be others."""
+
+    types: Mapping[str, ArgumentType]
+    required: frozenset[str] = frozenset()
+    is_open: bool = True
+    strict_schema: Mapping[str, Any] | None = None  # which its arguments are promised to follow
+
+    @staticmethod
+    def of(function: Mapping[str, Any]) -> ToolArguments:
+        """Those of a function in OpenAI's form."""
+        schema = function.get("parameters") or {}
+        properties, required = schema.get("properties"), schema.get("required")
+        return ToolArguments(
+            argument_types(properties, schema) if isinstance(properties, Mapping) else {},
+            frozenset(map(str, required)) if isinstance(required, list) else frozenset(),
+            not properties or schema.get("additionalProperties", False) is not False,
+            {"type": "object", **schema} if function.get("strict") is True else None,
+        )
+
+    def may_have(self, key: str) -> bool:
+        """Whether there may be an argument of this name."""
+        return self.is_open or key in self.types
+
+    def may_take(self, arguments: str) -> bool:
+        """Whether arguments that no grammar has held to the schema follow it, if they must."""
+        return self.strict_schema is None or follows_schema(arguments, self.strict_schema)
 
 
 def _type_of(schema: Any, root: Mapping[str, Any], known: dict[int, ArgumentType], max_nested: int) -> ArgumentType:

@@ -70,9 +70,7 @@ class CallLayout:
 
     @property
     def opening(self) -> str:
-        """With what a call begins that lacks the marker of its block: a tag, or an object's brace; "" with neither."""
-        if self.is_object:
-            return "{"
+        """The tag with which a call begins, which tells it apart without the marker of its block; "" without one."""
         begin = self.head.lstrip().partition("{")[0]
         return begin if begin.startswith("<") else ""
 
@@ -125,7 +123,7 @@ _LAYOUTS = {
 }
 
 # Of Llama 3, whose template asks for it in these words. mlx-lm has no parser for it.
-_LLAMA = CallLayout('{name}", "parameters": ', "}", other_heads=('{name}", "arguments": ',))
+_LLAMA = CallLayout('{name}", "parameters": ', "}")
 _LLAMA_WORDS = '{"name": function name, "parameters": dictionary of argument name and its value}'
 # Of gpt-oss, whose calls are messages.
 _HARMONY = CallLayout("{name} <|constrain|>json<|message|>", "")
@@ -139,8 +137,9 @@ class CallFormat:
         name: of mlx-lm's parser: a module of `mlx_lm.tool_parsers`.
         start, end: the markers around a block of calls; `end` is "" if the block ends with the answer.
         layout: by which calls are read; None for a parser that is not known here, such as the user's own.
-        is_plain: whether `start` is an ordinary text, which counts only where an answer begins, or after a call, and
-            before the name of a tool.
+        bare: whether calls are JSON objects without the markers, where an answer begins or after a call. "always": the
+            markers are ordinary text, for a grammar.
+        is_parallel: whether an answer may have several calls; those after the first are text if not.
     """
 
     name: str
@@ -148,7 +147,8 @@ class CallFormat:
     end: str
     layout: CallLayout | None
     _parse: Callable[[str, Any], Any]
-    is_plain: bool = False
+    bare: Literal["never", "sometimes", "always"] = "never"
+    is_parallel: bool = True
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall] | None:
         """The calls of a block, as the format's parser reads them.
@@ -194,14 +194,15 @@ def call_format(tokenizer: TokenizerWrapper | None) -> CallFormat | None:
     if not getattr(tokenizer, "has_tool_calling", False):
         template = getattr(tokenizer, "chat_template", None)
         is_llama = isinstance(template, str) and _LLAMA_WORDS in template
-        return CallFormat("llama", '{"name": "', "", _LLAMA, _read_elsewhere, is_plain=True) if is_llama else None
+        return CallFormat("llama", '{"name": "', "", _LLAMA, _read_elsewhere, "always") if is_llama else None
     parser: Any = tokenizer.tool_parser
     package, _, name = parser.__module__.rpartition(".")
     # A parser module that re-exports another's function, such as Laguna's, has that module's layout.
     layout = _LAYOUTS.get(name) if package == "mlx_lm.tool_parsers" else None
     start, end = tokenizer.tool_call_start, tokenizer.tool_call_end
     assert isinstance(start, str)
-    return CallFormat(name, start, end or "", layout, parser)
+    may_be_bare = layout is not None and any(each.is_object for each in (layout, *layout.others))
+    return CallFormat(name, start, end or "", layout, parser, "sometimes" if may_be_bare else "never")
 
 
 def _read_elsewhere(text: str, tools: Any) -> Any:

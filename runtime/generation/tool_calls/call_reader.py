@@ -10,9 +10,8 @@ from __future__ import annotations
 import html
 import json
 import re
-import string
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
@@ -20,12 +19,13 @@ from runtime.generation.tool_calls.argument_values import (
     ANY,
     ArgumentType,
     LiteralReader,
-    argument_types,
+    ToolArguments,
     is_json,
     json_object,
     kind_of,
 )
 from runtime.generation.tool_calls.call_format import NAME, CallFormat, CallLayout, ParsedCall
+from runtime.generation.tool_calls.call_objects import OF_NAMES, ObjectReader
 from runtime.generation.tool_calls.incoming_text import IncomingText, MalformedError, Markers, Steps
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 _MAX_CHARS = 256  # of a key, a type or an id
 _PARTS = re.compile(r"(\{name\}:\{number\}|\{\w+\}|[\s\0]+)")
 _NUMBERED_NAME = re.compile(r"(.+):\d{1,9}")
-_OF_NAMES = frozenset(string.ascii_letters + string.digits + "_.:-")
-_OF_WORDS = _OF_NAMES | {"+"}
-_STRING_PARTS = Markers(('"', "\\"))
-_MEMBERS = frozenset(("name", "id", "type", "arguments"))  # of a call that is an object
+_FENCE = "```"
 
 
 class CutOffError(Exception):
@@ -48,31 +45,7 @@ class CutOffError(Exception):
         self.call = call
 
 
-@attrs.frozen
-class _Tool:
-    """The arguments of a function: their types, the required ones, and whether there may be others."""
-
-    types: Mapping[str, ArgumentType]
-    required: frozenset[str] = frozenset()
-    is_open: bool = True
-    is_strict: bool = False  # whether its arguments are promised to follow the schema
-
-    @staticmethod
-    def of(function: Mapping[str, Any]) -> _Tool:
-        schema = function.get("parameters") or {}
-        properties, required = schema.get("properties"), schema.get("required")
-        return _Tool(
-            argument_types(properties, schema) if isinstance(properties, Mapping) else {},
-            frozenset(map(str, required)) if isinstance(required, list) else frozenset(),
-            not properties or schema.get("additionalProperties", False) is not False,
-            function.get("strict") is True,
-        )
-
-    def may_have(self, key: str) -> bool:
-        return self.is_open or key in self.types
-
-
-_UNKNOWN = _Tool({})
+_UNKNOWN = ToolArguments({})
 
 
 class CallReader:
@@ -80,30 +53,36 @@ class CallReader:
 
     Attributes:
         markers: with which a block may begin.
-        plain_markers: those of them that are ordinary texts, which count only where an answer begins, or after a call.
+        bare_markers: with which calls without a marker may begin, where an answer begins, or after a call.
         end: with which it ends; "" if nothing marks its end.
         is_in_call: whether the text so far has the head of a call that is not over.
-        has_begun: whether an argument of the block has begun.
         num_retried: characters of the block that were read twice.
     """
 
     def __init__(
         self, text: IncomingText, format: CallFormat, tools: Sequence[Mapping[str, Any]], sink: AnswerReader
     ) -> None:
-        self.is_in_call = self.has_begun = False
+        self.is_in_call = self._has_begun = False
         self.num_retried = 0
         self._text, self._format, self._tools, self._sink = text, format, tools, sink
-        self._known = {tool["function"]["name"]: _Tool.of(tool["function"]) for tool in tools}
+        self._known = {tool["function"]["name"]: ToolArguments.of(tool["function"]) for tool in tools}
+        self._objects = ObjectReader(text, self._known)
         self._layouts = () if format.layout is None else (format.layout, *format.layout.others)
         opening = "" if format.layout is None else format.layout.opening
-        self.markers = tuple(dict.fromkeys(marker for marker in (format.start, opening) if marker))
-        self.plain_markers = frozenset(("{", format.start) if format.is_plain else ("{",)).intersection(self.markers)
+        start = "" if format.bare == "always" else format.start
+        self.markers = tuple(dict.fromkeys(marker for marker in (start, opening) if marker))
+        self.bare_markers = () if format.bare == "never" else ("{", "[", _FENCE)
         # Of the block that is being read.
         self.end = format.end
         self._calls: list[ParsedCall] = []  # complete, and not given yet
         self._is_bare = False  # whether it begins without its marker
         self._pairs_markers = True  # whether each argument that begins in a string also ends in it
         self._has_unpaired = False  # whether an argument has begun in a string that did not end
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an argument of the block has begun."""
+        return self._has_begun or self._objects.has_begun
 
     @property
     def needs_end(self) -> bool:
@@ -117,7 +96,8 @@ class CallReader:
             MalformedError: it is none, from the text on that was not given.
             CutOffError: the answer ends within it.
         """
-        self.num_retried, self.has_begun, self._pairs_markers = 0, False, True
+        self.num_retried, self._has_begun, self._pairs_markers = 0, False, True
+        self._objects.has_begun = False
         try:
             try:
                 yield from self._read_block()
@@ -134,8 +114,10 @@ class CallReader:
 
     def _read_block(self) -> Steps[None]:
         self._calls, self._has_unpaired = [], False
-        self._is_bare = not (yield from self._text.accept(self._format.start))
-        if not self._layouts:
+        self._is_bare = self._format.bare == "always" or not (yield from self._text.accept(self._format.start))
+        if self._is_bare and self.bare_markers:
+            yield from self._read_bare()
+        elif not self._layouts:
             yield from self._read_by_parser()
         elif (begun := (yield from self._begun(is_bare=self._is_bare))) is not None:
             self.is_in_call = True
@@ -169,6 +151,54 @@ class CallReader:
             raise MalformedError
         self._sink.give_calls(calls)
 
+    # --- calls without markers --------------------------------------------------------------------
+
+    def _read_bare(self) -> Steps[None]:
+        """An object that is a call, a list of such, or a fence with either, which ends the answer.
+
+        What only begins as such may be an answer in JSON.
+        """
+        text = self._text
+        is_fenced = yield from text.accept(_FENCE)
+        if is_fenced:
+            yield from text.accept("json")
+        yield from text.space()
+        is_list = yield from text.accept("[")
+        is_next = True
+        while is_next:
+            place = text.take()
+            if not (yield from self._objects.is_call_next()):
+                raise MalformedError
+            text.back(place)
+            self.is_in_call = True
+            yield from text.space()
+            call = yield from self._objects.call()
+            assert call is not None
+            self._calls.append(call)
+            after = text.take()
+            yield from text.space()
+            is_next = (yield from text.accept(",")) if is_list else is_fenced and (yield from text.peek()) == "{"
+        if is_list:
+            if not (yield from text.accept("]")):
+                raise MalformedError
+            after = text.take()
+        yield from text.space()
+        if is_fenced:
+            # With a text behind it, a fence is an example, and no broken call.
+            self._objects.has_begun = False
+            yield from text.accept(_FENCE)
+            yield from text.space()
+            if (yield from text.more()) or not text.is_complete:
+                raise MalformedError
+        elif not self.end or not (yield from text.accept(self.end)):
+            text.back(after)
+        if len(self._calls) > 1 and not self._format.is_parallel:
+            raise MalformedError
+        if not all(self._known[call.name].may_take(call.arguments) for call in self._calls):
+            raise MalformedError
+        self._sink.give_calls(self._calls)
+        self._sink.end_block()
+
     # --- calls ------------------------------------------------------------------------------------
 
     def _read_calls(self, layout: CallLayout, head: ParsedCall) -> Steps[None]:
@@ -197,7 +227,11 @@ class CallReader:
                 text.back(after)
                 if is_over and not self.end:
                     return
-                self._fail(None if is_given else self._calls.pop())
+                call = None if is_given else self._calls.pop()
+                if call is not None and not layout.tail.strip():
+                    # Further arguments may have been meant.
+                    call = attrs.evolve(call, arguments=call.arguments[:-1])
+                self._fail(call)
             text.back(after)
             if layout.is_object:
                 self._end_object(is_given=is_given)
@@ -248,7 +282,7 @@ class CallReader:
         text = self._text
         place = text.take()
         if layout.is_object:
-            is_begun = yield from self._begins_bare() if is_bare else self._has_next("{", '"')
+            is_begun = yield from self._objects.is_next()
             text.back(place)
             return ParsedCall("", "") if is_begun else None
         for head in (layout.head, *layout.other_heads):
@@ -262,37 +296,11 @@ class CallReader:
                     text.back(place)
                     continue
                 # Without a marker after it, any word could be a name.
-                must_be_known = is_bare or self._format.is_plain or head.strip("\0").endswith("{name}")
+                must_be_known = is_bare or head.strip("\0").endswith("{name}")
                 if name in self._known or (not must_be_known and NAME.fullmatch(name)):
                     return ParsedCall(name, "", parts.get("id"))
             text.back(place)
         return None
-
-    def _begins_bare(self) -> Steps[bool]:
-        """Whether an object begins as a call of a tool does: any other may be an answer in JSON. A grammar that keeps a
-        strict tool's arguments to their schema begins with the marker, so such a tool needs it.
-        """
-        text = self._text
-        if not (yield from self._has_next("{", '"name"', ":", '"')):
-            return False
-        name = yield from text.matching(_OF_NAMES)
-        tool = self._known.get(name)
-        if tool is None or tool.is_strict or not (yield from self._has_next('"', ",")):
-            return False
-        place = text.take()
-        for key in ('"arguments"', '"parameters"'):
-            if (yield from self._has_next(key, ":", "{")):
-                return True
-            text.back(place)
-        return False
-
-    def _has_next(self, *parts: str) -> Steps[bool]:
-        """Pass these texts, with any white space before each; whether all of them come next."""
-        for part in parts:
-            yield from self._text.space()
-            if not (yield from self._text.accept(part)):
-                return False
-        return True
 
     def _goes_on(self, layout: CallLayout) -> Steps[bool]:
         """Whether an argument follows the head of a call, or the call's end, or the end of the answer."""
@@ -317,16 +325,16 @@ class CallReader:
             if part.isspace() or part == "\0":
                 yield from text.space()
             elif part == "{name}:{number}":
-                word = yield from text.matching(_OF_NAMES)
+                word = yield from text.matching(OF_NAMES)
                 if (numbered := _NUMBERED_NAME.fullmatch(word)) is None:
                     return None
                 is_function = "functions." in layout
                 found |= {"name": numbered[1], "id": "functions." * is_function + word}
             elif part == "{name}":
-                found["name"] = yield from text.matching(_OF_NAMES)
+                found["name"] = yield from text.matching(OF_NAMES)
                 yield from text.space()
             elif part == "{number}":
-                if not (yield from text.matching(_OF_NAMES)).isdigit():
+                if not (yield from text.matching(OF_NAMES)).isdigit():
                     return None
             elif part.startswith("{") and len(part) > 1:
                 value = yield from text.run(following[0] + "\n", _MAX_CHARS)
@@ -341,7 +349,7 @@ class CallReader:
         if not (yield from self._text.accept(text)):
             self._fail(None)
 
-    def _fail(self, call: ParsedCall | None) -> None:
+    def _fail(self, call: ParsedCall | None) -> NoReturn:
         """Raises: CutOffError: because of the end of the answer; MalformedError: because of another text."""
         if not self._text.is_over or self._text.is_complete or not self._text.has_run_out:
             raise MalformedError
@@ -351,6 +359,20 @@ class CallReader:
 
     # --- arguments that are one JSON object -------------------------------------------------------
 
+    def _read_object(self) -> Steps[bool]:
+        """A call that is an object; whether it was given already."""
+        try:
+            call = yield from self._objects.call(self._stream_call)
+        except MalformedError:
+            self._fail(None)
+        if call is not None:
+            self._calls.append(call)
+        return call is None
+
+    def _stream_call(self, name: str, id: str | None) -> Steps[None]:
+        self._sink.begin_call(name, id)
+        yield from self._read_streamed()
+
     def _read_streamed(self) -> Steps[None]:
         """The JSON object of a call that was begun."""
         arguments: list[str] = []
@@ -358,88 +380,6 @@ class CallReader:
             self._fail(None)
         if not is_json("".join(arguments)):
             raise MalformedError
-
-    def _read_object(self) -> Steps[bool]:
-        """A call that is a JSON object with a name and arguments, in any order; whether it was given already."""
-        text = self._text
-        yield from self._expect("{")
-        members: dict[str, str] = {}
-        is_given, comma = False, ""
-        yield from text.space()
-        while not (yield from text.accept("}")):
-            yield from self._expect(comma)
-            yield from text.space()
-            key = json.loads((yield from self._string()))
-            key = "arguments" if key == "parameters" else key
-            yield from text.space()
-            yield from self._expect(":")
-            yield from text.space()
-            if key in members:
-                raise MalformedError
-            if key == "arguments" and "name" in members and (yield from text.peek()) == "{":
-                self.has_begun = True
-                self._sink.begin_call(self._name(members), self._id(members))
-                is_given, members[key] = True, ""
-                yield from self._read_streamed()
-            else:
-                members[key] = yield from self._value()
-                self.has_begun = "name" in members
-            comma = ","
-            yield from text.space()
-        if not is_given:
-            name, arguments = self._name(members), members.get("arguments", "null")
-            arguments = json.loads(arguments) if arguments.startswith('"') else arguments
-            # Other members may be its arguments.
-            has_none = arguments == "null" and members.keys() <= _MEMBERS
-            if has_none and name in self._known and not self._known[name].required:
-                arguments = "{}"
-            if kind_of(arguments.strip()) != "object":
-                raise MalformedError
-            self._calls.append(ParsedCall(name, arguments, self._id(members)))
-        return is_given
-
-    def _name(self, members: Mapping[str, str]) -> str:
-        name = json.loads(members.get("name", "null"))
-        if not isinstance(name, str) or not (name in self._known or NAME.fullmatch(name)):
-            raise MalformedError
-        return name
-
-    def _id(self, members: Mapping[str, str]) -> str | None:
-        id = json.loads(members.get("id", "null"))
-        return id if isinstance(id, str) and id else None
-
-    def _value(self) -> Steps[str]:
-        """The next JSON value, as it is written."""
-        text = self._text
-        match (yield from text.peek()):
-            case '"':
-                return (yield from self._string())
-            case "{" | "[":
-                begin = text.take()
-                is_whole = yield from text.json()
-                value = text.since(begin, text.take())
-                if not is_whole or not is_json(value):
-                    raise MalformedError
-                return value
-        value = yield from text.matching(_OF_WORDS)
-        if kind_of(value) is None:
-            raise MalformedError
-        return value
-
-    def _string(self) -> Steps[str]:
-        text = self._text
-        begin = text.take()
-        if not (yield from text.accept('"')):
-            raise MalformedError
-        while (found := (yield from text.seek(_STRING_PARTS))) == "\\":
-            text.at += 1
-            if (yield from text.more()):
-                text.at += 1
-        text.at += len(found)
-        value = text.since(begin, text.take())
-        if not found or not is_json(value):
-            raise MalformedError
-        return value
 
     # --- arguments that are written one by one ----------------------------------------------------
 
@@ -451,7 +391,7 @@ class CallReader:
             yield from text.space()
             whole, end = layout.whole_arguments
             if whole and (yield from text.accept(whole)):
-                arguments = yield from self._value()
+                arguments = yield from self._objects.value()
                 yield from text.space()
                 if not (yield from text.accept(end)) or kind_of(arguments) != "object":
                     raise MalformedError
@@ -466,10 +406,10 @@ class CallReader:
             self._fail(attrs.evolve(head, arguments=json_object(values)[:-1]))
         return arguments
 
-    def _read_literals(self, layout: CallLayout, tool: _Tool, values: dict[str, str]) -> Steps[None]:
+    def _read_literals(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
         assert layout.key is not None
         text = self._text
-        self.has_begun = True
+        self._has_begun = True
         reader = LiteralReader(text, "" if layout.values == "python" else layout.values)
         known = sorted(tool.types, key=len, reverse=True)
         while (yield from text.peek()) != layout.tail:
@@ -483,7 +423,7 @@ class CallReader:
                 raise MalformedError
             yield from text.space()
 
-    def _read_texts(self, layout: CallLayout, tool: _Tool, values: dict[str, str]) -> Steps[None]:
+    def _read_texts(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
         assert layout.key is not None
         text = self._text
         while True:
@@ -510,11 +450,11 @@ class CallReader:
         text = self._text
         place = text.take()
         if "string" not in kind.types:
-            self.has_begun = True
+            self._has_begun = True
             yield from text.space()
             if (yield from text.peek()) in ("{", "["):
                 try:
-                    value = yield from self._value()
+                    value = yield from self._objects.value()
                     yield from text.space()
                     if (yield from text.accept(_stripped(layout.value_end))):
                         return value
@@ -524,7 +464,7 @@ class CallReader:
         return ""
 
     def _read_text(
-        self, layout: CallLayout, tool: _Tool, values: dict[str, str], key: str, kind: ArgumentType
+        self, layout: CallLayout, tool: ToolArguments, values: dict[str, str], key: str, kind: ArgumentType
     ) -> Steps[str]:
         """The text of an argument, and its end marker."""
         assert layout.key is not None
@@ -538,7 +478,7 @@ class CallReader:
             if layout.key.endswith("\n") and not (yield from text.accept("\r\n")):
                 yield from text.accept("\n")
         begin, num_open, num_ends, is_ambiguous = text.take(), 0, 0, False
-        self.has_begun = True
+        self._has_begun = True
         pairs = self._pairs_markers and not is_quoted
         markers = Markers((end, opening, *self.markers) if pairs else (end, *self.markers))
         while found := (yield from text.seek(markers)):
@@ -586,7 +526,7 @@ class CallReader:
             values[key] = json.dumps(_without_newline(so_far, layout), ensure_ascii=False)[:-1]
         raise MalformedError
 
-    def _may_lack_end(self, layout: CallLayout, tool: _Tool, value: str, known: Collection[str]) -> bool:
+    def _may_lack_end(self, layout: CallLayout, tool: ToolArguments, value: str, known: Collection[str]) -> bool:
         """Whether an argument has begun in a string that may be another one of the call itself."""
         assert layout.key is not None
         opening, _, rest = layout.key.partition("{key}")

@@ -169,7 +169,7 @@ def tools_of(
 
 
 def check_callable(tools: Tools, tokenizer: TokenizerWrapper | None) -> CallFormat | None:
-    """The format of the model's calls. None if it has none: all of its text is content then, as in mlx-lm.
+    """The format in which the model may call. None if it has none: all of its text is content then, as in mlx-lm.
 
     Raises: PromptError: it has none, and the choice asks for a call.
     """
@@ -179,7 +179,7 @@ def check_callable(tools: Tools, tokenizer: TokenizerWrapper | None) -> CallForm
             f"tool_choice {tools.choice!r} asks for a call, and mlx-lm knows no format of calls for this model's "
             'tokenizer; take a model whose chat template has tools, or "auto"'
         )
-    return format
+    return format and attrs.evolve(format, is_parallel=tools.is_parallel)
 
 
 def _checked_tool(where: str, tool: Any) -> dict[str, Any]:

@@ -129,7 +129,10 @@ class Preparation:
 
     def reader(self, answer: ReasoningTracker) -> Reader:
         """A reader of an answer, of which nothing was given yet."""
-        format = None if self.tools is None else call_format(self.tokenizer)
+        format = None if self.tools is None else check_callable(self.tools, self.tokenizer)
+        if format is not None and format.bare == "sometimes" and self.request.constraint is not None:
+            # The answer is JSON, or a call that its grammar begins with the marker.
+            format = attrs.evolve(format, bare="never")
         tools = () if self.tools is None else self.tools.callable
         return reader_of(answer, format, tools) if self._reasons(answer) else AnswerReader(format=format, tools=tools)
 
