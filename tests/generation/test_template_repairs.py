@@ -201,9 +201,12 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them()
     )
 
 
-def test_calls_of_no_known_format_are_left_out_where_the_template_leaves_them_out() -> None:
+def test_calls_of_no_known_format_are_written_as_json_where_the_template_leaves_them_out() -> None:
     without_format = templated(TEMPLATES["lfm2"].replace("<|tool_list_start|>", ""))
-    assert render_chat_template(CALLED, without_format) == "<|user|>one<|assistant|><|tool|>sunny<|assistant|>"
+    written = '{"name": "look", "arguments": {"city": "Lima"}}'
+    assert (
+        render_chat_template(CALLED, without_format) == f"<|user|>one<|assistant|>{written}<|tool|>sunny<|assistant|>"
+    )
 
 
 def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken() -> None:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.generation.chat_template.known import QUESTION, USER_MARK, ThinkingSwitch, known_of, tried_with
+from runtime.generation.chat_template.known import ThinkingSwitch, known_of
+from runtime.generation.chat_template.plain import QUESTION, USER_MARK, tried_with
 
 # Names of switches and their values for on and off. The last ones are also levels of effort in other templates.
 _SWITCHES = (
