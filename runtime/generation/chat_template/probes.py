@@ -291,7 +291,9 @@ def _words_of(chat: Chat) -> Counter[str]:
     texts: list[str] = []
     for message in chat.messages:
         texts.append(_plain_text(message.get("content")))
-        texts += (_plain_text(call.get("function")) for call in message.get("tool_calls") or ())
+        calls = message.get("tool_calls")
+        listed = calls if isinstance(calls, (list, tuple)) else ()
+        texts += (_plain_text(call.get("function")) for call in listed if isinstance(call, Mapping))
     return _words("\n".join(texts))
 
 

@@ -106,6 +106,10 @@ def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, 
     reasoning, or if the text has a tag of its own for the reasoning.
     """
     *before, last = turns
+    if last.get("tool_calls"):
+        raise PromptError(
+            'an answer cannot continue a message with tool calls, which is complete; leave out its "prefix"'
+        )
     text = cast(str, last.get("content") or "")
     fresh = _rendered(before, tokenizer, {**switches, "add_generation_prompt": True}) if before else ""
     marked = [*before, {**last, "content": ANSWER_MARK}]
@@ -125,7 +129,7 @@ def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, 
     if text.lstrip().startswith(start):
         return (fresh[: fresh.rfind(start)] if is_open and not fresh.endswith(end) else fresh) + text
     added = lead.removeprefix(fresh) if lead.startswith(fresh) else None
-    thoughts = cast(str, last.get("reasoning_content") or "")
+    thoughts = thoughts if isinstance(thoughts := last.get("reasoning_content"), str) else ""
     if thoughts.strip() not in (added or "") and not begun.rstrip().endswith(end):
         # Templates leave the reasoning of earlier answers out, and this answer is not over.
         return fresh + ("" if is_open else start) + thoughts + space_before_closing(tokenizer) + end + text
