@@ -79,10 +79,11 @@ def opens_reasoning(tokenizer: Any, prompt: Sequence[int]) -> bool:
         return False
     begin = rest.index(opening_ids[0]) if opening_ids else 0
     text = tokenizer.decode(rest[max(0, begin - _MAX_START_TOKENS) :])
+    ends = [end for id in tokenizer.eos_token_ids if (end := tokenizer.decode([id]))]
     last_end, at = text.rfind(closing), len(text)
     while (at := text.rfind(opening, 0, at)) > last_end:
         after = text[at + len(opening) :]
-        if any(end in after for end in map(tokenizer.decode, tokenizer.eos_token_ids)):
+        if any(end in after for end in ends):
             return False
         if (start := answer_start(tokenizer)) is None or not after.strip():
             return True
