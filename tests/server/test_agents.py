@@ -170,6 +170,10 @@ async def test_the_input_of_an_earlier_call_may_be_anything(server: Served, give
     answer = await server.ask(MESSAGES, {"messages": [user(text("a")), said(call), result(text("Invalid JSON"))]})
     assert answer.status == 200
     assert server.tokenizer.seen[-1][1]["tool_calls"][0]["function"]["arguments"] == arguments
+    if given is not None:  # which is a field that is missing
+        called = {**CALLED, "arguments": given}
+        assert (await server.ask(RESPONSES, {"input": [user(text("a")), called, output(text("b"))]})).status == 200
+        assert server.tokenizer.seen[-1][1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 @on_server(limits=SHORT)

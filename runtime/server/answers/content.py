@@ -134,7 +134,7 @@ Content = str | BoundedList[Part]
 
 
 def as_text_or_parts(value: Any) -> Any:
-    """What a client gives for the result of a tool: as JSON, unless it is null, text or a list of parts."""
+    """What a client gives for a tool's result or arguments: as JSON, unless it is null, text or a list of parts."""
     is_content = value is None or isinstance(value, str) or (isinstance(value, list) and all(map(type_of, value)))
     return value if is_content else json.dumps(value, ensure_ascii=False)
 

@@ -7,12 +7,21 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import attrs
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack, parse_request
 from runtime.server.answers.chat import ChatBody, Effort, call_of
 from runtime.server.answers.client_tools import custom_arguments, label_of
-from runtime.server.answers.content import Content, Part, Result, check_asked, joined, line_of, type_of
+from runtime.server.answers.content import (
+    Content,
+    Part,
+    Result,
+    as_text_or_parts,
+    check_asked,
+    joined,
+    line_of,
+    type_of,
+)
 from runtime.server.answers.request import (
     AnyJson,
     AnyText,
@@ -57,7 +66,7 @@ class FunctionCallItem(SentBackItem):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(as_text_or_parts)]
 
 
 class CustomCallItem(SentBackItem):
