@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from runtime.generation.answers.message_format import HARMONY_TAGS, MUSE_TAGS, begun_message, message_format
 from runtime.generation.answers.message_reader import MessageReader, Reader
-from runtime.generation.chat_template import opens_reasoning, tags_of
+from runtime.generation.chat_template import opens_reasoning, structural_markers, tags_of
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Answer
@@ -69,7 +69,7 @@ class ReasoningTracker:
         self._num_given_chars = 0
         # How answers are structured beyond tags; then a reader tells the reasoning, instead of ids.
         self.messages = None if tokenizer is None else message_format(tokenizer)
-        self.dropped: tuple[str, ...] = getattr(tokenizer, "structural_markers", None) or ()
+        self.dropped: tuple[str, ...] = () if tokenizer is None else structural_markers(tokenizer)
         self.begun = ""
         self._reader: Reader | None = None
         if tokenizer is not None and self.messages is not None:
@@ -79,9 +79,9 @@ class ReasoningTracker:
             self.is_thinking = self._reader.is_reasoning
         elif tokenizer is not None and (tags := tags_of(tokenizer)) is not None:
             self.tags, (self._start, self._end) = tags
-            self.is_thinking = opens_reasoning(tokenizer, prompt, self._start, self._end)
+            self.is_thinking = opens_reasoning(tokenizer, prompt)
         self.began_thinking = self.is_thinking
-        if self.dropped:
+        if self.dropped or (self.tags[0] and not self._start):
             self._reader = reader_of(self)
 
     @property

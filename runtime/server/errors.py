@@ -115,6 +115,9 @@ _MAX_PROBLEMS = 1000
 # pydantic's names of the members of a union, which it adds to the location of an error.
 _UNION_MEMBER = re.compile(r"(constrained-)?(str|int|float|bool|dict|none)|[A-Z]\w*|.*\[.*", re.DOTALL)
 
+# The types of a format of answers, which it adds likewise.
+_FORMAT_TYPES = ("text", "json_object", "json_schema")
+
 # Expected types, by the type of pydantic's error.
 _EXPECTED_TYPES = {
     "string_type": "text",
@@ -206,7 +209,7 @@ def _location(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     for i, part in enumerate(loc):
         # The first part is the name of a field, which the client may have made up to look like a member.
         is_member = i > 0 and isinstance(part, str) and _UNION_MEMBER.fullmatch(part) is not None
-        is_format_type = i > 0 and isinstance(part, str) and loc[i - 1] == "response_format"
+        is_format_type = i > 0 and part in _FORMAT_TYPES and loc[i - 1] in ("response_format", "format")
         if not (is_member or is_format_type):
             location.append(part)
     return tuple(location)

@@ -75,6 +75,27 @@ def test_a_continued_message_may_begin_with_its_reasoning(template: str, text: s
     assert ReasoningTracker(tokenizer, prompt).is_thinking is ("</think>" not in text)
 
 
+@sweep(
+    ("template", "reasoned"),
+    [
+        (_OPENING, "<|assistant|><think>\nwhy</think>"),  # which is open already
+        (_CLOSED, "<|assistant|><think>why</think>"),
+        (_TAGLESS, "<|assistant|><think>why</think>"),
+    ],
+)
+def test_a_continued_message_keeps_its_reasoning(template: str, reasoned: str) -> None:
+    asked = {"role": "user", "content": "What does <think> mean?"}
+    begun = {"role": "assistant", "reasoning_content": "why", "prefix": True}
+    for text in ("It ", ""):
+        rendered = render_chat_template([asked, {**begun, "content": text}], speaking(template))
+        assert rendered.endswith(f"mean?<|end|>\n{reasoned}{text}")
+    own = render_chat_template([asked, {**begun, "content": "<think>Hm"}], speaking(template))
+    assert own.endswith("mean?<|end|>\n<|assistant|><think>Hm")
+    # Where none is wanted, the text follows what the template writes for that.
+    off = render_chat_template([asked, {**begun, "content": "It"}], speaking(_CLOSED), enable_thinking=False)
+    assert "why" not in off
+
+
 # --- where reasoning opens ------------------------------------------------------------------------
 
 _ENDLESS = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
@@ -101,6 +122,61 @@ def test_only_where_an_answer_begins_a_tag_opens_its_reasoning(messages: Any, sw
     assert ReasoningTracker(tokenizer, prompt).is_thinking is is_open
 
 
+TAGS = [
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|thought_begin|>", "<|thought_end|>"),
+    ("◁think▷", "◁/think▷"),
+    ("<think:opensource>", "</think:opensource>"),
+]
+
+
+@sweep("is_begun", [False, True])
+@sweep(("opening", "closing", "are_tokens"), [*((*tags, True) for tags in TAGS), (*TAGS[0], False), (*THINK, False)])
+def test_the_tags_of_every_family_are_those_of_reasoning(
+    opening: str, closing: str, are_tokens: bool, is_begun: bool
+) -> None:
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens([opening, closing] if are_tokens else [], special_tokens=True)
+    # Tags that are ordinary text are known by the template, which has one of them at least.
+    base.chat_template = _TAGLESS.replace("trim", f"trim | replace('{closing}', '')")
+    base.chat_template += f"{{% if is_begun %}}{opening}\n{{% endif %}}"
+    tokenizer = TokenizerWrapper(base)
+    asked = [{"role": "user", "content": f"What does {opening} mean?"}]
+    rendered = render_chat_template(asked, tokenizer, is_begun=is_begun)
+    answer = ReasoningTracker(tokenizer, tokenizer.encode(rendered, add_special_tokens=False))
+    assert answer.is_thinking is is_begun
+    text = ("" if is_begun else opening) + f"\nHm.{closing}\nA tag: {closing}"
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        piece = tokenizer.decode([token])
+        answer.add(token, piece, piece)
+    answer.is_over = True
+    assert (answer.thinking.strip(), answer.said.strip()) == ("Hm.", f"A tag: {closing}")
+
+
+@sweep("tags", [THINK, *TAGS])
+def test_reasoning_is_on_unless_it_is_switched_off_whatever_the_tags(tags: tuple[str, str]) -> None:
+    """mlx-lm switches it off where it does not know the tags."""
+    template = _OPENING.replace(THINK[0], tags[0]).replace(THINK[1], tags[1])
+    tokenizer = templated(template, *tags)
+    assert render_chat_template([USER], tokenizer).endswith(f"<|assistant|>{tags[0]}\n")
+    assert render_chat_template([USER], tokenizer, enable_thinking=False).rstrip().endswith(tags[1])
+
+
+def test_markers_around_an_answer_are_no_part_of_it() -> None:
+    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
+    base.add_tokens([*TAGS[2], "<|START_RESPONSE|>", "<|END_RESPONSE|>"], special_tokens=True)
+    tokenizer = TokenizerWrapper(base)
+    answer = ReasoningTracker(tokenizer, [1])
+    said = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"
+    for token in tokenizer.encode(said, add_special_tokens=False):
+        piece = tokenizer.decode([token])
+        answer.add(token, piece, piece)
+    assert (answer.thinking, answer.said) == ("Hm.", "Yes.")
+
+
 # --- switches -------------------------------------------------------------------------------------
 
 
@@ -121,7 +197,9 @@ def _switched(condition: str, more: str = "") -> str:
         (_switched("thinking | default(false)"), "thinking"),
         (_switched("thinking | default(true)"), "thinking"),
         (_switched("thinking_mode | default('enabled') == 'enabled'"), "thinking_mode"),
+        (_switched("thinking_mode | default('chat') == 'thinking'"), "thinking_mode"),
         (_switched("thinking_budget | default(-1) != 0"), "thinking_budget"),
+        (_switched("not (disable_thinking | default(false))"), "disable_thinking"),
         (_switched("enable_reasoning | default(true)"), "enable_reasoning"),
         (_switched("reasoning", "{% set reasoning = reasoning | default(true) %}"), "reasoning"),
         (_switched("reasoning_effort | default('no_think') in ('high', 'low')"), "reasoning_effort"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -201,9 +202,12 @@ def test_calls_that_a_template_leaves_out_are_written_as_the_model_writes_them()
     )
 
 
-def test_calls_of_no_known_format_are_left_out_where_the_template_leaves_them_out() -> None:
+def test_calls_of_no_known_format_are_written_as_json_where_the_template_leaves_them_out() -> None:
     without_format = templated(TEMPLATES["lfm2"].replace("<|tool_list_start|>", ""))
-    assert render_chat_template(CALLED, without_format) == "<|user|>one<|assistant|><|tool|>sunny<|assistant|>"
+    written = '{"name": "look", "arguments": {"city": "Lima"}}'
+    assert (
+        render_chat_template(CALLED, without_format) == f"<|user|>one<|assistant|>{written}<|tool|>sunny<|assistant|>"
+    )
 
 
 def test_reasoning_joins_the_text_beside_a_call_where_one_alone_is_taken() -> None:
@@ -285,6 +289,19 @@ def test_another_tool_template_is_probed_by_itself() -> None:
     two = [system(), system("second"), user("one")]
     assert render_chat_template(two, tokenizer).count("<|system|>") == 2
     assert render_chat_template(two, tokenizer, tools=TOOLS).count("<|system|>") == 1
+
+
+@sweep("calls", [["x"], [{"id": "callid001"}], {"id": "callid001"}, 5])
+@sweep("family", TEMPLATES)
+def test_calls_of_no_known_form_are_text_or_an_error_of_the_prompt(family: str, calls: Any) -> None:
+    chat = [user("one"), {**says(""), "tool_calls": calls}, result("sunny")]
+    with contextlib.suppress(runtime.PromptError):
+        assert "one" in render_chat_template(chat, templated(TEMPLATES[family]))
+
+
+def test_a_message_with_calls_is_not_continued() -> None:
+    with pytest.raises(runtime.PromptError, match="cannot continue a message with tool calls"):
+        render_chat_template([user("one"), calls(FINE, prefix=True)], templated(TEMPLATES["chatml"]))
 
 
 def test_an_error_that_no_repair_helps_is_the_templates_own() -> None:

@@ -77,6 +77,8 @@ HISTORIES: list[tuple[str, list[Any], str, str | None]] = [
      "see\nT\nurl\nfound\nT\nurl\nfound\nwhich? a", None),
     (MESSAGES, [said({"type": "server_tool_use", "id": "s", "name": "x", "input": {}}), user(text("a"))],
      "[server_tool_use omitted]", "server_tool_use"),
+    # jundot/omlx #3754
+    (MESSAGES, [user({"type": "tool_addition", "tool": {}}, text("a"))], "[tool_addition omitted]\na", ""),
     (MESSAGES, [said({"type": "redacted_thinking", "data": "x"}, text("b")), user(text("a"))], "b", None),
     (CHAT, [user(text("see"), URL), SAID, user(text("on"))], "see\n[image omitted]", "image_url"),
     (CHAT, [user({"type": "input_audio", "input_audio": {"data": ""}}), SAID, user(text("on"))], "[audio omitted]", ""),
@@ -168,6 +170,41 @@ async def test_the_input_of_an_earlier_call_may_be_anything(server: Served, give
     answer = await server.ask(MESSAGES, {"messages": [user(text("a")), said(call), result(text("Invalid JSON"))]})
     assert answer.status == 200
     assert server.tokenizer.seen[-1][1]["tool_calls"][0]["function"]["arguments"] == arguments
+    if given is not None:  # which is a field that is missing
+        called = {**CALLED, "arguments": given}
+        assert (await server.ask(RESPONSES, {"input": [user(text("a")), called, output(text("b"))]})).status == 200
+        assert server.tokenizer.seen[-1][1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@on_server(limits=SHORT)
+@sweep(
+    ("given", "content"),
+    [
+        ({"a": [1, None]}, '{"a": [1, null]}'),
+        (["x", "é"], '["x", "é"]'),
+        ([{"text": "x"}], '[{"text": "x"}]'),
+        (5, "5"),
+        (None, ""),
+    ],
+)
+async def test_the_result_of_a_tool_may_be_any_json(server: Served, given: Any, content: str) -> None:
+    for path, conversation in (
+        (CHAT, [{"role": "tool", "tool_call_id": "t", "content": given}]),
+        (MESSAGES, [USED, user({"type": "tool_result", "tool_use_id": "t", "content": given})]),
+        (RESPONSES, [CALLED, {"type": "function_call_output", "call_id": "c", "output": given}]),
+    ):
+        assert (await server.ask(path, body_of(path, conversation))).status == 200
+        assert server.tokenizer.seen[-1][-1]["content"] == content
+    # What people say is text.
+    assert (await server.ask(CHAT, {"messages": [{"role": "user", "content": given or 5}]})).status == 400
+
+
+@on_server(limits=SHORT)
+async def test_a_text_behind_a_call_does_not_part_it_from_its_result(server: Served) -> None:
+    items = [user(text("a")), CALLED, SAID, output(text("b")), user(text("on"))]
+    assert (await server.ask(RESPONSES, {"input": items})).status == 200
+    _, answer, result, _ = server.tokenizer.seen[-1]
+    assert (answer["content"], len(answer["tool_calls"]), result["role"]) == ("no", 1, "tool")
 
 
 # --- Claude Code's header in the system's message -------------------------------------------------
@@ -187,6 +224,7 @@ async def test_the_billing_header_of_claude_code_is_no_part_of_the_prompt(server
             for path, body in (
                 (MESSAGES, {**HELLO, "system": system}),
                 (CHAT, {"messages": [{"role": "system", "content": system}, *HELLO["messages"]]}),
+                (MESSAGES, {"messages": [{"role": "system", "content": system}, *HELLO["messages"]]}),
                 (RESPONSES, {"input": [{"role": "developer", "content": system}, *HELLO["messages"]]}),
             ):
                 assert (await server.ask(path, body)).status == 200
@@ -295,6 +333,7 @@ CHOICES: list[tuple[str, Any, Any, str | None, str | None]] = [
     (MESSAGES, [{"type": "code_execution_20250825", "name": "run"}], {"type": "tool", "name": "run"}, None,
      "code_execution_20250825.run cannot be called here"),
     (CHAT, [{"type": "browser_search"}], "auto", "tools.browser_search", None),
+    (CHAT, [{"type": "browser_search"}], {"type": "auto"}, "tools.browser_search", None),
     (CHAT, [{"type": "browser_search"}], "any", None, "browser_search cannot be called here"),
     (CHAT, [CUSTOM], CUSTOM, None, "custom.p cannot be called here"),
 ]  # fmt: skip

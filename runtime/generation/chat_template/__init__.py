@@ -10,7 +10,7 @@ reasoning, and `answer_start` where it begins an answer.
 from runtime.generation.chat_template.answer_start import begins_answer, opens_reasoning, space_before_closing
 from runtime.generation.chat_template.rendering import render_chat_template
 from runtime.generation.chat_template.switches import asks_for_reasoning, lacks_switch, thinking_switch
-from runtime.generation.chat_template.tags import tags_of
+from runtime.generation.chat_template.tags import structural_markers, tags_of
 
 __all__ = [
     "asks_for_reasoning",
@@ -19,6 +19,7 @@ __all__ = [
     "opens_reasoning",
     "render_chat_template",
     "space_before_closing",
+    "structural_markers",
     "tags_of",
     "thinking_switch",
 ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.generation.chat_template.known import ANSWER_MARK, QUESTION, USER_MARK, AnswerStart, known_of, tried_with
+from runtime.generation.chat_template.known import AnswerStart, known_of
+from runtime.generation.chat_template.plain import ANSWER_MARK, QUESTION, USER_MARK, tried_with
 from runtime.generation.chat_template.switches import thinking_switch
 from runtime.generation.chat_template.tags import last_index, tags_of
 
@@ -63,24 +64,30 @@ def begins_answer(tokenizer: Any, prompt: Sequence[int]) -> bool:
     return any(end.endswith(text.rstrip()) for text in start.prompts)
 
 
-def opens_reasoning(tokenizer: Any, prompt: Sequence[int], tag: tuple[int, ...], end: tuple[int, ...]) -> bool:
-    """Whether the answer to a prompt begins within the reasoning, whose opening and closing tags are given as ids.
+def opens_reasoning(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Whether the answer to a prompt begins within the reasoning.
 
     The opening tag counts only where an answer begins: in what the template adds for it, or at the beginning of the
     message that it continues. In any other place it is a word.
     """
-    if tag[0] not in prompt:
+    if (tags := tags_of(tokenizer)) is None:
         return False
-    prompt = list(prompt)
-    last_end, at = last_index(prompt, end), len(prompt)
-    while (at := last_index(prompt[:at], tag)) > last_end:
-        after = prompt[at + len(tag) :]
-        if not tokenizer.eos_token_ids.isdisjoint(after):
+    (opening, closing), (opening_ids, closing_ids) = tags
+    # What stands before the last closing tag does not matter, nor a long text without an opening one.
+    rest = list(prompt[last_index(prompt, closing_ids) + 1 :])
+    if opening_ids and opening_ids[0] not in rest:
+        return False
+    begin = rest.index(opening_ids[0]) if opening_ids else 0
+    text = tokenizer.decode(rest[max(0, begin - _MAX_START_TOKENS) :])
+    ends = [end for id in tokenizer.eos_token_ids if (end := tokenizer.decode([id]))]
+    last_end, at = text.rfind(closing), len(text)
+    while (at := text.rfind(opening, 0, at)) > last_end:
+        after = text[at + len(opening) :]
+        if any(end in after for end in ends):
             return False
-        start = answer_start(tokenizer)
-        if start is None or (len(after) < _MAX_START_TOKENS and not tokenizer.decode(after).strip()):
+        if (start := answer_start(tokenizer)) is None or not after.strip():
             return True
-        before, header = tokenizer.decode(prompt[max(0, at - _MAX_START_TOKENS) : at]).rstrip(), start.header.strip()
+        before, header = text[:at].rstrip(), start.header.strip()
         if header and before.endswith(header):
-            return header not in tokenizer.decode(after)
+            return header not in after
     return False

@@ -1,20 +1,16 @@
-"""What is known of a tokenizer's chat template, and the template itself as a function."""
+"""What is known of a tokenizer's chat template."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import attrs
 
-from runtime.generation.chat_template.probes import Needs, tried
-from runtime.generation.chat_template.repairs import Chat, Message
+from runtime.generation.chat_template.probes import Needs
 
-# Texts by which the places of messages in a rendered text are found.
-USER_MARK, ANSWER_MARK = "userone", "answerone"
-QUESTION: Message = {"role": "user", "content": USER_MARK}
+# The opening and the closing tag of reasoning, and the ids of each.
+Tags = tuple[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
 
 
 @attrs.frozen
@@ -49,6 +45,7 @@ class KnownTemplate:
     switches: list[ThinkingSwitch | None] = attrs.field(factory=list)  # empty before the first question
     starts: list[AnswerStart | None] = attrs.field(factory=list)
     closings: list[str] = attrs.field(factory=list)
+    tags: list[Tags | None] = attrs.field(factory=list)
 
 
 _known: WeakKeyDictionary[Any, KnownTemplate] = WeakKeyDictionary()
@@ -60,17 +57,3 @@ def known_of(tokenizer: Any) -> KnownTemplate:
     if known is None or known.template != template:
         known = _known[tokenizer] = KnownTemplate(template)
     return known
-
-
-def plain(tokenizer: Any, switches: Mapping[str, Any], chat: Chat) -> str:
-    """The text that a template makes of a chat. Raises: whatever it raises, as it is third-party code."""
-    variables = {"add_generation_prompt": True, **switches, "tokenize": False}
-    if chat.tools:
-        variables["tools"] = [dict(tool) for tool in chat.tools]
-    # Copies: some templates modify the messages.
-    return cast(str, tokenizer.apply_chat_template([dict(message) for message in chat.messages], **variables))
-
-
-def tried_with(tokenizer: Any, *messages: Message, **switches: Any) -> str | None:
-    """The text of messages with variables of the template; None if it raises an error."""
-    return tried(partial(plain, tokenizer, switches), Chat(messages))

@@ -174,7 +174,7 @@ def needs_of(render: Render, *, has_tools: bool, calls_in_content: Repair | None
     Args:
         render: the template; it may raise anything.
         has_tools: whether it gets tools; it may be another template then.
-        calls_in_content: the repair of this name; None if the format of the model's calls is not known.
+        calls_in_content: the repair of this name; None if a call is no part of a content.
     """
     tools = (_TOOL,) if has_tools else ()
     called = Chat(_CALLED, tools)
@@ -185,8 +185,9 @@ def needs_of(render: Render, *, has_tools: bool, calls_in_content: Repair | None
     first: tuple[Repair, ...] = ()
     if not (takes_calls := _takes(render, called)):
         first = (arguments_as_json,) if _takes(render, arguments_as_json(called)) else ()
-    elif calls_in_content is not None and not writes_calls() and writes_calls(calls_in_content):
-        first = (calls_in_content,)
+    elif calls_in_content is not None and not writes_calls():
+        both = _takes(render, calls_in_content(called), ("argumentmark", "resultone"))
+        first = (calls_in_content,) if both else ()
     # Without calls that can be written, no probe with calls says anything.
     writes_arguments = writes_calls(*first) or (not takes_calls and writes_calls(calls_as_text))
     always: set[Repair] = set(first if takes_calls else ())
@@ -290,7 +291,9 @@ def _words_of(chat: Chat) -> Counter[str]:
     texts: list[str] = []
     for message in chat.messages:
         texts.append(_plain_text(message.get("content")))
-        texts += (_plain_text(call.get("function")) for call in message.get("tool_calls") or ())
+        calls = message.get("tool_calls")
+        listed = calls if isinstance(calls, (list, tuple)) else ()
+        texts += (_plain_text(call.get("function")) for call in listed if isinstance(call, Mapping))
     return _words("\n".join(texts))
 
 

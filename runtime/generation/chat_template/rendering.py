@@ -11,9 +11,19 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError
 from runtime.generation.answers.message_format import message_format
-from runtime.generation.chat_template.known import ANSWER_MARK, known_of, plain
+from runtime.generation.chat_template.answer_start import space_before_closing
+from runtime.generation.chat_template.known import known_of
+from runtime.generation.chat_template.plain import ANSWER_MARK, plain
 from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, tried, without_loss
-from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message, Repair, calls_in_content
+from runtime.generation.chat_template.repairs import (
+    OF_DROPPED,
+    REPAIRS,
+    Chat,
+    Message,
+    Repair,
+    as_json,
+    calls_in_content,
+)
 from runtime.generation.chat_template.switches import with_known_effort, with_own_switch
 from runtime.generation.chat_template.tags import tags_of
 from runtime.generation.tool_calls.call_format import call_format, written_layout
@@ -77,12 +87,12 @@ def _needs(tokenizer: Any, *, has_tools: bool) -> Needs:
 
 
 def _calls_in_content(tokenizer: Any) -> Repair | None:
-    format = call_format(tokenizer)
     # A call that is a message of its own, or has a header of its own, is no part of a content.
-    if format is None or message_format(tokenizer) is not None:
+    if message_format(tokenizer) is not None:
         return None
-    layout = written_layout(format, tokenizer.chat_template)
-    return None if layout is None else calls_in_content(partial(written_calls, format, layout))
+    format = call_format(tokenizer)
+    layout = None if format is None else written_layout(format, tokenizer.chat_template)
+    return calls_in_content(as_json if format is None or layout is None else partial(written_calls, format, layout))
 
 
 # --- answers that continue a message --------------------------------------------------------------
@@ -96,6 +106,10 @@ def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, 
     reasoning, or if the text has a tag of its own for the reasoning.
     """
     *before, last = turns
+    if last.get("tool_calls"):
+        raise PromptError(
+            'an answer cannot continue a message with tool calls, which is complete; leave out its "prefix"'
+        )
     text = cast(str, last.get("content") or "")
     fresh = _rendered(before, tokenizer, {**switches, "add_generation_prompt": True}) if before else ""
     marked = [*before, {**last, "content": ANSWER_MARK}]
@@ -108,9 +122,16 @@ def _continued(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, 
     if not fresh or (tags := tags_of(tokenizer)) is None:
         return lead + text
     start, end = tags[0]
-    is_open = fresh.rfind(start) > fresh.rfind(end)
+    # What the user says may have tags, too.
+    ended = _rendered(before, tokenizer, {**switches, "add_generation_prompt": False})
+    begun = fresh.removeprefix(ended) or fresh
+    is_open = begun.rfind(start) > begun.rfind(end)
     if text.lstrip().startswith(start):
         return (fresh[: fresh.rfind(start)] if is_open and not fresh.endswith(end) else fresh) + text
     added = lead.removeprefix(fresh) if lead.startswith(fresh) else None
+    thoughts = thoughts if isinstance(thoughts := last.get("reasoning_content"), str) else ""
+    if thoughts.strip() not in (added or "") and not begun.rstrip().endswith(end):
+        # Templates leave the reasoning of earlier answers out, and this answer is not over.
+        return fresh + ("" if is_open else start) + thoughts + space_before_closing(tokenizer) + end + text
     has_empty_reasoning = added is not None and start in added and not added.replace(start, "").replace(end, "").strip()
     return (fresh if (is_open and end in text) or (has_empty_reasoning and not is_open) else lead) + text

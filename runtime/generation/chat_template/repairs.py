@@ -160,6 +160,13 @@ def calls_in_content(write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], 
     return _on_messages(lambda messages: list(map(changed, messages)))
 
 
+def as_json(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """The text of calls for models whose own format is not known."""
+    return "\n".join(
+        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls
+    )
+
+
 @_on_messages
 def calls_one_by_one(messages: Sequence[Message]) -> Sequence[Message]:
     """Give each call a message of its own, followed by its result."""

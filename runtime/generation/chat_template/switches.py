@@ -6,20 +6,23 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.generation.chat_template.known import QUESTION, USER_MARK, ThinkingSwitch, known_of, tried_with
+from runtime.generation.chat_template.known import ThinkingSwitch, known_of
+from runtime.generation.chat_template.plain import QUESTION, USER_MARK, tried_with
 
 # Names of switches and their values for on and off. The last ones are also levels of effort in other templates.
 _SWITCHES = (
     ThinkingSwitch("enable_thinking", True, False),
     ThinkingSwitch("thinking", True, False),
     ThinkingSwitch("thinking_mode", "enabled", "disabled"),
+    ThinkingSwitch("thinking_mode", "thinking", "chat"),
     ThinkingSwitch("thinking_budget", -1, 0),
 )
 _EFFORT_SWITCHES = tuple(ThinkingSwitch("reasoning_effort", "high", off) for off in ("none", "no_think"))
 # Other names are looked for in the template.
 _SWITCH_NAME = re.compile(
-    r"(?<![\w.'\"])((?:enable_|use_|is_|with_)?(?:think|thinking|reason|reasoning)(?:_enabled|_on)?)(?!\w)"
+    r"(?<![\w.'\"])((?:enable_|use_|is_|with_|disable_|no_|skip_)?(?:think|thinking|reason|reasoning)(?:_enabled|_on)?)(?!\w)"
 )
+_NEGATIONS = ("disable_", "no_", "skip_")
 
 
 def thinking_switch(tokenizer: Any) -> ThinkingSwitch | None:
@@ -33,7 +36,8 @@ def thinking_switch(tokenizer: Any) -> ThinkingSwitch | None:
 def _found_switch(tokenizer: Any, template: Any) -> ThinkingSwitch | None:
     sources = template.values() if isinstance(template, Mapping) else [template]
     names = {name: None for text in sources if isinstance(text, str) for name in _SWITCH_NAME.findall(text)}
-    for switch in (*_SWITCHES, *(ThinkingSwitch(name, True, False) for name in names), *_EFFORT_SWITCHES):
+    named = (ThinkingSwitch(name, not (off := name.startswith(_NEGATIONS)), off) for name in names)
+    for switch in (*_SWITCHES, *named, *_EFFORT_SWITCHES):
         on, off = (tried_with(tokenizer, QUESTION, **{switch.name: value}) for value in (switch.on, switch.off))
         if on is None or off is None:
             continue

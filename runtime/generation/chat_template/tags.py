@@ -1,36 +1,63 @@
-"""The tags around a model's reasoning, as text and as token ids."""
+"""The tags around a model's reasoning, as text and as token ids, and other markers of its answers' structure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import cast
-
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+import re
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, cast
 
 from runtime.generation.answers.message_format import special_tokens_of
+from runtime.generation.chat_template.known import Tags, known_of
 
-# Tags that mlx-lm does not know: Magistral's and Ministral's, Seed-OSS', Apertus' and MiniMax M3's.
-_FURTHER_TAGS = (
-    ("[THINK]", "[/THINK]"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|inner_prefix|>", "<|inner_suffix|>"),
-    ("<mm:think>", "</mm:think>"),
-)
+# Names of tags: "<think>", "[THINK]", "<seed:think>", "<reasoning>", "<|START_THINKING|>", Apertus' "<|inner_prefix|>".
+_NAME = re.compile(r"think|thought|reason|inner_prefix", re.IGNORECASE)
+# Tags that are ordinary text, which only a template names.
+_IN_TEMPLATE = re.compile(r"</?((?:\w+:)?(?:think|thinking|thought|reasoning)(?::\w+)?)>")
+_CLOSING_WORDS = (("START", "END"), ("start", "end"), ("begin", "end"), ("prefix", "suffix"))
+# Markers around the answer after the reasoning, of which mlx-lm does not know: Cohere's.
+_AROUND_ANSWERS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 
 
-def tags_of(tokenizer: TokenizerWrapper) -> tuple[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]] | None:
-    """The opening and the closing tag of a model's reasoning, and the ids of each; None if it has none."""
+def tags_of(tokenizer: Any) -> Tags | None:
+    """The opening and the closing tag of a model's reasoning, and the ids of each; None if it has none.
+
+    A tag that is ordinary text has no ids of its own, since its neighbours decide on its tokens.
+    """
+    known = known_of(tokenizer)
+    if not known.tags:
+        known.tags.append(_found_tags(tokenizer, known.template))
+    return known.tags[0]
+
+
+def _found_tags(tokenizer: Any, template: Any) -> Tags | None:
     if tokenizer.has_thinking:
-        tags = cast(tuple[str, str], (tokenizer.think_start, tokenizer.think_end))
-        return tags, (tuple(tokenizer.think_start_tokens or ()), tuple(tokenizer.think_end_tokens or ()))
-    known = special_tokens_of(tokenizer)
-    for opening, closing in _FURTHER_TAGS:
-        if opening in known and closing in known:
-            return (opening, closing), ((known[opening],), (known[closing],))
+        texts = cast(tuple[str, str], (tokenizer.think_start, tokenizer.think_end))
+        return texts, (tuple(tokenizer.think_start_tokens or ()), tuple(tokenizer.think_end_tokens or ()))
+    tokens = special_tokens_of(tokenizer)
+    for opening in filter(_NAME.search, tokens):
+        if closing := _closing(opening, tokens):
+            return (opening, closing), ((tokens[opening],), (tokens[closing],))
+    sources = template.values() if isinstance(template, Mapping) else [template]
+    for name in _IN_TEMPLATE.findall("\n".join(source for source in sources if isinstance(source, str))):
+        return (f"<{name}>", f"</{name}>"), ((), ())
     return None
 
 
+def _closing(opening: str, tokens: Container[str]) -> str | None:
+    """The closing tag among some tokens, if one of them is the tag that opens; None without one."""
+    slashed = re.sub(r"(?=\w)", "/", opening, count=1)
+    others = (opening.replace(begin, end) for begin, end in _CLOSING_WORDS)
+    return next((text for text in (slashed, *others) if text != opening and text in tokens), None)
+
+
+def structural_markers(tokenizer: Any) -> tuple[str, ...]:
+    """Markers of the structure of answers besides those of reasoning and calls; they are part of no text."""
+    tokens = special_tokens_of(tokenizer)
+    of_cohere = (marker for marker in _AROUND_ANSWERS if marker in tokens)
+    return (*(getattr(tokenizer, "structural_markers", None) or ()), *of_cohere)
+
+
 def last_index(tokens: Sequence[int], wanted: tuple[int, ...]) -> int:
-    """Where the last occurrence of some tokens begins; -1 if there is none."""
-    starts = (i for i in range(len(tokens) - len(wanted), -1, -1) if tokens[i] == wanted[0])
+    """Where the last occurrence of some tokens begins; -1 if there is none, or if none are wanted."""
+    starts = (i for i in range(len(tokens) - len(wanted), -1, -1) if wanted and tokens[i] == wanted[0])
     return next((i for i in starts if tuple(tokens[i : i + len(wanted)]) == wanted), -1)

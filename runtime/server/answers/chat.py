@@ -154,11 +154,13 @@ def checked_tools(listed: Any, choice: Any, is_parallel: bool | None) -> Tools |
 
     Args:
         listed, is_parallel: see `tools_of`.
-        choice: likewise, or a function or the allowed tools as an object.
+        choice: likewise, also as the type of an object, or a function or the allowed tools as an object.
 
     Raises: ErrorResponse: a tool or the choice is invalid.
     """
     allowed: list[Any] | None = None
+    if isinstance(choice, Mapping) and set(choice) == {"type"}:
+        choice = choice["type"]
     match choice:
         case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
             choice = mode

@@ -6,10 +6,11 @@ a conversation with an image in it can go on. Only in what the user asks now, it
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import BeforeValidator, Discriminator, Tag
 
 from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack
 from runtime.server.errors import ErrorResponse
@@ -131,6 +132,15 @@ Kinds = (
 Part = Annotated[Kinds, Discriminator(kind_of_part)]
 Content = str | BoundedList[Part]
 
+
+def as_text_or_parts(value: Any) -> Any:
+    """What a client gives for a tool's result or arguments: as JSON, unless it is null, text or a list of parts."""
+    is_content = value is None or isinstance(value, str) or (isinstance(value, list) and all(map(type_of, value)))
+    return value if is_content else json.dumps(value, ensure_ascii=False)
+
+
+Result = Annotated[Content | None, BeforeValidator(as_text_or_parts)]
+
 # How the first line of Claude Code's instructions begins. It has a number that changes with each request.
 _BILLING = "x-anthropic-billing-header:"
 
@@ -171,7 +181,8 @@ def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], 
     """Check what the user asks, in the last message but for the system's.
 
     A part that cannot be read is refused unless two texts follow it in the message, of which the first may be the
-    question about the part: some clients join what the user says after an error to the message that was refused.
+    question about the part: some clients join what the user says after an error to the message that was refused. What
+    agents say there of their tools is never what the user asks about.
 
     Args:
         messages: of the conversation, or its items.
@@ -187,7 +198,8 @@ def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], 
     parts = last.content if isinstance(last.content, list) else ()  # type: ignore[union-attr]
     texts = [index for index, part in enumerate(parts) if isinstance(part, TextPart) and part.text.strip()]
     for index, part in enumerate(parts):
-        if isinstance(part, OtherPart) and part.text is None and not any(index < text for text in texts[-2:-1]):
+        is_asked = isinstance(part, OtherPart) and part.text is None and "tool" not in part.type
+        if is_asked and not any(index < text for text in texts[-2:-1]):
             where = f"{field}.{said[-1]}.content.{index}"
             what = {"image": "images", "video": "videos", "file": "files"}.get(_plain(part.type), _plain(part.type))
             raise ErrorResponse(

@@ -9,7 +9,7 @@ import attrs
 
 from runtime.generation.answers.message_format import message_format
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template import tags_of
+from runtime.generation.chat_template import structural_markers, tags_of
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.request import GenerationRequest
@@ -103,7 +103,7 @@ def _special_texts(tokenizer: Any) -> dict[int, str]:
     """The texts of special tokens by id, without those that mark reasoning and calls."""
     messages, tags = message_format(tokenizer), tags_of(tokenizer)
     marks = [getattr(tokenizer, name, None) or "" for name in _MARKS]
-    marks += [*getattr(tokenizer, "structural_markers", ()), *(messages.marks if messages else ()), *(tags or ((),))[0]]
+    marks += [*structural_markers(tokenizer), *(messages.marks if messages else ()), *(tags or ((),))[0]]
     added = getattr(tokenizer, "added_tokens_decoder", {})
     texts = {id: tokenizer.decode([id]) for id, token in added.items() if token.special}
     return {id: text for id, text in texts.items() if not any(text in mark for mark in marks)}

@@ -15,6 +15,7 @@ from runtime.server.answers.content import (
     CachedBody,
     Content,
     Kinds,
+    Result,
     TextPart,
     check_asked,
     joined,
@@ -48,7 +49,7 @@ class ToolResultBlock(CachedBody):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Content | None = None
+    content: Result = None
     is_error: bool | None = None
 
 
@@ -178,8 +179,8 @@ class MessagesRequest(ChatBody, CachedBody):
         return functions, choice, None if alone is None else not alone
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        if self.system:
-            yield {"role": "system", "content": joined(self.system, is_system=True)}
+        if system := joined(self.system or "", is_system=True):
+            yield {"role": "system", "content": system}
         check_asked(self.messages, "messages", lambda message: message.has_results)
         for message in self.messages:
             yield from _messages_of(message)
@@ -187,16 +188,12 @@ class MessagesRequest(ChatBody, CachedBody):
 
 def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
     """The messages of a chat that a message stands for: in a chat, results of tools are messages of their own."""
-    if isinstance(message.content, str):
-        yield {"role": message.role, "content": message.content}
-        return
-    calls = [
-        call_of(block.id, block.name, block.arguments) for block in message.content if isinstance(block, ToolUseBlock)
-    ]
-    results = [block for block in message.content if isinstance(block, ToolResultBlock)]
+    blocks = message.content if isinstance(message.content, list) else [TextPart(type="text", text=message.content)]
+    calls = [call_of(block.id, block.name, block.arguments) for block in blocks if isinstance(block, ToolUseBlock)]
+    results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     for result in results:
         yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": _result(result)}
-    rest = [block for block in message.content if not isinstance(block, (ToolUseBlock, ToolResultBlock))]
+    rest = [block for block in blocks if not isinstance(block, (ToolUseBlock, ToolResultBlock))]
     if rest or calls or not results:
         plain: dict[str, Any] = {"role": message.role, "content": joined(rest, is_system=message.role == "system")}
         if reasoning := reasoning_in(rest):

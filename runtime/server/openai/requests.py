@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, ValidationInfo
 
 from runtime.generation.text import Prompt
 from runtime.server.answers.body import Body, NoEffect, SentBack
 from runtime.server.answers.chat import ChatBody, call_of
 from runtime.server.answers.client_tools import callable_in_chat, custom_arguments, label_of
-from runtime.server.answers.content import Content, check_asked, joined, line_of, reasoning_in
+from runtime.server.answers.content import Content, as_text_or_parts, check_asked, joined, line_of, reasoning_in
 from runtime.server.answers.request import (
     GenerationBody,
     GenerationRequest,
@@ -62,11 +62,15 @@ class StreamOptions(Body):
 _OLD_CALL_ID = "call_0"
 
 
+def _content(value: Any, info: ValidationInfo) -> Any:
+    return as_text_or_parts(value) if info.data.get("role") in ("tool", "function") else value
+
+
 class Message(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Content | None = None
+    content: Annotated[Content | None, BeforeValidator(_content)] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="another name of `reasoning_content`")

@@ -7,12 +7,21 @@ from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import attrs
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack, parse_request
 from runtime.server.answers.chat import ChatBody, Effort, call_of
 from runtime.server.answers.client_tools import custom_arguments, label_of
-from runtime.server.answers.content import Content, Part, check_asked, joined, line_of, type_of
+from runtime.server.answers.content import (
+    Content,
+    Part,
+    Result,
+    as_text_or_parts,
+    check_asked,
+    joined,
+    line_of,
+    type_of,
+)
 from runtime.server.answers.request import (
     AnyJson,
     AnyText,
@@ -57,7 +66,7 @@ class FunctionCallItem(SentBackItem):
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(as_text_or_parts)]
 
 
 class CustomCallItem(SentBackItem):
@@ -85,13 +94,13 @@ class ToolOutputItem(Body):
     id: str | None = Field(None, description="of the call, for `local_shell_call_output`")
     call_id: str | None = None
     status: SentBack = None
-    output: Content
+    output: Result
 
 
 class ItemReference(Body):
     """An item of the output of an earlier response, by its id."""
 
-    type: Literal["item_reference"]
+    type: Literal["item_reference"] | None = None
     id: str
 
 
@@ -117,8 +126,10 @@ _KINDS = {
 
 
 def _kind(item: Any) -> str | None:
-    """The tag of an item; for a message, clients may leave its type out."""
-    type = "message" if isinstance(item, dict) and "type" not in item else type_of(item)
+    """The tag of an item; for a message, clients may leave its type out, and for a reference."""
+    type = type_of(item)
+    if isinstance(item, dict) and item.get("type") is None:
+        type = "item_reference" if "id" in item and "role" not in item else "message"
     return None if type is None else _KINDS.get(type, "Other")
 
 
@@ -163,7 +174,8 @@ def messages_of(items: Iterable[Any], tools: OfferedTools) -> list[dict[str, Any
                 if thought := joined(item.content or []):
                     message["reasoning_content"] = thought
             case MessageItem(role="assistant"):
-                answer_without("content", "tool_calls")["content"] = joined(item.content)
+                # Beside calls before it: a result must follow its call.
+                answer_without("content")["content"] = joined(item.content)
             case FunctionCallItem():
                 call(item, tools.name_of(item.name, item.namespace), item.arguments)
             case CustomCallItem():
@@ -173,7 +185,7 @@ def messages_of(items: Iterable[Any], tools: OfferedTools) -> list[dict[str, Any
                 call(item, "local_shell", json.dumps(given, ensure_ascii=False))
             case ToolOutputItem():
                 answer = None
-                result = {"role": "tool", "content": joined(item.output)}
+                result = {"role": "tool", "content": joined(item.output or "")}
                 if id := item.call_id or item.id:
                     result["tool_call_id"] = id
                 messages.append(result)
