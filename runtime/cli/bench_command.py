@@ -15,9 +15,8 @@ from protocol.errors import SettingsError
 from protocol.validation import check_number, must_be
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import Value, add_flags, parse_value
-from runtime.cli.command import Command
+from runtime.cli.command import Command, follow_target
 from runtime.cli.flags import flag
-from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
 from runtime.measuring.report_files import check_report, local_paths, write_report
 from runtime.terminal.display import (

@@ -26,9 +26,8 @@ from runtime.cli.arguments.settings import (
     settings_of,
     with_tokens_of,
 )
-from runtime.cli.command import Command
+from runtime.cli.command import Command, follow_target
 from runtime.cli.flags import in_flags
-from runtime.cli.ranks import follow_target
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import (
     CommandOutcome,

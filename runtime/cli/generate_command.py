@@ -25,8 +25,7 @@ from runtime.cli.arguments.settings import (
     settings_of,
     with_tokens_of,
 )
-from runtime.cli.command import Command
-from runtime.cli.ranks import follow_target
+from runtime.cli.command import Command, follow_target
 from runtime.loading.model_spec import ModelSpec
 from runtime.persistence.prompt_cache_file import read_header
 from runtime.terminal.display import (

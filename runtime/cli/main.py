@@ -27,12 +27,11 @@ from runtime.cli import (
     distill_command,
     doctor_command,
     generate_command,
-    ranks,
     serve_command,
 )
 from runtime.cli.arguments.models import models_of
 from runtime.cli.batch import command as batch_command
-from runtime.cli.command import Command
+from runtime.cli.command import Command, follow, join_if_several
 from runtime.cli.flags import hint_for, in_flags
 from runtime.loading import blas
 from runtime.terminal.display import (
@@ -86,8 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         blas.check_environment()
         if arguments.blas is not None:
             blas.load_before_mlx(arguments.blas)
-        if ranks.join_if_several(arguments):
-            ranks.follow(arguments, models_of(arguments))
+        if join_if_several(arguments):
+            follow(arguments, models_of(arguments))
             return 0
         with printing_choices():
             return exit_status(arguments.command.run(arguments))

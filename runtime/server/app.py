@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
-from runtime.server.anthropic.bodies import AnthropicModel, AnthropicModelList, model_of, models_of
+from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelList, model_of, models_of
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.fair_threads import Background, in_thread
@@ -40,7 +40,6 @@ from runtime.server.models.reports import (
     health_report,
 )
 from runtime.server.openai import api as openai_api
-from runtime.server.openai import tokens as openai_tokens
 from runtime.server.operations import COMMON_ERRORS, Operation, description
 from runtime.server.responses import api as responses_api
 
@@ -265,7 +264,6 @@ OPERATIONS: tuple[Operation, ...] = (
     *openai_api.OPERATIONS,
     *responses_api.OPERATIONS,
     *anthropic_api.OPERATIONS,
-    *openai_tokens.OPERATIONS,
     _get_json("/version", _version, "version", "The server's version", Version),
     _get_json("/v1/models", _list_models, "models", "The served models", ModelList),
     _get_json("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),

@@ -53,10 +53,10 @@ from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Answer
 from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
-from runtime.server.answers.token_logprobs import token_bytes
+from runtime.server.answers.tokens import token_bytes
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.openai.bodies import Completion
+from runtime.server.openai.serializers import Completion
 
 FAILS = {"feed": range(8, 10_000)}
 

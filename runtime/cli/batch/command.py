@@ -26,8 +26,7 @@ from runtime.cli.arguments.settings import (
     with_tokens_of,
 )
 from runtime.cli.batch.files import AnswerFile, Question, check_regular, questions_in, unanswered
-from runtime.cli.command import Command
-from runtime.cli.ranks import follow_target
+from runtime.cli.command import Command, follow_target
 from runtime.terminal.display import CommandOutcome, Display, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
 from runtime.terminal.statistics_table import print_statistics

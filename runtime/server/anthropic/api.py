@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from runtime.engine.runtime import Runtime
 from runtime.server.answers.body import parse_request
-from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint
+from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint, endings
 from runtime.server.answers.preparation import encode_prompts
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.running import endings
-from runtime.server.anthropic.bodies import (
+from runtime.server.anthropic.requests import MessagesRequest
+from runtime.server.anthropic.serializer import (
     AnthropicMessage,
+    MessageSerializer,
     MessagesErrorBody,
     TokenCount,
     messages_error_body,
 )
-from runtime.server.anthropic.requests import MessagesRequest
-from runtime.server.anthropic.serializer import MessageSerializer
 from runtime.server.operations import ErrorForm, Operation
 
 _ERRORS = ErrorForm(MessagesErrorBody, messages_error_body)
