@@ -217,11 +217,7 @@ class Benchmark(ABC):
     # --- measuring --------------------------------------------------------------------------------
 
     async def measure(
-        self,
-        target: Source,
-        *drafts: Source,
-        group: RankGroup | None = None,
-        on_progress: Progress = lambda _: None,
+        self, target: Source, *drafts: Source, group: RankGroup | None = None, on_progress: Progress = lambda _: None
     ) -> dict[str, Any]:
         """Have all contenders decode all prompts, in turn.
 

@@ -17,15 +17,7 @@ from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
 from runtime.bench.benchmark import Benchmark, Case, Progress, plain_text, without_repeats
-from runtime.bench.contenders import (
-    PLAIN,
-    PLAIN_ON_RANKS,
-    Contender,
-    Length,
-    Lookahead,
-    Prompts,
-    Run,
-)
+from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Length, Lookahead, Prompts, Run
 from runtime.bench.figures import Report, Row
 from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.terminal.tables import Table

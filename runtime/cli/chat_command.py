@@ -19,13 +19,7 @@ import trio
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
 from protocol.reprs import shown
 from runtime.cli.arguments.models import add_models, models_of
-from runtime.cli.arguments.settings import (
-    add_settings,
-    check_template_flags,
-    limit_of,
-    settings_of,
-    with_tokens_of,
-)
+from runtime.cli.arguments.settings import add_settings, check_template_flags, limit_of, settings_of, with_tokens_of
 from runtime.cli.command import Command, follow_target
 from runtime.cli.flags import in_flags
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping

@@ -88,7 +88,7 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
         # Makes float32 really float32, before MLX computes: on CUDA and on Apple's M5 it is TF32 otherwise.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
-        from runtime.doctor.ranks import examine_ranks, report_on_ranks
+        from runtime.doctor.ranks import examine_ranks
         from runtime.doctor.report import check_examined, examine, load_of_others, price_tables, report
 
         models.use_device()
@@ -99,10 +99,10 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
             print_message(f"the machine is busy: a load of {load}; times will be too long, and speeds too low")
         if arguments.distributed:
             display.show_activity("examining the ranks")
-            found = report_on_ranks(examine_ranks(models.options.get("group")))
+            found = examine_ranks(models.options.get("group"))
             display.clear()
             # Printed now, since the target may fail to load.
-            print_sections(found)
+            print_sections([found])
         if not _examines_models(arguments):
             return CommandOutcome(finish_reason="complete")
         if arguments.check:

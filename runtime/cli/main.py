@@ -21,14 +21,7 @@ from typing import Any
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
-from runtime.cli import (
-    bench_command,
-    chat_command,
-    distill_command,
-    doctor_command,
-    generate_command,
-    serve_command,
-)
+from runtime.cli import bench_command, chat_command, distill_command, doctor_command, generate_command, serve_command
 from runtime.cli.arguments.models import models_of
 from runtime.cli.batch import command as batch_command
 from runtime.cli.command import Command, follow, join_if_several
@@ -60,10 +53,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 # Commands that earlier versions had, and what takes their place.
-REMOVED = {
-    "simulate": "outrider bench measures a pair on this machine",
-    "selftest": "use `outrider doctor --check`",
-}
+REMOVED = {"simulate": "outrider bench measures a pair on this machine", "selftest": "use `outrider doctor --check`"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

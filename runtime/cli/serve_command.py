@@ -274,8 +274,7 @@ def _name_drafter(spec: ServedModel) -> None:
 
 
 def _served(arguments: argparse.Namespace, models: Models, options: Mapping[str, Any]) -> Sequence[ServedModel]:
-    from runtime.server.models.config_file import read_models
-    from runtime.server.models.served_model import ServedModel
+    from runtime.server.models.served_model import ServedModel, read_models
 
     defaults = defaults_of(arguments)
     if arguments.config is not None:

@@ -715,7 +715,7 @@ async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(
 async def test_of_an_answer_only_so_much_is_remembered(server: Served, monkeypatch: Any) -> None:
     monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
     id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
-    _, record = server.timelines._timelines[id]
+    record = server.timelines._timelines[id]
     assert len(record.events) == 10
     assert record.num_lost > 0
 

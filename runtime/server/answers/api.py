@@ -52,8 +52,8 @@ class Event:
 class Serializer(ABC):
     """Serializer of the response to one request.
 
-    For a response as one body, `whole` is called once. For events, `first_events`, then `events` for the tokens as they
-    arrive, and at the end `last_events` or `error_events`.
+    For a response as one body, `whole` is called once. For events, `first_events` (of the first choice), then `events`
+    for the tokens as they arrive, and at the end `last_events` or `error_events`.
 
     Attributes:
         keep_alive: what is sent after `interval_s` without tokens if there are no `idle_events`.
@@ -82,9 +82,9 @@ class Serializer(ABC):
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         """The whole response as one body, for JSON."""
 
-    @abstractmethod
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
         """The events before any token, by which some APIs say that the request was accepted."""
+        return ()
 
     @abstractmethod
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:

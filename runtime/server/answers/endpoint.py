@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
@@ -41,43 +41,22 @@ class EndedAnswer(TypedDict):
     status: Literal["cancelled", "in_progress"]
 
 
-@attrs.define(eq=False)
-class RunningAnswers:
-    """The choices of the answers that are being generated, by the ids of their responses."""
-
-    _by_id: dict[str, Choices] = attrs.field(factory=dict, init=False)
-
-    @classmethod
-    def of(cls, context: ServerContext) -> RunningAnswers:
-        """Those of a server."""
-        return context.kept(cls, lambda _: cls())
-
-    @contextmanager
-    def listed(self, choices: Choices) -> Iterator[None]:
-        """List an answer, whose first choice has begun, for as long as the block runs."""
-        id = choices.begun[0].serializer.id
-        self._by_id[id] = choices
-        try:
-            yield
-        finally:
-            self._by_id.pop(id, None)  # an API may have no ids
-
-    def find(self, id: str) -> Choices:
-        """The choices of an answer. Raises: ErrorResponse: none with this id is being generated."""
-        if id not in self._by_id:
-            raise ErrorResponse(404, "there is no such answer, or it has ended by itself", param="id")
-        return self._by_id[id]
+def _running(context: ServerContext, id: str) -> Choices:
+    """The choices of an answer. Raises: ErrorResponse: none with this id is being generated."""
+    if id not in context.running:
+        raise ErrorResponse(404, "there is no such answer, or it has ended by itself", param="id")
+    return context.running[id]
 
 
 async def _cancelled(context: ServerContext, request: Request) -> Response:
     id = request.path_params["id"]
-    RunningAnswers.of(context).find(id).cancel()
+    _running(context, id).cancel()
     return JSONResponse(EndedAnswer(id=id, status="cancelled"))
 
 
 async def _thought(context: ServerContext, request: Request) -> Response:
     id = request.path_params["id"]
-    for choice in RunningAnswers.of(context).find(id).begun:
+    for choice in _running(context, id).begun:
         if choice.stream is not None:
             choice.stream.end_thinking()
     return JSONResponse(EndedAnswer(id=id, status="in_progress"))
@@ -108,9 +87,6 @@ def endings(path: str, name: str, errors: ErrorForm = COMMON_ERRORS) -> tuple[Op
 # few milliseconds.
 SHORT_RESPONSE = 512
 
-InThread = Callable[[Callable[[], bytes]], Awaitable[bytes]]
-"""Runs a function in another thread; see `ServerContext.in_thread`."""
-
 # Most tokens of a response, with the likely others that they name, that wait for a client slower than the models; some
 # 5 MB. An answer within this bound ends and makes room for the next stream whether or not its client reads.
 _MAX_BUFFERED = 2**14
@@ -122,7 +98,7 @@ _EVENT_HEADERS = [
 
 
 async def send_whole(
-    choices: Choices, request: GenerationRequest, send: Send, in_thread: InThread
+    choices: Choices, request: GenerationRequest, send: Send, context: ServerContext
 ) -> OutriderError | None:
     """Send the response as one body, once all of its generations have ended.
 
@@ -141,21 +117,21 @@ async def send_whole(
     num_named = request.num_named * sum(map(len, tokens.values()))
     is_long = num_named > SHORT_RESPONSE or request.num_scored is not None
     first = choices.begun[0].serializer
-    whole = partial(first.whole_of, choices.begun)
-    body = await _made(lambda: bytes(JSONResponse(whole()).body), is_long, in_thread)
-    headers = {first.id_header.decode(): first.id}
-    response = Response(body, media_type="application/json", headers=headers)
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body})
+
+    def make() -> Response:
+        return JSONResponse(first.whole_of(choices.begun), headers={first.id_header.decode(): first.id})
+
+    await _send_response(await context.in_thread(make) if is_long else make(), send)
     return None
 
 
-async def _made(make: Callable[[], bytes], is_long: bool, in_thread: InThread) -> bytes:
-    return await in_thread(make) if is_long else make()
+async def _send_response(response: Response, send: Send) -> None:
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body})
 
 
 async def send_events(
-    choices: Choices, request: GenerationRequest, send: Send, in_thread: InThread
+    choices: Choices, request: GenerationRequest, send: Send, context: ServerContext
 ) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
@@ -172,40 +148,30 @@ async def send_events(
         events: Callable[[], Iterable[Event]], *, is_long: bool = False, otherwise: str = "", is_last: bool = False
     ) -> None:
         nonlocal written_at
-        made = await _made(lambda: "".join(event.encoded() for event in events()).encode(), is_long, in_thread)
-        body = made or otherwise.encode()
+
+        def make() -> str:
+            return "".join(event.encoded() for event in events())
+
+        body = ((await context.in_thread(make) if is_long else make()) or otherwise).encode()
         if body or is_last:
             await send({"type": "http.response.body", "body": body, "more_body": not is_last})
             written_at = trio.current_time()
 
     # Events may be long with the log-probabilities of the prompt before an answer, or of the answer at its end.
     has_logprobs = request.num_logprobs is not None
-    num_introduced = 0
-    echoing: set[int] = set()  # choices whose next events begin with the prompt
-
-    async def introduce() -> None:
-        """Write the first events of the choices that have begun since the last call, one choice after the other."""
-        nonlocal num_introduced
-        while num_introduced < len(choices.begun):
-            index, choice = num_introduced, choices.begun[num_introduced]
-            num_introduced += 1
-            if request.echoes:
-                echoing.add(index)
-            await write(partial(choice.serializer.first_events, choice.statistics()))
-
+    begun: set[int] = set()  # choices some of whose events were written
     first = choices.begun[0].serializer
     headers = [(b"content-type", first.content_type), (first.id_header, first.id.encode()), *_EVENT_HEADERS]
     max_at_once = max(1, SHORT_RESPONSE // request.num_named)
     async with _tokens(choices, max(1, _MAX_BUFFERED // request.num_named)) as (take, failures):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await introduce()
+        await write(partial(first.first_events, choices.begun[0].statistics()))
         while (batch := await _batch(take, max_at_once, first.interval_s)) is not None:
-            await introduce()
             for index, tokens in batch.items():
                 choice = choices.begun[index]
                 make = partial(choice.serializer.events, tokens, choice.statistics())
-                await write(make, is_long=has_logprobs and index in echoing)
-                echoing.discard(index)
+                await write(make, is_long=has_logprobs and request.echoes and index not in begun)
+                begun.add(index)
             # Also where the text of all tokens is withheld, as that of a long call may be.
             if trio.current_time() - written_at >= first.interval_s:
                 idle_events = partial(first.idle_events, choices.begun[0].statistics())
@@ -353,8 +319,7 @@ class TokenizerEndpoint(Generic[R]):
                 response = await self._context.in_thread(make, length)
         except OutriderError as error:
             raise error_response_of(error, field) from error
-        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": response.body})
+        await _send_response(response, send)
 
 
 @attrs.frozen
@@ -415,8 +380,12 @@ class Endpoint:
                 begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
                 with closing(Choices(begins, model.runtime.max_streams)) as choices:
                     await choices.begin_first()
-                    with RunningAnswers.of(self._context).listed(choices):
-                        outcome.failure = await send_answer(choices, request, send, self._context.in_thread)
+                    id = choices.begun[0].serializer.id
+                    self._context.running[id] = choices
+                    try:
+                        outcome.failure = await send_answer(choices, request, send, self._context)
+                    finally:
+                        self._context.running.pop(id, None)  # an API may have no ids
                 if outcome.failure is None and model.runtime.reads_when_idle:
                     await preparation.expect_next_turn(choices.begun[0].stream)
         except OutriderError as error:

@@ -53,10 +53,7 @@ OPERATIONS = (
     Operation(
         "/v1/messages/count_tokens",
         lambda context: TokenizerEndpoint(
-            context,
-            _conversation,
-            _token_count,
-            lambda request: (request.prompt_field, request.prompt_length),
+            context, _conversation, _token_count, lambda request: (request.prompt_field, request.prompt_length)
         ),
         "count_tokens",
         "Number of tokens of a conversation",
