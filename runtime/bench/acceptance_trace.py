@@ -83,16 +83,6 @@ def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
         raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
 
 
-def read_trace(path: Path) -> list[TracedText]:
-    """The texts of a file that `write_trace` wrote."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        fields = json.loads(line)
-        drafts = tuple([tuple([(token, sure) for token, sure in chain]) for chain in fields["drafts"]])
-        found.append(TracedText(fields["category"], tuple(fields["prompt"]), tuple(fields["text"]), drafts))
-    return found
-
-
 @attrs.frozen
 class _RecordingPolicy(ChainPolicy):
     """Proposes what the drafter itself has drafted, without copies, and notes it."""

@@ -103,7 +103,7 @@ class Conversation:
         made = self._made
 
         def begin() -> TrioTokenStream:
-            return made_conversation(made).stream(text, **keywords)
+            return made.result_now().stream(text, **keywords)
 
         stream = TokenStream(self._portal, begin)
         self._last = weakref.ref(stream)
@@ -137,7 +137,7 @@ class Conversation:
         self._check_idle("call its tools")
         results = await self._caller.results(self.pending_calls, self._portal.thread.call_function)
         if results:
-            made_conversation(self._made).add_results(results)
+            self._made.result_now().add_results(results)
         return bool(results)
 
     async def save(self, path: SessionFile) -> int:
@@ -145,7 +145,7 @@ class Conversation:
         self._portal.thread.check_caller()
         self._check_idle("save the conversation")
         made = self._made
-        return await self._portal.call(lambda: made_conversation(made).save(path))
+        return await self._portal.call(lambda: made.result_now().save(path))
 
     def reset(self) -> None:
         """Forget everything but the system message. Raises: as `save`."""
@@ -168,14 +168,6 @@ class Conversation:
 
     def _check_idle(self, what: str) -> None:
         self._caller.check_idle(what, self._is_answering, self._portal.thread.how_to_close)
-
-
-def made_conversation(made: Call[TrioConversation]) -> TrioConversation:
-    """The conversation that a call has made. Raises: why it could not be made."""
-    if made.value is None:
-        assert made.error is not None, "calls are made in order"
-        raise made.error
-    return made.value
 
 
 P = ParamSpec("P")

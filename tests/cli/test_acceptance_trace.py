@@ -11,9 +11,10 @@ import trio
 from command_line import refusal
 from mlx_lm.generate import generate_step
 from models import greedy
+from traced_models import read_trace
 
 from protocol.errors import SettingsError
-from runtime.bench.acceptance_trace import AcceptanceTrace, TracedText, read_trace, traced, write_trace
+from runtime.bench.acceptance_trace import AcceptanceTrace, TracedText, traced, write_trace
 from runtime.terminal.display import OutputError
 
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21])

@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
 from functools import partial
 from typing import Any
@@ -303,49 +303,38 @@ class ConnectionSlots:
         self._free = trio.Semaphore(number)
         self._keeps_idle = True
         self._connections: dict[Connection, None] = {}  # in the order in which they became idle, if they are idle
-        self._retired: set[Connection] = set()  # those of them that were closed to make room
 
     async def take(self) -> None:
-        """Wait for a free place and take it, for a connection that is then added. Cancellation: none is taken."""
-        self._make_room(1 + self._num_waiting)
+        """Wait for a free place and take it, for a connection that then holds it. Cancellation: none is taken."""
+        if self._free.value == 0:
+            self.close_idle()
         await self._free.acquire()
 
+    @contextmanager
+    def holding(self, connection: Connection) -> Iterator[None]:
+        """Hold the place that was taken for a connection until the end of the block."""
+        self._connections[connection] = None
+        try:
+            yield
+        finally:
+            del self._connections[connection]
+            self._free.release()
+
     def close_idle(self) -> None:
-        """Close the connection that has been idle for the longest, if there is one."""
+        """Close the connection that has been idle for the longest, if there is one; that may be under way already."""
         for connection in self._connections:
-            if connection.is_idle and connection not in self._retired:
-                self._retired.add(connection)
+            if connection.is_idle:
                 connection.retire()
                 return
-
-    @property
-    def _num_waiting(self) -> int:
-        return self._free.statistics().tasks_waiting
-
-    def _make_room(self, num_waiting: int) -> None:
-        """Close an idle connection, unless there is a place, or will be, for everybody who waits."""
-        if num_waiting > self._free.value + len(self._retired):
-            self.close_idle()
-
-    def add(self, connection: Connection) -> None:
-        """Add a connection that has taken a place."""
-        self._connections[connection] = None
-
-    def remove(self, connection: Connection) -> None:
-        """Remove a connection that has ended, and free its place."""
-        del self._connections[connection]
-        self._retired.discard(connection)
-        self._free.release()
 
     def note_idle(self, connection: Connection) -> None:
         """To be called when a connection becomes idle."""
         del self._connections[connection]
         self._connections[connection] = None
-        self._retired.discard(connection)  # a request had come already
         if not self._keeps_idle:
             connection.retire()
-        else:
-            self._make_room(self._num_waiting)
+        elif self._free.statistics().tasks_waiting:
+            self.close_idle()
 
     def retire_all(self) -> None:
         """Close all idle connections, and from now on each that becomes idle or is added."""
@@ -387,14 +376,11 @@ async def serve(
         connection = Connection(
             app, stream, stopping, stalled_s=limits.stalled_s, idle_s=limits.idle_s, when_idle=slots.note_idle
         )
-        slots.add(connection)
-        # A failure of one connection must not affect the others.
-        try:
-            await connection.run()
-        except Exception:
-            logger.exception("a connection has failed")
-        finally:
-            slots.remove(connection)
+        with slots.holding(connection):
+            try:
+                await connection.run()
+            except Exception:  # a failure of one connection must not affect the others
+                logger.exception("a connection has failed")
 
     limited = [_LimitedListener(listener, slots) for listener in listeners]
     async with trio.open_nursery() as handlers:
