@@ -29,13 +29,14 @@ from runtime.terminal.display import (
     Output,
     OutputError,
     cut_message,
+    ending_of,
     print_message,
+    print_statistics,
     print_stderr,
     stderr_console,
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
-from runtime.terminal.statistics_table import ending_of, print_statistics
 from runtime.terminal.tables import show_pairs
 from runtime.terminal.word_wrap import WordWrap
 

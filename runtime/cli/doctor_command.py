@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import trio
 
-from protocol.errors import OutriderError, SettingsError
+from protocol.errors import SettingsError
 from protocol.settings import NGRAM
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import add_flags
@@ -24,6 +24,7 @@ from runtime.measuring.report_files import check_report, local_paths, write_repo
 from runtime.terminal.display import (
     CommandOutcome,
     Display,
+    UnfinishedError,
     print_message,
     print_sections,
     print_text,
@@ -31,10 +32,6 @@ from runtime.terminal.display import (
 )
 from runtime.terminal.signals import exit_on_signal
 from runtime.terminal.tables import Section, Table
-
-
-class CheckError(OutriderError):
-    """A check has failed: something is not exact on this device."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +120,9 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
     print_sections(sections)
     outcome = CommandOutcome(finish_reason="complete")
     if num_failed := sum(mark == "FAILED" for mark, _ in checks):
-        outcome.failure = CheckError(f"{num_failed} of {len(checks)} checks failed; paste --report FILE into an issue")
+        outcome.failure = UnfinishedError(
+            f"{num_failed} of {len(checks)} checks failed; paste --report FILE into an issue"
+        )
     return outcome
 
 

@@ -58,18 +58,12 @@ def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | M
     tokenizer_config = _json(arguments, "tokenizer_config")
     if arguments.chat_template is not None:
         tokenizer_config["chat_template"] = _text_or_file(arguments.chat_template)
-    return _spec(arguments, "", path, tokenizer_config=tokenizer_config, model_config=_json(arguments, "model_config"))
+    return _spec(arguments, "", path, tokenizer_config=tokenizer_config)
 
 
 def draft_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
     """The draft model, with its loading options."""
-    return _spec(
-        arguments,
-        "draft_",
-        path,
-        model_config=_json(arguments, "draft_model_config"),
-        draft_vocabulary=arguments.draft_vocabulary,
-    )
+    return _spec(arguments, "draft_", path, draft_vocabulary=arguments.draft_vocabulary)
 
 
 def names_of_draft(arguments: argparse.Namespace) -> list[str]:
@@ -85,6 +79,7 @@ def _spec(arguments: argparse.Namespace, prefix: str, path: str | Path, **others
         revision=getattr(arguments, f"{prefix}revision"),
         trust_remote_code=arguments.trust_remote_code,
         quantize=_quantize(getattr(arguments, f"{prefix}quantize")),
+        model_config=_json(arguments, f"{prefix}model_config"),
         **others,
     )
     return path if spec.is_plain else spec

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import attrs
 import trio
@@ -33,55 +33,206 @@ from runtime.server.middleware import TOKENS
 from runtime.server.operations import COMMON_ERRORS, ErrorForm, Operation
 from runtime.server.timelines import Timeline
 
-
-class EndedAnswer(TypedDict):
-    """An answer that ends now: all of it, or its reasoning."""
-
-    id: str
-    status: Literal["cancelled", "in_progress"]
+Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
+"""A request, and what makes the serializer of its response, or of one of its choices."""
 
 
-def _running(context: ServerContext, id: str) -> Choices:
-    """The choices of an answer. Raises: ErrorResponse: none with this id is being generated."""
-    if id not in context.running:
-        raise ErrorResponse(404, "there is no such answer, or it has ended by itself", param="id")
-    return context.running[id]
+B = TypeVar("B")
 
 
-async def _cancelled(context: ServerContext, request: Request) -> Response:
-    id = request.path_params["id"]
-    _running(context, id).cancel()
-    return JSONResponse(EndedAnswer(id=id, status="cancelled"))
+class TextBody(RequestBody):
+    """The body of a request about a text: its field that has the text, and the characters or tokens in it."""
+
+    prompt_field: ClassVar[str]
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of characters or tokens."""
+        return len(getattr(self, self.prompt_field) or "")
 
 
-async def _thought(context: ServerContext, request: Request) -> Response:
-    id = request.path_params["id"]
-    for choice in _running(context, id).begun:
-        if choice.stream is not None:
-            choice.stream.end_thinking()
-    return JSONResponse(EndedAnswer(id=id, status="in_progress"))
+R = TypeVar("R", bound=TextBody | GenerationRequest)
 
 
-def endings(path: str, name: str, errors: ErrorForm = COMMON_ERRORS) -> tuple[Operation, ...]:
-    """The operations that end answers to requests to a path, which are called `name`."""
+async def read_request(context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive) -> B:
+    """The body of a request, parsed; in another thread if it is long.
 
-    def post(word: str, respond: Callable[..., Awaitable[Response]], summary: str) -> Operation:
-        return Operation(
-            f"{path}/{{id}}/{word}",
-            lambda context: partial(respond, context),
-            f"{word}_{name}",
-            summary,
-            EndedAnswer,
-            "POST",
-            errors=errors,
-            statuses=("404",),
-        )
+    Raises:
+        ErrorResponse: the request is rejected.
+        ClientGone: the client has left.
+    """
+    # Before the body is read, so that a client need not send one that cannot be admitted.
+    context.admission.check()
+    limits = context.limits
+    with context.body_memory.claim() as claim:
+        body = await read_body(scope, receive, limits.max_body_bytes, limits.body_s, claim)
+        # A long one is not parsed on trio's thread, which serves everybody.
+        if len(body) <= SHORT:
+            return parse(body)
+        return await context.in_thread(partial(parse, body), len(body))
 
-    return (
-        post("cancel", _cancelled, f"End a {name} that is being generated, with what there is by now"),
-        post("end_thinking", _thought, f"End the reasoning of a {name} that is being generated"),
+
+def model_of(context: ServerContext, request: RequestBody | GenerationRequest) -> str:
+    """The name of a request's model.
+
+    A server of one model takes any name, as clients have their own, unless it is strict.
+
+    Raises: ErrorResponse: there is none of that name; or the server is strict, and the request has an unknown field.
+    """
+    if context.is_strict:
+        request.ignored.refuse()
+    is_any = len(context.models.specs) == 1 and not context.is_strict
+    return context.find_model(None if is_any else request.model, param="model")
+
+
+@attrs.frozen
+class TokenizerEndpoint(Generic[R]):
+    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body.
+
+    Attributes:
+        parse: parses and validates a body; may raise ErrorResponse.
+        result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
+    """
+
+    _parse: Callable[[bytes], R]
+    _result: Callable[[R, Runtime], Mapping[str, Any]]
+    _context: ServerContext
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises: ErrorResponse: the request is rejected; nothing was sent.
+
+        Cancellation: as for `ServerContext.in_thread`.
+        """
+        with suppress(ClientGone):
+            body = await read_request(self._context, self._parse, scope, receive)
+            model_name = model_of(self._context, body)
+            await while_there(receive, partial(self._respond, body, model_name, body.ignored.named_by(send)))
+
+    async def _respond(self, body: R, model_name: str, send: Send) -> None:
+        try:
+            async with self._context.models.use(model_name) as model:
+                runtime = model.runtime
+                # The JSON of a long result takes a while, too.
+                make = lambda: JSONResponse(self._result(body, runtime))  # noqa: E731
+                response = await self._context.in_thread(make, body.prompt_length)
+        except OutriderError as error:
+            raise error_response_of(error, body.prompt_field) from error
+        await _send_response(response, send)
+
+
+@attrs.frozen
+class Endpoint:
+    """An ASGI application that generates for one type of request.
+
+    Attributes:
+        parse: parses and validates a body, in another thread if it is long; may raise ErrorResponse.
+    """
+
+    _context: ServerContext
+    _parse: Callable[[bytes], Parsed]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
+
+        Cancellation: ends the generation.
+        """
+        context, outcome, client = self._context, RequestOutcome(), client_address(scope)
+        try:
+            request, make_serializer = await read_request(context, self._parse, scope, receive)
+            outcome.model = model_of(context, request)
+            with context.admission.admit():
+                named = request.ignored.named_by(send)
+                await while_there(receive, partial(self._respond, request, make_serializer, client, outcome, named))
+        except ErrorResponse as error:
+            outcome.status = error.status
+            raise
+        except ClientGone:
+            pass
+        except Exception as error:
+            outcome.failure, outcome.status = error, 500  # the status that the application responds with
+            raise
+        finally:
+            context.metrics.count(outcome)
+            if outcome.streams:
+                num_generated = sum(stream.statistics().generated_tokens for stream in outcome.streams)
+                scope[TOKENS] = outcome.num_prompt_tokens, num_generated
+
+    async def _respond(
+        self,
+        request: GenerationRequest,
+        make_serializer: Callable[[BegunAnswer], Serializer],
+        client: str,
+        outcome: RequestOutcome,
+        send: Send,
+    ) -> None:
+        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent."""
+        assert outcome.model is not None
+        send_answer = send_events if request.stream else send_whole
+        try:
+            async with self._context.models.use(outcome.model) as model:
+                preparation = Preparation(self._context, model, request, client)
+                prompts = await preparation.prompts()
+                outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+                outcome.num_texts = request.num_choices * sum(prompt.read is None for prompt in prompts)
+                begin = partial(_begun, preparation, make_serializer, outcome)
+                begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
+                with closing(Choices(begins, model.runtime.max_streams)) as choices:
+                    await choices.begin_first()
+                    id = choices.begun[0].serializer.id
+                    self._context.running[id] = choices
+                    try:
+                        outcome.failure = await send_answer(choices, request, send, self._context)
+                    finally:
+                        self._context.running.pop(id, None)  # an API may have no ids
+                if outcome.failure is None and model.runtime.reads_when_idle:
+                    await preparation.expect_next_turn(choices.begun[0].stream)
+        except OutriderError as error:
+            raise error_response_of(error, request.prompt_field) from error
+        outcome.is_sent = outcome.failure is None and not choices.is_cancelled
+        if outcome.failure is not None and not request.stream:
+            raise error_response_of(outcome.failure) from outcome.failure
+
+
+def _begun(
+    preparation: Preparation,
+    make_serializer: Callable[[BegunAnswer], Serializer],
+    outcome: RequestOutcome,
+    prompt: PreparedPrompt,
+    number: int,
+    before: Sequence[Choice],
+) -> Choice:
+    """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
+    model, stream = preparation.model, None
+    if (read := prompt.read) is not None:
+        statistics: Callable[[], Statistics] = lambda: read  # noqa: E731
+    else:
+        NEW_READER.set(preparation.reader)
+        stream = model.runtime.stream(prompt.ids, prompt.settings_of_text(number))
+        outcome.streams.append(stream)
+        statistics = stream.statistics
+
+    def watch(id: str) -> Timeline:
+        assert stream is not None, "a request that watches its answer has one"
+        return model.timelines.watch(id, stream.session, stream.began)
+
+    answer = BegunAnswer(
+        preparation.request,
+        model.name,
+        preparation.tokenizer,
+        preparation.splitter(stream),
+        watch,
+        prompt.ids,
+        index=len(before),
+        counts_prompt=number == 0,
+        echo=prompt.echo,
+        score=prompt.score,
+        first=before[0].serializer if before else None,
+        defaults=model.runtime.defaults,
     )
+    return Choice(make_serializer(answer), stream, statistics)
 
+
+# --- sending --------------------------------------------------------------------------------------
 
 # Most tokens of a response, or with log-probabilities of its events, that are made on trio's thread at once: it takes a
 # few milliseconds.
@@ -244,191 +395,53 @@ async def _batch(
     return batch
 
 
-Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
-"""A request, and what makes the serializer of its response, or of one of its choices."""
+# --- answers that are being generated -------------------------------------------------------------
 
 
-B = TypeVar("B")
-R = TypeVar("R", bound=RequestBody | GenerationRequest)
+class EndedAnswer(TypedDict):
+    """An answer that ends now: all of it, or its reasoning."""
+
+    id: str
+    status: Literal["cancelled", "in_progress"]
 
 
-async def read_request(context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive) -> B:
-    """The body of a request, parsed; in another thread if it is long.
-
-    Raises:
-        ErrorResponse: the request is rejected.
-        ClientGone: the client has left.
-    """
-    # Before the body is read, so that a client need not send one that cannot be admitted.
-    context.admission.check()
-    limits = context.limits
-    with context.body_memory.claim() as claim:
-        body = await read_body(scope, receive, limits.max_body_bytes, limits.body_s, claim)
-        # A long one is not parsed on trio's thread, which serves everybody.
-        if len(body) <= SHORT:
-            return parse(body)
-        return await context.in_thread(partial(parse, body), len(body))
+def _running(context: ServerContext, id: str) -> Choices:
+    """The choices of an answer. Raises: ErrorResponse: none with this id is being generated."""
+    if id not in context.running:
+        raise ErrorResponse(404, "there is no such answer, or it has ended by itself", param="id")
+    return context.running[id]
 
 
-def model_of(context: ServerContext, request: RequestBody | GenerationRequest) -> str:
-    """The name of a request's model.
-
-    A server of one model takes any name, as clients have their own, unless it is strict.
-
-    Raises: ErrorResponse: there is none of that name; or the server is strict, and the request has an unknown field.
-    """
-    if context.is_strict:
-        request.ignored.refuse()
-    is_any = len(context.models.specs) == 1 and not context.is_strict
-    return context.find_model(None if is_any else request.model, param="model")
+async def _cancelled(context: ServerContext, request: Request) -> Response:
+    id = request.path_params["id"]
+    _running(context, id).cancel()
+    return JSONResponse(EndedAnswer(id=id, status="cancelled"))
 
 
-@attrs.frozen
-class TokenizerEndpoint(Generic[R]):
-    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body.
-
-    Attributes:
-        parse: parses and validates a body; may raise ErrorResponse.
-        result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
-        field_and_length: the name of the field that the tokenizer works on, and the characters or tokens in it.
-    """
-
-    _context: ServerContext
-    _parse: Callable[[bytes], R]
-    _result: Callable[[R, Runtime], Mapping[str, Any]]
-    _field_and_length: Callable[[R], tuple[str, int]]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected; nothing was sent.
-
-        Cancellation: as for `ServerContext.in_thread`.
-        """
-        context = self._context
-        with suppress(ClientGone):
-            body = await read_request(context, self._parse, scope, receive)
-            model_name = model_of(context, body)
-            await while_there(receive, partial(self._respond, body, model_name, body.ignored.named_by(send)))
-
-    async def _respond(self, body: R, model_name: str, send: Send) -> None:
-        field, length = self._field_and_length(body)
-        try:
-            async with self._context.models.use(model_name) as model:
-                runtime = model.runtime
-                # The JSON of a long result takes a while, too.
-                make = lambda: JSONResponse(self._result(body, runtime))  # noqa: E731
-                response = await self._context.in_thread(make, length)
-        except OutriderError as error:
-            raise error_response_of(error, field) from error
-        await _send_response(response, send)
+async def _thought(context: ServerContext, request: Request) -> Response:
+    id = request.path_params["id"]
+    for choice in _running(context, id).begun:
+        if choice.stream is not None:
+            choice.stream.end_thinking()
+    return JSONResponse(EndedAnswer(id=id, status="in_progress"))
 
 
-@attrs.frozen
-class Endpoint:
-    """An ASGI application that generates for one type of request.
+def endings(path: str, name: str, errors: ErrorForm = COMMON_ERRORS) -> tuple[Operation, ...]:
+    """The operations that end answers to requests to a path, which are called `name`."""
 
-    Attributes:
-        parse: parses and validates a body, in another thread if it is long; may raise ErrorResponse.
-    """
+    def post(word: str, respond: Callable[..., Awaitable[Response]], summary: str) -> Operation:
+        return Operation(
+            f"{path}/{{id}}/{word}",
+            lambda context: partial(respond, context),
+            f"{word}_{name}",
+            summary,
+            EndedAnswer,
+            "POST",
+            errors=errors,
+            statuses=("404",),
+        )
 
-    _context: ServerContext
-    _parse: Callable[[bytes], Parsed]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
-
-        Cancellation: ends the generation.
-        """
-        context, outcome, client = self._context, RequestOutcome(), client_address(scope)
-        try:
-            request, make_serializer = await read_request(context, self._parse, scope, receive)
-            outcome.model = model_of(context, request)
-            with context.admission.admit():
-                named = request.ignored.named_by(send)
-                await while_there(receive, partial(self._respond, request, make_serializer, client, outcome, named))
-        except ErrorResponse as error:
-            outcome.status = error.status
-            raise
-        except ClientGone:
-            pass
-        except Exception as error:
-            outcome.failure, outcome.status = error, 500  # the status that the application responds with
-            raise
-        finally:
-            context.metrics.count(outcome)
-            if outcome.streams:
-                num_generated = sum(stream.statistics().generated_tokens for stream in outcome.streams)
-                scope[TOKENS] = outcome.num_prompt_tokens, num_generated
-
-    async def _respond(
-        self,
-        request: GenerationRequest,
-        make_serializer: Callable[[BegunAnswer], Serializer],
-        client: str,
-        outcome: RequestOutcome,
-        send: Send,
-    ) -> None:
-        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent."""
-        assert outcome.model is not None
-        send_answer = send_events if request.stream else send_whole
-        try:
-            async with self._context.models.use(outcome.model) as model:
-                preparation = Preparation(self._context, model, request, client)
-                prompts = await preparation.prompts()
-                outcome.num_prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
-                outcome.num_texts = request.num_choices * sum(prompt.read is None for prompt in prompts)
-                begin = partial(_begun, preparation, make_serializer, outcome)
-                begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
-                with closing(Choices(begins, model.runtime.max_streams)) as choices:
-                    await choices.begin_first()
-                    id = choices.begun[0].serializer.id
-                    self._context.running[id] = choices
-                    try:
-                        outcome.failure = await send_answer(choices, request, send, self._context)
-                    finally:
-                        self._context.running.pop(id, None)  # an API may have no ids
-                if outcome.failure is None and model.runtime.reads_when_idle:
-                    await preparation.expect_next_turn(choices.begun[0].stream)
-        except OutriderError as error:
-            raise error_response_of(error, request.prompt_field) from error
-        outcome.is_sent = outcome.failure is None and not choices.is_cancelled
-        if outcome.failure is not None and not request.stream:
-            raise error_response_of(outcome.failure) from outcome.failure
-
-
-def _begun(
-    preparation: Preparation,
-    make_serializer: Callable[[BegunAnswer], Serializer],
-    outcome: RequestOutcome,
-    prompt: PreparedPrompt,
-    number: int,
-    before: Sequence[Choice],
-) -> Choice:
-    """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
-    model, stream = preparation.model, None
-    if (read := prompt.read) is not None:
-        statistics: Callable[[], Statistics] = lambda: read  # noqa: E731
-    else:
-        NEW_READER.set(preparation.reader)
-        stream = model.runtime.stream(prompt.ids, prompt.settings_of_text(number))
-        outcome.streams.append(stream)
-        statistics = stream.statistics
-
-    def watch(id: str) -> Timeline:
-        assert stream is not None, "a request that watches its answer has one"
-        return model.timelines.watch(id, stream.session, stream.began)
-
-    answer = BegunAnswer(
-        preparation.request,
-        model.name,
-        preparation.tokenizer,
-        preparation.splitter(stream),
-        watch,
-        prompt.ids,
-        index=len(before),
-        counts_prompt=number == 0,
-        echo=prompt.echo,
-        score=prompt.score,
-        first=before[0].serializer if before else None,
-        defaults=model.runtime.defaults,
+    return (
+        post("cancel", _cancelled, f"End a {name} that is being generated, with what there is by now"),
+        post("end_thinking", _thought, f"End the reasoning of a {name} that is being generated"),
     )
-    return Choice(make_serializer(answer), stream, statistics)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from runtime.engine.runtime import Runtime
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint, endings
@@ -52,9 +54,7 @@ OPERATIONS = (
     *endings("/v1/messages", "message", _ERRORS),
     Operation(
         "/v1/messages/count_tokens",
-        lambda context: TokenizerEndpoint(
-            context, _conversation, _token_count, lambda request: (request.prompt_field, request.prompt_length)
-        ),
+        partial(TokenizerEndpoint, _conversation, _token_count),
         "count_tokens",
         "Number of tokens of a conversation",
         TokenCount,

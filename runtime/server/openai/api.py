@@ -10,8 +10,8 @@ from typing_extensions import TypedDict
 
 from runtime.engine.runtime import Runtime
 from runtime.generation.text import encode_prompt, tokenized
-from runtime.server.answers.body import RequestBody, parse_request
-from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint, endings
+from runtime.server.answers.body import parse_request
+from runtime.server.answers.endpoint import Endpoint, Parsed, TextBody, TokenizerEndpoint, endings
 from runtime.server.answers.preparation import encode_prompts
 from runtime.server.answers.request import GenerationRequest, Ids
 from runtime.server.errors import ErrorResponse
@@ -21,18 +21,20 @@ from runtime.server.openai.serializers import ChatCompletion, ChatSerializer, Co
 from runtime.server.operations import Operation
 
 
-class TokenizeRequest(RequestBody):
+class TokenizeRequest(TextBody):
     """The body of a request to `/v1/tokenize`: a text as `prompt`, or a chat as `messages`."""
 
+    prompt_field = "prompt"
     prompt: str | None = Field(None, description="a text")
     add_special_tokens: bool | None = Field(None, description="whether special tokens are added; by default they are")
     return_token_strs: bool | None = Field(None, description="return the text of each token as `token_strs`")
     messages: Any = Field(None, description="a chat; other fields are those of `/v1/chat/completions`")
 
 
-class DetokenizeRequest(RequestBody):
+class DetokenizeRequest(TextBody):
     """The body of a request to `/v1/detokenize`: token ids."""
 
+    prompt_field = "tokens"
     tokens: Ids
 
 
@@ -56,10 +58,6 @@ def _parse_tokenize(body: bytes) -> TokenizeRequest | GenerationRequest:
     if (request.prompt is None) == (request.messages is None):
         raise ErrorResponse(400, "the body must have one of prompt and messages", param="prompt")
     return request if request.messages is None else parse_request(ChatRequest, body).generation()
-
-
-def _field_and_length(body: TokenizeRequest | GenerationRequest) -> tuple[str, int]:
-    return ("prompt", len(body.prompt or "")) if isinstance(body, TokenizeRequest) else ("messages", body.prompt_length)
 
 
 def _tokenized(body: TokenizeRequest | GenerationRequest, runtime: Runtime) -> Tokenized:
@@ -134,7 +132,7 @@ OPERATIONS = (
     *endings("/v1/chat/completions", "chat"),
     Operation(
         "/v1/tokenize",
-        lambda context: TokenizerEndpoint(context, _parse_tokenize, _tokenized, _field_and_length),
+        partial(TokenizerEndpoint, _parse_tokenize, _tokenized),
         "tokenize",
         "The token ids of a text or a chat",
         Tokenized,
@@ -144,12 +142,7 @@ OPERATIONS = (
     ),
     Operation(
         "/v1/detokenize",
-        lambda context: TokenizerEndpoint(
-            context,
-            lambda body: parse_request(DetokenizeRequest, body),
-            _detokenized,
-            lambda body: ("tokens", len(body.tokens)),
-        ),
+        partial(TokenizerEndpoint, partial(parse_request, DetokenizeRequest), _detokenized),
         "detokenize",
         "The text of token ids",
         Detokenized,

@@ -40,44 +40,41 @@ class ReasoningContent(TypedDict):
     text: str
 
 
-class OutputMessage(TypedDict):
+class _Item(TypedDict):
+    id: str
+    status: ItemStatus
+
+
+class OutputMessage(_Item):
     """The answer."""
 
-    id: str
     type: Literal["message"]
-    status: ItemStatus
     role: Literal["assistant"]
     content: list[OutputText]
 
 
-class OutputReasoning(TypedDict):
+class OutputReasoning(_Item):
     """The reasoning before the answer."""
 
-    id: str
     type: Literal["reasoning"]
-    status: ItemStatus
     summary: list[Any]
     content: list[ReasoningContent]
 
 
-class OutputFunctionCall(TypedDict):
+class OutputFunctionCall(_Item):
     """A call of a function."""
 
-    id: str
     type: Literal["function_call"]
-    status: ItemStatus
     call_id: str
     name: str
     namespace: NotRequired[str]
     arguments: str
 
 
-class OutputCustomCall(TypedDict):
+class OutputCustomCall(_Item):
     """A call of a custom tool."""
 
-    id: str
     type: Literal["custom_tool_call"]
-    status: ItemStatus
     call_id: str
     name: str
     namespace: NotRequired[str]
@@ -95,12 +92,10 @@ class ShellAction(TypedDict):
     user: NotRequired[str | None]
 
 
-class OutputShellCall(TypedDict):
+class OutputShellCall(_Item):
     """A call of the shell on the client's machine."""
 
-    id: str
     type: Literal["local_shell_call"]
-    status: ItemStatus
     call_id: str
     action: ShellAction
 
