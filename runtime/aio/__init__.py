@@ -22,8 +22,7 @@ from protocol.errors import WrongEventLoopError
 from protocol.reprs import shown
 
 if TYPE_CHECKING:
-    from runtime.bridge.conversation import Conversation
-    from runtime.bridge.runtime import Runtime
+    from runtime.bridge.runtime import Conversation, Runtime
     from runtime.bridge.streams import Completions, TokenStream
     from runtime.engine.opening import OpenArguments
     from runtime.loading.model_sources import Source
@@ -33,7 +32,7 @@ __all__ = ["Completions", "Conversation", "Opening", "Runtime", "TokenStream", "
 # The modules of names that are imported when they are used.
 _HOMES = {
     "Completions": "runtime.bridge.streams",
-    "Conversation": "runtime.bridge.conversation",
+    "Conversation": "runtime.bridge.runtime",
     "Runtime": "runtime.bridge.runtime",
     "TokenStream": "runtime.bridge.streams",
 }

@@ -23,10 +23,9 @@ from protocol.reprs import shown_path
 from protocol.settings import NGRAM, Settings
 from runtime.bench import figures
 from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
-from runtime.bench.contenders import ContenderRunner, Prompts
+from runtime.bench.contenders import Prompts
 from runtime.bench.figures import Report, Row
-from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
-from runtime.bench.one_stream import OneStreamPlan
+from runtime.bench.loaded_models import LoadedModels
 from runtime.loading.model_sources import Source
 from runtime.terminal.display import OutputError
 from runtime.terminal.tables import Table
@@ -84,16 +83,6 @@ def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
         raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
 
 
-def read_trace(path: Path) -> list[TracedText]:
-    """The texts of a file that `write_trace` wrote."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        fields = json.loads(line)
-        drafts = tuple([tuple([(token, sure) for token, sure in chain]) for chain in fields["drafts"]])
-        found.append(TracedText(fields["category"], tuple(fields["prompt"]), tuple(fields["text"]), drafts))
-    return found
-
-
 @attrs.frozen
 class _RecordingPolicy(ChainPolicy):
     """Proposes what the drafter itself has drafted, without copies, and notes it."""
@@ -111,42 +100,42 @@ class _RecordingPolicy(ChainPolicy):
         return nodes
 
 
+@attrs.define(kw_only=True, eq=False)
 class AcceptanceTrace(Benchmark):
-    """The traces of the first turns of some prompts. Each is decoded once, and no speed is measured."""
+    """The traces of the first turns of some prompts, in a `file`. Each is decoded once, and no speed is measured."""
 
-    plan: OneStreamPlan
+    file: Path
+    repeats: int = attrs.field(default=1, init=False)
+    _texts: list[TracedText] = attrs.field(init=False, factory=list)
+    _num_written: int = attrs.field(init=False, default=0)
 
-    def __init__(self, plan: OneStreamPlan, file: Path) -> None:
-        """Raises: SettingsError: the temperature is not 0."""
-        if plan.temperature > 0:
-            raise SettingsError(f"a trace of acceptance is of greedy texts, got temperature={plan.temperature:g}")
-        super().__init__(attrs.evolve(plan, repeats=1), [])
-        self._file = file
-        self._texts: list[TracedText] = []
-        self._num_written = 0
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        if self.temperature > 0:
+            raise SettingsError(f"a trace of acceptance is of greedy texts, got temperature={self.temperature:g}")
 
-    async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
+    async def measure(self, target: Source, *drafts: Source, **options: Any) -> dict[str, Any]:
         """Decode all prompts, and write the file.
 
-        Raises: what `OneStream.measure` raises; SettingsError: the drafter has no model; OutputError: of the file.
+        Raises: as `Benchmark.measure`; SettingsError: the drafter has no model; OutputError: of the file.
 
         Cancellation: takes effect after the current forward passes; the texts that were finished are written.
         """
-        if draft == NGRAM:
+        if drafts[0] == NGRAM:
             raise SettingsError("a trace of acceptance needs a drafter with a model; copies follow from the text")
         try:
-            await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
+            await super().measure(target, *drafts, **options)
         finally:
             if self._texts:
-                write_trace(self._file, self._texts)
+                write_trace(self.file, self._texts)
                 self._num_written = len(self._texts)
         return self.result()
 
     async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
     ) -> tuple[list[Case], list[Case]]:
         """Do everything: there is nothing to measure afterwards."""
-        plan, rounds = self.plan, list[tuple[int, list[Drafted]]]()
+        rounds = list[tuple[int, list[Drafted]]]()
 
         def make_policy(settings: Settings, prices: Prices) -> _RecordingPolicy:
             return _RecordingPolicy(DEPTH, overlaps=False, rounds=rounds)
@@ -155,10 +144,10 @@ class AcceptanceTrace(Benchmark):
         async with AsyncExitStack() as stack:
             stack.enter_context(models.evaluating_layers())
             runtime, _ = await models.open_runtime(stack, prefix_cache_bytes=0, make_policy=make_policy)
-            for number, (prompt, ids) in enumerate(zip(plan.prompts, prompts, strict=True), 1):
+            for number, (prompt, ids) in enumerate(zip(self.prompts, prompts, strict=True), 1):
                 on_progress(f"decoding text {number} of {len(prompts)}")
                 stop_tokens = ends if prompt.has_answers else ()
-                settings: dict[str, Any] = {"max_tokens": plan.max_tokens, "stop_tokens": stop_tokens}
+                settings: dict[str, Any] = {"max_tokens": self.max_tokens, "stop_tokens": stop_tokens}
                 rounds.clear()
                 completion = await runtime.generate(ids, lookahead=DEPTH, **settings)
                 text = [token.id for token in completion.tokens]
@@ -168,7 +157,7 @@ class AcceptanceTrace(Benchmark):
 
     @property
     def is_complete(self) -> bool:
-        return self._num_written == len(self.plan.prompts)
+        return self._num_written == len(self.prompts)
 
     @property
     def repeats_done(self) -> int:
@@ -179,7 +168,7 @@ class AcceptanceTrace(Benchmark):
         kinds = without_repeats(text.category for text in self._texts)
         by_kind = {kind or "all": [text for text in self._texts if text.category == kind] for kind in kinds}
         rows = [_row(kind, texts) for kind, texts in (by_kind | {"all": self._texts}).items()]
-        return {**self._facts(), "file": str(self._file), "rows": rows}
+        return {**self._facts(), "file": str(self.file), "rows": rows}
 
     def report(self, result: Mapping[str, Any]) -> Report:
         headings = ("", "texts", "tokens", *SHOWN_DEPTHS, "says")

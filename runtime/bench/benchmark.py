@@ -1,4 +1,4 @@
-"""What the benchmarks share: the plan, contenders that take turns, and figures with their spread."""
+"""What the benchmarks share: what to measure, contenders that take turns, and figures with their spread."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import attrs
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import JobError
-from protocol.errors import ModelError, PromptError
+from protocol.errors import ModelError, PromptError, SettingsError
 from protocol.open_options import OpenOptions
+from protocol.reprs import shown
 from protocol.settings import settings_from
 from protocol.validation import check_integer, must_be, validator
 from runtime.bench import figures
-from runtime.bench.contenders import PLAIN, Contender, ContenderRunner, Length, Prompts, Run
+from runtime.bench.contenders import PLAIN, Contender, Length, Prompts, Run
 from runtime.bench.figures import Report, Row
-from runtime.bench.loaded_models import LoadedModels, load_models
+from runtime.bench.loaded_models import ONLY_DRAFT, TARGET, LoadedModels, load_models
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import DEMO_PROMPTS
 from runtime.loading.model_files import name_of
@@ -38,50 +39,6 @@ Progress = Callable[[str], None]
 def without_repeats(values: Iterable[Any]) -> tuple[Any, ...]:
     """The values in order, each once."""
     return tuple(dict.fromkeys(values))
-
-
-@attrs.frozen(kw_only=True)
-class Plan:
-    """What to measure: the options that all benchmarks share.
-
-    Raises: SettingsError, PromptError: something is out of its range.
-
-    Attributes:
-        prompts: texts, sequences of token ids, or `BenchPrompt`; at least one.
-        max_tokens: number of tokens to generate for each prompt, >= 16.
-        dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
-        rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
-            same way.
-    """
-
-    prompts: tuple[BenchPrompt, ...] = attrs.field(default=DEMO_PROMPTS, converter=bench_prompts)
-    max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
-    repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
-    temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
-    dtype: str | None = attrs.field(default=None)
-    rewind: str = "auto"
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 5000
-
-    def __attrs_post_init__(self) -> None:
-        _ = self.cache_options
-
-    @property
-    def cache_options(self) -> CacheOptions:
-        """Options of the runtime's caches."""
-        names = ("rewind", "kv_bits", "kv_group_size", "quantized_kv_start")
-        return caches_of(OpenOptions(**{name: getattr(self, name) for name in names}))
-
-    @prompts.validator
-    def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
-        if not prompts:
-            raise PromptError("there is no prompt to measure with; give at least one")
-
-    @dtype.validator
-    def _check_dtype(self, _: object, dtype: Any) -> None:
-        if dtype is not None and dtype not in DTYPES:
-            raise must_be("dtype", f"one of {', '.join(DTYPES)} or None", dtype)
 
 
 @attrs.frozen
@@ -102,12 +59,18 @@ class Case:
     expected: Sequence[tuple[int, ...]] | None = None
 
 
+@attrs.define(kw_only=True, eq=False)
 class Benchmark(ABC):
-    """A benchmark, and what it has measured so far; `result` may be called at any time.
+    """A benchmark: what to measure, and what it has measured so far; `result` may be called at any time.
 
     Contenders take turns on the same cases, so that disturbances of the machine hit all of them alike.
 
     Attributes:
+        prompts: texts, sequences of token ids, or `BenchPrompt`; at least one.
+        max_tokens: number of tokens to generate for each prompt, >= 16.
+        dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
+        rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
+            same way.
         contenders: in the order of the rows.
         cases: empty before the models are loaded.
         turns: runs by (repeat, index of the case); a turn that was interrupted lacks some.
@@ -116,24 +79,52 @@ class Benchmark(ABC):
         draft_names: paths or hub ids of the drafters that were loaded.
         prefix_cache_bytes: of the runtimes. With 0, no prompt is cached from an earlier run: mlx-lm's batches read all
             of them, too.
+
+    Raises: SettingsError, PromptError: something is out of its range.
     """
 
     with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
     prefix_cache_bytes: ClassVar[int] = 0
+    prompts: tuple[BenchPrompt, ...] = attrs.field(default=DEMO_PROMPTS, converter=bench_prompts)
+    max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
+    repeats: int = attrs.field(default=3, validator=validator(check_integer, 1))
+    temperature: float = attrs.field(default=0.0, validator=lambda _, __, value: settings_from({"temperature": value}))
+    dtype: str | None = attrs.field(default=None)
+    rewind: str = "auto"
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    contenders: Sequence[Contender] = attrs.field(init=False, factory=list)
+    cases: list[Case] = attrs.field(init=False, factory=list)
+    turns: dict[tuple[int, int], dict[Contender, Run]] = attrs.field(init=False, factory=dict)
+    failures: dict[Contender, str] = attrs.field(init=False, factory=dict)
+    about: dict[str, Any] = attrs.field(init=False, factory=dict)
+    draft_names: list[str] = attrs.field(init=False, factory=list)
 
-    def __init__(self, plan: Plan, contenders: Sequence[Contender]) -> None:
-        self.plan, self.contenders = plan, contenders
-        self.cases: list[Case] = []
-        self.turns: dict[tuple[int, int], dict[Contender, Run]] = {}
-        self.failures: dict[Contender, str] = {}
-        self.about: dict[str, Any] = {}
-        self.draft_names: list[str] = []
+    def __attrs_post_init__(self) -> None:
+        _ = self.cache_options
+
+    @property
+    def cache_options(self) -> CacheOptions:
+        """Options of the runtime's caches."""
+        names = ("rewind", "kv_bits", "kv_group_size", "quantized_kv_start")
+        return caches_of(OpenOptions(**{name: getattr(self, name) for name in names}))
+
+    @prompts.validator
+    def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
+        if not prompts:
+            raise PromptError("there is no prompt to measure with; give at least one")
+
+    @dtype.validator
+    def _check_dtype(self, _: object, dtype: Any) -> None:
+        if dtype is not None and dtype not in DTYPES:
+            raise must_be("dtype", f"one of {', '.join(DTYPES)} or None", dtype)
 
     # --- what each benchmark decides --------------------------------------------------------------
 
     @abstractmethod
     async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
     ) -> tuple[list[Case], list[Case]]:
         """The cases that warm up, and those that are measured. `prompts` are the first turns, as token ids."""
 
@@ -163,7 +154,7 @@ class Benchmark(ABC):
     @property
     def is_complete(self) -> bool:
         """Whether everything was measured."""
-        return len(self.complete) == self.plan.repeats * len(self.cases) > 0
+        return len(self.complete) == self.repeats * len(self.cases) > 0
 
     @property
     def repeats_done(self) -> int:
@@ -195,7 +186,7 @@ class Benchmark(ABC):
             case = self.cases[index]
             expected = case.expected or self.turns[repeat, index][case.contenders[0]].texts
             pairs += zip(run.texts, expected, strict=True)
-        same = None if self.plan.temperature > 0 else sum(text == should for text, should in pairs)
+        same = None if self.temperature > 0 else sum(text == should for text, should in pairs)
         return {"same_texts": same, "num_texts": len(pairs)}
 
     def speed_row(self, contender: Contender, cases: Sequence[int]) -> Row:
@@ -216,43 +207,62 @@ class Benchmark(ABC):
     def _facts(self) -> dict[str, Any]:
         return {
             **self.about,
-            "max_tokens": self.plan.max_tokens,
-            "temperature": self.plan.temperature,
-            "repeats": self.plan.repeats,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "repeats": self.repeats,
             "repeats_done": self.repeats_done,
             "is_complete": self.is_complete,
         }
 
     # --- measuring --------------------------------------------------------------------------------
 
-    async def _measure(
-        self, target: Source, drafts: Mapping[str, Source], on_progress: Progress, group: RankGroup | None = None
+    async def measure(
+        self, target: Source, *drafts: Source, group: RankGroup | None = None, on_progress: Progress = lambda _: None
     ) -> dict[str, Any]:
+        """Have all contenders decode all prompts, in turn.
+
+        Args:
+            target, drafts: as for `runtime.open`; at least one drafter. With prompt lookup, a trained drafter or
+                another vocabulary, mlx-lm decodes plainly only.
+            group: the ranks that the target is sharded over, as for `runtime.open`. mlx-lm's decoding is left out then:
+                it would have to run on all ranks at once, and does not speculate there.
+            on_progress: called with a description of each step before it starts.
+
+        Raises:
+            SettingsError: a dtype was given for models that are loaded already, or for ranks; or the group cannot be
+                led.
+            PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
+            ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
+            VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
+            RankError: a rank has ended, hangs, differs or fails before anything is measured. Later it is the cause of a
+                `RuntimeBrokenError`.
+
+        Cancellation: takes effect after the current forward passes; `result` has what was measured.
+        """
+        named = named_drafts(drafts) if len(drafts) > 1 else {ONLY_DRAFT: drafts[0]}
         async with AsyncExitStack() as stack:
-            plan = self.plan
             models = await load_models(
-                stack, target, drafts, plan.cache_options, dtype=plan.dtype, group=group, on_progress=on_progress
+                stack, target, named, self.cache_options, dtype=self.dtype, group=group, on_progress=on_progress
             )
             self.about, self.draft_names = models.about(), [name_of(draft) for draft in models.drafts.values()]
             self.contenders = self._contenders_with(models)
-            first_turns = [prompt.at(0, (), has_template=models.has_template) for prompt in plan.prompts]
-            encoded = models.encoded(first_turns, plan.max_tokens)
-            runner = ContenderRunner(models)
-            await runner.open_runtimes(stack, self.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
-            warm_up, self.cases = await self._prepare(runner, models, encoded, on_progress)
-            await self._take_turns(runner, warm_up, on_progress)
+            first_turns = [prompt.at(0, (), has_template=models.has_template) for prompt in self.prompts]
+            encoded = models.encoded(first_turns, self.max_tokens)
+            await models.open_runtimes(stack, self.contenders, prefix_cache_bytes=self.prefix_cache_bytes)
+            warm_up, self.cases = await self._prepare(models, encoded, on_progress)
+            await self._take_turns(models, warm_up, on_progress)
         return self.result()
 
     def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
         """The contenders, once the models are loaded."""
         return self.contenders
 
-    async def _take_turns(self, runner: ContenderRunner, warm_up: Sequence[Case], on_progress: Progress) -> None:
+    async def _take_turns(self, models: LoadedModels, warm_up: Sequence[Case], on_progress: Progress) -> None:
         turns: list[tuple[int | None, int, Case]] = [(None, index, case) for index, case in enumerate(warm_up)]
-        turns += [(repeat, i, case) for repeat in range(self.plan.repeats) for i, case in enumerate(self.cases)]
+        turns += [(repeat, i, case) for repeat in range(self.repeats) for i, case in enumerate(self.cases)]
         num_runs, number, began = sum(len(case.contenders) for _, _, case in turns), 0, time.perf_counter()
         for turn, (repeat, index, case) in enumerate(turns):
-            when = "warming up" if repeat is None else f"repeat {repeat + 1} of {self.plan.repeats}"
+            when = "warming up" if repeat is None else f"repeat {repeat + 1} of {self.repeats}"
             for contender in running_order(case.contenders, turn):
                 left = time_left(time.perf_counter() - began, number / num_runs)
                 number += 1
@@ -260,7 +270,7 @@ class Benchmark(ABC):
                     continue
                 on_progress(f"{when}, {case.name}: {contender.name} ({number} of {num_runs} runs{left})")
                 try:
-                    run = await runner.run(contender, case.prompts, case.length, with_prompts=self.with_prompts)
+                    run = await models.run(contender, case.prompts, case.length, with_prompts=self.with_prompts)
                 except JobError as error:
                     if contender == PLAIN:
                         raise plain_failed(error) from error.__cause__
@@ -271,11 +281,11 @@ class Benchmark(ABC):
 
 
 async def plain_text(
-    runner: ContenderRunner, prompt: tuple[int, ...], length: Length, plain: Contender = PLAIN
+    models: LoadedModels, prompt: tuple[int, ...], length: Length, plain: Contender = PLAIN
 ) -> tuple[int, ...]:
     """The text that plain decoding gives a prompt. Raises: ModelError: mlx-lm cannot decode with the target."""
     try:
-        run = await runner.run(plain, [prompt], length, with_prompts=True)
+        run = await models.run(plain, [prompt], length, with_prompts=True)
     except JobError as error:
         raise plain_failed(error) from error.__cause__
     return run.texts[0]
@@ -299,3 +309,15 @@ def time_left(seconds: float, share_done: float) -> str:
         return ""
     left = seconds / share_done * (1 - share_done)
     return f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+
+
+def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
+    """Drafters by name: the last part of a path or hub id, or all of it where two of them share that part."""
+    paths = [name_of(draft) for draft in drafts]
+    parts = [path.rstrip("/").rpartition("/")[2] for path in paths]
+    is_clear = [parts.count(part) == 1 and part != TARGET for part in parts]
+    names = [part if clear else path for part, path, clear in zip(parts, paths, is_clear, strict=True)]
+    for name in names:
+        if names.count(name) > 1:
+            raise SettingsError(f"draft must be other drafters, to compare them, and {shown(name)} is there twice")
+    return dict(zip(names, drafts, strict=True))

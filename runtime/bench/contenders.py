@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import attrs
 import mlx.core as mx
@@ -18,17 +17,8 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.sample_utils import make_sampler
 
 from actors.mlx.cache_options import CacheOptions
-from actors.workers.worker import Job
-from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
-from protocol.statistics import Statistics
-from runtime.bench.loaded_models import TARGET, LoadedModels
-from runtime.bench.timing import TimedToken, count_rounds, first_timed, take_until_cancelled
-from runtime.engine.events import Events
-from runtime.engine.runtime import Runtime
-from runtime.loading import blas
-
-# An idle BLAS thread spins before it sleeps; those of OpenBLAS spin for 0.1 s.
-BLAS_IDLE_S = 0.2
+from actors.workers.worker import Job, Worker
+from protocol.open_options import MAX_BATCH
 
 Lookahead = int | Literal["auto"]
 Kind = Literal["one after another", "in turns", "at once", "batched"]
@@ -103,6 +93,40 @@ COUNTED = (
 
 
 @attrs.frozen
+class TimedToken:
+    """A generated token, whether the draft proposed it, and when it was ready, in seconds on `time.perf_counter`."""
+
+    token: int
+    from_draft: bool
+    at: float
+
+
+def first_timed(tokens: Sequence[TimedToken]) -> tuple[int, float]:
+    """Index of the first token after the first round, which the target's own first token ends, and the time of that.
+
+    The tokens of the first round take no time of their own, and their number depends on the contender.
+    """
+    end_of_first = next((i for i, token in enumerate(tokens) if not token.from_draft), len(tokens) - 1)
+    return end_of_first + 1, tokens[end_of_first].at
+
+
+def count_rounds(from_draft: Sequence[bool], num_draft_tokens: int, max_tokens: int) -> tuple[int, int]:
+    """Numbers of rounds and of proposed tokens in mlx-lm's speculative decoding, derived from the token flags.
+
+    A round ends with a token of the target's own or with the text. It proposes `num_draft_tokens` tokens, or as many
+    as `max_tokens` leaves.
+    """
+    rounds = proposed = 0
+    is_new_round = True
+    for i, drafted in enumerate(from_draft):
+        if is_new_round:
+            rounds += 1
+            proposed += min(max_tokens - i, num_draft_tokens)
+        is_new_round = not drafted
+    return rounds, proposed
+
+
+@attrs.frozen
 class Run:
     """Some prompts, decoded once. Times are in seconds.
 
@@ -151,132 +175,41 @@ def run_of(
     )
 
 
-class ContenderRunner:
-    """Runs contenders on the same models, one at a time: all work of one is over before the next begins."""
-
-    def __init__(self, models: LoadedModels) -> None:
-        self._models = models
-        self._runtimes: dict[object, tuple[Runtime, Events]] = {}
-
-    async def open_runtimes(
-        self, stack: AsyncExitStack, contenders: Iterable[Contender], *, prefix_cache_bytes: int = PREFIX_CACHE_BYTES
-    ) -> None:
-        """Open the runtimes that contenders need, so that none learns from another's streams; `stack` closes them."""
-        models = self._models
-        with models.evaluating_layers():
-            for contender in contenders:
-                if contender.engine == "outrider" and contender.runtime not in self._runtimes:
-                    self._runtimes[contender.runtime] = await models.open_runtime(
-                        stack,
-                        contender.draft,
-                        max_batch=contender.max_batch,
-                        prefix_cache_bytes=prefix_cache_bytes,
-                    )
-            await self._wait_until_idle()
-
-    async def run(self, contender: Contender, prompts: Prompts, length: Length, *, with_prompts: bool) -> Run:
-        """Decode some prompts. Without `with_prompts` there is one prompt, and reading it does not count.
-
-        Raises:
-            JobError: mlx-lm raised.
-            OutriderError: the runtime raised.
-
-        Cancellation: takes effect after the current forward passes.
-        """
-        # A cancellation strikes here, and not as the error of a runtime that it has closed.
-        await trio.lowlevel.checkpoint()
-        gc.collect()
-        # Until the BLAS threads that the last contender used have gone to sleep, and take no core's time.
-        if blas.shares_cores():
-            await trio.sleep(BLAS_IDLE_S)
-        texts: list[list[TimedToken]] = [[] for _ in prompts]
-        began = time.perf_counter()
-        if contender.engine == "mlx-lm":
-            counts = await self._run_mlx_lm(contender, prompts, length, texts)
-        else:
-            self._models.record_for(self._models.drafter(contender.draft))
-            with self._models.evaluating_layers():
-                counts = await self._run_outrider(contender, prompts, length, texts)
-        return run_of(texts, began, counts, with_prompts=with_prompts)
-
-    # --- this runtime -----------------------------------------------------------------------------
-
-    async def _run_outrider(
-        self, contender: Contender, prompts: Prompts, length: Length, texts: list[list[TimedToken]]
-    ) -> dict[str, int]:
-        runtime, self._models.events.listener = self._runtimes[contender.runtime]
-        settings = {
-            "max_tokens": length.max_tokens,
-            "temperature": length.temperature,
-            "lookahead": contender.lookahead,
-            "stop_tokens": tuple(length.stop_tokens),
-        }
-        read = partial(_read, runtime, settings)
-        statistics: list[Statistics] = []
-        if contender.kind == "one after another":
-            statistics += [await read(*each) for each in zip(prompts, texts, strict=True)]
-        else:
-            # Captured, since the nursery would wrap an exception in a group.
-            done: list[outcome.Outcome[Statistics]] = []
-
-            async def read_one(*each: Any) -> None:
-                done.append(await outcome.acapture(read, *each))
-
-            async with trio.open_nursery() as nursery:
-                for each in zip(prompts, texts, strict=True):
-                    nursery.start_soon(read_one, *each)
-            statistics += [each.unwrap() for each in done]
-        await self._wait_until_idle()
-        return {name: sum(getattr(each, name) for each in statistics) for name in COUNTED}
-
-    async def _wait_until_idle(self) -> None:
-        """Wait until no model works: a drafter may still run a step that nobody needs."""
-        # Not `num_streams`, which leaves out sessions that are over and not yet closed.
-        while any(runtime._sessions for runtime, _ in self._runtimes.values()):
-            await trio.lowlevel.checkpoint()
-        # The first job waits for the current one, the second for a job that the end of that one started.
-        for _ in range(2):
-            for worker in self._models.workers.values():
-                await worker.run(Job("close", lambda: None))
-
-    # --- mlx-lm -----------------------------------------------------------------------------------
-
-    async def _run_mlx_lm(
-        self, contender: Contender, prompts: Prompts, length: Length, texts: list[list[TimedToken]]
-    ) -> dict[str, int]:
-        models, num_draft_tokens = self._models, int(contender.lookahead)
-        target, worker = models.target.module, models.workers[TARGET]
-        if contender.kind == "batched":
-            owners: list[int] = []
-            taken = await take_until_cancelled(worker, partial(_batched, target, prompts, length, owners))
-            for owner, token in zip(owners, taken, strict=True):
-                texts[owner].append(token)
-            return {}
-        draft = models.drafter(contender.draft)
-        module = None if num_draft_tokens == 0 or draft is None else draft[0].module
-        counts = dict.fromkeys(("rounds", "accepted", "rejected"), 0)
-        for prompt, text in zip(prompts, texts, strict=True):
-            options = target, module, prompt, num_draft_tokens, length, models.cache_options
-            text += await take_until_cancelled(worker, partial(mlx_lm_steps, *options))
-            flags = [token.from_draft for token in text]
-            rounds, proposed = count_rounds(flags, num_draft_tokens, length.max_tokens)
-            counts["rounds"] += rounds
-            counts["accepted"] += sum(flags)
-            counts["rejected"] += proposed - sum(flags)
-        return counts
+# --- mlx-lm, on the target's thread ---------------------------------------------------------------
 
 
-async def _read(
-    runtime: Runtime, settings: dict[str, Any], prompt: tuple[int, ...], text: list[TimedToken]
-) -> Statistics:
-    stream = runtime.stream(prompt, **settings)
-    async with stream:
-        async for token in stream:
-            text.append(TimedToken(token.id, token.from_draft, time.perf_counter()))
-    return stream.statistics()
+async def take_until_cancelled(worker: Worker, generate: Callable[[], Iterator[tuple[int, bool]]]) -> list[TimedToken]:
+    """All tokens of a generator with their times; the generator is made, runs and is closed on a worker's thread.
+
+    Raises: JobError: the generator raised.
+
+    Cancellation: takes effect after the next token.
+    """
+    stop = trio.Event()
+
+    async def stop_when_cancelled() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            stop.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stop_when_cancelled)
+        # Captured, since the nursery would wrap an exception in a group.
+        taken = await outcome.acapture(worker.run, Job("decode", partial(_take, generate, stop)))
+        nursery.cancel_scope.cancel()
+    return taken.unwrap()
 
 
-# --- on the target's thread -----------------------------------------------------------------------
+def _take(generate: Callable[[], Iterator[tuple[int, bool]]], stop: trio.Event) -> list[TimedToken]:
+    tokens = []
+    # Closed on this thread: mlx-lm's generators hold a stream of the thread that ran them.
+    with closing(cast(Any, generate())) as steps:
+        for token, from_draft in steps:
+            tokens.append(TimedToken(token, from_draft, time.perf_counter()))
+            if stop.is_set():
+                break
+    return tokens
 
 
 def mlx_lm_steps(
@@ -308,7 +241,7 @@ def mlx_lm_steps(
             return
 
 
-def _batched(target: Module, prompts: Prompts, length: Length, owners: list[int]) -> Iterator[tuple[int, bool]]:
+def batched_steps(target: Module, prompts: Prompts, length: Length, owners: list[int]) -> Iterator[tuple[int, bool]]:
     """(token, False) of each token of mlx-lm's batch; appends the index of its prompt to `owners`."""
     # All prompts are in one batch, in prefill too.
     generator = BatchGenerator(

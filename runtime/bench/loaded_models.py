@@ -1,13 +1,18 @@
-"""The models of a measurement: a target and its drafters, each on its own thread, and runtimes over them."""
+"""The models of a measurement: a target and its drafters, each on its own thread, and the contenders' runs on them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import attrs
 import mlx.core as mx
+import outcome
+import trio
 
 from actors.distributed.rank_group import RankGroup
 from actors.drafters.drafter import MakePolicy, policy_by_settings
@@ -21,10 +26,24 @@ from actors.workers.core_sharing import CORES
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError, Worker
 from protocol.errors import ModelError, PromptError, SettingsError
-from protocol.open_options import MAX_BATCH
+from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.prices import Prices
 from protocol.settings import AUTO_DRAFT, NGRAM
+from protocol.statistics import Statistics
 from protocol.trace import Event
+from runtime.bench.contenders import (
+    COUNTED,
+    Contender,
+    Length,
+    Prompts,
+    Run,
+    TimedToken,
+    batched_steps,
+    count_rounds,
+    mlx_lm_steps,
+    run_of,
+    take_until_cancelled,
+)
 from runtime.engine.events import Events
 from runtime.engine.opening import bounded_batch, running
 from runtime.engine.runtime import Runtime
@@ -38,6 +57,8 @@ from runtime.ranks.sharded_target import load_target_onto
 
 # Any of the models of a benchmark.
 AnyModel = MLXModel | TranslatedModel | TrainedDrafter
+# An idle BLAS thread spins before it sleeps; those of OpenBLAS spin for 0.1 s.
+BLAS_IDLE_S = 0.2
 # The names of the target and of an only drafter among the models of a benchmark.
 TARGET, ONLY_DRAFT = "target", "draft"
 
@@ -73,6 +94,7 @@ class LoadedModels:
     drafts: Mapping[str, Source] = {ONLY_DRAFT: NGRAM}
     group: RankGroup | None = None
     target_source: Source = ""
+    _runtimes: dict[object, tuple[Runtime, Events]] = attrs.field(init=False, factory=dict)  # by `Contender.runtime`
 
     @property
     def target(self) -> MLXModel:
@@ -161,6 +183,18 @@ class LoadedModels:
             stack.enter_context(ending_all(self.group, runtime._sessions.fail))
         return runtime, events
 
+    async def open_runtimes(
+        self, stack: AsyncExitStack, contenders: Iterable[Contender], *, prefix_cache_bytes: int = PREFIX_CACHE_BYTES
+    ) -> None:
+        """Open the runtimes that contenders need, so that none learns from another's streams; `stack` closes them."""
+        with self.evaluating_layers():
+            for contender in contenders:
+                if contender.engine == "outrider" and contender.runtime not in self._runtimes:
+                    self._runtimes[contender.runtime] = await self.open_runtime(
+                        stack, contender.draft, max_batch=contender.max_batch, prefix_cache_bytes=prefix_cache_bytes
+                    )
+            await self._wait_until_idle()
+
     def encoded(self, prompts: Sequence[str | Sequence[int]], max_tokens: int) -> list[tuple[int, ...]]:
         """Prompts as token ids. Each leaves room for `max_tokens` more in every context.
 
@@ -176,6 +210,109 @@ class LoadedModels:
                 "shorten one of them"
             )
         return found
+
+    # --- decoding -------------------------------------------------------------------------------
+
+    async def run(self, contender: Contender, prompts: Prompts, length: Length, *, with_prompts: bool) -> Run:
+        """Decode some prompts. Without `with_prompts` there is one prompt, and reading it does not count.
+
+        Raises:
+            JobError: mlx-lm raised.
+            OutriderError: the runtime raised.
+
+        Cancellation: takes effect after the current forward passes.
+        """
+        # A cancellation strikes here, and not as the error of a runtime that it has closed.
+        await trio.lowlevel.checkpoint()
+        gc.collect()
+        # Until the BLAS threads that the last contender used have gone to sleep, and take no core's time.
+        if blas.shares_cores():
+            await trio.sleep(BLAS_IDLE_S)
+        texts: list[list[TimedToken]] = [[] for _ in prompts]
+        began = time.perf_counter()
+        if contender.engine == "mlx-lm":
+            counts = await self._run_mlx_lm(contender, prompts, length, texts)
+        else:
+            self.record_for(self.drafter(contender.draft))
+            with self.evaluating_layers():
+                counts = await self._run_outrider(contender, prompts, length, texts)
+        return run_of(texts, began, counts, with_prompts=with_prompts)
+
+    # --- this runtime -----------------------------------------------------------------------------
+
+    async def _run_outrider(
+        self, contender: Contender, prompts: Prompts, length: Length, texts: list[list[TimedToken]]
+    ) -> dict[str, int]:
+        runtime, self.events.listener = self._runtimes[contender.runtime]
+        settings = {
+            "max_tokens": length.max_tokens,
+            "temperature": length.temperature,
+            "lookahead": contender.lookahead,
+            "stop_tokens": tuple(length.stop_tokens),
+        }
+        read = partial(_read, runtime, settings)
+        statistics: list[Statistics] = []
+        if contender.kind == "one after another":
+            statistics += [await read(*each) for each in zip(prompts, texts, strict=True)]
+        else:
+            # Captured, since the nursery would wrap an exception in a group.
+            done: list[outcome.Outcome[Statistics]] = []
+
+            async def read_one(*each: Any) -> None:
+                done.append(await outcome.acapture(read, *each))
+
+            async with trio.open_nursery() as nursery:
+                for each in zip(prompts, texts, strict=True):
+                    nursery.start_soon(read_one, *each)
+            statistics += [each.unwrap() for each in done]
+        await self._wait_until_idle()
+        return {name: sum(getattr(each, name) for each in statistics) for name in COUNTED}
+
+    async def _wait_until_idle(self) -> None:
+        """Wait until no model works: a drafter may still run a step that nobody needs."""
+        # Not `num_streams`, which leaves out sessions that are over and not yet closed.
+        while any(runtime._sessions for runtime, _ in self._runtimes.values()):
+            await trio.lowlevel.checkpoint()
+        # The first job waits for the current one, the second for a job that the end of that one started.
+        for _ in range(2):
+            for worker in self.workers.values():
+                await worker.run(Job("close", lambda: None))
+
+    # --- mlx-lm -----------------------------------------------------------------------------------
+
+    async def _run_mlx_lm(
+        self, contender: Contender, prompts: Prompts, length: Length, texts: list[list[TimedToken]]
+    ) -> dict[str, int]:
+        num_draft_tokens = int(contender.lookahead)
+        target, worker = self.target.module, self.workers[TARGET]
+        if contender.kind == "batched":
+            owners: list[int] = []
+            taken = await take_until_cancelled(worker, partial(batched_steps, target, prompts, length, owners))
+            for owner, token in zip(owners, taken, strict=True):
+                texts[owner].append(token)
+            return {}
+        draft = self.drafter(contender.draft)
+        module = None if num_draft_tokens == 0 or draft is None else draft[0].module
+        counts = dict.fromkeys(("rounds", "accepted", "rejected"), 0)
+        for prompt, text in zip(prompts, texts, strict=True):
+            options = target, module, prompt, num_draft_tokens, length, self.cache_options
+            text += await take_until_cancelled(worker, partial(mlx_lm_steps, *options))
+            flags = [token.from_draft for token in text]
+            rounds, proposed = count_rounds(flags, num_draft_tokens, length.max_tokens)
+            counts["rounds"] += rounds
+            counts["accepted"] += sum(flags)
+            counts["rejected"] += proposed - sum(flags)
+        return counts
+
+
+async def _read(
+    runtime: Runtime, settings: dict[str, Any], prompt: tuple[int, ...], text: list[TimedToken]
+) -> Statistics:
+    stream = runtime.stream(prompt, **settings)
+    async with stream:
+        async for token in stream:
+            text.append(TimedToken(token.id, token.from_draft, time.perf_counter()))
+    return stream.statistics()
 
 
 async def load_models(

@@ -15,13 +15,12 @@ from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, plain_text, without_repeats
-from runtime.bench.contenders import BATCHED, Contender, ContenderRunner, Kind, Length, Lookahead, Prompts
+from runtime.bench.benchmark import Benchmark, Case, Progress, plain_text, without_repeats
+from runtime.bench.contenders import BATCHED, Contender, Kind, Length, Lookahead, Prompts
 from runtime.bench.figures import Report, Row
-from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
+from runtime.bench.loaded_models import LoadedModels
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
-from runtime.loading.model_sources import Source
 from runtime.terminal.tables import Table
 
 MAX_STREAMS = 256
@@ -36,9 +35,9 @@ def streams_contender(kind: Kind, lookahead: Lookahead) -> Contender:
     return Contender("outrider", lookahead, kind, named=name)
 
 
-@attrs.frozen(kw_only=True)
-class StreamsPlan(Plan):
-    """What to measure.
+@attrs.define(kw_only=True, eq=False)
+class ManyStreams(Benchmark):
+    """Speeds are tokens of all streams per second, from the call to the last token, prompts included.
 
     Attributes:
         prompts: one a stream; more streams than prompts begin again with the first prompt.
@@ -62,46 +61,30 @@ class StreamsPlan(Plan):
             raise SettingsError(
                 "kv_bits is not for many streams: mlx-lm's BatchGenerator cannot quantise caches; leave it out"
             )
-
-    @property
-    def contenders(self) -> list[Contender]:
-        """All contenders. For each lookahead, the baselines of "at once" come first."""
-        return [*(streams_contender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED]
-
-
-class ManyStreams(Benchmark):
-    """Speeds are tokens of all streams per second, from the call to the last token, prompts included."""
-
-    plan: StreamsPlan
-
-    def __init__(self, plan: StreamsPlan) -> None:
-        super().__init__(plan, plan.contenders)
-
-    async def measure(self, target: Source, draft: Source, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
-        """Have all contenders decode all numbers of streams, in turn. It raises what `OneStream.measure` does."""
-        return await self._measure(target, {ONLY_DRAFT: draft}, on_progress)
+        # For each lookahead, the baselines of "at once" come first.
+        self.contenders = [*(streams_contender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED]
 
     async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
     ) -> tuple[list[Case], list[Case]]:
         """A case for each number of streams, whose texts should be those of mlx-lm's plain decoding."""
-        length, alone = Length(self.plan.max_tokens, self.plan.temperature), list[tuple[int, ...]]()
-        prompts = prompts[: max(self.plan.streams)]
+        length, alone = Length(self.max_tokens, self.temperature), list[tuple[int, ...]]()
+        prompts = prompts[: max(self.streams)]
         for number, prompt in enumerate(prompts, start=1):
             on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
-            alone.append(await plain_text(runner, prompt, length))
+            alone.append(await plain_text(models, prompt, length))
 
         def case(streams: int) -> Case:
             name = "1 stream" if streams == 1 else f"{streams} streams"
             which = [n % len(prompts) for n in range(streams)]
             return Case(name, self.contenders, [prompts[n] for n in which], length, [alone[n] for n in which])
 
-        return [case(min(2, max(self.plan.streams)))], list(map(case, self.plan.streams))
+        return [case(min(2, max(self.streams)))], list(map(case, self.streams))
 
     def result(self) -> dict[str, Any]:
         """See `Benchmark.result`; there is a row for each contender and number of streams."""
-        rows = [self._row(contender, index) for index in range(len(self.plan.streams)) for contender in self.contenders]
-        return {**self._facts(), "streams": list(self.plan.streams), "rows": rows}
+        rows = [self._row(contender, index) for index in range(len(self.streams)) for contender in self.contenders]
+        return {**self._facts(), "streams": list(self.streams), "rows": rows}
 
     def _row(self, contender: Contender, index: int) -> Row:
         runs = self.runs(contender, [index]).values()
@@ -112,7 +95,7 @@ class ManyStreams(Benchmark):
 
         return {
             **self.speed_row(contender, [index]),
-            "streams": self.plan.streams[index],
+            "streams": self.streams[index],
             "kind": contender.kind,
             "vs_one_after_another": versus("one after another"),
             "vs_in_turns": versus("in turns"),

@@ -11,41 +11,32 @@ from typing import Any
 
 import attrs
 
-from actors.distributed.rank_group import RankGroup
 from actors.mlx.model import MLXModel
-from protocol.errors import SettingsError
 from protocol.open_options import PREFIX_CACHE_BYTES
-from protocol.reprs import shown
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, plain_text, without_repeats
-from runtime.bench.contenders import (
-    PLAIN,
-    PLAIN_ON_RANKS,
-    Contender,
-    ContenderRunner,
-    Length,
-    Lookahead,
-    Prompts,
-    Run,
-)
+from runtime.bench.benchmark import Benchmark, Case, Progress, plain_text, without_repeats
+from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Length, Lookahead, Prompts, Run
 from runtime.bench.figures import Report, Row
-from runtime.bench.loaded_models import ONLY_DRAFT, TARGET, LoadedModels
-from runtime.loading.model_files import name_of
-from runtime.loading.model_sources import Source
+from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.terminal.tables import Table
 
 
-@attrs.frozen(kw_only=True)
-class OneStreamPlan(Plan):
-    """What to measure.
+@attrs.define(kw_only=True, eq=False)
+class OneStream(Benchmark):
+    """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat.
+
+    Answers to chat messages end where the model ends them, and after `max_tokens` at the latest; texts that are
+    continued have `max_tokens`.
 
     Attributes:
         num_draft_tokens: proposal lengths for mlx-lm's speculative decoding, each in [1, 64].
         lookaheads: of this runtime, each in [0, 64] or "auto".
     """
 
+    with_prompts = False
+    prefix_cache_bytes = PREFIX_CACHE_BYTES
     num_draft_tokens: tuple[int, ...] = attrs.field(
         default=tuple(range(1, 9)), converter=without_repeats, validator=validator(check_integers, 1, MAX_LOOKAHEAD)
     )
@@ -55,7 +46,11 @@ class OneStreamPlan(Plan):
         validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
     )
 
-    def contenders(
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        self.contenders = self.contenders_of()
+
+    def contenders_of(
         self, drafts: Sequence[str] = ("",), mlx_lm_drafts: Sequence[str] = ("",), *, is_on_ranks: bool = False
     ) -> list[Contender]:
         """All contenders; the first decodes plainly, and all are compared with it.
@@ -78,78 +73,34 @@ class OneStreamPlan(Plan):
         ]
         return list(without_repeats([plain, *of_mlx_lm, *ours]))
 
-
-class OneStream(Benchmark):
-    """Speeds are in tokens per second from the end of the first round on, over all prompts of a repeat.
-
-    Answers to chat messages end where the model ends them, and after `max_tokens` at the latest; texts that are
-    continued have `max_tokens`.
-    """
-
-    plan: OneStreamPlan
-    with_prompts = False
-    prefix_cache_bytes = PREFIX_CACHE_BYTES
-
-    def __init__(self, plan: OneStreamPlan) -> None:
-        super().__init__(plan, plan.contenders())
-        # By case.
-        self._kinds = [prompt.category for prompt in plan.prompts for _ in prompt.turns]
-
-    async def measure(
-        self,
-        target: Source,
-        draft: Source | list[Source],
-        *,
-        group: RankGroup | None = None,
-        on_progress: Progress = lambda _: None,
-    ) -> dict[str, Any]:
-        """Have all contenders decode all prompts, in turn.
-
-        Args:
-            target, draft: as for `runtime.open`; or a list of drafters, to compare them. With prompt lookup, a trained
-                drafter or another vocabulary, mlx-lm decodes plainly only.
-            group: the ranks that the target is sharded over, as for `runtime.open`. mlx-lm's decoding is left out then:
-                it would have to run on all ranks at once, and does not speculate there.
-            on_progress: called with a description of each step before it starts.
-
-        Raises:
-            SettingsError: a dtype was given for models that are loaded already, or for ranks; or the group cannot be
-                led.
-            PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
-            ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
-            VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
-            RankError: a rank has ended, hangs, differs or fails before anything is measured. Later it is the cause of a
-                `RuntimeBrokenError`.
-
-        Cancellation: takes effect after the current forward passes; `result` has what was measured.
-        """
-        named = named_drafts(draft) if isinstance(draft, list) else {}
-        drafts = named if len(named) > 1 else {ONLY_DRAFT: draft[0] if isinstance(draft, list) else draft}
-        return await self._measure(target, drafts, on_progress, group)
-
     def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
         names = tuple(models.drafts) if len(models.drafts) > 1 else ("",)
         of_mlx_lm = [name for name in names if isinstance(models.models.get(name or ONLY_DRAFT), MLXModel)]
-        return self.plan.contenders(names, of_mlx_lm, is_on_ranks=models.group is not None)
+        return self.contenders_of(names, of_mlx_lm, is_on_ranks=models.group is not None)
 
     async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
     ) -> tuple[list[Case], list[Case]]:
         """A case for each turn. The answers before it are those of plain decoding, for all contenders."""
-        plan, cases, num_turns = self.plan, list[Case](), len(self._kinds)
+        cases, num_turns = list[Case](), len(self._kinds)
         ends = frozenset(getattr(models.tokenizer, "eos_token_ids", ()))
-        for number, prompt in enumerate(plan.prompts, start=1):
-            length = Length(plan.max_tokens, plan.temperature, ends if prompt.has_answers else frozenset())
+        for number, prompt in enumerate(self.prompts, start=1):
+            length = Length(self.max_tokens, self.temperature, ends if prompt.has_answers else frozenset())
             answers: list[str] = []
             for turn in range(len(prompt.turns)):
                 if turn > 0:
                     on_progress(f"answering turn {turn} of prompt {number} plainly")
-                    answer = await plain_text(runner, cases[-1].prompts[0], length, self.contenders[0])
+                    answer = await plain_text(models, cases[-1].prompts[0], length, self.contenders[0])
                     answers.append(models.tokenizer.decode([token for token in answer if token not in ends]))
                 text = prompt.at(turn, answers, has_template=models.has_template)
-                encoded = models.encoded([text], plan.max_tokens)
+                encoded = models.encoded([text], self.max_tokens)
                 cases.append(Case(f"prompt {len(cases) + 1} of {num_turns}", self.contenders, encoded, length))
         return cases[:1], cases
+
+    @property
+    def _kinds(self) -> list[str]:
+        """The kind of text of each case."""
+        return [prompt.category for prompt in self.prompts for _ in prompt.turns]
 
     @property
     def _all(self) -> Sequence[int]:
@@ -160,7 +111,7 @@ class OneStream(Benchmark):
         best = self._best_speculative()
         return {
             **self._facts(),
-            "num_prompts": len(self.plan.prompts),
+            "num_prompts": len(self.prompts),
             "best_speculative": None if best is None else best.name,
             "rows": [self._row(contender, best) for contender in self.contenders],
             "categories": list(self._categories()),
@@ -262,18 +213,6 @@ def _by_kind(rows: Sequence[Row]) -> Table:
             for row in rows
         ],
     )
-
-
-def named_drafts(drafts: Sequence[Source]) -> dict[str, Source]:
-    """Drafters by name: the last part of a path or hub id, or all of it where two of them share that part."""
-    paths = [name_of(draft) for draft in drafts]
-    parts = [path.rstrip("/").rpartition("/")[2] for path in paths]
-    is_clear = [parts.count(part) == 1 and part != TARGET for part in parts]
-    names = [part if clear else path for part, path, clear in zip(parts, paths, is_clear, strict=True)]
-    for name in names:
-        if names.count(name) > 1:
-            raise SettingsError(f"draft must be other drafters, to compare them, and {shown(name)} is there twice")
-    return dict(zip(names, drafts, strict=True))
 
 
 def _notes(result: Mapping[str, Any]) -> Iterator[str]:

@@ -14,13 +14,14 @@ from mlx.nn.layers.base import Module
 
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Plan, Progress, without_repeats
-from runtime.bench.contenders import BATCHED, Contender, ContenderRunner, Length, Prompts, Run
+from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.contenders import BATCHED, Contender, Length, Prompts, Run
 from runtime.bench.figures import Report, Row
-from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
+from runtime.bench.loaded_models import LoadedModels
 from runtime.bench.many_streams import MAX_STREAMS
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.bench.small_models import VOCAB_SIZE, small_model
+from runtime.loading.model_sources import Source
 from runtime.terminal.tables import Table
 
 NUM_PROMPT_TOKENS = 8
@@ -39,34 +40,30 @@ CONTENDERS = (
 )
 
 
-@attrs.frozen(kw_only=True)
-class OverheadPlan(Plan):
-    """What to measure: short prompts, greedily; `streams` are numbers of streams at once, each in [1, 256]."""
+@attrs.define(kw_only=True, eq=False)
+class Overhead(Benchmark):
+    """Figures are microseconds for a token of all streams, from the call to the last token.
+
+    Short prompts are continued greedily; `streams` are numbers of streams at once, each in [1, 256].
+    """
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=PROMPTS, converter=bench_prompts, init=False)
-    max_tokens: int = attrs.field(default=128, validator=attrs.fields(Plan).max_tokens.validator)
+    max_tokens: int = attrs.field(default=128, validator=attrs.fields(Benchmark).max_tokens.validator)
     streams: tuple[int, ...] = attrs.field(
         default=(1, 4, 16, 64), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
     )
+    contenders: Sequence[Contender] = attrs.field(init=False, default=CONTENDERS)
 
-
-class Overhead(Benchmark):
-    """Figures are microseconds for a token of all streams, from the call to the last token."""
-
-    plan: OverheadPlan
-
-    def __init__(self, plan: OverheadPlan) -> None:
-        super().__init__(plan, CONTENDERS)
-
-    async def measure(self, *, on_progress: Progress = lambda _: None) -> dict[str, Any]:
-        """Have every contender decode every number of streams, in turn. Cancelled, `result` has what was measured."""
-        return await self._measure((smallest_model(0), None), {ONLY_DRAFT: (smallest_model(1), None)}, on_progress)
+    async def measure(self, *_: Source, on_progress: Progress = lambda _: None, **__: object) -> dict[str, Any]:
+        """Have every contender decode every number of streams, in turn, with models of its own."""
+        models = (smallest_model(0), None), (smallest_model(1), None)
+        return await super().measure(*models, on_progress=on_progress)
 
     async def _prepare(
-        self, runner: ContenderRunner, models: LoadedModels, prompts: Prompts, on_progress: Progress
+        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
     ) -> tuple[list[Case], list[Case]]:
-        length = Length(self.plan.max_tokens)
-        cases = [Case(f"{n} at once", contenders_of(n), prompts[:n], length) for n in self.plan.streams]
+        length = Length(self.max_tokens)
+        cases = [Case(f"{n} at once", contenders_of(n), prompts[:n], length) for n in self.streams]
         return cases, cases
 
     def value(self, runs: Sequence[Run]) -> float | None:
@@ -74,7 +71,7 @@ class Overhead(Benchmark):
         return None if seconds is None else 1e6 * seconds
 
     def result(self) -> dict[str, Any]:
-        streams = enumerate(self.plan.streams)
+        streams = enumerate(self.streams)
         rows = [self._row(contender, index, n) for index, n in streams for contender in contenders_of(n)]
         return {**self._facts(), "rows": rows}
 

@@ -249,6 +249,10 @@ class Call(Generic[T]):
     async def result(self) -> T:
         """Wait, and return the value. Raises: the error. An interruption leaves the function running."""
         await self._thread.wait(self.done)
+        return self.result_now()
+
+    def result_now(self) -> T:
+        """The value, once the function has returned. Raises: the error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]  # None is a T then

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,8 @@ from protocol.errors import SettingsError
 from protocol.validation import check_number, must_be
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import Value, add_flags, parse_value
-from runtime.cli.command import Command
+from runtime.cli.command import Command, follow_target
 from runtime.cli.flags import flag
-from runtime.cli.ranks import follow_target
 from runtime.loading.model_spec import ModelSpec
 from runtime.measuring.report_files import check_report, local_paths, write_report
 from runtime.terminal.display import (
@@ -130,51 +129,60 @@ def _list(text: str) -> list[Value]:
     return [] if text == "none" else [parse_value(part.strip()) for part in text.split(",")]
 
 
-def _benchmark(arguments: argparse.Namespace, models: Models) -> tuple[Benchmark, Callable[..., Awaitable[Any]]]:
-    """The benchmark that the arguments describe, and the function that measures a pair and reports its progress."""
+# Ways of measuring that some arguments do not go with, and why.
+_ALONE = {
+    "overhead": ("prompt prompts temperature num_draft_tokens lookaheads dtype", "which decodes its own prompts"),
+    "shape": ("target draft prompt prompts overhead", "which has models and texts of its own"),
+    "streams": ("num_draft_tokens", "since mlx-lm's BatchGenerator cannot speculate"),
+    "trace_acceptance": ("streams overhead shape num_draft_tokens lookaheads", "which measures no speed"),
+}
+
+
+def _check_combinations(arguments: argparse.Namespace, models: Models) -> None:
+    given = {name for name, value in vars(arguments).items() if value not in (None, False)}
+    if models.draft is None:
+        raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
+    for way in ("streams", "trace_acceptance"):
+        if way in given and models.more_drafts and not arguments.overhead:
+            raise SettingsError(f"{flag(way)} measures one drafter, got {len(models.drafts)}; give --draft once")
+    for way, (others, why) in _ALONE.items():
+        for name in others.split():
+            if {way, name} <= given:
+                raise SettingsError(f"{flag(name)} does not go with {flag(way)}, {why}; leave it out")
+    for name in ("acceptance", "draft_shape"):
+        if name in given and arguments.shape is None:
+            raise SettingsError(f"{flag(name)} is of the drafter that --shape makes; add --shape, or leave it out")
+
+
+def _benchmark(arguments: argparse.Namespace) -> Benchmark:
+    """The benchmark that the arguments describe."""
     from runtime.bench.acceptance_trace import AcceptanceTrace
-    from runtime.bench.many_streams import ManyStreams, StreamsPlan
-    from runtime.bench.one_stream import OneStream, OneStreamPlan
-    from runtime.bench.overhead import Overhead, OverheadPlan
+    from runtime.bench.many_streams import ManyStreams
+    from runtime.bench.one_stream import OneStream
+    from runtime.bench.overhead import Overhead
     from runtime.bench.prompt_files import BUNDLED, read_prompts
     from runtime.bench.shapes import PROMPTS
 
-    streams: dict[str, Any] = {} if arguments.streams is None else {"streams": _list(arguments.streams)}
-    of_plan = {field.name for field in attrs.fields(StreamsPlan if streams else OneStreamPlan)} - {"prompts"}
-    names = {"max_tokens", "repeats"} if arguments.overhead else of_plan
-    given = {name: value for name, value in vars(arguments).items() if name in names} | streams
+    given = {**vars(arguments)}
+    streams, prompts = given.pop("streams"), given.pop("prompts")
+    if streams is not None:
+        given["streams"] = _list(streams)
     if arguments.overhead:
-        for name in ("prompt", "prompts", "temperature", "num_draft_tokens", "lookaheads", "dtype"):
-            if getattr(arguments, name, None) is not None:
-                raise SettingsError(
-                    f"{flag(name)} does not go with --overhead, which decodes its own prompts; leave it out"
-                )
-        overhead = Overhead(OverheadPlan(**given))
-        return overhead, lambda *_, **options: overhead.measure(**options)
+        return Overhead(**{name: given[name] for name in ("max_tokens", "repeats", "streams") if name in given})
     if arguments.prompt is not None:
         given["prompts"] = arguments.prompt
-    elif arguments.prompts is not None:
-        given["prompts"] = read_prompts(arguments.prompts)
-        if arguments.prompts == BUNDLED and not streams:
+    elif prompts is not None:
+        given["prompts"] = read_prompts(prompts)
+        if prompts == BUNDLED and streams is None:
             given = _FOR_BUNDLED | given
     if arguments.shape is not None:
-        given = {"prompts": PROMPTS if streams else PROMPTS[:3]} | given | {"dtype": None}
-    if streams:
-        if "num_draft_tokens" in vars(arguments):
-            raise SettingsError(
-                "--num-draft-tokens does not go with --streams: mlx-lm's BatchGenerator cannot speculate; leave it out"
-            )
-        many = ManyStreams(StreamsPlan(**given))
-        return many, many.measure
-    plan, group = OneStreamPlan(**given), models.options.get("group")
+        given |= {"prompts": PROMPTS[:3] if streams is None else PROMPTS, "dtype": None}
+    kind: type[Benchmark] = OneStream if streams is None else ManyStreams
     if arguments.trace_acceptance is not None:
-        file = check_place("--trace-acceptance", Path(arguments.trace_acceptance).expanduser())
-        trace = AcceptanceTrace(plan, file)
-        return trace, trace.measure
-    one = OneStream(plan)
-    return one, lambda target, draft, **options: one.measure(
-        target, [draft, *models.more_drafts], group=group, **options
-    )
+        kind = AcceptanceTrace
+        given["file"] = check_place("--trace-acceptance", Path(arguments.trace_acceptance).expanduser())
+    names = [field.name for field in attrs.fields(kind) if field.init]
+    return kind(**{name: given[name] for name in names if name in given})
 
 
 def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple[Source, Source]]:
@@ -185,11 +193,6 @@ def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple
         raise must_be("--shape", f"one of {', '.join(SHAPES)}", arguments.shape)
     if (drafter := arguments.draft_shape or DRAFTERS[0]) not in DRAFTERS:
         raise must_be("--draft-shape", f"one of {', '.join(DRAFTERS)}", drafter)
-    for name in ("target", "draft", "prompt", "prompts", "overhead"):
-        if getattr(arguments, name):
-            raise SettingsError(
-                f"--{name} does not go with --shape, which has models and texts of its own; leave it out"
-            )
     quantizations = []
     for model in (models.target, models.draft):
         spec = model if isinstance(model, ModelSpec) else None
@@ -222,25 +225,11 @@ def _check_for_ranks(arguments: argparse.Namespace) -> None:
 def bench(arguments: argparse.Namespace) -> CommandOutcome:
     """Measure, and show the figures, also those of an interrupted benchmark."""
     models = models_of(arguments)
-    if models.draft is None:
-        raise SettingsError("bench compares ways to speculate and needs a draft model; give --draft")
     written = check_report(arguments.report)
-    if models.more_drafts and arguments.streams is not None and not arguments.overhead:
-        raise SettingsError(
-            f"--streams measures one drafter, got {len(models.drafts)}; give --draft once, or leave --streams out"
-        )
-    for name in ("acceptance", "draft_shape"):
-        if getattr(arguments, name) is not None and arguments.shape is None:
-            raise SettingsError(f"{flag(name)} is of the drafter that --shape makes; add --shape, or leave it out")
-    if arguments.trace_acceptance is not None:
-        for name in ("streams", "overhead", "shape", "num_draft_tokens", "lookaheads"):
-            if getattr(arguments, name, None):
-                raise SettingsError(f"{flag(name)} does not go with --trace-acceptance, which measures no speed")
-        if models.more_drafts:
-            raise SettingsError(f"--trace-acceptance is of one drafter, got {len(models.drafts)}; give --draft once")
-    draft = models.draft
-    pair = (lambda: (models.target, draft)) if arguments.shape is None else _shaped(arguments, models)
-    benchmark, measure = _benchmark(arguments, models)
+    _check_combinations(arguments, models)
+    target, draft = models.target, models.draft
+    pair = (lambda: (target, draft)) if arguments.shape is None else _shaped(arguments, models)
+    benchmark, group = _benchmark(arguments), models.options.get("group")
     if not arguments.overhead and arguments.shape is None:
         models.print_default()
     models.use_device()
@@ -249,7 +238,7 @@ def bench(arguments: argparse.Namespace) -> CommandOutcome:
     async def work() -> None:
         try:
             display.show_activity("drawing the weights" if arguments.shape else "loading the models")
-            await measure(*pair(), on_progress=display.show_activity)
+            await benchmark.measure(*pair(), *models.more_drafts, group=group, on_progress=display.show_activity)
         finally:
             if benchmark.is_complete:
                 outcome.finish_reason = "length"

@@ -19,16 +19,9 @@ import trio
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
 from protocol.reprs import shown
 from runtime.cli.arguments.models import add_models, models_of
-from runtime.cli.arguments.settings import (
-    add_settings,
-    check_template_flags,
-    limit_of,
-    settings_of,
-    with_tokens_of,
-)
-from runtime.cli.command import Command
+from runtime.cli.arguments.settings import add_settings, check_template_flags, limit_of, settings_of, with_tokens_of
+from runtime.cli.command import Command, follow_target
 from runtime.cli.flags import in_flags
-from runtime.cli.ranks import follow_target
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import (
     CommandOutcome,
@@ -36,13 +29,14 @@ from runtime.terminal.display import (
     Output,
     OutputError,
     cut_message,
+    ending_of,
     print_message,
+    print_statistics,
     print_stderr,
     stderr_console,
     warnings_at_the_end,
 )
 from runtime.terminal.signals import exit_on_signal
-from runtime.terminal.statistics_table import ending_of, print_statistics
 from runtime.terminal.tables import show_pairs
 from runtime.terminal.word_wrap import WordWrap
 

@@ -1,17 +1,16 @@
-"""A command of the command line, declared once."""
+"""A command of the command line, declared once, and what the ranks that `mlx.launch` starts do in it."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import attrs
 
+from protocol.errors import SettingsError
+from runtime.cli.arguments.models import Models
 from runtime.terminal.display import CommandOutcome
-
-if TYPE_CHECKING:
-    from runtime.cli.arguments.models import Models
 
 
 @attrs.frozen(kw_only=True)
@@ -35,3 +34,48 @@ class Command:
     common: str = ""  # the common flags, which `--help` shows; with "" it shows all
     follow: Callable[[argparse.Namespace, Models], None] | None = None
     check_for_ranks: Callable[[argparse.Namespace], None] = lambda _: None
+
+
+def join_if_several(arguments: argparse.Namespace) -> bool:
+    """Join the other ranks if this process is one of several. Returns: whether this is a rank that follows.
+
+    The group is left in the arguments, where `models_of` finds it.
+
+    Raises:
+        SettingsError: this command cannot run on several ranks, or the environment of this rank is unreadable.
+        RankError: some rank is missing, or differs.
+    """
+    from actors.distributed.rank_address import rank_address
+
+    if rank_address() is None:
+        return False
+    command: Command = arguments.command
+    if command.follow is None:
+        raise SettingsError(f"{command.name} runs on one machine, got several ranks; run it without mlx.launch")
+    command.check_for_ranks(arguments)
+    from actors.distributed.joining import join_ranks
+
+    arguments.group = join_ranks()
+    return bool(arguments.group.rank > 0)
+
+
+def follow(arguments: argparse.Namespace, models: Models) -> None:
+    """Follow rank 0 until it closes the target, or has examined the ranks.
+
+    Ctrl-C in a terminal, and a supervisor's SIGTERM, reach all ranks on the machine. Only rank 0 acts on them, and may
+    finish the answers that it has begun; the others end with it. A second SIGTERM ends this rank, and so all of them.
+
+    Raises: OutriderError: see `runtime.follow`.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    models.use_device()
+    arguments.command.follow(arguments, models)
+
+
+def follow_target(_: argparse.Namespace, models: Models) -> None:
+    """Follow a command that opens one runtime."""
+    from runtime.ranks.following import follow
+
+    wire_memory = models.options.get("wire_memory", True)
+    follow(models.target, models.options["group"], models.draft, wire_memory=wire_memory)

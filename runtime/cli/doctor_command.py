@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import trio
 
-from protocol.errors import OutriderError, SettingsError
+from protocol.errors import SettingsError
 from protocol.settings import NGRAM
 from runtime.cli.arguments.models import DRAFTER_ELSEWHERE, PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import add_flags
@@ -24,6 +24,7 @@ from runtime.measuring.report_files import check_report, local_paths, write_repo
 from runtime.terminal.display import (
     CommandOutcome,
     Display,
+    UnfinishedError,
     print_message,
     print_sections,
     print_text,
@@ -31,10 +32,6 @@ from runtime.terminal.display import (
 )
 from runtime.terminal.signals import exit_on_signal
 from runtime.terminal.tables import Section, Table
-
-
-class CheckError(OutriderError):
-    """A check has failed: something is not exact on this device."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +85,7 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
         # Makes float32 really float32, before MLX computes: on CUDA and on Apple's M5 it is TF32 otherwise.
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
-        from runtime.doctor.ranks import examine_ranks, report_on_ranks
+        from runtime.doctor.ranks import examine_ranks
         from runtime.doctor.report import check_examined, examine, load_of_others, price_tables, report
 
         models.use_device()
@@ -99,10 +96,10 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
             print_message(f"the machine is busy: a load of {load}; times will be too long, and speeds too low")
         if arguments.distributed:
             display.show_activity("examining the ranks")
-            found = report_on_ranks(examine_ranks(models.options.get("group")))
+            found = examine_ranks(models.options.get("group"))
             display.clear()
             # Printed now, since the target may fail to load.
-            print_sections(found)
+            print_sections([found])
         if not _examines_models(arguments):
             return CommandOutcome(finish_reason="complete")
         if arguments.check:
@@ -123,7 +120,9 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
     print_sections(sections)
     outcome = CommandOutcome(finish_reason="complete")
     if num_failed := sum(mark == "FAILED" for mark, _ in checks):
-        outcome.failure = CheckError(f"{num_failed} of {len(checks)} checks failed; paste --report FILE into an issue")
+        outcome.failure = UnfinishedError(
+            f"{num_failed} of {len(checks)} checks failed; paste --report FILE into an issue"
+        )
     return outcome
 
 

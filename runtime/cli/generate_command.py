@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from protocol.errors import OutriderError, PromptError, SettingsError
+from protocol.errors import PromptError, SettingsError
 from protocol.settings import settings_from
 from runtime.cli.arguments.models import PREFIX_CACHE, Models, add_models, models_of
 from runtime.cli.arguments.settings import (
@@ -25,8 +25,7 @@ from runtime.cli.arguments.settings import (
     settings_of,
     with_tokens_of,
 )
-from runtime.cli.command import Command
-from runtime.cli.ranks import follow_target
+from runtime.cli.command import Command, follow_target
 from runtime.loading.model_spec import ModelSpec
 from runtime.persistence.prompt_cache_file import read_header
 from runtime.terminal.display import (
@@ -34,12 +33,14 @@ from runtime.terminal.display import (
     Display,
     Output,
     OutputError,
+    UnfinishedError,
     cut_message,
+    ending_of,
     print_message,
+    print_statistics,
     warnings_at_the_end,
 )
 from runtime.terminal.signals import SignalScope, exit_on_signal
-from runtime.terminal.statistics_table import ending_of, print_statistics
 from runtime.tracing.trace_files import ChromeFile, TimelineFile
 
 if TYPE_CHECKING:
@@ -182,10 +183,6 @@ def _schema(file: str) -> str:
     return schema
 
 
-class IncompleteJsonError(OutriderError):
-    """The text ended before the JSON that was asked for was complete."""
-
-
 @attrs.define
 class Generated(CommandOutcome):
     """The outcome of `generate`, with the generation so far."""
@@ -281,7 +278,7 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
             except ValueError as error:
                 why = "; raise --max-tokens" if generated.finish_reason == "length" else " by a stop string"
                 said = f"the JSON is incomplete, cut off at {len(generated.tokens)} tokens{why}"
-                raise IncompleteJsonError(said) from error
+                raise UnfinishedError(said) from error
 
     async def work() -> None:
         async with AsyncExitStack() as stack:
@@ -296,7 +293,7 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
         try:
             if not arguments.json:
                 output.end_line()
-            elif generated.failure is None or isinstance(generated.failure, IncompleteJsonError):
+            elif generated.failure is None or isinstance(generated.failure, UnfinishedError):
                 output.write_now(generated.as_json() + "\n")
         except OutputError as error:
             generated.failure = generated.failure or error

@@ -21,18 +21,10 @@ from typing import Any
 
 from protocol.errors import OutriderError, PromptError, SettingsError
 from protocol.reprs import shown
-from runtime.cli import (
-    bench_command,
-    chat_command,
-    distill_command,
-    doctor_command,
-    generate_command,
-    ranks,
-    serve_command,
-)
+from runtime.cli import bench_command, chat_command, distill_command, doctor_command, generate_command, serve_command
 from runtime.cli.arguments.models import models_of
 from runtime.cli.batch import command as batch_command
-from runtime.cli.command import Command
+from runtime.cli.command import Command, follow, join_if_several
 from runtime.cli.flags import hint_for, in_flags
 from runtime.loading import blas
 from runtime.terminal.display import (
@@ -61,10 +53,7 @@ COMMANDS: dict[str, Command] = {
 }
 
 # Commands that earlier versions had, and what takes their place.
-REMOVED = {
-    "simulate": "outrider bench measures a pair on this machine",
-    "selftest": "use `outrider doctor --check`",
-}
+REMOVED = {"simulate": "outrider bench measures a pair on this machine", "selftest": "use `outrider doctor --check`"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         blas.check_environment()
         if arguments.blas is not None:
             blas.load_before_mlx(arguments.blas)
-        if ranks.join_if_several(arguments):
-            ranks.follow(arguments, models_of(arguments))
+        if join_if_several(arguments):
+            follow(arguments, models_of(arguments))
             return 0
         with printing_choices():
             return exit_status(arguments.command.run(arguments))

@@ -23,9 +23,8 @@ from protocol.open_options import MAX_BATCH, OpenOptions
 from protocol.options import options_of
 from runtime.cli.arguments.models import Models, add_models, models_of
 from runtime.cli.arguments.settings import add_defaults, add_flags, add_option, add_options, defaults_of
-from runtime.cli.command import Command
+from runtime.cli.command import Command, follow_target
 from runtime.cli.flags import flag
-from runtime.cli.ranks import follow_target
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.gguf.names import is_gguf, stem_of
 from runtime.loading.model_spec import ModelSpec
@@ -178,7 +177,7 @@ class _Server(SignalScope):
         import mlx.core as mx
 
         from runtime.server.app import Service, application
-        from runtime.server.connections.listener import serve
+        from runtime.server.connections.connection import serve
         from runtime.server.middleware import AccessLog, ForwardedClients
         from runtime.server.models.loaded_model import free_memory, open_model
         from runtime.server.models.pool import model_pool
@@ -275,8 +274,7 @@ def _name_drafter(spec: ServedModel) -> None:
 
 
 def _served(arguments: argparse.Namespace, models: Models, options: Mapping[str, Any]) -> Sequence[ServedModel]:
-    from runtime.server.models.config_file import read_models
-    from runtime.server.models.served_model import ServedModel
+    from runtime.server.models.served_model import ServedModel, read_models
 
     defaults = defaults_of(arguments)
     if arguments.config is not None:

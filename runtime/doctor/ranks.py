@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-import attrs
 import mlx.core as mx
 
 from actors.distributed.backends import BACKENDS, available_backends, chosen_backend
@@ -22,25 +21,8 @@ from runtime.terminal.tables import Section
 T = TypeVar("T")
 
 
-@attrs.frozen
-class ExaminedRanks:
-    """What was found about the ranks.
-
-    Attributes:
-        backends: those of `mx.distributed` that MLX has here.
-        backend: the one in use; None if there is one rank, or MLX does not tell.
-        versions: of the packages that must be the same on all ranks, by name.
-        descriptions: of each rank, by name.
-    """
-
-    backends: tuple[str, ...]
-    backend: str | None
-    versions: dict[str, str]
-    descriptions: tuple[dict[str, str], ...]
-
-
-def examine_ranks(group: RankGroup | None) -> ExaminedRanks:
-    """Examine the ranks, at rank 0. The others call `take_part_in_examination` meanwhile. This blocks.
+def examine_ranks(group: RankGroup | None) -> Section:
+    """Examine the ranks, at rank 0, for a report. The others call `take_part_in_examination` meanwhile. This blocks.
 
     Args:
         group: from `join_ranks`; None for a process on its own.
@@ -49,9 +31,9 @@ def examine_ranks(group: RankGroup | None) -> ExaminedRanks:
     """
     own = _description()
     if group is None:
-        return ExaminedRanks(available_backends(), None, versions(), (own,))
+        return report_on_ranks([own], available_backends(), None, versions())
     others = _connected(group, lambda: _described(group))
-    return ExaminedRanks(available_backends(), chosen_backend(group), versions(), (own, *others))
+    return report_on_ranks([own, *others], available_backends(), chosen_backend(group), versions())
 
 
 def take_part_in_examination(group: RankGroup) -> None:
@@ -99,17 +81,25 @@ def _description() -> dict[str, str]:
     }
 
 
-def report_on_ranks(found: ExaminedRanks) -> list[Section]:
-    """The section on the ranks: its title, and rows of (name, finding)."""
-    present = [f"{name} (in use)" if name == found.backend else name for name in found.backends]
-    missing = [name for name in BACKENDS if name not in found.backends]
-    is_alone = len(found.descriptions) == 1
+def report_on_ranks(
+    descriptions: Sequence[Mapping[str, str]], available: Sequence[str], in_use: str | None, versions: Mapping[str, str]
+) -> Section:
+    """The section on the ranks: its title, and rows of (name, finding).
+
+    Args:
+        descriptions: of each rank, by name.
+        available, in_use: backends of `mx.distributed` that MLX has here; None if there is one rank, or MLX does not
+            tell.
+        versions: of the packages that must be the same on all ranks, by name.
+    """
+    present = [f"{name} (in use)" if name == in_use else name for name in available]
+    missing = [name for name in BACKENDS if name not in available]
+    is_alone = len(descriptions) == 1
     backends = ", ".join(present or ["none"]) + (f"; not in this MLX: {', '.join(missing)}" if missing else "")
-    of_all = "" if is_alone else "; the same on all"
-    packages = ", ".join(f"{name} {version}" for name, version in found.versions.items()) + of_all
-    rows = [("backends", backends), ("versions", packages)]
-    rows += [(f"rank {rank}", ", ".join(each.values())) for rank, each in enumerate(found.descriptions)]
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items())
+    rows = [("backends", backends), ("versions", packages + ("" if is_alone else "; the same on all"))]
+    rows += [(f"rank {rank}", ", ".join(each.values())) for rank, each in enumerate(descriptions)]
     if is_alone:
         note = "there is only this rank; mlx.launch starts several, with a hostfile that has at least two hosts"
         rows.append(("note", note))
-    return [("ranks", rows)]
+    return "ranks", rows

@@ -24,23 +24,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from runtime.server.admission import RequestAdmission
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
-from runtime.server.anthropic.bodies import AnthropicModel, AnthropicModelList, model_of, models_of
+from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelList, model_of, models_of
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.fair_threads import Background, in_thread
 from runtime.server.limits import Limits
-from runtime.server.middleware import ApiKey, ClientPaths, CommonHeaders, HostNames
+from runtime.server.middleware import ClientPaths, CommonHeaders, Guard, host_error, key_error
 from runtime.server.models.pool import ModelPool
-from runtime.server.models.reports import (
-    HealthReport,
-    ModelDescription,
-    ModelList,
-    Version,
-    describe,
-    health_report,
-)
+from runtime.server.models.reports import HealthReport, ModelDescription, ModelList, Version, describe, health_report
 from runtime.server.openai import api as openai_api
-from runtime.server.openai import tokens as openai_tokens
 from runtime.server.operations import COMMON_ERRORS, Operation, description
 from runtime.server.responses import api as responses_api
 
@@ -63,7 +55,7 @@ class Service:
 
     Attributes:
         api_key: the key that requests must send, except for web pages and monitoring (`needs_key`); None for no key.
-        hosts: host names that requests may use, or ["*"] for any; see `HostNames`.
+        hosts: host names that requests may use, or ["*"] for any; see `host_error`.
         origins: origins whose web pages may use the server although another host serves them (CORS).
         is_strict: whether unsupported parts of a request are refused instead of ignored; see `ServerContext`.
     """
@@ -125,10 +117,10 @@ def application(models: ModelPool, service: Service, *, background: Background =
         ],
         middleware=[
             Middleware(ClientPaths, names=_BELOW_V1),
-            Middleware(HostNames, names=service.hosts, respond=_error_response),
+            Middleware(Guard, check=partial(host_error, service.hosts), respond=_error_response),
             # Outside of the key's check: a browser's preflight request does not send the key.
             *([_cors(service.origins)] if service.origins else []),
-            Middleware(ApiKey, key=service.api_key, respond=_error_response),
+            Middleware(Guard, check=partial(key_error, service.api_key), respond=_error_response),
         ],
         exception_handlers={ErrorResponse: _on_error, HTTPException: _on_http_error, Exception: _on_failure},
     )
@@ -265,7 +257,6 @@ OPERATIONS: tuple[Operation, ...] = (
     *openai_api.OPERATIONS,
     *responses_api.OPERATIONS,
     *anthropic_api.OPERATIONS,
-    *openai_tokens.OPERATIONS,
     _get_json("/version", _version, "version", "The server's version", Version),
     _get_json("/v1/models", _list_models, "models", "The served models", ModelList),
     _get_json("/v1/models/{model:path}", _model, "model", "A served model", ModelDescription, statuses=("404",)),

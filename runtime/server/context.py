@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 import trio
@@ -17,6 +17,9 @@ from runtime.server.fair_threads import Background
 from runtime.server.limits import Limits
 from runtime.server.metrics import Metrics
 from runtime.server.models.pool import ModelPool
+
+if TYPE_CHECKING:
+    from runtime.server.answers.api import Choices
 
 T = TypeVar("T")
 
@@ -37,6 +40,7 @@ class ServerContext:
             of another one are refused instead of ignored.
         body_memory: bounds the memory of bodies that are being read.
         started_at: when the server began, in seconds of Unix time.
+        running: the answers that are being generated, by the ids of their responses.
     """
 
     models: ModelPool
@@ -49,6 +53,7 @@ class ServerContext:
     )
     body_memory: BodyMemory = attrs.Factory(lambda self: BodyMemory(self.limits.max_bodies_bytes), takes_self=True)
     started_at: int = attrs.Factory(lambda: int(time.time()))
+    running: dict[str, Choices] = attrs.field(init=False, factory=dict)
     _short_jobs: trio.CapacityLimiter = attrs.Factory(lambda: trio.CapacityLimiter(_NUM_THREADS))
     _long_jobs: trio.CapacityLimiter = attrs.Factory(lambda: trio.CapacityLimiter(_NUM_THREADS))
     _kept: dict[type, Any] = attrs.field(init=False, factory=dict)

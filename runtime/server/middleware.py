@@ -141,30 +141,37 @@ class ClientPaths:
 
 
 @attrs.frozen
-class HostNames:
-    """Rejects requests whose Host header is not a name of this server.
-
-    This keeps out DNS rebinding: a web page of another host whose name was made to resolve to this machine.
-    """
+class Guard:
+    """Rejects the requests in which a check finds an error."""
 
     _app: ASGIApp
-    _names: Sequence[str]  # an IPv6 address with or without brackets; "*" allows any
+    _check: Callable[[Scope], ErrorResponse | None]
     _respond: Respond
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and "*" not in self._names:
-            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-            name = _without_port(hosts[0]) if len(hosts) == 1 else ""
-            if _normalized(name) not in map(_normalized, self._names):
-                error = ErrorResponse(
-                    400,
-                    f"the host name {name[:100]!r} is not allowed; to allow it, start the server with "
-                    "--allow-host NAME or with an API key",
-                    code="unknown_host",
-                )
-                await self._respond(error, scope["path"])(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+        error = self._check(scope) if scope["type"] == "http" else None
+        app = self._app if error is None else self._respond(error, scope["path"])
+        await app(scope, receive, send)
+
+
+def host_error(names: Sequence[str], scope: Scope) -> ErrorResponse | None:
+    """The error of a request whose Host header is not a name of this server.
+
+    This keeps out DNS rebinding: a web page of another host whose name was made to resolve to this machine.
+
+    Args:
+        names: an IPv6 address may be with or without brackets; "*" allows any.
+    """
+    hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+    name = _without_port(hosts[0]) if len(hosts) == 1 else ""
+    if "*" in names or _normalized(name) in map(_normalized, names):
+        return None
+    return ErrorResponse(
+        400,
+        f"the host name {name[:100]!r} is not allowed; to allow it, start the server with --allow-host NAME or with an "
+        "API key",
+        code="unknown_host",
+    )
 
 
 # An address that some proxies write with a port; IPv6 is in brackets then.
@@ -207,31 +214,23 @@ class ForwardedClients:
         return any(found in proxy for proxy in self._proxies)
 
 
-@attrs.frozen
-class ApiKey:
-    """Rejects requests without the API key, if the server has one, except for web pages and monitoring."""
-
-    _app: ASGIApp
-    _key: str | None = attrs.field(repr=False)  # in ASCII; None for no key
-    _respond: Respond
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._key is not None and scope["type"] == "http" and needs_key(scope["path"]):
-            headers, wanted = dict(scope["headers"]), self._key.encode()
-            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            # In constant time: the time must not tell how many characters of a wrong key are right.
-            is_bearer = secrets.compare_digest(key.strip(), wanted) and scheme.lower() == b"bearer"
-            # Anthropic clients send the key in this header.
-            if not is_bearer and not secrets.compare_digest(headers.get(b"x-api-key", b""), wanted):
-                error = ErrorResponse(
-                    401,
-                    "the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
-                await self._respond(error, scope["path"])(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+def key_error(key: str | None, scope: Scope) -> ErrorResponse | None:
+    """The error of a request without the API key (in ASCII), if the server has one; not for pages and monitoring."""
+    if key is None or not needs_key(scope["path"]):
+        return None
+    headers, wanted = dict(scope["headers"]), key.encode()
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    # In constant time: the time must not tell how many characters of a wrong key are right.
+    is_bearer = secrets.compare_digest(given.strip(), wanted) and scheme.lower() == b"bearer"
+    # Anthropic clients send the key in this header.
+    if is_bearer or secrets.compare_digest(headers.get(b"x-api-key", b""), wanted):
+        return None
+    return ErrorResponse(
+        401,
+        "the API key is missing or wrong; send Authorization: Bearer KEY or x-api-key: KEY",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 def needs_key(path: str) -> bool:

@@ -53,6 +53,7 @@ class Timeline:
     """The events of one stream, including passes that it shared with others.
 
     Attributes:
+        session: that of the stream.
         events: the first `MAX_EVENTS` events.
         num_lost: number of further events, which were not recorded.
     """
@@ -61,17 +62,17 @@ class Timeline:
         """A timeline of a stream that began at `began`, on the clock of events; `opened` are its events so far."""
         self.events: list[Event] = list(opened)
         self.num_lost = 0
-        self._session = session
+        self.session = session
         self._began = began
         self._num_reported = 0
         self._drafter_state: DrafterState | None = None
 
     def add(self, event: Event) -> None:
         """Record an event; beyond `MAX_EVENTS`, only count it."""
-        if len(self.events) == MAX_EVENTS:
+        if len(self.events) < MAX_EVENTS:
+            self.events.append(event)
+        else:
             self.num_lost += 1
-            return
-        self.events.append(event)
 
     def new_activity(self) -> ModelActivity:
         """The models' jobs and the changes of the drafter's state since the last call."""
@@ -87,7 +88,7 @@ class Timeline:
                         "kind": event.kind,
                         "began": self._seconds(event.began),
                         "ended": self._seconds(event.ended),
-                        "round": event.round_of(self._session),
+                        "round": event.round_of(self.session),
                         "streams": len(event.sessions),
                     }
                 )
@@ -105,7 +106,7 @@ class Timelines:
     """The timelines of the streams that are watched; pass it to `runtime.open` as `trace`."""
 
     def __init__(self) -> None:
-        self._timelines: OrderedDict[str, tuple[int, Timeline]] = OrderedDict()  # by id, with the session
+        self._timelines: OrderedDict[str, Timeline] = OrderedDict()  # by id
         self._by_session: dict[int, Timeline] = {}
         self._opened: list[Instant] = []  # events of the session that was opened last
 
@@ -131,18 +132,16 @@ class Timelines:
             began: when its stream began, in seconds on the clock of events.
         """
         opened = [instant for instant in self._opened if instant.session == session]
-        timeline = self._by_session[session] = Timeline(session, opened, began)
-        self._timelines[id] = session, timeline
+        timeline = self._timelines[id] = self._by_session[session] = Timeline(session, opened, began)
         if len(self._timelines) > MAX_TIMELINES:
-            _, (oldest_session, _) = self._timelines.popitem(last=False)
-            self._by_session.pop(oldest_session, None)
+            _, oldest = self._timelines.popitem(last=False)
+            self._by_session.pop(oldest.session, None)
         return timeline
 
     async def page(self, id: str, tokenizer: TokenizerWrapper | None, background: Background) -> str | None:
         """The timeline of a response as an HTML page, or None. Cancellation: the rendering finishes first."""
-        if id not in self._timelines:
+        if (timeline := self._timelines.get(id)) is None:
             return None
-        _, timeline = self._timelines[id]
         events = list(timeline.events)
         texts = await texts_of(events, tokenizer)
         return await background(

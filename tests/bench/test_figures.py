@@ -9,12 +9,12 @@ import pytest
 from sweeps import sweep
 
 import runtime
-from runtime.bench.benchmark import Benchmark, Case, running_order, time_left
+from runtime.bench.benchmark import Benchmark, Case, named_drafts, running_order, time_left
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, Length, Run
 from runtime.bench.figures import failures, median, ratio, share, spread, total
-from runtime.bench.many_streams import ManyStreams, StreamsPlan, streams_contender
-from runtime.bench.one_stream import OneStream, OneStreamPlan, named_drafts
-from runtime.bench.overhead import CONTENDERS, Overhead, OverheadPlan, contenders_of
+from runtime.bench.many_streams import ManyStreams, streams_contender
+from runtime.bench.one_stream import OneStream
+from runtime.bench.overhead import CONTENDERS, Overhead, contenders_of
 from runtime.bench.prompt_files import BenchPrompt
 
 ABOUT = {"target": "t", "draft": "d", "dtypes": {"target": ["float32"]}, "machine": {"device": "cpu"}, "num_ranks": 1}
@@ -64,10 +64,10 @@ def prepared(benchmark: Benchmark, num_cases: int, **more: Any) -> Any:
 # --- one stream -----------------------------------------------------------------------------------
 
 
-def small(**changes: Any) -> OneStreamPlan:
+def small(**changes: Any) -> OneStream:
     prompts = ([1, 2, 3], [5, 8, 13, 21])
     settings = {"prompts": prompts, "num_draft_tokens": (2,), "lookaheads": ("auto",), "max_tokens": 16, "repeats": 2}
-    return OneStreamPlan(**settings | changes)
+    return OneStream(**settings | changes)
 
 
 def a_run(seconds: float, text: tuple[int, ...] = (7, 8, 9), **counts: int) -> Run:
@@ -78,7 +78,7 @@ def scripted(**changes: Any) -> OneStream:
     """Two repeats of two prompts. Plain decoding takes a second, then two; mlx-lm's best half a second, Outrider a
     quarter.
     """
-    measured: OneStream = prepared(OneStream(small(**changes)), 2)
+    measured: OneStream = prepared(small(**changes), 2)
     of_ours = {"lookahead_hits": 3, "lookahead_misses": 1, "accepted_copied": 2, "rejected_copied": 0, "passes": 2}
     for repeat, prompt in itertools.product(range(2), range(2)):
         measured.turns[repeat, prompt] = {
@@ -90,7 +90,7 @@ def scripted(**changes: Any) -> OneStream:
 
 
 def test_all_that_the_defaults_have_run_and_plain_decoding_comes_first() -> None:
-    names = [contender.name for contender in OneStreamPlan().contenders()]
+    names = [contender.name for contender in OneStream().contenders]
     assert names[0] == "mlx-lm plain"
     assert names[1:9] == [f"mlx-lm speculative {k}" for k in range(1, 9)]
     assert names[9:] == [f"outrider lookahead {k}" for k in (0, 1, 2, 3, 4, 6, 8, "auto")]
@@ -98,9 +98,9 @@ def test_all_that_the_defaults_have_run_and_plain_decoding_comes_first() -> None
 
 def test_contenders_are_those_that_can_run_each_once() -> None:
     plan = small(num_draft_tokens=[2, 2], lookaheads=["auto", 0, "auto"])
-    assert plan.contenders() == [PLAIN, MLX_LM, OURS, Contender("outrider", 0)]
-    assert plan.contenders(is_on_ranks=True) == [Contender("outrider", 0), OURS]
-    several = [each.name for each in plan.contenders(("small", "ngram"), ("small",))]
+    assert plan.contenders == [PLAIN, MLX_LM, OURS, Contender("outrider", 0)]
+    assert plan.contenders_of(is_on_ranks=True) == [Contender("outrider", 0), OURS]
+    several = [each.name for each in plan.contenders_of(("small", "ngram"), ("small",))]
     assert several == [
         "mlx-lm plain", "mlx-lm speculative 2, small", "outrider lookahead auto, small", "outrider lookahead 0",
         "outrider lookahead auto, ngram",
@@ -143,7 +143,7 @@ def test_a_turn_that_was_cut_short_counts_for_nobody() -> None:
 
 
 def test_nothing_measured_is_no_figure_and_no_error() -> None:
-    for empty in (OneStream(small()), ManyStreams(StreamsPlan()), Overhead(OverheadPlan())):
+    for empty in (small(), ManyStreams(), Overhead()):
         result = empty.result()
         assert (result["repeats_done"], result["is_complete"]) == (0, False)
         assert {row["median"] for row in result["rows"]} == {None}
@@ -166,7 +166,7 @@ def test_who_cannot_run_holds_up_nobody() -> None:
 
 def test_kinds_of_text_have_medians_of_their_prompts_with_quartiles() -> None:
     talk, code = BenchPrompt(("one", "two"), "talk", is_chat=True), BenchPrompt(([1, 2],), "code")
-    measured = prepared(OneStream(small(prompts=[talk, code], repeats=1, num_draft_tokens=())), 3)
+    measured = prepared(small(prompts=[talk, code], repeats=1, num_draft_tokens=()), 3)
     # Speeds of 10, 10 and 10 tokens per second plainly, and of 20, 40 and 10.
     for case, seconds in enumerate((0.5, 0.25, 1.0)):
         copied = {"accepted": 2, "accepted_copied": case, "rejected_copied": 0, "passes": 4}
@@ -186,7 +186,7 @@ def test_kinds_of_text_have_medians_of_their_prompts_with_quartiles() -> None:
 
 def test_an_answer_of_one_token_has_no_speed_and_hides_no_other() -> None:
     prompts = [BenchPrompt(("hi",), "talk", is_chat=True)] * 2
-    measured = prepared(OneStream(small(prompts=prompts, num_draft_tokens=())), 2)
+    measured = prepared(small(prompts=prompts, num_draft_tokens=()), 2)
     for case, timed in enumerate((0, 10)):
         run = Run(((7,),), 0.0 if timed == 0 else 1.0, timed)
         measured.turns[0, case] = {PLAIN: run, OURS: run}
@@ -220,8 +220,8 @@ ONE_BY_ONE, IN_TURNS, AT_ONCE = (
 
 
 def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_come_last() -> None:
-    assert StreamsPlan().contenders == [ONE_BY_ONE, IN_TURNS, AT_ONCE, BATCHED]
-    names = [each.name for each in StreamsPlan(lookaheads=(0, "auto")).contenders]
+    assert ManyStreams().contenders == [ONE_BY_ONE, IN_TURNS, AT_ONCE, BATCHED]
+    names = [each.name for each in ManyStreams(lookaheads=(0, "auto")).contenders]
     assert names[1:4] == [
         "outrider in turns, lookahead 0",
         "outrider at once, lookahead 0",
@@ -230,7 +230,7 @@ def test_each_lookahead_is_measured_one_after_another_and_at_once_and_batches_co
 
 
 def test_streams_are_held_to_the_same_ones_in_other_ways() -> None:
-    measured = prepared(ManyStreams(StreamsPlan(streams=(2,), repeats=2)), 1, expected=[(7, 8), (7, 8)])
+    measured = prepared(ManyStreams(streams=(2,), repeats=2), 1, expected=[(7, 8), (7, 8)])
 
     def streams(seconds: float, text: tuple[int, ...] = (7, 8), **counts: int) -> Run:
         return Run(((7, 8), text), seconds, num_timed=4, first_tokens=(0.5, 1.5), counts=counts)
@@ -255,7 +255,7 @@ def test_streams_are_held_to_the_same_ones_in_other_ways() -> None:
 
 
 def test_one_stream_is_compared_with_generate_step_and_more_with_batches() -> None:
-    overhead = Overhead(OverheadPlan(streams=(1, 2), repeats=3))
+    overhead = Overhead(streams=(1, 2), repeats=3)
     overhead.about = ABOUT
     overhead.cases = [Case("", contenders_of(streams), (), Length(16)) for streams in (1, 2)]
     for repeat, factor in enumerate((1.0, 3.0)):
@@ -278,10 +278,10 @@ def test_one_stream_is_compared_with_generate_step_and_more_with_batches() -> No
 @sweep(
     ("plan", "changes", "complaint"),
     [
-        (OverheadPlan, {"streams": (257,)}, "streams must be whole numbers between 1 and 256"),
-        (StreamsPlan, {"streams": (0,)}, "streams must be whole numbers between 1 and 256"),
-        (OverheadPlan, {"max_tokens": 15}, "max_tokens must be a whole number of at least 16"),
-        (OneStreamPlan, {"repeats": 0}, "repeats must be a whole number of at least 1"),
+        (Overhead, {"streams": (257,)}, "streams must be whole numbers between 1 and 256"),
+        (ManyStreams, {"streams": (0,)}, "streams must be whole numbers between 1 and 256"),
+        (Overhead, {"max_tokens": 15}, "max_tokens must be a whole number of at least 16"),
+        (OneStream, {"repeats": 0}, "repeats must be a whole number of at least 1"),
     ],
 )
 def test_what_is_out_of_range_is_refused(plan: Any, changes: dict[str, Any], complaint: str) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from sweeps import sweep
 
-from runtime.bench.contenders import run_of
-from runtime.bench.timing import TimedToken, count_rounds, first_timed
+from runtime.bench.contenders import TimedToken, count_rounds, first_timed, run_of
 
 
 def moments(flags: str, *, start: float = 10.0) -> list[TimedToken]:

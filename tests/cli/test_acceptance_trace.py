@@ -11,10 +11,10 @@ import trio
 from command_line import refusal
 from mlx_lm.generate import generate_step
 from models import greedy
+from traced_models import read_trace
 
 from protocol.errors import SettingsError
-from runtime.bench.acceptance_trace import AcceptanceTrace, TracedText, read_trace, traced, write_trace
-from runtime.bench.one_stream import OneStreamPlan
+from runtime.bench.acceptance_trace import AcceptanceTrace, TracedText, traced, write_trace
 from runtime.terminal.display import OutputError
 
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
@@ -47,7 +47,7 @@ def test_a_file_has_what_was_written(tmp_path):
 @pytest.mark.slow
 async def test_it_has_what_the_models_say_at_every_position(pair, tmp_path):
     target, draft = pair
-    trace = AcceptanceTrace(OneStreamPlan(prompts=PROMPTS, max_tokens=48), tmp_path / "trace.jsonl")
+    trace = AcceptanceTrace(prompts=PROMPTS, max_tokens=48, file=tmp_path / "trace.jsonl")
     result = await trace.measure((target, None), (draft, None))
     texts = read_trace(tmp_path / "trace.jsonl")
     assert [text.prompt for text in texts] == [tuple(prompt) for prompt in PROMPTS]
@@ -70,7 +70,7 @@ async def test_it_has_what_the_models_say_at_every_position(pair, tmp_path):
 
 @pytest.mark.slow
 async def test_an_interrupted_one_has_the_texts_that_were_finished(pair, tmp_path):
-    trace = AcceptanceTrace(OneStreamPlan(prompts=PROMPTS, max_tokens=16), tmp_path / "trace.jsonl")
+    trace = AcceptanceTrace(prompts=PROMPTS, max_tokens=16, file=tmp_path / "trace.jsonl")
     with trio.CancelScope() as scope:
 
         def on_progress(what: str) -> None:
@@ -103,7 +103,7 @@ def test_a_file_in_no_directory_is_refused_before_any_work(capsys, tmp_path):
 
 async def test_a_trace_that_cannot_be_written_is_not_complete(pair, tmp_path):
     target, draft = pair
-    trace = AcceptanceTrace(OneStreamPlan(prompts=PROMPTS[:1], max_tokens=16), tmp_path)
+    trace = AcceptanceTrace(prompts=PROMPTS[:1], max_tokens=16, file=tmp_path)
     with pytest.raises(OutputError, match="Is a directory"):
         await trace.measure((target, None), (draft, None))
     assert not trace.is_complete
@@ -111,6 +111,6 @@ async def test_a_trace_that_cannot_be_written_is_not_complete(pair, tmp_path):
 
 async def test_what_has_no_drafts_of_its_own_is_refused(tmp_path):
     with pytest.raises(SettingsError, match=r"greedy texts, got temperature=0\.5"):
-        AcceptanceTrace(OneStreamPlan(temperature=0.5), Path())
+        AcceptanceTrace(temperature=0.5, file=Path())
     with pytest.raises(SettingsError, match="a drafter with a model"):
-        await AcceptanceTrace(OneStreamPlan(), Path()).measure("target", "ngram")
+        await AcceptanceTrace(file=Path()).measure("target", "ngram")

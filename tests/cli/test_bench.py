@@ -35,13 +35,10 @@ from actors.mlx.model import MLXModel
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job
 from runtime.bench import loaded_models
-from runtime.bench.contenders import Contender, ContenderRunner, Length
+from runtime.bench.contenders import Contender, Length, take_until_cancelled
 from runtime.bench.loaded_models import EventSwitch, LoadedModels
-from runtime.bench.one_stream import OneStream, OneStreamPlan
+from runtime.bench.one_stream import OneStream
 from runtime.bench.prompt_files import BenchPrompt
-from runtime.bench.timing import (
-    take_until_cancelled,
-)
 from runtime.cli import bench_command
 from runtime.cli import main as cli
 from runtime.loading.blas import THREAD_VARIABLES, VARIABLE, candidates
@@ -52,8 +49,8 @@ pytestmark = pytest.mark.slow
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21])
 
 
-def small(**changes: Any) -> OneStreamPlan:
-    """A plan that takes a moment."""
+def small(**changes: Any) -> OneStream:
+    """A benchmark that takes a moment."""
     settings: dict[str, Any] = {
         "prompts": PROMPTS,
         "num_draft_tokens": (1, 3),
@@ -61,7 +58,7 @@ def small(**changes: Any) -> OneStreamPlan:
         "max_tokens": 16,
         "repeats": 2,
     }
-    return OneStreamPlan(**settings | changes)
+    return OneStream(**settings | changes)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [0, 2])
@@ -96,7 +93,7 @@ async def test_everyone_runs_and_writes_plain_decodings_text(pair, monkeypatch):
     real = loaded_models.running
     monkeypatch.setattr(loaded_models, "running", running)
     target, draft = pair
-    measured = OneStream(small())
+    measured = small()
     result = await measured.measure((target, None), (draft, None))
     assert len(opened) == 3  # each of ours has a runtime of its own for the whole benchmark
     assert [row["name"] for row in result["rows"]] == [contender.name for contender in measured.contenders]
@@ -128,18 +125,18 @@ async def test_everyone_runs_and_writes_plain_decodings_text(pair, monkeypatch):
 async def test_mlx_lms_proposals_are_those_that_its_target_judged(pair):
     # A drafter that is always wrong: each round proposes k tokens, or as many as are still due, and yields one.
     target, _ = pair
-    plan = small(num_draft_tokens=(3,), lookaheads=(3,), prompts=PROMPTS[:1], repeats=1)
-    result = await OneStream(plan).measure((target, None), (models.Shifted(llama()), None))
+    measured = partial(small, num_draft_tokens=(3,), lookaheads=(3,), prompts=PROMPTS[:1], repeats=1)
+    result = await measured().measure((target, None), (models.Shifted(llama()), None))
     for row in result["rows"][1:]:
         assert (row["acceptance"], row["tokens_per_round"]) == (0.0, 1.0)
     # A drafter that is always right: 16 tokens are four rounds of three and one.
-    result = await OneStream(plan).measure((target, None), (target, None))
+    result = await measured().measure((target, None), (target, None))
     for row in result["rows"][1:]:
         assert (row["acceptance"], row["tokens_per_round"]) == (1.0, 4.0)
 
 
 async def test_lookups_are_compared_with_plain_decoding_which_is_all_that_mlx_lm_has(pair):
-    measured = OneStream(small(repeats=1, prompts=[[1, 2, 3, 1, 2, 3, 1, 2]]))
+    measured = small(repeats=1, prompts=[[1, 2, 3, 1, 2, 3, 1, 2]])
     result = await measured.measure((pair[0], None), "ngram")
     assert [row["name"] for row in result["rows"]] == [
         "mlx-lm plain", "outrider lookahead 0", "outrider lookahead 2", "outrider lookahead auto"
@@ -184,11 +181,11 @@ async def test_mlx_lm_has_the_models_for_itself_on_one_thread_and_as_they_are(ca
         name, since = next((n for n in names if f": {n} (" in what), ""), len(calls)
 
     # Outrider runs before mlx-lm and between its runs, with a drafter far ahead: the second turn is reversed.
-    plan = small(num_draft_tokens=(2,), lookaheads=(8, 0), repeats=1)
-    names = [contender.name for contender in plan.contenders()]
+    measured = small(num_draft_tokens=(2,), lookaheads=(8, 0), repeats=1)
+    names = [contender.name for contender in measured.contenders]
     kinds = [type(layer) for layer in target.layers]
     drafter = Watched(near(target, noise=0.1), "draft")
-    await OneStream(plan).measure((Watched(target, "target"), None), (drafter, None), on_progress=look)
+    await measured.measure((Watched(target, "target"), None), (drafter, None), on_progress=look)
     look("")
     assert seen["mlx-lm plain"] == {("target", "outrider-target", False)}
     assert seen["mlx-lm speculative 2"] == {("target", "outrider-target", False), ("draft", "outrider-target", False)}
@@ -207,7 +204,7 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
         for role, model in zip(("target", "draft"), pair, strict=True):
             workers[role] = await stack.enter_async_context(ThreadWorker(role, on_event=events))
             made[role] = await workers[role].run(Job("load", partial(MLXModel, model, CacheOptions())))
-        stage = ContenderRunner(LoadedModels(made, workers, events))
+        stage = LoadedModels(made, workers, events)
         await stage.open_runtimes(stack, [ours])
         (rt, _) = stage._runtimes[ours.runtime]
 
@@ -232,7 +229,7 @@ async def test_the_next_begins_when_nothing_of_the_last_is_under_way_any_more(pa
 
 async def test_a_target_that_mlx_lm_cannot_rewind_is_noted_and_the_others_go_on():
     target = mamba()
-    result = await OneStream(small(repeats=1)).measure((target, None), (near(target, noise=0.02), None))
+    result = await small(repeats=1).measure((target, None), (near(target, noise=0.02), None))
     rows = {row["name"]: row for row in result["rows"]}
     for k in (1, 3):
         row = rows[f"mlx-lm speculative {k}"]
@@ -258,34 +255,34 @@ async def test_a_target_that_cannot_decode_at_all_ends_it_and_leaves_no_thread()
             return super().__call__(inputs, cache)
 
     with pytest.raises(runtime.ModelError, match="mlx-lm cannot decode with the target: no such kernel"):
-        await OneStream(small()).measure((Late(llama()), None), (llama(), None))
+        await small().measure((Late(llama()), None), (llama(), None))
     assert not outrider_threads()
 
 
 async def test_texts_that_do_not_fit_are_refused_before_anything_runs(calls):
     target, draft = llama(max_position_embeddings=64), llama(max_position_embeddings=24)
-    plan = small(prompts=[[1] * 9])
+    measured = small(prompts=[[1] * 9])
     with pytest.raises(runtime.PromptError, match="a prompt of 9 tokens and max_tokens=16 do not fit a context of 24"):
-        await OneStream(plan).measure((target, None), (draft, None))
+        await measured.measure((target, None), (draft, None))
     assert not outrider_threads()
 
 
 async def test_models_that_are_there_already_are_not_cast(pair):
     target, draft = pair
     with pytest.raises(runtime.SettingsError, match="dtype is for models that are loaded here"):
-        await OneStream(small(dtype="bfloat16")).measure((target, None), (draft, None))
+        await small(dtype="bfloat16").measure((target, None), (draft, None))
 
 
 async def test_a_drafter_with_more_rows_than_the_target_still_runs_ours(pair):
     target, draft = pair
-    plan = small(repeats=1, num_draft_tokens=(), lookaheads=(2,))
-    result = await OneStream(plan).measure((target, None), (Padded(draft, 3), None))
+    measured = small(repeats=1, num_draft_tokens=(), lookaheads=(2,))
+    result = await measured.measure((target, None), (Padded(draft, 3), None))
     assert [row["same_texts"] for row in result["rows"]] == [2, 2]
 
 
 async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
     target, draft = pair
-    measured = OneStream(small(repeats=5, num_draft_tokens=(1,), lookaheads=(2,)))
+    measured = small(repeats=5, num_draft_tokens=(1,), lookaheads=(2,))
     with trio.CancelScope() as scope:
 
         def look(what: str) -> None:
@@ -351,7 +348,7 @@ def test_the_output_has_everyone_what_it_was_measured_on_and_what_its_columns_me
     if sys.platform == "linux":
         assert f"linear algebra {runtime.loading.blas.blas_in_use()}" in " ".join(about.split())
     rows = table.splitlines()[3:]
-    assert [row.split("  ")[0] for row in rows] == [contender.name for contender in small().contenders()]
+    assert [row.split("  ")[0] for row in rows] == [contender.name for contender in small().contenders]
     assert all(re.search(r"\d\.\d \(\d+–\d+\) .* 1/1$", row) for row in rows)
     assert notes.startswith("Speeds are medians over repeats")
 
@@ -374,10 +371,10 @@ def test_a_drafter_of_each_kind_is_compared_with_the_same_plain_decoding(capsys)
 
 
 def test_the_bundled_prompts_are_measured_by_kind_against_plain_decoding(saved, capsys, monkeypatch):
-    plans: list[OneStreamPlan] = []
+    plans: list[OneStream] = []
 
     async def measure(self: OneStream, *_: Any, **__: Any) -> None:
-        plans.append(self.plan)
+        plans.append(self)
 
     monkeypatch.setattr(OneStream, "measure", measure)
     given = ["bench", "--target", saved[0], "--draft", "ngram", "--prompts"]
@@ -392,7 +389,7 @@ def test_a_report_for_an_issue_has_the_figures_and_nothing_private(saved, tmp_pa
     monkeypatch.setenv("OUTRIDER_API_KEY", "s3cret")
     assert cli.main(arguments(saved, "--report", str(tmp_path / "mine.md"))) == 0
     said, page = json.loads((tmp_path / "mine.json").read_text()), (tmp_path / "mine.md").read_text()
-    assert [row["name"] for row in said["results"]["rows"]] == [contender.name for contender in small().contenders()]
+    assert [row["name"] for row in said["results"]["rows"]] == [contender.name for contender in small().contenders]
     assert (said["kind"], said["results"]["target"]) == ("bench", "<path>")
     assert {"processor", "memory", "system", "packages"} < said["machine"].keys()
     assert said["versions"]["mlx"] in said["machine"]["packages"]
@@ -456,12 +453,10 @@ def test_a_model_that_is_not_there_is_one_line(saved, capsys):
 
 async def test_answers_end_where_the_model_ends_them_and_conversations_go_on_from_plain_answers(saved, monkeypatch):
     prompts = [BenchPrompt(("w1 w2", "w3"), "talk", is_chat=True), BenchPrompt(([1, 2, 3],), "ids")]
-    plan = small(prompts=prompts, num_draft_tokens=(2,), lookaheads=("auto",), repeats=1)
-    free = OneStream(plan)
+    free, measured = (small(prompts=prompts, num_draft_tokens=(2,), lookaheads=("auto",), repeats=1) for _ in range(2))
     await free.measure(*saved)
     end = free.turns[0, 0][free.contenders[0]].texts[0][4]
     monkeypatch.setattr(TokenizerWrapper, "eos_token_ids", property(lambda _: {end}), raising=False)
-    measured = OneStream(plan)
     result = await measured.measure(*saved)
     for contender in measured.contenders:
         texts = [measured.turns[0, case][contender].texts[0] for case in range(3)]

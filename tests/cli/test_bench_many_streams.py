@@ -14,18 +14,19 @@ from our_threads import outrider_threads
 from sweeps import sweep
 
 import runtime
-from runtime.bench.contenders import Contender, ContenderRunner, Run
-from runtime.bench.many_streams import ManyStreams, StreamsPlan
+from runtime.bench.contenders import Contender, Run
+from runtime.bench.loaded_models import LoadedModels
+from runtime.bench.many_streams import ManyStreams
 
 pytestmark = pytest.mark.slow
 
 PROMPTS = ([1, 2, 3], [5, 8, 13, 21], [34, 55])
 
 
-def small(**changes: Any) -> StreamsPlan:
-    """A plan that takes a moment."""
+def small(**changes: Any) -> ManyStreams:
+    """A benchmark that takes a moment."""
     settings: dict[str, Any] = {"prompts": PROMPTS, "streams": (1, 3), "max_tokens": 16, "repeats": 2}
-    return StreamsPlan(**settings | changes)
+    return ManyStreams(**settings | changes)
 
 
 # --- real models ----------------------------------------------------------------------------------
@@ -33,7 +34,7 @@ def small(**changes: Any) -> StreamsPlan:
 
 async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
     target, draft = pair
-    measured = ManyStreams(small(streams=(1, 4), lookaheads=("auto", 2), repeats=1))
+    measured = small(streams=(1, 4), lookaheads=("auto", 2), repeats=1)
     result = await measured.measure((target, None), (draft, None))
     assert (result["is_complete"], result["repeats_done"], result["streams"]) == (True, 1, [1, 4])
     alone = [tuple(greedy(target, prompt, 16)) for prompt in PROMPTS]
@@ -63,17 +64,17 @@ async def test_every_stream_has_the_text_that_its_prompt_has_alone(pair):
 
 async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
     target, draft = pair
-    measured = ManyStreams(small(streams=(3,), repeats=1))
+    measured = small(streams=(3,), repeats=1)
     most: dict[str, int] = {}
-    real: Callable[..., Any] = ContenderRunner._run_outrider
+    real: Callable[..., Any] = LoadedModels._run_outrider
 
-    async def watched(self: ContenderRunner, way: Contender, *arguments: Any) -> Run:
+    async def watched(self: LoadedModels, way: Contender, *arguments: Any) -> Run:
         rt, events = self._runtimes[way.runtime]
         events.listen(lambda _: most.__setitem__(way.kind, max(most.get(way.kind, 0), rt.num_streams)))
         return await real(self, way, *arguments)  # type: ignore[no-any-return]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ContenderRunner, "_run_outrider", watched)
+        patch.setattr(LoadedModels, "_run_outrider", watched)
         await measured.measure((target, None), (draft, None))
     assert most["at once"] == most["in turns"] == 3
 
@@ -85,7 +86,7 @@ async def test_caches_that_mlx_lm_cannot_batch_are_noted_only(pair, monkeypatch)
         raise ValueError("no cache to merge")
 
     monkeypatch.setattr(runtime.bench.contenders, "BatchGenerator", refuse)
-    result = await ManyStreams(small(repeats=1)).measure((target, None), (draft, None))
+    result = await small(repeats=1).measure((target, None), (draft, None))
     assert result["is_complete"]
     assert [row["failure"] for row in result["rows"] if row["kind"] == "batched"] == ["no cache to merge"] * 2
     assert {row["same_texts"] for row in result["rows"] if row["streams"] == 3 and row["kind"] != "batched"} == {3}
@@ -93,13 +94,13 @@ async def test_caches_that_mlx_lm_cannot_batch_are_noted_only(pair, monkeypatch)
 
 async def test_streams_of_a_recurrent_target_are_measured_too():
     target = mamba()
-    result = await ManyStreams(small(repeats=1)).measure((target, None), (near(target, noise=0.02), None))
+    result = await small(repeats=1).measure((target, None), (near(target, noise=0.02), None))
     assert [row["same_texts"] for row in result["rows"] if row["kind"] == "at once"] == [1, 3]
 
 
 async def test_a_cancellation_keeps_what_was_measured_and_leaves_no_thread(pair):
     target, draft = pair
-    measured = ManyStreams(small(repeats=5))
+    measured = small(repeats=5)
     with trio.CancelScope() as scope:
 
         def look(what: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from command_line import json_of, ran
 
-from runtime.bench.overhead import Overhead, OverheadPlan
+from runtime.bench.overhead import Overhead
 
 OURS = ["outrider plain", "outrider resting", "outrider lookahead 2"]
 
@@ -31,14 +31,14 @@ def test_the_command_prints_a_row_for_each_way_and_number_of_streams(capsys: pyt
 def test_without_numbers_of_streams_the_command_measures_its_defaults(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plans: list[OverheadPlan] = []
+    streams: list[tuple[int, ...]] = []
 
-    async def measure(self: Overhead, **_: Any) -> None:
-        plans.append(self.plan)
+    async def measure(self: Overhead, *_: Any, **__: Any) -> None:
+        streams.append(self.streams)
 
     monkeypatch.setattr(Overhead, "measure", measure)
     assert json_of(capsys, "bench", "--overhead", "--json")["repeats_done"] == 0
-    assert plans == [OverheadPlan()]
+    assert streams == [Overhead().streams]
 
 
 @pytest.mark.parametrize(

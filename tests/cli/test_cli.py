@@ -28,8 +28,8 @@ import runtime.terminal.display
 from protocol.trace import Event, Span
 from runtime.cli import generate_command
 from runtime.cli import main as cli
+from runtime.terminal.display import rows_of
 from runtime.terminal.signals import ECHO_S, SignalScope
-from runtime.terminal.statistics_table import rows_of
 
 PROMPT = "w1 w2 w3"
 

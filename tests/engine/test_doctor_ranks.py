@@ -9,7 +9,7 @@ import pytest
 
 from protocol.errors import RankError
 from protocol.rank_messages import CloseTarget, Describe, Description, Loaded, RankMessage
-from runtime.doctor.ranks import ExaminedRanks, examine_ranks, report_on_ranks, take_part_in_examination
+from runtime.doctor.ranks import examine_ranks, report_on_ranks, take_part_in_examination
 
 
 def group(rank: int, *received: tuple[int, RankMessage]) -> Any:
@@ -22,8 +22,8 @@ def group(rank: int, *received: tuple[int, RankMessage]) -> Any:
 
 
 def test_the_report_names_backends_versions_and_ranks() -> None:
-    found = ExaminedRanks(("ring", "mpi"), "ring", {"mlx": "1", "mlx-lm": "2"}, ({"host": "first"}, {"host": "second"}))
-    [(title, rows)] = report_on_ranks(found)
+    ranks, versions = ({"host": "first"}, {"host": "second"}), {"mlx": "1", "mlx-lm": "2"}
+    title, rows = report_on_ranks(ranks, ("ring", "mpi"), "ring", versions)
     assert (title, dict(rows)) == (
         "ranks",
         {
@@ -37,7 +37,7 @@ def test_the_report_names_backends_versions_and_ranks() -> None:
 
 def test_descriptions_are_listed_by_rank_in_whatever_order_they_come() -> None:
     first = group(0, (2, Description({"host": "c"})), (1, Description({"host": "b"})))
-    assert [each["host"] for each in examine_ranks(first).descriptions[1:]] == ["b", "c"]
+    assert [said for name, said in examine_ranks(first)[1] if name.startswith("rank ")][1:] == ["b", "c"]
     assert first.sent == [Describe()]
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from device_tables import FILES, all_tables
 from scenario import Scenario
-from traced_models import Texts, replay
+from traced_models import Texts, read_trace, replay
 
 from actors.drafters.drafter import DrafterSession
-from runtime.bench.acceptance_trace import read_trace
 
 TRACE = Path(__file__).parent / "acceptance_traces" / "smollm2.jsonl"
 # The time of the drafter's step, where the device's table has none of a draft model: as of SmolLM2's on a CPU.

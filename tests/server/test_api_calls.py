@@ -22,7 +22,7 @@ from runtime.server.answers.api import BegunAnswer, Event, Serializer
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.chat import function_of
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.splitting import AnswerSplitter
+from runtime.server.answers.tokens import AnswerSplitter
 from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.serializer import MessageSerializer
 from runtime.server.openai.requests import ChatRequest

@@ -12,8 +12,7 @@ from sweeps import sweep
 
 from runtime.cli import main as cli
 from runtime.loading.model_spec import ModelSpec
-from runtime.server.models.config_file import num_bytes_of, read_models
-from runtime.server.models.served_model import ConfigFileError
+from runtime.server.models.served_model import ConfigFileError, num_bytes_of, read_models
 
 SHARED = {"max_streams": 4, "max_batch": 8}
 

@@ -53,10 +53,10 @@ from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Answer
 from runtime.server import timelines
 from runtime.server.admission import RequestAdmission
-from runtime.server.answers.token_logprobs import token_bytes
+from runtime.server.answers.tokens import token_bytes
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.openai.bodies import Completion
+from runtime.server.openai.serializers import Completion
 
 FAILS = {"feed": range(8, 10_000)}
 
@@ -726,7 +726,7 @@ async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(
 async def test_of_an_answer_only_so_much_is_remembered(server: Served, monkeypatch: Any) -> None:
     monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
     id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
-    _, record = server.timelines._timelines[id]
+    record = server.timelines._timelines[id]
     assert len(record.events) == 10
     assert record.num_lost > 0
 

@@ -21,9 +21,9 @@ from sample_tokenizers import OneLetterTokenizer
 from scripted import VOCAB_SIZE, Script, ScriptedModel, Simulation, agreeing, continuation, priced, simulated, truthful
 from sweeps import sweep
 
-from runtime.server.answers import sending
+from runtime.server.answers import endpoint
 from runtime.server.app import Service, application
-from runtime.server.connections.listener import serve
+from runtime.server.connections.connection import serve
 from runtime.server.limits import Limits
 from runtime.server.timelines import Timelines
 
@@ -479,7 +479,7 @@ async def nobody_is_let_in(port: int) -> None:
 
 
 async def test_whoever_does_not_read_does_not_hold_up_the_end_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "_MAX_BUFFERED", 100)
+    monkeypatch.setattr(endpoint, "_MAX_BUFFERED", 100)
     async with served(sending_bytes=SMALL, patience=Limits(stalled_s=MANY, grace_s=0.1)) as server:
         with await connect(server.port, buffer_bytes=SMALL) as stalled, await connect(server.port) as idle:
             await stalled.send(ENDLESS)

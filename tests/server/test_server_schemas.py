@@ -290,17 +290,18 @@ async def test_a_grammar_that_takes_too_much_memory_is_killed() -> None:
 
 
 @linux
-async def test_who_leaves_has_the_child_killed_and_the_end_of_the_block_the_process() -> None:
+async def test_a_process_is_used_again_until_who_leaves_has_it_killed_and_ends_with_the_block() -> None:
     async with checking(cpu_s=600) as check:
         await check(grammar_of_schema(PLAIN))
         process = await the_child(os.getpid())
-        assert children(process) == []
         async with trio.open_nursery() as nursery:
             nursery.start_soon(check, grammar_of_schema(EXPENSIVE))
-            child = await the_child(process)
+            await trio.testing.wait_all_tasks_blocked()
+            assert children() == [process]
             nursery.cancel_scope.cancel()
-        await until_gone(child)
+        assert children() == []
         assert await check(grammar_of_schema(PLAIN)) == "done"
+        assert children() not in ([], [process])
     assert children() == []
 
 
@@ -309,18 +310,29 @@ async def test_who_leaves_has_the_child_killed_and_the_end_of_the_block_the_proc
 async def test_a_process_that_dies_is_replaced() -> None:
     async with checking(cpu_s=600) as check:
         await check(grammar_of_schema(PLAIN))
-        process = await the_child(os.getpid())
-        async with trio.open_nursery() as nursery:
+        for grammar in (EXPENSIVE, PLAIN):  # in the middle of a check, and before one
+            process = await the_child(os.getpid())
+            if grammar is PLAIN:
+                os.kill(process, signal.SIGKILL)
+            async with trio.open_nursery() as nursery:
 
-            async def fail() -> None:
-                with pytest.raises(CheckerGoneError, match="try again"):
-                    await check(grammar_of_schema(EXPENSIVE))
+                async def fail(grammar: dict[str, Any] = grammar) -> None:
+                    with pytest.raises(CheckerGoneError, match="try again"):
+                        await check(grammar_of_schema(grammar))
 
-            nursery.start_soon(fail)
-            child = await the_child(process)
-            os.kill(process, signal.SIGKILL)
-        await until_gone(child)  # though nobody is there to kill it
-        assert await check(grammar_of_schema(PLAIN)) == "done"
+                nursery.start_soon(fail)
+                await trio.testing.wait_all_tasks_blocked()
+                if grammar is EXPENSIVE:
+                    os.kill(process, signal.SIGKILL)
+            assert await check(grammar_of_schema(PLAIN)) == "done"
+
+
+@linux
+async def test_a_grammar_that_leaves_little_memory_is_the_last_of_its_process() -> None:
+    async with checking(memory_bytes=0) as check:
+        for _ in range(2):
+            assert await check(grammar_of_schema(PLAIN)) == "done"
+            assert children() == []
 
 
 async def test_a_process_that_does_not_start_fails_only_its_own_requests(monkeypatch: Any) -> None:
@@ -370,13 +382,11 @@ trio.run(main)
         server = await trio.lowlevel.open_process([sys.executable, "-c", program, asked], cwd=ROOT, env=environment())
         try:
             process = await the_child(server.pid)
-            child = await the_child(process)
         finally:
             server.kill()
             with trio.CancelScope(shield=True):
                 await server.wait()
-        for each in (process, child):
-            await until_gone(each)
+        await until_gone(process)
 
 
 def test_the_process_imports_neither_mlx_nor_the_runtime() -> None:

@@ -20,7 +20,7 @@ from scripted import priced
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from runtime.server.answers import sending
+from runtime.server.answers import endpoint
 from runtime.server.connections.connection import Connection
 from runtime.server.limits import Limits
 
@@ -135,7 +135,7 @@ async def test_what_waits_for_a_client_that_reads_slowly_is_bounded(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_logprobs, max_buffered = 7, 100
-    monkeypatch.setattr(sending, "_MAX_BUFFERED", max_buffered * (1 + num_logprobs))
+    monkeypatch.setattr(endpoint, "_MAX_BUFFERED", max_buffered * (1 + num_logprobs))
     asked = {**DEF, "max_tokens": 300, "logprobs": num_logprobs, "stream": True}
     streams = watched_streams(server)
     async with server.exchange("/v1/completions", asked) as client:

@@ -10,9 +10,9 @@ from asgi import CHAT, HELLO, MESSAGES, RESPONSES, Exchange
 from sweeps import sweep
 
 from protocol.statistics import Statistics
-from runtime.server.anthropic.bodies import AnthropicMessage
-from runtime.server.openai.bodies import ChatCompletion
-from runtime.server.responses.bodies import ResponseBody
+from runtime.server.anthropic.serializer import AnthropicMessage
+from runtime.server.openai.serializers import ChatCompletion
+from runtime.server.responses.serializer import ResponseBody
 
 NUM_TOKENS = 20
 

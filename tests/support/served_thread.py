@@ -16,7 +16,7 @@ from served_command import MODEL
 
 import runtime
 from runtime.server.app import Service, application
-from runtime.server.connections.listener import serve
+from runtime.server.connections.connection import serve
 from runtime.server.timelines import Timelines
 
 

@@ -6,8 +6,10 @@ has.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import trio
@@ -22,6 +24,16 @@ from runtime.engine.events import Events
 
 WRONG = 0
 UNKNOWN = (WRONG, 0.1)  # what the drafter says where nothing was traced
+
+
+def read_trace(path: Path) -> list[TracedText]:
+    """The texts of a file that `write_trace` wrote."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = json.loads(line)
+        drafts = tuple([tuple([(token, sure) for token, sure in chain]) for chain in fields["drafts"]])
+        found.append(TracedText(fields["category"], tuple(fields["prompt"]), tuple(fields["text"]), drafts))
+    return found
 
 
 class Texts:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import trio
 
-from protocol.errors import OutriderError, PromptError
+from protocol.errors import PromptError
 from protocol.reprs import shown_path
 from protocol.validation import check_integer
 from runtime.cli.arguments.models import add_models, models_of
@@ -26,25 +26,22 @@ from runtime.cli.arguments.settings import (
     with_tokens_of,
 )
 from runtime.cli.batch.files import AnswerFile, Question, check_regular, questions_in, unanswered
-from runtime.cli.command import Command
-from runtime.cli.ranks import follow_target
-from runtime.terminal.display import CommandOutcome, Display, print_message, warnings_at_the_end
+from runtime.cli.command import Command, follow_target
+from runtime.terminal.display import (
+    CommandOutcome,
+    Display,
+    UnfinishedError,
+    print_message,
+    print_statistics,
+    warnings_at_the_end,
+)
 from runtime.terminal.signals import SignalScope, exit_on_signal
-from runtime.terminal.statistics_table import print_statistics
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
     from protocol.statistics import Statistics
     from runtime.generation.text import Prompt
-
-
-class FaultyPromptsError(OutriderError):
-    """Some prompts have an error in the place of an answer."""
-
-
-class MissingAnswersError(OutriderError):
-    """Some prompts were not in their file any more."""
 
 
 @attrs.define
@@ -126,13 +123,13 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
                 finally:
                     outcome.statistics = runtime.statistics()
             if outcome.num_answers < num_due:
-                raise MissingAnswersError(
+                raise UnfinishedError(
                     f"only {outcome.num_answers:,} of {num_due:,} prompts were answered, since "
                     f"{shown_path(str(arguments.prompts))} has changed meanwhile"
                 )
             outcome.finish_reason = "complete"
             if outcome.num_errors:
-                raise FaultyPromptsError(
+                raise UnfinishedError(
                     f"{outcome.num_errors:,} of {outcome.num_answers:,} prompts failed; see the lines with "
                     f'"error" in {arguments.out}, and remove a line to try its prompt again'
                 )

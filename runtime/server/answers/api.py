@@ -6,7 +6,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import attrs
 import trio
@@ -19,39 +19,9 @@ from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta
 from runtime.server.answers.preparation import Echo
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.splitting import AnswerSplitter, ShownTokens
+from runtime.server.answers.tokens import AnswerSplitter, ShownTokens
 from runtime.server.errors import ErrorResponse
 from runtime.server.timelines import Timeline
-
-EndReason = Literal["stop", "length", "cancelled"]
-
-# In place of the stop reason, which no token has that ends a text by its length.
-_CANCELLED, _NOTHING = "cancelled", "nothing"
-
-
-def end_without_token(stream: TokenStream | None) -> Token:
-    """What ends the text of a cancelled stream, with the text that it withheld; or one for which nothing is generated.
-
-    It is no token: see `tokens_among`.
-    """
-    if stream is None:
-        return Token(0, "", 0, None, finish_reason="length", stop_reason=_NOTHING)
-    index = stream.answer.num_tokens
-    return Token(0, stream.tail, index, None, finish_reason="length", stop_reason=_CANCELLED)
-
-
-def tokens_among(tokens: Sequence[Token]) -> Sequence[Token]:
-    """The tokens, but for an end without one."""
-    if tokens and tokens[-1].finish_reason == "length" and tokens[-1].stop_reason is not None:
-        return tokens[:-1]
-    return tokens
-
-
-def end_reason(token: Token) -> EndReason | None:
-    """Why the text ends with a token; None if it goes on."""
-    is_cancelled = token.finish_reason == "length" and token.stop_reason == _CANCELLED
-    return "cancelled" if is_cancelled else token.finish_reason
-
 
 # The longest time between two events. Clients and proxies give up a connection that is silent for a minute.
 _KEEP_ALIVE_S = 15.0
@@ -82,8 +52,8 @@ class Event:
 class Serializer(ABC):
     """Serializer of the response to one request.
 
-    For a response as one body, `whole` is called once. For events, `first_events`, then `events` for the tokens as they
-    arrive, and at the end `last_events` or `error_events`.
+    For a response as one body, `whole` is called once. For events, `first_events` (of the first choice), then `events`
+    for the tokens as they arrive, and at the end `last_events` or `error_events`.
 
     Attributes:
         keep_alive: what is sent after `interval_s` without tokens if there are no `idle_events`.
@@ -112,9 +82,9 @@ class Serializer(ABC):
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         """The whole response as one body, for JSON."""
 
-    @abstractmethod
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
         """The events before any token, by which some APIs say that the request was accepted."""
+        return ()
 
     @abstractmethod
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:

@@ -78,39 +78,30 @@ class IgnoredFields:
     """The names of a request's fields that are ignored.
 
     Attributes:
-        unknown: names that the body's type does not have, dotted within nested objects.
-        without_effect: names that it has, but on which no answer depends.
+        names: dotted within nested objects, with whether the body's type has the field, without effect on any answer.
         known: names of all fields of the body's type.
     """
 
-    unknown: Sequence[str] = ()
-    without_effect: Sequence[str] = ()
+    names: dict[str, bool] = attrs.field(factory=dict)
     known: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, body: Body) -> IgnoredFields:
-        """The ignored fields of a body."""
-        names = dict.fromkeys(body.ignored_names())
-        unknown = [name for name, is_known in names if not is_known]
-        return cls(unknown, [name for name, is_known in names if is_known], tuple(type(body).model_fields))
 
     def add(self, name: str) -> None:
         """Add a field, as one without effect."""
-        if name not in self.without_effect:
-            self.without_effect = [*self.without_effect, name]
+        self.names.setdefault(name, True)
 
     @property
     def header(self) -> str | None:
         """The value of the header that names them, or None. Names beyond 32, or unfit for it, are only counted."""
-        names = [*self.unknown, *self.without_effect]
+        names = sorted(self.names, key=lambda name: self.names[name])  # unknown ones first
         fit = [name for name in names if _HEADER_NAME.fullmatch(name)][:_MAX_HEADER_NAMES]
         others = [f"+{len(names) - len(fit)} more"] if len(names) > len(fit) else []
         return ", ".join([*fit, *others]) or None
 
     def refuse(self) -> None:
         """Raises: ErrorResponse: a field is unknown, which a strict server refuses."""
-        if self.unknown:
-            raise unknown_field(self.unknown[0], self.known)
+        for name, is_known in self.names.items():
+            if not is_known:
+                raise unknown_field(name, self.known)
 
     def named_by(self, send: Send) -> Send:
         """`send` of ASGI that adds the header to the response, if any field is ignored by then."""
@@ -175,5 +166,5 @@ def parse_request(request_type: type[R], body: bytes) -> R:
         request = _validated(request_type, body)
     except ValidationError as error:
         raise error_response_of_body(error) from error
-    request._ignored = IgnoredFields.of(request)
+    request._ignored = IgnoredFields(dict(request.ignored_names()), tuple(request_type.model_fields))
     return request

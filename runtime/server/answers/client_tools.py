@@ -15,12 +15,7 @@ from runtime.server.errors import ErrorResponse
 
 def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
     """The JSON schema of an object of some properties."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(required),
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
 
 
 _TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}

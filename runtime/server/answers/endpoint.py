@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import attrs
-from starlette.responses import JSONResponse
+import trio
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
 
-from protocol.errors import OutriderError
+from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.statistics import Statistics
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import NEW_READER
-from runtime.server.answers.api import BegunAnswer, Choice, Choices, Serializer
+from runtime.generation.tokens import Token
+from runtime.server.answers.api import BegunAnswer, Choice, Choices, Event, Serializer
 from runtime.server.answers.body import RequestBody
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.running import RunningAnswers
-from runtime.server.answers.sending import send_events, send_whole
+from runtime.server.answers.tokens import end_without_token
 from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
 from runtime.server.context import SHORT, ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
+from runtime.server.operations import COMMON_ERRORS, ErrorForm, Operation
 from runtime.server.timelines import Timeline
 
 Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
@@ -33,7 +38,20 @@ Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
 
 
 B = TypeVar("B")
-R = TypeVar("R", bound=RequestBody | GenerationRequest)
+
+
+class TextBody(RequestBody):
+    """The body of a request about a text: its field that has the text, and the characters or tokens in it."""
+
+    prompt_field: ClassVar[str]
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of characters or tokens."""
+        return len(getattr(self, self.prompt_field) or "")
+
+
+R = TypeVar("R", bound=TextBody | GenerationRequest)
 
 
 async def read_request(context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive) -> B:
@@ -74,37 +92,32 @@ class TokenizerEndpoint(Generic[R]):
     Attributes:
         parse: parses and validates a body; may raise ErrorResponse.
         result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
-        field_and_length: the name of the field that the tokenizer works on, and the characters or tokens in it.
     """
 
-    _context: ServerContext
     _parse: Callable[[bytes], R]
     _result: Callable[[R, Runtime], Mapping[str, Any]]
-    _field_and_length: Callable[[R], tuple[str, int]]
+    _context: ServerContext
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises: ErrorResponse: the request is rejected; nothing was sent.
 
         Cancellation: as for `ServerContext.in_thread`.
         """
-        context = self._context
         with suppress(ClientGone):
-            body = await read_request(context, self._parse, scope, receive)
-            model_name = model_of(context, body)
+            body = await read_request(self._context, self._parse, scope, receive)
+            model_name = model_of(self._context, body)
             await while_there(receive, partial(self._respond, body, model_name, body.ignored.named_by(send)))
 
     async def _respond(self, body: R, model_name: str, send: Send) -> None:
-        field, length = self._field_and_length(body)
         try:
             async with self._context.models.use(model_name) as model:
                 runtime = model.runtime
                 # The JSON of a long result takes a while, too.
                 make = lambda: JSONResponse(self._result(body, runtime))  # noqa: E731
-                response = await self._context.in_thread(make, length)
+                response = await self._context.in_thread(make, body.prompt_length)
         except OutriderError as error:
-            raise error_response_of(error, field) from error
-        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": response.body})
+            raise error_response_of(error, body.prompt_field) from error
+        await _send_response(response, send)
 
 
 @attrs.frozen
@@ -165,8 +178,12 @@ class Endpoint:
                 begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
                 with closing(Choices(begins, model.runtime.max_streams)) as choices:
                     await choices.begin_first()
-                    with RunningAnswers.of(self._context).listed(choices):
-                        outcome.failure = await send_answer(choices, request, send, self._context.in_thread)
+                    id = choices.begun[0].serializer.id
+                    self._context.running[id] = choices
+                    try:
+                        outcome.failure = await send_answer(choices, request, send, self._context)
+                    finally:
+                        self._context.running.pop(id, None)  # an API may have no ids
                 if outcome.failure is None and model.runtime.reads_when_idle:
                     await preparation.expect_next_turn(choices.begun[0].stream)
         except OutriderError as error:
@@ -213,3 +230,218 @@ def _begun(
         defaults=model.runtime.defaults,
     )
     return Choice(make_serializer(answer), stream, statistics)
+
+
+# --- sending --------------------------------------------------------------------------------------
+
+# Most tokens of a response, or with log-probabilities of its events, that are made on trio's thread at once: it takes a
+# few milliseconds.
+SHORT_RESPONSE = 512
+
+# Most tokens of a response, with the likely others that they name, that wait for a client slower than the models; some
+# 5 MB. An answer within this bound ends and makes room for the next stream whether or not its client reads.
+_MAX_BUFFERED = 2**14
+
+_EVENT_HEADERS = [
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
+]
+
+
+async def send_whole(
+    choices: Choices, request: GenerationRequest, send: Send, context: ServerContext
+) -> OutriderError | None:
+    """Send the response as one body, once all of its generations have ended.
+
+    Returns: the error of a generation, or None; after an error, nothing was sent.
+
+    Cancellation: ends the streams; the body may have been sent in part.
+    """
+    tokens: defaultdict[int, list[Token]] = defaultdict(list)
+    async with _tokens(choices, _MAX_BUFFERED) as (take, failures):
+        async for index, token in take:
+            tokens[index].append(token)
+    if failures:
+        return failures[0]
+    for index, choice in enumerate(choices.begun):
+        choice.finish(tokens[index])
+    num_named = request.num_named * sum(map(len, tokens.values()))
+    is_long = num_named > SHORT_RESPONSE or request.num_scored is not None
+    first = choices.begun[0].serializer
+
+    def make() -> Response:
+        return JSONResponse(first.whole_of(choices.begun), headers={first.id_header.decode(): first.id})
+
+    await _send_response(await context.in_thread(make) if is_long else make(), send)
+    return None
+
+
+async def _send_response(response: Response, send: Send) -> None:
+    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body})
+
+
+async def send_events(
+    choices: Choices, request: GenerationRequest, send: Send, context: ServerContext
+) -> OutriderError | None:
+    """Send the response as server-sent events while the tokens arrive.
+
+    Args:
+        choices: its generations, the first of which have begun; their serializers make the events.
+
+    Returns: the error of a generation, or None; the error was sent as the last event.
+
+    Cancellation: ends the streams; an event may have been sent in part.
+    """
+    written_at = trio.current_time()
+
+    async def write(
+        events: Callable[[], Iterable[Event]], *, is_long: bool = False, otherwise: str = "", is_last: bool = False
+    ) -> None:
+        nonlocal written_at
+
+        def make() -> str:
+            return "".join(event.encoded() for event in events())
+
+        body = ((await context.in_thread(make) if is_long else make()) or otherwise).encode()
+        if body or is_last:
+            await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+            written_at = trio.current_time()
+
+    # Events may be long with the log-probabilities of the prompt before an answer, or of the answer at its end.
+    has_logprobs = request.num_logprobs is not None
+    begun: set[int] = set()  # choices some of whose events were written
+    first = choices.begun[0].serializer
+    headers = [(b"content-type", first.content_type), (first.id_header, first.id.encode()), *_EVENT_HEADERS]
+    max_at_once = max(1, SHORT_RESPONSE // request.num_named)
+    async with _tokens(choices, max(1, _MAX_BUFFERED // request.num_named)) as (take, failures):
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await write(partial(first.first_events, choices.begun[0].statistics()))
+        while (batch := await _batch(take, max_at_once, first.interval_s)) is not None:
+            for index, tokens in batch.items():
+                choice = choices.begun[index]
+                make = partial(choice.serializer.events, tokens, choice.statistics())
+                await write(make, is_long=has_logprobs and request.echoes and index not in begun)
+                begun.add(index)
+            # Also where the text of all tokens is withheld, as that of a long call may be.
+            if trio.current_time() - written_at >= first.interval_s:
+                idle_events = partial(first.idle_events, choices.begun[0].statistics())
+                await write(idle_events, otherwise=first.keep_alive)
+    for choice in choices.begun:
+        choice.finish(())
+    num_named = request.num_named * sum(choice.statistics().generated_tokens for choice in choices.begun)
+    is_long = has_logprobs and num_named > SHORT_RESPONSE
+    if failures:
+        error = error_response_of(failures[0])
+        await write(partial(first.error_events, error), is_long=is_long, is_last=True)
+        return failures[0]
+    await write(partial(first.last_events_of, choices.begun), is_long=is_long, is_last=True)
+    return None
+
+
+_Indexed = tuple[int, Token]
+
+
+@asynccontextmanager
+async def _tokens(
+    choices: Choices, max_buffered: int
+) -> AsyncIterator[tuple[trio.MemoryReceiveChannel[_Indexed], list[OutriderError]]]:
+    """A channel of the tokens of all choices, with the index of the choice, and the errors of their streams."""
+    put, take = trio.open_memory_channel[_Indexed](max_buffered)
+    failures: list[OutriderError] = []
+    async with trio.open_nursery() as nursery:
+        with put:
+            for index in range(len(choices.begun)):
+                nursery.start_soon(_read_in_turn, index, choices, put.clone(), failures)
+        yield take, failures
+
+
+async def _read_in_turn(
+    index: int | None, choices: Choices, put: trio.MemorySendChannel[_Indexed], failures: list[OutriderError]
+) -> None:
+    with put:
+        try:
+            while index is not None:
+                if (stream := choices.begun[index].stream) is not None:
+                    try:
+                        async for token in stream:
+                            await put.send((index, token))
+                    except RuntimeClosedError:
+                        if not choices.is_cancelled:
+                            raise
+                        await put.send((index, end_without_token(stream)))
+                else:
+                    await put.send((index, end_without_token(None)))
+                index = await choices.begin_next()
+        except OutriderError as error:
+            failures.append(error)
+            choices.close()
+
+
+async def _batch(
+    take: trio.MemoryReceiveChannel[_Indexed], max_at_once: int, timeout_s: float
+) -> dict[int, list[Token]] | None:
+    batch: dict[int, list[Token]] = {}
+    try:
+        # Waiting for a channel can be cancelled and repeated. A stream cannot be read again after a cancellation.
+        with trio.move_on_after(timeout_s):
+            index, token = await take.receive()
+            batch[index] = [token]
+            for _ in range(min(max_at_once - 1, take.statistics().current_buffer_used)):
+                index, token = take.receive_nowait()
+                batch.setdefault(index, []).append(token)
+    except trio.EndOfChannel:
+        return None
+    return batch
+
+
+# --- answers that are being generated -------------------------------------------------------------
+
+
+class EndedAnswer(TypedDict):
+    """An answer that ends now: all of it, or its reasoning."""
+
+    id: str
+    status: Literal["cancelled", "in_progress"]
+
+
+def _running(context: ServerContext, id: str) -> Choices:
+    """The choices of an answer. Raises: ErrorResponse: none with this id is being generated."""
+    if id not in context.running:
+        raise ErrorResponse(404, "there is no such answer, or it has ended by itself", param="id")
+    return context.running[id]
+
+
+async def _cancelled(context: ServerContext, request: Request) -> Response:
+    id = request.path_params["id"]
+    _running(context, id).cancel()
+    return JSONResponse(EndedAnswer(id=id, status="cancelled"))
+
+
+async def _thought(context: ServerContext, request: Request) -> Response:
+    id = request.path_params["id"]
+    for choice in _running(context, id).begun:
+        if choice.stream is not None:
+            choice.stream.end_thinking()
+    return JSONResponse(EndedAnswer(id=id, status="in_progress"))
+
+
+def endings(path: str, name: str, errors: ErrorForm = COMMON_ERRORS) -> tuple[Operation, ...]:
+    """The operations that end answers to requests to a path, which are called `name`."""
+
+    def post(word: str, respond: Callable[..., Awaitable[Response]], summary: str) -> Operation:
+        return Operation(
+            f"{path}/{{id}}/{word}",
+            lambda context: partial(respond, context),
+            f"{word}_{name}",
+            summary,
+            EndedAnswer,
+            "POST",
+            errors=errors,
+            statuses=("404",),
+        )
+
+    return (
+        post("cancel", _cancelled, f"End a {name} that is being generated, with what there is by now"),
+        post("end_thinking", _thought, f"End the reasoning of a {name} that is being generated"),
+    )

@@ -32,7 +32,7 @@ from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_b
 from runtime.generation.tool_calls.events import Answer, ToolCall
 from runtime.generation.tool_calls.tools import Tools, check_callable
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.splitting import AnswerSplitter
+from runtime.server.answers.tokens import AnswerSplitter
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, short_json
 from runtime.server.models.loaded_model import LoadedModel, tokenizer_of

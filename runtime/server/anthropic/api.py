@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from runtime.engine.runtime import Runtime
 from runtime.server.answers.body import parse_request
-from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint
+from runtime.server.answers.endpoint import Endpoint, Parsed, TokenizerEndpoint, endings
 from runtime.server.answers.preparation import encode_prompts
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.running import endings
-from runtime.server.anthropic.bodies import (
+from runtime.server.anthropic.requests import MessagesRequest
+from runtime.server.anthropic.serializer import (
     AnthropicMessage,
+    MessageSerializer,
     MessagesErrorBody,
     TokenCount,
     messages_error_body,
 )
-from runtime.server.anthropic.requests import MessagesRequest
-from runtime.server.anthropic.serializer import MessageSerializer
 from runtime.server.operations import ErrorForm, Operation
 
 _ERRORS = ErrorForm(MessagesErrorBody, messages_error_body)
@@ -53,12 +54,7 @@ OPERATIONS = (
     *endings("/v1/messages", "message", _ERRORS),
     Operation(
         "/v1/messages/count_tokens",
-        lambda context: TokenizerEndpoint(
-            context,
-            _conversation,
-            _token_count,
-            lambda request: (request.prompt_field, request.prompt_length),
-        ),
+        partial(TokenizerEndpoint, _conversation, _token_count),
         "count_tokens",
         "Number of tokens of a conversation",
         TokenCount,

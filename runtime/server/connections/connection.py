@@ -1,4 +1,4 @@
-"""One client connection: HTTP/1.1 and HTTP/1.0 by h11, over a trio stream, to an ASGI application.
+"""The server's connections: HTTP/1.1 and HTTP/1.0 by h11, over trio streams, to an ASGI application.
 
 There is no HTTP/2: one connection could then carry any number of clients that do not read, and no timeout on sending
 would notice them, as its flow control is above the socket.
@@ -6,11 +6,13 @@ would notice them, as its flow control is above the socket.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from email.utils import formatdate
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -21,12 +23,11 @@ from starlette.types import ASGIApp, Message, Scope
 
 from runtime.engine.nursery import BackgroundNursery
 from runtime.server.errors import ErrorResponse
-
-PIECE_BYTES = 2**16
-
+from runtime.server.limits import DEFAULT_CONNECTIONS, Limits
 
 logger = logging.getLogger("outrider")
 
+PIECE_BYTES = 2**16
 _MAX_HEAD_BYTES = 2**14
 
 # Most bytes of further requests that are kept until the current one is answered. Once they are reached, the connection
@@ -290,3 +291,143 @@ def _scope(request: h11.Request, addresses: dict[str, Any]) -> Scope:
         "extensions": {},
         **addresses,
     }
+
+
+class ConnectionSlots:
+    """A limited number of connections; while a client waits for a place, the longest idle one is closed.
+
+    Otherwise a client that opens connections and sends no requests would keep everybody else out.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._free = trio.Semaphore(number)
+        self._keeps_idle = True
+        self._connections: dict[Connection, None] = {}  # in the order in which they became idle, if they are idle
+
+    async def take(self) -> None:
+        """Wait for a free place and take it, for a connection that then holds it. Cancellation: none is taken."""
+        if self._free.value == 0:
+            self.close_idle()
+        await self._free.acquire()
+
+    @contextmanager
+    def holding(self, connection: Connection) -> Iterator[None]:
+        """Hold the place that was taken for a connection until the end of the block."""
+        self._connections[connection] = None
+        try:
+            yield
+        finally:
+            del self._connections[connection]
+            self._free.release()
+
+    def close_idle(self) -> None:
+        """Close the connection that has been idle for the longest, if there is one; that may be under way already."""
+        for connection in self._connections:
+            if connection.is_idle:
+                connection.retire()
+                return
+
+    def note_idle(self, connection: Connection) -> None:
+        """To be called when a connection becomes idle."""
+        del self._connections[connection]
+        self._connections[connection] = None
+        if not self._keeps_idle:
+            connection.retire()
+        elif self._free.statistics().tasks_waiting:
+            self.close_idle()
+
+    def retire_all(self) -> None:
+        """Close all idle connections, and from now on each that becomes idle or is added."""
+        self._keeps_idle = False
+        for connection in self._connections:
+            connection.retire()
+
+
+# Errors of `accept` for a shortage of something in the system, which may pass.
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+_RETRY_S = 0.1
+_WARNING_INTERVAL_S = 60.0
+
+
+async def serve(
+    app: ASGIApp,
+    listeners: Sequence[trio.SocketListener],
+    until: Callable[[], Awaitable[object]],
+    limits: Limits,
+    drain: Callable[[], Awaitable[object]] = trio.lowlevel.checkpoint,
+) -> None:
+    """Serve an ASGI application over HTTP/1.1 and HTTP/1.0.
+
+    Once the server is to stop, it drains: connections are still accepted, so that a load balancer hears from the
+    application that the server stops, but each response is the last of its connection. After that, no connection is
+    accepted, idle ones are closed, and the others end with their response. `limits.grace_s` bounds all of it.
+
+    Args:
+        listeners: listening sockets; closed in the end.
+        until: returns when the server is to stop.
+        drain: called then; returns when no connection need be accepted any more.
+
+    Cancellation: closes all connections.
+    """
+    stopping = trio.Event()
+    slots = ConnectionSlots(limits.max_connections or DEFAULT_CONNECTIONS)
+
+    async def handle(stream: trio.SocketStream) -> None:
+        connection = Connection(
+            app, stream, stopping, stalled_s=limits.stalled_s, idle_s=limits.idle_s, when_idle=slots.note_idle
+        )
+        with slots.holding(connection):
+            try:
+                await connection.run()
+            except Exception:  # a failure of one connection must not affect the others
+                logger.exception("a connection has failed")
+
+    limited = [_LimitedListener(listener, slots) for listener in listeners]
+    async with trio.open_nursery() as handlers:
+        async with trio.open_nursery() as accepting:
+            accepting.start_soon(partial(trio.serve_listeners, handle, limited, handler_nursery=handlers))
+            await until()
+            stopping.set()
+            handlers.cancel_scope.deadline = trio.current_time() + limits.grace_s
+            await drain()
+            accepting.cancel_scope.cancel()
+        slots.retire_all()
+
+
+class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
+    """A listener that takes a slot for each connection; the connection's handler frees it."""
+
+    def __init__(self, listener: trio.SocketListener, slots: ConnectionSlots) -> None:
+        # trio.serve_listeners looks at the socket when `accept` fails.
+        self.socket = listener.socket
+        self._listener = listener
+        self._slots = slots
+        self._next_warning_s = 0.0  # on trio's clock
+
+    async def accept(self) -> trio.SocketStream:
+        # Accepted before it has a place: only then is it known that a client waits for one.
+        stream = await self._accept()
+        try:
+            await self._slots.take()
+        except BaseException:
+            stream.socket.close()
+            raise
+        return stream
+
+    async def _accept(self) -> trio.SocketStream:
+        while True:
+            try:
+                return await self._listener.accept()
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    raise
+                if (now := trio.current_time()) >= self._next_warning_s:
+                    self._next_warning_s = now + _WARNING_INTERVAL_S
+                    logger.warning(
+                        "new connections cannot be accepted: %s; idle ones are closed meanwhile", error.strerror
+                    )
+                self._slots.close_idle()
+                await trio.sleep(_RETRY_S)
+
+    async def aclose(self) -> None:
+        await self._listener.aclose()

@@ -1,13 +1,13 @@
-"""The cost of compiling a grammar, measured in a process that can be killed: `checker_process.py`."""
+"""The cost of compiling a grammar, measured in a process that it may end: `checker_process.py`."""
 
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,16 +15,21 @@ import attrs
 import trio
 
 from protocol.errors import OutriderError
-from runtime.engine.nursery import BackgroundNursery
 
 _PROGRAM = Path(__file__).with_name("checker_process.py")
 
 Outcome = Literal["done", "time", "memory", "crash"]
 """How a compilation has ended: well, at the limit of CPU time or memory, or in a crash."""
 
+# By the status of the process: its own for too much memory, and Rust's where memory cannot be allocated.
+_OUTCOMES: dict[int, Outcome] = {-signal.SIGPROF: "time", 3: "memory", -signal.SIGABRT: "memory"}
+
 
 class CheckerGoneError(OutriderError):
     """The process that checks grammars has ended; the next check starts another."""
+
+    def __init__(self, how: str = "has ended") -> None:
+        super().__init__(f"the process that checks grammars {how}; try again")
 
 
 GrammarCheck = Callable[[str], Awaitable[Outcome]]
@@ -35,24 +40,15 @@ Raises: OutriderError: that cannot be found out. Cancellation: ends the compilat
 
 
 @attrs.define
-class _Job:
-    """A grammar that is being checked; `over` is set once `outcome` or `error` is."""
-
-    over: trio.Event = attrs.field(factory=trio.Event)
-    outcome: Outcome | None = None
-    error: OutriderError | None = None
-
-
-@attrs.define
 class GrammarChecker:
-    """A process that checks grammars; the first check starts it, and a check after it has ended starts it again."""
+    """Processes that check grammars, one at a time each.
 
-    _nursery: trio.Nursery
+    One that is done waits for the next check. A limit or a cancellation ends it, and the next check starts another.
+    """
+
     _read_vocabulary: Callable[[], tuple[str, list[int]]]
     _limits: dict[str, int]
-    _ids: Iterator[int] = attrs.field(factory=count)
-    _jobs: dict[int, _Job] = attrs.field(factory=dict)
-    _outbox: trio.MemorySendChannel[dict[str, Any]] | None = None  # to the process; None if none runs
+    _idle: trio.Process | None = None
 
     async def __call__(self, grammar: str, /) -> Outcome:
         """See `GrammarCheck`.
@@ -61,44 +57,35 @@ class GrammarChecker:
             SettingsError: llguidance is not installed, or cannot read the tokenizer.
             CheckerGoneError: the process has ended.
         """
-        if self._outbox is None:
-            self._outbox, inbox = trio.open_memory_channel[dict[str, Any]](float("inf"))
-            self._nursery.start_soon(self._run, inbox)
-        # The outbox of the process that gets this job: by the end of the job, another process may have replaced it.
-        id, job, outbox = next(self._ids), _Job(), self._outbox
-        self._jobs[id] = job
-        # Another task sends it: a cancellation of this task could leave half of a message in the pipe.
-        outbox.send_nowait({"check": id, "grammar": grammar})
-        try:
-            await job.over.wait()
-        finally:
-            if self._jobs.pop(id, None) is not None:
-                with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-                    outbox.send_nowait({"kill": id})
-        if job.error is not None:
-            raise job.error
-        assert job.outcome is not None
-        return job.outcome
-
-    async def _run(self, inbox: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
-        error: OutriderError = CheckerGoneError("the process that checks grammars has ended; try again")
-        try:
+        process, self._idle, first = self._idle, None, None
+        if process is None:
             tokenizer, end_tokens = await trio.to_thread.run_sync(self._read_vocabulary)
-            await self._communicate({"tokenizer": tokenizer, "end_tokens": end_tokens, **self._limits}, inbox)
-        except OutriderError as caught:
-            error = caught
-        except OSError as caught:
-            error = CheckerGoneError(f"the process that checks grammars cannot be started: {caught}; try again")
+            first = {"tokenizer": tokenizer, "end_tokens": end_tokens, **self._limits}
+            process = await _started()
+        try:
+            if first is not None and not await _answer(process, first):
+                raise CheckerGoneError
+            answer = await _answer(process, grammar)
+            if answer == b"done\n" and self._idle is None:
+                self._idle = process
+            if answer:
+                return "done"
+            if (status := await process.wait()) == -signal.SIGKILL:
+                raise CheckerGoneError
+            return _OUTCOMES.get(status, "crash")
         finally:
-            self._outbox = None
-            inbox.close()
-            jobs, self._jobs = self._jobs, {}
-            for job in jobs.values():
-                job.error = error
-                job.over.set()
+            if self._idle is not process:
+                await _end(process)
 
-    async def _communicate(self, first: dict[str, Any], inbox: trio.MemoryReceiveChannel[dict[str, Any]]) -> None:
-        process = await trio.lowlevel.open_process(
+    async def close(self) -> None:
+        """End the process that waits for the next check."""
+        if self._idle is not None:
+            await _end(self._idle)
+
+
+async def _started() -> trio.Process:
+    try:
+        return await trio.lowlevel.open_process(
             # -P: otherwise Python would search the program's directory for modules first.
             [sys.executable, "-P", str(_PROGRAM)],
             stdin=subprocess.PIPE,
@@ -106,45 +93,33 @@ class GrammarChecker:
             # Ctrl-C in a terminal must interrupt the server only.
             start_new_session=True,
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            async with process.stdin, process.stdout, BackgroundNursery() as nursery:
-                nursery.start_soon(_send, process.stdin, first, inbox)
-                await self._receive(process.stdout)
-        finally:
-            process.kill()
-            with trio.CancelScope(shield=True):
-                await process.wait()
-
-    async def _receive(self, stdout: trio.abc.ReceiveStream) -> None:
-        unread = b""
-        with suppress(trio.BrokenResourceError):
-            while data := await stdout.receive_some():
-                *lines, unread = (unread + data).split(b"\n")
-                for line in lines:
-                    answer = json.loads(line)
-                    # None if the job was cancelled.
-                    if (job := self._jobs.pop(answer["id"], None)) is not None:
-                        job.outcome = answer["outcome"]
-                        job.over.set()
+    except OSError as error:
+        raise CheckerGoneError(f"cannot be started: {error}") from error
 
 
-async def _send(
-    stdin: trio.abc.SendStream, first: dict[str, Any], inbox: trio.MemoryReceiveChannel[dict[str, Any]]
-) -> None:
-    # The receiving task notices that the process has ended.
+async def _answer(process: trio.Process, message: Any) -> bytes:
+    """The line with which a process answers a message; b"" if it ends instead."""
+    assert process.stdin is not None
+    assert process.stdout is not None
     with suppress(trio.BrokenResourceError):
-        await stdin.send_all(json.dumps(first).encode() + b"\n")
-        async for request in inbox:
-            await stdin.send_all(json.dumps(request).encode() + b"\n")
+        await process.stdin.send_all(json.dumps(message).encode() + b"\n")
+    return bytes(await process.stdout.receive_some())  # short enough to come at once
+
+
+async def _end(process: trio.Process) -> None:
+    process.kill()
+    with trio.CancelScope(shield=True):
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                await pipe.aclose()
+        await process.wait()
 
 
 @asynccontextmanager
 async def grammar_checker(
     read_vocabulary: Callable[[], tuple[str, list[int]]], *, cpu_s: int = 1, memory_bytes: int = 2**28
 ) -> AsyncIterator[GrammarChecker]:
-    """A checker of grammars; its process ends with the block.
+    """A checker of grammars; its processes end with the block.
 
     Args:
         read_vocabulary: called in a thread; returns a fast tokenizer as JSON, and the ids of its end-of-text tokens. An
@@ -153,5 +128,8 @@ async def grammar_checker(
 
     Cancellation: kills the process.
     """
-    async with BackgroundNursery() as nursery:
-        yield GrammarChecker(nursery, read_vocabulary, {"cpu_s": cpu_s, "memory_bytes": memory_bytes})
+    checker = GrammarChecker(read_vocabulary, {"cpu_s": cpu_s, "memory_bytes": memory_bytes})
+    try:
+        yield checker
+    finally:
+        await checker.close()

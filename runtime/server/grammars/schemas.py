@@ -86,7 +86,7 @@ class Schemas:
     # Clients that have schemas waiting. A client waits for itself first, so that it takes only some of the turns.
     _turns_of: WeakValueDictionary[str, trio.CapacityLimiter] = attrs.field(factory=WeakValueDictionary)
     _compiling: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MAX_COMPILING))
-    _compiling_any_object: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(1))
+    _compiling_any_object: trio.Lock = attrs.field(factory=trio.Lock)
     # By digest, the one that was used least recently first.
     _outcomes: OrderedDict[bytes, Outcome] = attrs.field(factory=OrderedDict)
     # Whether the schemas of tools can be followed, likewise.
@@ -165,17 +165,14 @@ class Schemas:
 
         Raises: SettingsError: llguidance is not installed, or cannot read the tokenizer.
         """
-        if self._any_object is not None:
-            return self._any_object
-        return await self._background(
-            self._compile_any_object, abandon_on_cancel=True, limiter=self._compiling_any_object
-        )
-
-    def _compile_any_object(self) -> Grammar:
         from runtime.generation.grammar import Grammar
 
-        if self._any_object is None:
-            self._any_object = Grammar.from_json_schema(ANY_OBJECT, self._tokenizer)
+        async with self._compiling_any_object:
+            if self._any_object is None:
+                compile_grammar = partial(Grammar.from_json_schema, ANY_OBJECT, self._tokenizer)
+                self._any_object = await self._background(
+                    compile_grammar, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+                )
         return self._any_object
 
     async def _grammar_in_turn(self, write: Callable[[], str], name: str, field: str, client: str) -> Grammar:

@@ -29,15 +29,13 @@ class ModelSlot:
     """The place of a model in the pool.
 
     Attributes:
-        instance: takes the model's requests; None while it is not loaded.
-        load: its load, from the request that asks for it until it is over; None otherwise.
+        instance: takes the model's requests; None if none has asked for it since it was unloaded.
         has_chat_template, context_length: whether its tokenizer has a chat template, and the most tokens of a text;
             None before its first load.
     """
 
     spec: ServedModel
     instance: _Instance | None = None
-    load: _Load | None = None
     num_loads: int = 0
     num_failed_loads: int = 0
     has_chat_template: bool | None = None
@@ -46,47 +44,35 @@ class ModelSlot:
     @property
     def state(self) -> ModelState:
         """Whether the model is in memory; "loading" also while it waits for its load to begin."""
-        return "loaded" if self.instance is not None else "loading" if self.load is not None else "unloaded"
+        return "unloaded" if self.instance is None else "loading" if self.instance.model is None else "loaded"
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait until the model is loaded."""
-        return 0 if self.load is None else self.load.num_waiting
-
-
-@attrs.define(eq=False)
-class _Load:
-    """The load of a model, which requests wait for.
-
-    Attributes:
-        has_begun: whether it is under way, so that it will be finished.
-        is_over: set once `instance` or `error` is.
-    """
-
-    slot: ModelSlot
-    num_waiting: int = 0
-    has_begun: bool = False
-    is_over: trio.Event = attrs.field(factory=trio.Event)
-    instance: _Instance | None = None
-    error: Exception | None = None
+        return 0 if self.instance is None or self.instance.model is not None else self.instance.num_users
 
 
 @attrs.define(eq=False)
 class _Instance:
-    """A model in memory.
+    """A model that is in memory, or will be for the requests that wait for it.
 
     Attributes:
-        num_users: requests that use it. It is not unloaded before they have ended.
+        num_users: requests that use it or wait for it. It is not unloaded before they have ended.
         used_at: the number of its last use, counted over the uses of all models.
+        has_begun: whether its load is under way, so that it will be finished.
+        is_ready: set once `model` or `error` is.
         is_leaving: whether it takes no further requests, and is unloaded after the last one.
         is_over: whether it is being unloaded.
         changed: set when one of the above changes.
     """
 
     slot: ModelSlot
-    model: LoadedModel
-    num_users: int
-    used_at: int
+    num_users: int = 0
+    used_at: int = 0
+    has_begun: bool = False
+    is_ready: trio.Event = attrs.field(factory=trio.Event)
+    model: LoadedModel | None = None
+    error: Exception | None = None
     is_leaving: bool = False
     is_over: bool = False
     changed: trio.Event = attrs.field(factory=trio.Event)
@@ -110,8 +96,8 @@ class ModelPool:
     _used_bytes: Callable[[], int]
     _free_memory: Callable[[Callable[[], object]], Awaitable[None]]
     _announce: Callable[[str], None]
-    _queue: deque[_Load] = attrs.field(factory=deque)
-    _instances: list[_Instance] = attrs.field(factory=list)  # also those that are leaving
+    _queue: deque[_Instance] = attrs.field(factory=deque)
+    _instances: list[_Instance] = attrs.field(factory=list)  # loaded, also those that are leaving
     _num_freeing: int = 0  # unloaded models whose memory is not free yet
     _uses: Iterator[int] = attrs.field(factory=count)
     _changed: trio.Event = attrs.field(factory=trio.Event)
@@ -134,9 +120,8 @@ class ModelPool:
 
     def in_memory(self, name: str | None = None) -> list[LoadedModel]:
         """The models that are in memory, or one of them, including those that take no further requests."""
-        return [
-            each.model for each in self._instances if not each.is_over and (name is None or each.model.name == name)
-        ]
+        loaded = [each.model for each in self._instances if each.model is not None and not each.is_over]
+        return [model for model in loaded if name in (None, model.name)]
 
     @property
     def max_streams(self) -> float:
@@ -167,42 +152,26 @@ class ModelPool:
         """
         slot = self._slots[name]
         if (instance := slot.instance) is None:
-            instance = await self._loaded(slot)
-        else:
-            instance.num_users += 1
+            instance = slot.instance = _Instance(slot)
+            self._queue.append(instance)
+            self._changed.set()
+        instance.num_users += 1
         try:
+            if instance.model is None:
+                await instance.is_ready.wait()
+            if instance.error is not None:
+                raise ModelLoadError(f"model {name!r} cannot be loaded: {instance.error}") from instance.error
+            assert instance.model is not None
             yield instance.model
         finally:
             self._end_use(instance)
 
-    async def _loaded(self, slot: ModelSlot) -> _Instance:
-        """The next instance of a model; the caller counts as one of its users."""
-        if (load := slot.load) is None:
-            load = slot.load = _Load(slot)
-            self._queue.append(load)
-            self._changed.set()
-        load.num_waiting += 1
-        try:
-            await load.is_over.wait()
-        except trio.Cancelled:
-            # The load may have ended in the same turn of the event loop.
-            if load.instance is not None:
-                self._end_use(load.instance)
-            else:
-                load.num_waiting -= 1
-                if load.num_waiting == 0 and not load.has_begun:
-                    self._queue.remove(load)
-                    slot.load = None
-                    self._changed.set()
-            raise
-        if load.error is not None:
-            raise ModelLoadError(f"model {slot.spec.name!r} cannot be loaded: {load.error}") from load.error
-        assert load.instance is not None
-        return load.instance
-
     def _end_use(self, instance: _Instance) -> None:
         instance.num_users -= 1
         instance.used_at = next(self._uses)
+        if instance.num_users == 0 and not instance.has_begun:
+            self._queue.remove(instance)
+            instance.slot.instance = None
         instance.changed.set()
         self._changed.set()
 
@@ -212,12 +181,10 @@ class ModelPool:
         """Begin the waiting loads, one after the other, and enforce the memory limit; never returns."""
         while True:
             self._changed = trio.Event()
-            load = self._queue[0] if self._queue else None
-            if self._has_room(0 if load is None else load.slot.spec.num_bytes, for_load=load is not None) and load:
-                self._queue.popleft()
-                load.has_begun = True
-                await self._nursery.start(self._keep, load)
-                del load  # it would keep the model in memory
+            num_bytes = self._queue[0].slot.spec.num_bytes if self._queue else 0
+            if self._has_room(num_bytes, for_load=bool(self._queue)) and self._queue:
+                self._queue[0].has_begun = True
+                await self._nursery.start(self._keep, self._queue.popleft())
             else:
                 await self._changed.wait()
 
@@ -247,12 +214,11 @@ class ModelPool:
             instance.slot.instance = None
         instance.changed.set()
 
-    async def _keep(self, load: _Load, *, task_status: trio.TaskStatus[None]) -> None:
+    async def _keep(self, instance: _Instance, *, task_status: trio.TaskStatus[None]) -> None:
         """Load a model, keep it, and free its memory in the end; has "started" once the load is over, failed or not."""
-        name = load.slot.spec.name
+        name = instance.slot.spec.name
         self._announce(f"loading model {name}")
-        unloaded = await self._keep_loaded(load, task_status)
-        load.instance = None
+        unloaded = await self._keep_loaded(instance, task_status)
         self._num_freeing += 1
         await self._free_memory(unloaded or (lambda: None))
         self._num_freeing -= 1
@@ -260,39 +226,41 @@ class ModelPool:
             self._announce(f"model {name} is unloaded")
         self._changed.set()
 
-    async def _keep_loaded(self, load: _Load, task_status: trio.TaskStatus[None]) -> weakref.ref[LoadedModel] | None:
+    async def _keep_loaded(
+        self, instance: _Instance, task_status: trio.TaskStatus[None]
+    ) -> weakref.ref[LoadedModel] | None:
         """Returns a reference to the model that was unloaded; None if it could not be loaded."""
-        slot, instance = load.slot, None
+        slot = instance.slot
         try:
             self._check_size(slot.spec)
             async with self._open_model(slot.spec) as model:
-                instance = _Instance(slot, model, load.num_waiting, next(self._uses))
+                instance.model, instance.used_at = model, next(self._uses)
                 self._instances.append(instance)
                 tokenizer = model.runtime.tokenizer
                 slot.has_chat_template = tokenizer is not None and bool(tokenizer.has_chat_template)
                 slot.context_length = model.runtime.context_length
                 slot.num_loads += 1
-                slot.load, slot.instance, load.instance = None, instance, instance
-                load.is_over.set()
+                instance.is_ready.set()
                 task_status.started()
                 if message := defaults_message(slot.spec.name, model.runtime.model_defaults, slot.spec.settings):
                     self._announce(message)
-                await self._until_dismissed(instance)
+                await self._until_dismissed(instance, model)
                 instance.is_over = True
                 for call in self._when_unloaded:
                     call(model)
         except Exception as error:  # of any kind: the failure of one model must not affect the others
-            if instance is not None:
+            if instance.model is not None:
                 raise
             slot.num_failed_loads += 1
-            slot.load, load.error = None, error
-            load.is_over.set()
+            slot.instance, instance.error = None, error
+            instance.is_ready.set()
             task_status.started()
             self._announce(f"model {slot.spec.name} cannot be loaded: {error}")
         finally:
-            if instance is not None:
+            if instance.model is not None:
                 self._instances.remove(instance)
-        return None if instance is None else weakref.ref(instance.model)
+        unloaded, instance.model = instance.model, None
+        return None if unloaded is None else weakref.ref(unloaded)
 
     def _check_size(self, spec: ServedModel) -> None:
         if self._memory_limit is not None and spec.num_bytes > self._memory_limit:
@@ -301,9 +269,9 @@ class ModelPool:
                 "use a smaller or quantised model"
             )
 
-    async def _until_dismissed(self, instance: _Instance) -> None:
+    async def _until_dismissed(self, instance: _Instance, model: LoadedModel) -> None:
         async with BackgroundNursery() as nursery:
-            nursery.start_soon(self._dismiss_if_broken, instance)
+            nursery.start_soon(self._dismiss_if_broken, instance, model)
             idle_s = instance.slot.spec.idle_s
             while instance.num_users > 0 or not instance.is_leaving:
                 instance.changed = trio.Event()
@@ -313,13 +281,13 @@ class ModelPool:
                 if waiting.cancelled_caught and instance.num_users == 0:
                     self._dismiss(instance)
 
-    async def _dismiss_if_broken(self, instance: _Instance) -> None:
-        failure = await instance.model.runtime.wait_broken()
+    async def _dismiss_if_broken(self, instance: _Instance, model: LoadedModel) -> None:
+        failure = await model.runtime.wait_broken()
         if instance.slot.spec.is_pinned:
             self._failure = failure
             self._is_broken.set()
         else:
-            self._announce(f"model {instance.model.name} has failed; its next request loads it again")
+            self._announce(f"model {model.name} has failed; its next request loads it again")
             self._dismiss(instance)
 
 

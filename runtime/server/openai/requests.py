@@ -191,12 +191,10 @@ class ChatRequest(ChatBody, OpenAIBody):
     max_completion_tokens: MaxTokens | None = Field(None, description="OpenAI's newer name for `max_tokens`")
     tools: Objects | None = Field(None, description="functions that the model may call")
     tool_choice: str | dict[str, Any] | None = Field(
-        None,
-        description='"none", "auto", "required", the function that must be called, or the tools that may be',
+        None, description='"none", "auto", "required", the function that must be called, or the tools that may be'
     )
     parallel_tool_calls: bool | None = Field(
-        None,
-        description='whether an answer may have several tool calls; by default, only if `tool_choice` is "auto"',
+        None, description='whether an answer may have several tool calls; by default, only if `tool_choice` is "auto"'
     )
     logprobs: bool | None = None
     top_logprobs: _NumTop | None = None

@@ -7,14 +7,12 @@ from functools import partial
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
-from runtime.server.answers.endpoint import Endpoint, Parsed
-from runtime.server.answers.running import endings
+from runtime.server.answers.endpoint import Endpoint, Parsed, endings
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.operations import Operation
-from runtime.server.responses.bodies import DeletedResponse, ResponseBody
 from runtime.server.responses.requests import ResponsesRequest, parse_response_request
-from runtime.server.responses.serializer import ResponseSerializer
+from runtime.server.responses.serializer import DeletedResponse, ResponseBody, ResponseSerializer
 from runtime.server.responses.store import ResponseStore
 
 

@@ -1,18 +1,51 @@
-"""The tokens of an answer as a request wants them: their texts, split into text, reasoning and tool calls."""
+"""The tokens of an answer as a request wants them: split into text, reasoning and calls, with log-probabilities."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import attrs
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from typing_extensions import TypedDict
 
 from runtime.generation.answers.message_format import message_format
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import structural_markers, tags_of
+from runtime.generation.token_stream import TokenStream
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
+from runtime.loading.vocabularies import byte_fallback, byte_level_piece
 from runtime.server.answers.request import GenerationRequest
+
+EndReason = Literal["stop", "length", "cancelled"]
+
+# In place of the stop reason, which no token has that ends a text by its length.
+_CANCELLED, _NOTHING = "cancelled", "nothing"
+
+
+def end_without_token(stream: TokenStream | None) -> Token:
+    """What ends the text of a cancelled stream, with the text that it withheld; or one for which nothing is generated.
+
+    It is no token: see `tokens_among`.
+    """
+    if stream is None:
+        return Token(0, "", 0, None, finish_reason="length", stop_reason=_NOTHING)
+    index = stream.answer.num_tokens
+    return Token(0, stream.tail, index, None, finish_reason="length", stop_reason=_CANCELLED)
+
+
+def tokens_among(tokens: Sequence[Token]) -> Sequence[Token]:
+    """The tokens, but for an end without one."""
+    if tokens and tokens[-1].finish_reason == "length" and tokens[-1].stop_reason is not None:
+        return tokens[:-1]
+    return tokens
+
+
+def end_reason(token: Token) -> EndReason | None:
+    """Why the text ends with a token; None if it goes on."""
+    is_cancelled = token.finish_reason == "length" and token.stop_reason == _CANCELLED
+    return "cancelled" if is_cancelled else token.finish_reason
 
 
 @attrs.define
@@ -107,3 +140,73 @@ def _special_texts(tokenizer: Any) -> dict[int, str]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     texts = {id: tokenizer.decode([id]) for id, token in added.items() if token.special}
     return {id: text for id, text in texts.items() if not any(text in mark for mark in marks)}
+
+
+# In place of minus infinity, which JSON does not have; OpenAI's own.
+_MIN_LOGPROB = -9999.0
+
+
+class TopLogprob(TypedDict):
+    """A token and its log-probability; `bytes` is null for part of a character whose bytes are unknown."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer, and the most probable tokens at its position."""
+
+    top_logprobs: list[TopLogprob]
+
+
+def token_logprobs(
+    tokens: Sequence[Token], tokenizer: TokenizerWrapper, num_top: int | None
+) -> list[TokenLogprob] | None:
+    """The log-probabilities of the tokens of a text, in the form of chats and responses.
+
+    Args:
+        num_top: how many of the most probable tokens to name beside each; None for no log-probabilities.
+    """
+
+    def named(id: int, text: str, logprob: float | None) -> TopLogprob:
+        return {"token": text, "logprob": finite(logprob), "bytes": token_bytes(tokenizer, id, text)}
+
+    if num_top is None:
+        return None
+    return [
+        {
+            **named(token.id, tokenizer.decode([token.id]), token.logprob),
+            "top_logprobs": [named(top.id, top.text, top.logprob) for top in token.top_logprobs[:num_top]],
+        }
+        for token in text_tokens(tokens)
+    ]
+
+
+def text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
+    """The tokens without an end-of-text or stop token, which has no text."""
+    tokens = tokens_among(tokens)
+    return tokens[:-1] if tokens and tokens[-1].is_complete else tokens
+
+
+def finite(logprob: float | None) -> float:
+    """A log-probability for JSON."""
+    return _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)
+
+
+def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int] | None:
+    """The bytes of a token; `text` is the token decoded alone.
+
+    Returns: None if they are unknown: the token is part of a character, and the tokenizer has neither byte-level tokens
+        nor byte fallback.
+    """
+    if "\ufffd" not in text:
+        return list(text.encode())
+    convert = getattr(tokenizer, "convert_ids_to_tokens", None)
+    name = None if convert is None else convert(token)
+    if not isinstance(name, str):
+        return None
+    piece = byte_fallback(name)
+    if piece is None:
+        piece = byte_level_piece(name)
+    return None if piece is None else list(piece)
