@@ -170,8 +170,8 @@ async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(
 
     async with at_work(kind, tmp_path) as (rt, _):
         monkeypatch.setattr(TrainedSequence, "feed", feed)
-        await rt.generate(prompt_of(90, vocab_size=MTP_VOCAB_SIZE), max_tokens=30, lookahead=3)
-        size = rt._draft.model.cache_size.of([TextSize(120)])
+        await rt.generate(prompt_of(90, vocab_size=MTP_VOCAB_SIZE), max_tokens=12, lookahead=3)
+        size = rt._draft.model.cache_size.of([TextSize(102)])
     assert 0 < largest <= size
 
 
