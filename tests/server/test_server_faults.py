@@ -607,14 +607,6 @@ async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(
     caplog.clear()
 
 
-async def test_a_prompt_is_read_in_passes_between_which_others_have_their_turn() -> None:
-    async with served(limits=Limits(prefill_step_size=3)) as server:
-        await server.assert_unharmed()
-        read = server.simulation.spans("target", "prefill")
-        assert read
-        assert max(span.num_tokens for span in read) <= 3
-
-
 # --- models that fail ---------------------------------------------------------------------------------
 
 
