@@ -81,7 +81,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @sweep(
     ("kind", "drafts", "reuse_prefix"),
-    [(kind, drafts, reuse) for kind in MODELS for drafts, reuse in ((False, False), (True, True))],
+    [
+        *((kind, True, True) for kind in MODELS),
+        *(pytest.param(kind, False, False, marks=pytest.mark.slow) for kind in MODELS),
+    ],
 )
 async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(
     kind: str, drafts: bool, reuse_prefix: bool, watch: Watch

@@ -20,7 +20,11 @@ from sweeps import sweep
 from actors.mlx.cache_options import CacheOptions
 from actors.target.drafter_link import DrafterLink
 
-every_implementation = sweep("kind", OFTEN)
+# A model of its own, one that was trained for the target, and none; the other ways to draft are slow tests.
+QUICK = ("draft model", "eagle3", "lookup")
+every_implementation = sweep(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in OFTEN]
+)
 
 
 @sweep(
