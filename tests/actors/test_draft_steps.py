@@ -160,6 +160,19 @@ async def test_a_verdict_that_goes_another_way_ends_them_with_the_step_that_is_r
             assert done[-1].began < at
 
 
+async def test_a_verdict_that_goes_their_way_does_not_end_them(autojump_clock: Any) -> None:
+    price = priced(prefill=0.0, draft=2.0, verify=5.0)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(truthful), price=price) as simulation:
+        await text_of(simulation, PROMPT, max_tokens=40, lookahead=3)
+        passed = [
+            (done, hit.at)
+            for done in simulation.draft_worker.runs
+            for hit in simulation.instants("hit")
+            if done[0].began < hit.at < done[-1].began
+        ]
+        assert passed
+
+
 @sweep("at", [0.5, 1.0, 2.25, 5.0, 7.5])
 @sweep("chains", [False, True])
 async def test_a_stream_that_is_closed_ends_them_with_the_step_that_is_running(
@@ -175,6 +188,17 @@ async def test_a_stream_that_is_closed_ends_them_with_the_step_that_is_running(
         assert all(draft.began <= at for draft in drafts)
         (close,) = simulation.spans("draft", "close")
         assert close.ended == drafts[-1].ended
+
+
+async def test_a_text_that_ends_ends_them(autojump_clock: Any) -> None:
+    # While the last verdict is on its way, the drafter is busy beyond what it will say.
+    prompt = prompt_with_distinct_continuation(12)
+    stop = continuation(prompt, 3)[-1:]
+    price = priced(prefill=0.0, draft=1.0, verify=4.5)
+    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.0)), price=price) as simulation:
+        assert await text_of(simulation, prompt, stop_tokens=stop, lookahead=8) == continuation(prompt, 3)
+        ended = simulation.instants("finish")[0].at
+        assert all(draft.began <= ended for draft in simulation.spans("draft", "draft"))
 
 
 async def test_two_sessions_share_their_steps(autojump_clock: Any) -> None:

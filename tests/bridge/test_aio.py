@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import contextvars
 import functools
+import gc
 import inspect
 import signal
 import subprocess
@@ -30,7 +31,7 @@ from completions import ids
 from garbage import collect_garbage
 from greedy_pair import LONG, PROMPT, SETTINGS, drafter, target, text, the_next_text_is_right
 from models import prompt_of
-from our_threads import outrider_threads
+from our_threads import outrider_thread_names, outrider_threads
 from polling import until_in_asyncio
 from scripted import read_into
 
@@ -552,6 +553,41 @@ def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch
             assert len(crossings) <= 2
 
     run(main)
+
+
+@on_both_loops
+@pytest.mark.slow
+@in_asyncio
+async def test_fifty_streams_that_are_opened_and_cancelled_leave_no_thread_and_no_stream() -> None:
+    async with opened() as rt:
+        await the_next_text_is_right(rt)
+        threads = outrider_thread_names()
+        for number in range(50):
+            match number % 5:
+                case 0:
+                    async for _ in rt.stream(PROMPT, **LONG):
+                        break
+                case 1:
+                    with pytest.warns(ResourceWarning, match="dropped unread"):
+                        rt.stream(PROMPT, **LONG)  # no consumer
+                case 2:
+                    async with rt.stream(PROMPT, **LONG):
+                        pass
+                case 3:
+                    task = asyncio.create_task(consume(rt))
+                    await turns(number)
+                    task.cancel()
+                case 4:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(consume(rt), 0.001)
+        await the_next_text_is_right(rt)
+        await until_in_asyncio(lambda: rt.num_streams == 0)
+        # Asyncio and trio have threads of their own, which come and go.
+        assert outrider_thread_names() == threads
+        del task
+        collect_garbage()
+        left = [thing for thing in gc.get_objects() if isinstance(thing, runtime.aio.TokenStream)]
+        assert left == []
 
 
 async def tokens_of(rt: runtime.aio.Runtime) -> AsyncIterator[int]:

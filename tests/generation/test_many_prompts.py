@@ -420,10 +420,14 @@ async def test_a_generation_that_fails_is_given_as_its_error_and_the_others_go_o
         await assert_over(simulation)
 
 
-async def test_a_runtime_that_breaks_ends_all_even_where_errors_are_returned(autojump_clock: Any) -> None:
+@sweep("on_error", ["raise", "return"])
+async def test_a_runtime_that_breaks_ends_all_even_where_errors_are_returned(
+    on_error: Any, autojump_clock: Any
+) -> None:
     async with simulated(ScriptedModel(truthful, fails={"feed": range(6, 1000)})) as simulation:
-        with pytest.raises(RuntimeBrokenError):
-            await simulation.runtime.generate_many(PROMPTS, on_error="return", **SETTINGS)
+        with pytest.raises(RuntimeBrokenError) as caught:
+            await simulation.runtime.generate_many(PROMPTS, on_error=on_error, **SETTINGS)
+        assert not hasattr(caught.value, "__notes__")
 
 
 def failing_at(nth_check: int) -> ScriptedModel:

@@ -107,6 +107,18 @@ async def test_each_end_tells_what_its_own_actor_has_measured(autojump_clock: An
     assert not by_target & by_drafter
 
 
+async def test_several_streams_share_draft_steps_there(autojump_clock: Any) -> None:
+    seen: list[runtime.Event] = []
+    async with opened(DRAFTERS["llama"](), listener=seen.append) as (rt, _):
+        completions = await rt.generate_many(PROMPTS, max_tokens=NUM_TOKENS, lookahead=3, ignore_eos=True)
+    assert [ids(each.tokens) for each in completions] == [
+        greedy(models.llama(), prompt, NUM_TOKENS) for prompt in PROMPTS
+    ]
+    assert all(each.statistics.accepted > 0 for each in completions)
+    assert any(len(event.shares) == len(PROMPTS) for event in seen if isinstance(event, runtime.Span))
+    assert {event.kind for event in seen if isinstance(event, runtime.Instant)} >= {"open", "proposal", "hit"}
+
+
 async def test_user_code_stays_here_and_the_text_is_the_same(autojump_clock: Any) -> None:
     asked: dict[str, Any] = {
         "logits_processors": (runtime.stateless(lambda _, logits: logits * 0.5),),

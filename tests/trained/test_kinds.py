@@ -167,10 +167,10 @@ async def test_greedy_texts_are_those_of_targets_of_every_family(
     ("kind", "family"),
     [
         ("eagle3", "llama"),
-        ("medusa", "llama"),
         ("dflash", "llama"),
-        ("gemma4", "gemma4_text"),
         ("mtp", "step3p5_deep"),
+        pytest.param("medusa", "llama", marks=pytest.mark.slow),
+        pytest.param("gemma4", "gemma4_text", marks=pytest.mark.slow),
     ],
 )
 async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(
