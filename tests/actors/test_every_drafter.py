@@ -45,10 +45,12 @@ async def test_greedy_texts_are_the_targets_however_it_rewinds(
 @sweep(
     ("kind", "family"),
     [
-        *((kind, None) for kind in OFTEN),
+        *((kind, None) for kind in QUICK),
         *(
             pytest.param(kind, family, marks=pytest.mark.slow)
             for kind, family in (
+                ("another vocabulary", None),
+                ("elsewhere", None),
                 ("recurrent", None),
                 ("sliding window", None),
                 ("dflash", "qwen3_next"),
@@ -123,7 +125,14 @@ class Fault(Exception):
 
 
 @sweep("at", [1, 5])
-@sweep("kind", [kind for kind in OFTEN if kind != "lookup"])
+@sweep(
+    "kind",
+    [
+        "draft model",
+        "eagle3",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("another vocabulary", "elsewhere")),
+    ],
+)
 async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
     kind: str, at: int, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

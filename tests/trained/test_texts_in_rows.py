@@ -252,7 +252,7 @@ async def test_a_draft_pass_is_shared_by_nearly_all_streams(
     [
         (Eagle3Reader, {}),
         (MTPReader, {"temperature": 0.8, "acceptance": "match"}),
-        (Eagle3Reader, {"temperature": 0.8, "acceptance": "rejection"}),
+        pytest.param(Eagle3Reader, {"temperature": 0.8, "acceptance": "rejection"}, marks=pytest.mark.slow),
     ],
 )
 async def test_streams_go_on_when_shared_passes_fail_and_others_are_cancelled(
