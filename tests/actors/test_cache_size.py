@@ -81,7 +81,10 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @sweep(
     ("kind", "drafts", "reuse_prefix"),
-    [(kind, drafts, reuse) for kind in MODELS for drafts, reuse in ((False, False), (True, True))],
+    [
+        *((kind, True, True) for kind in MODELS),
+        *(pytest.param(kind, False, False, marks=pytest.mark.slow) for kind in MODELS),
+    ],
 )
 async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(
     kind: str, drafts: bool, reuse_prefix: bool, watch: Watch
@@ -170,8 +173,8 @@ async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(
 
     async with at_work(kind, tmp_path) as (rt, _):
         monkeypatch.setattr(TrainedSequence, "feed", feed)
-        await rt.generate(prompt_of(90, vocab_size=MTP_VOCAB_SIZE), max_tokens=30, lookahead=3)
-        size = rt._draft.model.cache_size.of([TextSize(120)])
+        await rt.generate(prompt_of(90, vocab_size=MTP_VOCAB_SIZE), max_tokens=12, lookahead=3)
+        size = rt._draft.model.cache_size.of([TextSize(102)])
     assert 0 < largest <= size
 
 

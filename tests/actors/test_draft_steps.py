@@ -323,11 +323,15 @@ def test_the_session_state_is_right_whatever_ends_the_steps_and_whenever(scenari
 
 
 @pytest.mark.slow
-@sweep("caches", CACHES.values())
 # The durations of a verify let verdicts arrive within each step and between any two.
 @sweep(
-    "verify, report_delay, chains",
-    zip([0.5 + 0.6 * n for n in range(15)], itertools.cycle([None, 0.25, 1.5]), itertools.cycle([False, True])),
+    "caches, verify, report_delay, chains",
+    zip(
+        itertools.cycle(CACHES.values()),
+        [0.5 + 0.3 * n for n in range(30)],
+        itertools.cycle([None, 0.25, 1.5]),
+        itertools.cycle([False, True]),
+    ),
 )
 async def test_a_verdict_at_any_time_finds_the_session_state_right(
     caches: dict[str, Any], verify: float, report_delay: float | None, chains: bool, autojump_clock: Any

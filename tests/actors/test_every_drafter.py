@@ -20,14 +20,18 @@ from sweeps import sweep
 from actors.mlx.cache_options import CacheOptions
 from actors.target.drafter_link import DrafterLink
 
-every_kind = sweep("kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in KINDS])
-every_implementation = sweep("kind", OFTEN)
+# A model of its own, one that was trained for the target, and none; the other ways to draft are slow tests.
+QUICK = ("draft model", "eagle3", "lookup")
+every_implementation = sweep(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in OFTEN]
+)
 
 
 @sweep(
     ("kind", "rewind"),
     [
-        *((kind, "checkpoint") for kind in KINDS),
+        *((kind, "checkpoint") for kind in OFTEN),
+        *(pytest.param(kind, "checkpoint", marks=pytest.mark.slow) for kind in KINDS if kind not in OFTEN),
         *(pytest.param(kind, "none", marks=pytest.mark.slow) for kind in OFTEN),
     ],
 )
@@ -41,17 +45,16 @@ async def test_greedy_texts_are_the_targets_however_it_rewinds(
 @sweep(
     ("kind", "family"),
     [
-        *((kind, None) for kind in OFTEN),
-        ("dflash", "qwen3_next"),
-        ("gemma4", "gemma4_text"),
-        *(pytest.param(kind, None, marks=pytest.mark.slow) for kind in ("recurrent", "sliding window")),
+        *((kind, None) for kind in QUICK),
         *(
             pytest.param(kind, family, marks=pytest.mark.slow)
             for kind, family in (
-                ("medusa", "gemma3_text"),
-                ("dspark", "lfm2"),
-                ("dflash2", "llama"),
-                ("mtp_deep", "step3p5_deep"),
+                ("another vocabulary", None),
+                ("elsewhere", None),
+                ("recurrent", None),
+                ("sliding window", None),
+                ("dflash", "qwen3_next"),
+                ("gemma4", "gemma4_text"),
             )
         ),
     ],
@@ -76,7 +79,7 @@ async def test_streams_at_once_have_the_texts_of_one_at_a_time(
         assert (rt.statistics().rows_per_pass or 0) > 1
 
 
-@every_kind
+@every_implementation
 async def test_a_cancelled_text_leaves_its_beginning(kind: str, tmp_path: Path, autojump_clock: Any) -> None:
     asked: dict[str, Any] = {"lookahead": 3, "ignore_eos": True, "reuse_prefix": True}
     async with at_work(kind, tmp_path) as (rt, target):
@@ -122,7 +125,14 @@ class Fault(Exception):
 
 
 @sweep("at", [1, 5])
-@sweep("kind", [kind for kind in OFTEN if kind != "lookup"])
+@sweep(
+    "kind",
+    [
+        "draft model",
+        "eagle3",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("another vocabulary", "elsewhere")),
+    ],
+)
 async def test_a_drafter_that_fails_leaves_the_text_to_the_target(
     kind: str, at: int, tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

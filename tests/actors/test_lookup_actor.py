@@ -21,13 +21,10 @@ from scripted import (
     collect,
     digest,
     fraction,
-    ids,
     never,
     next_token,
     plain_text,
     priced,
-    read_into,
-    run,
     simulated,
     spike,
     text_of,
@@ -267,14 +264,6 @@ async def test_statistics_count_what_stood_and_what_fell(autojump_clock: Any) ->
     assert (statistics.draft_busy, statistics.draft_failures, statistics.draft_replayed_tokens) == (0, 0, 0)
 
 
-async def test_with_no_model_there_is_no_work_but_the_targets(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(5)), "ngram", price=PRICE) as simulation:
-        await text_of(simulation, [0, 1, 2, 3, 4], max_tokens=40)
-        assert simulation.draft_worker is None
-        assert simulation.spans("draft") == []
-        assert (simulation.runtime.statistics().draft_busy, simulation.runtime.statistics().target_busy) == (0, 1)
-
-
 @sweep("max_tokens", [1, 2, 3, 4, 7, 12])
 @sweep("lookahead", [1, 3, 8, "auto"])
 async def test_nothing_is_proposed_that_could_not_be_used(lookahead: Any, max_tokens: int, autojump_clock: Any) -> None:
@@ -292,13 +281,6 @@ async def test_nothing_is_proposed_after_the_end_of_the_text(stop: int, autojump
         received = await proposals(simulation, prompt, max_tokens=20, lookahead=9, stop_tokens=[stop])
     assert all(stop not in p.tokens[:-1] for p in received)
     assert received[0].tokens == tuple(plain_text(counting(5), prompt, (stop - 2) % 5 + 1))
-
-
-async def test_the_text_ends_where_the_targets_context_does(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(counting(5), context_length=23), "ngram") as simulation:
-        completion = await simulation.runtime.generate([0, 1, 2, 3, 4, 0, 1], max_tokens=None)
-    assert ids(completion.tokens) == plain_text(counting(5), [1], 16)
-    assert completion.finish_reason == "length"
 
 
 # --- auto: prices, and rests ----------------------------------------------------------------------
@@ -433,45 +415,3 @@ async def test_a_message_that_only_a_target_could_take_ends_the_drafting_of_its_
         assert await collect(stream) == plain_text(counting(5), [2], 12)
         assert stream.statistics().draft_failures == 1
         assert await collect(other) == plain_text(counting(5), [2], 12)
-
-
-CANCELLED_PROMPT = [0, 1, 2, 3, 4, 0, 1]
-CANCELLED_SETTINGS: dict[str, Any] = {"max_tokens": 25, "prefill_step_size": 3}
-
-
-async def cancelled_at_event(number: int) -> int:
-    """Cancel a generation at an event; check its outcome and the next text. Returns the number of events until then."""
-    seen = 0
-    scope = trio.CancelScope()
-
-    def count(event: Event) -> None:
-        nonlocal seen
-        seen += event.session == 0
-        if seen == number:
-            scope.cancel()
-
-    async with simulated(ScriptedModel(slipping(0.1)), "ngram", price=PRICE, listener=count) as simulation:
-        whole = plain_text(slipping(0.1), CANCELLED_PROMPT, 25)
-        got: list[int] = []
-        with scope:
-            await read_into(got, simulation.runtime.stream(CANCELLED_PROMPT, **CANCELLED_SETTINGS))
-        assert got == whole[: len(got)]
-        cancelled_at = trio.current_time()
-        assert await text_of(simulation, CANCELLED_PROMPT, **CANCELLED_SETTINGS) == whole
-        late = [
-            handed
-            for handed in simulation.target_worker.handed
-            if handed.job.session == 0 and handed.at > cancelled_at and handed.done_at and handed.job.kind != "close"
-        ]
-        if scope.cancelled_caught:
-            assert late == []
-        await trio.testing.wait_all_tasks_blocked()
-        assert drafter(simulation)._sessions == {}
-    return seen
-
-
-def test_a_generation_can_be_cancelled_at_any_of_its_events() -> None:
-    num_events = run(cancelled_at_event, -1)
-    assert num_events > 40
-    for number in range(1, num_events + 1, 3):
-        run(cancelled_at_event, number)

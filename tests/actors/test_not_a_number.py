@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -136,8 +137,7 @@ async def test_a_target_without_numbers_ends_its_stream_for_every_rewind_mode(
     await ends_with_an_error(position, how, settings, draft=draft, undo=undo, reuse=True)
 
 
-@sweep("draft, position", [("ngram", 6), (None, 11)])
-@sweep("mode", MODES)
+@sweep("mode, draft, position", zip(MODES, itertools.cycle(["ngram", None]), itertools.cycle([6, 7, 11])))
 async def test_a_target_without_numbers_ends_its_stream_without_a_draft_model(
     mode: str, draft: Any, position: int, autojump_clock: Any
 ) -> None:
@@ -159,8 +159,9 @@ async def test_logits_after_text_that_does_not_come_do_not_matter(autojump_clock
 # --- the drafter ----------------------------------------------------------------------------------
 
 
-@sweep("position, chains", [(5, True), (8, False), (11, True)])
-@sweep("mode", MODES)
+@sweep(
+    "mode, position, chains", zip([*MODES, *MODES], itertools.cycle([5, 8, 11]), itertools.cycle([True, True, False]))
+)
 async def test_a_drafter_without_numbers_costs_no_token_and_leaves_that_session(
     mode: str, position: int, chains: bool, autojump_clock: Any
 ) -> None:

@@ -87,18 +87,6 @@ async def test_a_text_that_goes_on_from_another_begins_with_what_is_cached(
                 text += [*continuation(text, num_tokens), 1, 2, 3]
 
 
-async def test_the_drafter_keeps_its_cache_however_quick_the_next_turn(
-    autojump_clock: Any,
-) -> None:
-    for draft_seconds in (0.125, 3.0, 17.0):  # the drafter is in the middle of a draft when the target is done
-        async with simulated(*pair_with(CACHES["can be trimmed"]), price=priced(draft=draft_seconds)) as simulation:
-            await turn(simulation, PROMPT, 8, lookahead=3)
-            longer = [*PROMPT, *continuation(PROMPT, 8), 1, 2]
-            await turn(simulation, longer, 8, lookahead=3)
-            assert num_read(simulation, "draft", 1) < len(longer) - len(PROMPT)
-            assert len(simulation.draft.sequences) == len(simulation.target.sequences) == 1
-
-
 @sweep("num_tokens", range(BUFFERED_ROUNDS - 1, BUFFERED_ROUNDS + 3))
 async def test_a_text_that_is_read_after_its_end_is_cached_by_both_models(num_tokens: int, autojump_clock: Any) -> None:
     price = priced(draft=17.0, verify=1.0)  # the drafter is in the middle of a draft when the target has ended
@@ -114,13 +102,6 @@ async def test_a_text_that_is_read_after_its_end_is_cached_by_both_models(num_to
         await turn(simulation, longer, 3, lookahead=1)
         assert num_read(simulation, "target", 1) == 2
         assert num_read(simulation, "draft", 1) < len(longer) - len(PROMPT)
-
-
-async def test_all_of_a_prompt_but_its_last_token_may_be_cached(autojump_clock: Any) -> None:
-    async with simulated(*pair_with(CACHES["can be trimmed"])) as simulation:
-        assert (await turn(simulation, PROMPT, 5)).cached_tokens == 0
-        assert (await turn(simulation, PROMPT, 5)).cached_tokens == len(PROMPT) - 1
-        assert num_read(simulation, "target", 1) == 0
 
 
 async def test_one_token_is_a_prefix_and_a_one_token_prompt_has_none(autojump_clock: Any) -> None:

@@ -419,13 +419,6 @@ def successors(
     return [(counts, dict(enumerate(table[last]))) for last, counts in after.items()]
 
 
-@pytest.mark.slow
-def test_under_rejection_long_texts_have_the_targets_distribution() -> None:
-    tokens = run(lambda: sample(3, target(), drafter(), max_tokens=2000, lookahead=2))
-    assert pooled_p_value(successors([PROMPT + ids(text) for text in tokens])) > SIGNIFICANCE
-    assert sum(token.from_draft for text in tokens for token in text) > 2500
-
-
 # --- the coupled match rule -----------------------------------------------------------------------
 
 HASHED_TARGET = hashed("target", 6.0)

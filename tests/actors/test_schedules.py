@@ -27,7 +27,6 @@ from scripted import (
     collect,
     continuation,
     fraction,
-    hashed,
     ids,
     never,
     next_token,
@@ -51,7 +50,6 @@ from protocol.prices import Prices
 from protocol.session_state import SessionPhase
 from protocol.settings import Settings
 from protocol.statistics import Statistics
-from protocol.trace import Span
 
 
 @attrs.frozen
@@ -244,17 +242,6 @@ async def test_every_copy_of_a_message_is_dropped_and_counted(lookahead: Any, au
         nursery.cancel_scope.cancel()
 
 
-async def test_messages_of_a_session_that_is_over_reach_nobody(autojump_clock: Any) -> None:
-    # Copies arrive during the next session and the one after it.
-    fates = [Fate(echoes=((0, 60.0), (2, 130.0)))]
-    async with trio.open_nursery() as nursery, simulated(ScriptedModel(truthful), ScriptedModel(agreeing(0.6))) as sim:
-        tamper(sim, fates, fates, nursery)
-        for n in range(6):
-            assert await text_of(sim, [n, n, n], max_tokens=12, lookahead=2) == continuation([n, n, n], 12)
-        await trio.sleep(1000)
-        nursery.cancel_scope.cancel()
-
-
 @sweep("schedule", range(6))
 async def test_with_everything_free_and_at_once_the_text_is_the_same(schedule: int, autojump_clock: Any) -> None:
     price = priced(prefill=0.0, draft=0.0, verify=0.0, decode=0.0)
@@ -311,60 +298,6 @@ def test_lookup_gives_the_same_text_whatever_comes_twice_or_late(scenario: Any) 
 # --- several sessions at once ---------------------------------------------------------------------
 
 
-@sweep("num_sessions", [3, 8])
-async def test_the_text_of_each_of_several_sessions_is_its_text_alone(num_sessions: int, autojump_clock: Any) -> None:
-    kinds = [
-        {"lookahead": 3},
-        {"lookahead": 0},
-        {"lookahead": "auto", "temperature": 1.0, "seed": 5},
-        {"lookahead": 1, "prefill_step_size": 1},
-        {"lookahead": 5, "temperature": 0.7, "seed": 6},
-    ]
-    requests = [{"max_tokens": 6 + 3 * n, **kinds[n % len(kinds)]} for n in range(num_sessions)]
-    target, draft = hashed("target", 8.0), hashed("draft", 3.0, near=hashed("target", 8.0))
-    async with simulated(ScriptedModel(target), ScriptedModel(draft)) as simulation:
-        alone = [await text_of(simulation, [n, 1, 2, 3, n], **request) for n, request in enumerate(requests)]
-        prompts = [([n, 1, 2, 3, n], request) for n, request in enumerate(requests)]
-        together = [ids(each.tokens) for each in await simulation.runtime.generate_many(prompts)]
-    assert together == alone
-    assert [len(text) for text in alone] == [request["max_tokens"] for request in requests]
-
-
-def verifies_in_between(simulation: Simulation, waiting: Span) -> dict[int | None, int]:
-    """How many verifies of each other session ended while a proposal was waiting for the end of its own.
-
-    The drafter may have read the prompt before the target has. A round without a proposal, which the target begins
-    while it waits for nobody, has waited for none.
-    """
-    read_at = [span.ended for span in simulation.spans("target", "prefill") if waiting.session in span.sessions]
-    proposed_at = [
-        instant.at
-        for instant in simulation.instants("proposal")
-        if (instant.session, instant.round) == (waiting.session, waiting.round)
-    ]
-    counts: dict[int | None, int] = {None: 0}
-    for other in simulation.spans("target", "verify") if proposed_at else ():
-        if other.session != waiting.session:
-            since = max(*proposed_at, *read_at)
-            counts[other.session] = counts.get(other.session, 0) + (since < other.ended < waiting.ended)
-    return counts
-
-
-@sweep("num_sessions, agreement", [(2, 0.6), (3, 0.0), (3, 1.0), (5, 0.6)])
-async def test_in_turns_no_session_gets_two_verifies_while_another_waits_for_one(
-    num_sessions: int, agreement: float, autojump_clock: Any
-) -> None:
-    async with simulated(ScriptedModel(truthful), ScriptedModel(agreeing(agreement)), max_batch=1) as simulation:
-        prompts = [[n, n + 1] for n in range(num_sessions)]
-        await simulation.runtime.generate_many(prompts, max_tokens=30, lookahead=2)
-    verifies = simulation.spans("target", "verify")
-    assert len(verifies) >= 10 * num_sessions
-    in_between = [verifies_in_between(simulation, waiting) for waiting in verifies]
-    assert max(max(counts.values()) for counts in in_between) <= 1
-    # Some did wait for others.
-    assert sum(sum(counts.values()) for counts in in_between) > 5 * num_sessions
-
-
 @pytest.mark.parametrize("num_sessions", [1, 2, 4])
 async def test_like_sessions_in_turns_share_the_target_without_pauses(num_sessions: int, autojump_clock: Any) -> None:
     ended: list[float] = []
@@ -384,19 +317,3 @@ async def test_like_sessions_in_turns_share_the_target_without_pauses(num_sessio
     assert len(verifies) == 10 * num_sessions
     assert all(before.ended == after.began for before, after in itertools.pairwise(verifies))
     assert ended[-1] - ended[0] == 8.0 * (num_sessions - 1)
-
-
-async def test_a_long_prompt_holds_up_another_session_by_one_chunk_at_a_time(autojump_clock: Any) -> None:
-    target, draft = ScriptedModel(truthful), ScriptedModel(truthful)
-    price, draft_price = priced(prefill=16.0, verify=8.0), priced(prefill=0.0, draft=0.25)
-    async with simulated(target, draft, price=price, draft_price=draft_price) as simulation:
-        short = simulation.runtime.stream([1], max_tokens=60, lookahead=2)
-        await anext(short)
-        long = simulation.runtime.stream(list(range(40)), max_tokens=1, lookahead=2, prefill_step_size=2)
-        assert await collect(long) == continuation(list(range(40)), 1)
-        assert await collect(short) == continuation([1], 60)[1:]
-        spans = simulation.spans("target", "prefill", "verify")
-        # Chunks and verifies alternate, from the first chunk to the last.
-        first = next(i for i, span in enumerate(spans) if span.kind == "prefill")
-        kinds = [span.kind for span in spans[first : first + 30]]
-        assert kinds == ["prefill", "verify"] * 15

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import anthropic  # takes seconds
 
 SAID: Any = [{"role": "user", "content": PROMPT}]
-ENDLESS: dict[str, Any] = {"ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

@@ -346,7 +346,14 @@ async def test_closing_the_runtime_ends_the_texts_that_wait_to_grow(small_steps:
 
 
 @pytest.mark.usefixtures("small_steps")
-@sweep(("make", "lookahead"), [(llama, 0), (llama, 3), (lambda: gemma3_text(window=16), 0), (lambda: build("lfm2"), 0)])
+@sweep(
+    ("make", "lookahead"),
+    [
+        (llama, 3),
+        (lambda: gemma3_text(window=16), 0),
+        *(pytest.param(make, 0, marks=pytest.mark.slow) for make in (llama, lambda: build("lfm2"))),
+    ],
+)
 async def test_texts_of_real_models_that_give_way_are_as_without_a_limit(make: Any, lookahead: int) -> None:
     prompts = [prompt_of(5 + n, seed=n, vocab_size=60) for n in range(4)]
     model = make()

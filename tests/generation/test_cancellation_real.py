@@ -17,7 +17,7 @@ import trio
 import trio.testing
 from blocking_models import BlockingModel
 from completions import ids
-from greedy_pair import LONG, PROMPT, drafter, target, text, the_next_text_is_right
+from greedy_pair import LONG, PROMPT, drafter, target, the_next_text_is_right
 from models import Wrapped, greedy, llama, prompt_of
 from our_threads import outrider_threads
 from sweeps import sweep
@@ -177,20 +177,6 @@ async def test_a_long_prefill_is_cut_short(actor: str) -> None:
         assert scope.cancelled_caught
     assert 3 <= len(trigger.spans(actor, "prefill", session=0)) < 200
     assert trigger.spans("target", "verify", session=0) == []
-
-
-async def test_one_of_several_streams_is_cancelled_and_the_others_are_not() -> None:
-    texts: dict[int, list[int]] = {}
-    prompts = [tuple(prompt_of(9, seed=seed)) for seed in range(3)]
-
-    async def consume(number: int) -> None:
-        texts[number] = [token.id async for token in rt.stream(prompts[number], max_tokens=24)]
-
-    async with opened() as (rt, trigger), trio.open_nursery() as nursery:
-        for number in range(3):
-            nursery.start_soon(consume, number)
-        await cancel(rt, trigger, (Span, "target", "verify"), nth=10)
-    assert texts == {number: text(24, prompt) for number, prompt in enumerate(prompts)}
 
 
 async def test_a_stream_may_be_dropped_on_another_thread() -> None:

@@ -102,12 +102,13 @@ WAYS: list[Way] = [
 ]
 
 
-def models(lookahead: Any) -> tuple[ScriptedModel, ScriptedModel | None]:
-    return ScriptedModel(truthful), None if lookahead is None else ScriptedModel(agreeing(0.6))
+def models(lookahead: Any) -> tuple[ScriptedModel, Any]:
+    """A target, and its drafter: a model, "ngram" in place of a lookahead, or none."""
+    return ScriptedModel(truthful), ScriptedModel(agreeing(0.6)) if lookahead not in (None, "ngram") else lookahead
 
 
 def settings_of(lookahead: Any) -> dict[str, Any]:
-    return {**SETTINGS, "lookahead": 0 if lookahead is None else lookahead}
+    return {**SETTINGS, "lookahead": {None: 0, "ngram": 3}.get(lookahead, lookahead)}
 
 
 def assert_ended(simulation: Simulation, at: float, *, session: int = 0) -> None:
@@ -206,7 +207,7 @@ def test_a_generation_can_be_cancelled_at_any_event(way: Any, lookahead: Any) ->
     assert way is not by_scope or kinds >= wanted
 
 
-@sweep("lookahead", [None, 2])
+@sweep("lookahead", [None, 2, "ngram"])
 async def test_breaking_off_at_any_token_ends_the_generation(lookahead: Any, autojump_clock: Any) -> None:
     for last in range(len(TEXT) - 1):
         async with simulated(*models(lookahead), schedule=last) as simulation:

@@ -12,7 +12,6 @@ import trio
 from architectures import build
 from chat_models import TEMPLATE, THINKING_TEMPLATE, pair, says, target, tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from models import llama
 from scripted import read_into
 from sweeps import sweep
 from transformers import AutoTokenizer
@@ -185,15 +184,6 @@ async def test_a_turn_that_fails_is_remembered_as_far_as_it_was_given() -> None:
         assert got
         assert conversation.messages == [user("import"), assistant(tokenizer().decode(got))]
         assert (await conversation.generate("os", logits_processors=(speaks,))).text
-
-
-async def test_a_prompt_that_does_not_fit_is_not_remembered() -> None:
-    async with runtime.open(*pair(llama(vocab_size=4101, max_position_embeddings=32))) as rt:
-        conversation = rt.conversation(**SETTINGS)
-        with pytest.raises(runtime.PromptError, match="maximum context length is 32 tokens"):
-            conversation.stream("import os " * 30)
-        assert conversation.messages == []
-        assert await conversation.generate("import")
 
 
 async def test_a_conversation_ends_with_its_runtime() -> None:

@@ -621,17 +621,17 @@ async def described(rt: runtime.Runtime, **settings: Any) -> runtime.Completion:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
-async def test_the_text_is_the_same_with_any_drafter_and_lookahead(float32_pair, settings):
+@pytest.mark.parametrize(
+    ("drafter", "settings"), [("model", {}), ("ngram", {"temperature": 0.9, "seed": 5})], ids=["greedy", "seeded"]
+)
+async def test_the_text_is_the_same_with_any_drafter_and_lookahead(float32_pair, drafter, settings):
     target, draft = float32_pair
-    written = {}
-    for drafter, lookaheads in ((None, ["auto"]), (draft, [3]), ("ngram", [3])):
-        async with runtime.open(target, drafter) as rt:
-            for lookahead in lookaheads:
-                completion = await described(rt, lookahead=lookahead, **settings)
-                written[lookahead if drafter is draft else drafter] = completion
-    assert len({completion.text for completion in written.values()}) == 1
-    assert written[3].statistics.accepted > 5
+    async with runtime.open(target) as rt:
+        plain = await described(rt, **settings)
+    async with runtime.open(target, draft if drafter == "model" else drafter) as rt:
+        drafted = await described(rt, lookahead=3, **settings)
+    assert drafted.text == plain.text
+    assert drafted.statistics.accepted > 5 or drafter != "model"
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import trio
-from models import llama, near, prompt_of
 from scripted import ScriptedModel, Simulation, agreeing, continuation, ids, priced, run, simulated, text_of, truthful
 from sweeps import sweep
 from ways_to_cancel import Begin, Way, by_aclose, by_break, by_leaving, by_scope, read
 
-import runtime
 from protocol.errors import (
     PromptError,
     RewindError,
@@ -114,18 +112,6 @@ async def test_prompts_may_come_from_a_generator_and_be_awaited_again(autojump_c
         completions = await many
         assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
         assert await many is completions
-
-
-@sweep("sampling", [{}, {"temperature": 1.0, "seed": 3}])
-async def test_each_text_is_what_it_is_alone(sampling: Any) -> None:
-    """On real models, whose caches are used in turn."""
-    prompts = [prompt_of(length, seed=length) for length in (3, 17, 12)]
-    settings = {"max_tokens": 16, "lookahead": 3, **sampling}
-    async with runtime.open((llama(), None), (near(llama(), noise=0.05), None)) as rt:
-        alone = [await rt.generate(prompt, **settings) for prompt in prompts]
-        together = await rt.generate_many(prompts, max_concurrent=2, **settings)
-    assert texts(together) == texts(alone)
-    assert len(set(map(tuple, texts(alone)))) == len(prompts)
 
 
 # --- async iterables ------------------------------------------------------------------------------
@@ -434,10 +420,14 @@ async def test_a_generation_that_fails_is_given_as_its_error_and_the_others_go_o
         await assert_over(simulation)
 
 
-async def test_a_runtime_that_breaks_ends_all_even_where_errors_are_returned(autojump_clock: Any) -> None:
+@sweep("on_error", ["raise", "return"])
+async def test_a_runtime_that_breaks_ends_all_even_where_errors_are_returned(
+    on_error: Any, autojump_clock: Any
+) -> None:
     async with simulated(ScriptedModel(truthful, fails={"feed": range(6, 1000)})) as simulation:
-        with pytest.raises(RuntimeBrokenError):
-            await simulation.runtime.generate_many(PROMPTS, on_error="return", **SETTINGS)
+        with pytest.raises(RuntimeBrokenError) as caught:
+            await simulation.runtime.generate_many(PROMPTS, on_error=on_error, **SETTINGS)
+        assert not hasattr(caught.value, "__notes__")
 
 
 def failing_at(nth_check: int) -> ScriptedModel:
@@ -483,24 +473,6 @@ def test_what_was_ready_before_a_failure_is_given_before_it() -> None:
             assert caught.value.__notes__ == ["prompts[2] failed, and the generations for the others were cancelled"]
 
     run(main, run(count))
-
-
-async def test_a_target_that_fails_breaks_the_runtime_and_is_the_cause(autojump_clock: Any) -> None:
-    target = ScriptedModel(truthful, fails={"feed": range(6, 1000)})
-    async with simulated(target) as simulation:
-        # The sixth is in a pass that several share, and the seventh in the first one of a text alone.
-        with pytest.raises(RuntimeBrokenError, match="feed 7 failed") as caught:
-            await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-        assert "feed 7 failed" in str(caught.value.__cause__)
-        assert not hasattr(caught.value, "__notes__")
-        assert simulation.runtime.num_streams == 0
-
-
-async def test_a_drafter_that_fails_costs_no_text(autojump_clock: Any) -> None:
-    draft = ScriptedModel(truthful, fails={"feed": [5, 9]})
-    async with simulated(ScriptedModel(truthful), draft) as simulation:
-        completions = await simulation.runtime.generate_many(PROMPTS, **SETTINGS)
-        assert texts(completions) == [continuation(prompt, 6) for prompt in PROMPTS]
 
 
 class Broken:

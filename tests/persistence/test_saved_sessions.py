@@ -189,9 +189,6 @@ async def test_a_conversation_goes_to_and_from_bytes_whatever_is_in_its_messages
             await rt.load(io.BytesIO(file.getvalue()[:-1]))
 
 
-# --- settings -------------------------------------------------------------------------------------
-
-
 # --- mismatches -----------------------------------------------------------------------------------
 
 

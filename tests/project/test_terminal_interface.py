@@ -261,6 +261,7 @@ async def test_leaving_gives_the_terminal_back_and_leaves_the_text_on_it(
     assert re.fullmatch(r"loading endless \.\.\.\nw1 w2[w\d\s]*(\[stopped\])?\s*", somebody.shown)
 
 
+@pytest.mark.slow
 async def test_what_makes_no_sense_is_said_before_a_model_is_loaded() -> None:
     async with person() as somebody:
         terminal = {"stdout": somebody.given}

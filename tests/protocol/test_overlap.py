@@ -145,16 +145,6 @@ async def test_a_running_draft_is_of_use_if_the_verdict_agrees(
         assert draft.sequences[0].rewinds == []
 
 
-async def test_a_draft_that_is_running_when_the_verdict_goes_another_way_is_thrown_away(autojump_clock: Any) -> None:
-    price = priced(prefill=0.0, draft=3.0, verify=4.0)
-    draft = ScriptedModel(agreeing(0.0))
-    async with simulated(ScriptedModel(truthful), draft, price=price) as simulation:
-        assert await text_of(simulation, PROMPT, max_tokens=10, lookahead=1) == continuation(PROMPT, 10)
-        # The first is proposed at 3; the third is running at 7, and the one after it, from 9, is the next proposal.
-        assert [instant.at for instant in simulation.instants("proposal")][:2] == [3.0, 12.0]
-        assert draft.sequences[0].rewinds != []
-
-
 @pytest.mark.parametrize("cannot", ["target", "draft"])
 async def test_single_steps_overlap_too(cannot: str, autojump_clock: Any) -> None:
     target = ScriptedModel(truthful, undo=never) if cannot == "target" else ScriptedModel(truthful)
@@ -199,13 +189,6 @@ async def test_the_models_wait_for_a_consumer_that_does_not_read(lookahead: Any,
             assert (await until_it_rests(simulation))[0] == BUFFERED_ROUNDS + 1 + num_rounds
         assert num_drafts < (await until_it_rests(simulation))[1]
         assert tokens + await collect(stream) == continuation(PROMPT, 150)
-
-
-async def test_plain_decoding_waits_for_a_consumer_that_does_not_read(autojump_clock: Any) -> None:
-    async with simulated(ScriptedModel(truthful)) as simulation:
-        stream = simulation.runtime.stream(PROMPT, max_tokens=100)
-        assert (await until_it_rests(simulation))[0] == BUFFERED_ROUNDS + 1
-        assert await collect(stream) == continuation(PROMPT, 100)
 
 
 async def test_a_consumer_that_does_not_read_holds_up_nobody_else(autojump_clock: Any) -> None:

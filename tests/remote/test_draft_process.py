@@ -81,6 +81,7 @@ async def test_texts_are_the_targets_until_the_process_is_killed_and_after(
         os.kill(pid, 0)
 
 
+@pytest.mark.slow
 async def test_a_drafter_that_cannot_be_loaded_is_an_error_of_open(pair: tuple[str, str], tmp_path: Path) -> None:
     target, draft = pair
     Path(tmp_path, "config.json").write_text(Path(draft, "config.json").read_text())

@@ -69,7 +69,12 @@ async def opened(
 
 @sweep(
     ("draft", "name"),
-    [("llama", "greedy"), ("llama", "seeded"), ("llama", "penalties"), ("llama", "rejection"), ("mamba", "rejection")],
+    [
+        ("llama", "penalties"),
+        ("llama", "rejection"),
+        ("mamba", "rejection"),
+        *(pytest.param("llama", name, marks=pytest.mark.slow) for name in ("greedy", "seeded")),
+    ],
 )
 async def test_texts_and_acceptance_are_those_of_a_drafter_here(draft: str, name: str, autojump_clock: Any) -> None:
     found, estimates = [], []

@@ -8,16 +8,11 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-import anthropic
 import httpx
-import httpx2
-import openai
 import pytest
 import trio
 from asgi import CHAT, COUNT_TOKENS, HELLO, MESSAGES, RESPONSES, Served, on_server, watched_streams
 from assembled import assembled_response
-from langchain_core.exceptions import ContextOverflowError
-from langchain_openai import ChatOpenAI
 from sweeps import sweep
 from tool_call_cases import call_format
 from tool_letters import TOOLS, USER, on_calling_server
@@ -472,8 +467,16 @@ async def test_half_a_surrogate_pair_is_a_replacement_character(server: Served) 
 # --- limits, models and paths ---------------------------------------------------------------------
 
 
+# The clients take seconds to import.
+@pytest.mark.slow
 @on_server(limits=Limits(max_prompt_tokens=20))
 async def test_clients_know_by_the_error_that_a_context_is_full(server: Served) -> None:
+    import anthropic
+    import httpx2
+    import openai
+    from langchain_core.exceptions import ContextOverflowError
+    from langchain_openai import ChatOpenAI
+
     long = {"messages": [{"role": "user", "content": "word " * 20}]}
     refused = {path: (await server.ask(path, long)).body for path in (CHAT, MESSAGES)}
     for body in refused.values():
@@ -497,11 +500,14 @@ async def test_clients_know_by_the_error_that_a_context_is_full(server: Served) 
 JSON = {"content-type": "application/json"}
 
 
+@pytest.mark.slow
 @on_server(limits=SHORT)
 async def test_anthropics_clients_get_the_models_in_their_form(server: Served) -> None:
+    from anthropic.types import ModelInfo
+
     listed = (await server.ask("/v1/models", headers={"anthropic-version": "2023-06-01"})).json
     assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "scripted", "scripted")
-    page = anthropic.types.ModelInfo.model_validate(listed["data"][0])
+    page = ModelInfo.model_validate(listed["data"][0])
     assert (page.type, page.display_name, page.created_at.tzinfo is None) == ("model", "scripted", False)
     one = await server.ask("/v1/models/scripted", headers={"anthropic-version": "2023-06-01"})
     assert one.json == listed["data"][0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -18,7 +17,7 @@ import trio.testing
 from asgi import pool_of
 from raw_http import HEAD_END, Answer, Client, ask, connect, request
 from sample_tokenizers import OneLetterTokenizer
-from scripted import VOCAB_SIZE, Script, ScriptedModel, Simulation, agreeing, continuation, priced, simulated, truthful
+from scripted import ScriptedModel, Simulation, agreeing, continuation, priced, simulated, truthful
 from sweeps import sweep
 
 from runtime.server.answers import endpoint
@@ -608,14 +607,6 @@ async def test_running_out_of_files_is_logged_once_and_closes_idle_connections(
     caplog.clear()
 
 
-async def test_a_prompt_is_read_in_passes_between_which_others_have_their_turn() -> None:
-    async with served(limits=Limits(prefill_step_size=3)) as server:
-        await server.assert_unharmed()
-        read = server.simulation.spans("target", "prefill")
-        assert read
-        assert max(span.num_tokens for span in read) <= 3
-
-
 # --- models that fail ---------------------------------------------------------------------------------
 
 
@@ -636,20 +627,3 @@ def assert_said_to_have_failed(caplog: pytest.LogCaptureFixture, model: str) -> 
     assert said
     assert all(model in message for message in said), said
     caplog.clear()
-
-
-def numb_from(position: int) -> Script:
-    """A model that knows the true text, and has no numbers for it from a position on."""
-    return lambda history: truthful(history) if len(history) < position else (math.nan,) * VOCAB_SIZE
-
-
-async def test_logits_that_are_no_numbers_end_their_answer_and_no_other() -> None:
-    numb = numb_from(len(PROMPT) + 10)
-    async with served(ScriptedModel(numb), ScriptedModel(truthful)) as server:
-        whole = await ask(server.port, completion(num_tokens=40))
-        assert (whole.status, whole.json()["error"]["code"]) == (500, "generation_failed")
-        *pieces, error = (await ask(server.port, completion(num_tokens=40, stream=True))).events()
-        assert "".join(piece["choices"][0]["text"] for piece in pieces) == true_text(10)
-        assert error == whole.json()
-        assert "NaN" in error["error"]["message"]
-        await server.assert_unharmed()

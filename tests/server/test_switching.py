@@ -184,22 +184,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.mark.slow
-async def test_three_models_answer_over_http_each_in_its_turn(models: Models) -> None:
-    with served(models) as server:
-        for name in (*NAMES, NAMES[0]):
-            prompt = PROMPTS[0]
-            body = {"model": name, "prompt": prompt, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-            answer = await ask(server.port, request("POST", "/v1/completions", body))
-            assert (answer.status, answer.text) == (200, models.texts[name, prompt])
-        assert server.num_loads == 4
-        listed = (await ask(server.port, request("GET", "/v1/models"))).json()["data"]
-        assert [each["id"] for each in listed] == list(NAMES)
-        assert sum(each["state"] == "loaded" for each in listed) == 2
-        assert await memory_bytes(server) <= models.memory_limit
-        assert server.complaints == []
-
-
-@pytest.mark.slow
 async def test_clients_that_switch_and_leave_get_the_right_texts_and_leave_nothing(models: Models) -> None:
     with trio.fail_after(600):
         with served(models) as server:

@@ -31,19 +31,6 @@ async def test_arguments_are_streamed_while_they_are_written(server: Served) -> 
     assert len(deltas) > 4
 
 
-@on_calling_server(OSLO)
-async def test_a_call_that_is_cut_off_by_its_length_is_given_so_far(server: Served) -> None:
-    begun = OSLO[OSLO.index('{"city') : 60]
-    choice = (await server.ask(CHAT, {**ASKED, "max_tokens": 60})).json["choices"][0]
-    (call,) = choice["message"]["tool_calls"]
-    assert (call["function"]["arguments"], choice["finish_reason"]) == (begun, "length")
-    assert choice["message"]["content"] is None
-    chunks = (await server.ask(CHAT, {**ASKED, "max_tokens": 60, "stream": True})).events
-    deltas = [delta for chunk in chunks for delta in chunk["choices"][0]["delta"].get("tool_calls", [])]
-    assert "".join(delta["function"]["arguments"] for delta in deltas) == begun
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
-
-
 BARE = '{"name": "clock", "arguments": {}}'
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -10,7 +9,7 @@ import trio
 from simulated_worker import Contention, SimulatedWorker
 from sweeps import sweep
 
-from actors.workers.worker import Job, Step, Steps
+from actors.workers.worker import Job
 from protocol.trace import Actor, Event, Span, SpanKind
 
 
@@ -119,18 +118,3 @@ async def test_a_job_that_has_begun_on_a_shared_device_is_not_abandoned(autojump
         await trio.lowlevel.checkpoint()
     assert scope.cancelled_caught
     assert d.times("target") == [(0.0, 2.0)]
-
-
-def steps(widths: list[int], heard: list[Any], on_step: Callable[[int], None] = lambda number: None) -> Steps[Any]:
-    """Steps of these widths; each reported result is appended to a list, with the time."""
-
-    def step(number: int) -> Step[int]:
-        if number + 1 == len(widths):
-            return Step(number)
-        return Step(number, lambda: step(number + 1), widths[number + 1])
-
-    def hear(job: Job[Any], number: int, goes_on: bool) -> None:
-        heard.append((trio.current_time(), number, goes_on))
-        on_step(number)
-
-    return Steps("draft", lambda: step(0), hear, num_tokens=widths[0])

@@ -13,8 +13,6 @@ from scenario import Scenario
 from scripted_models import PROMPT, VOCAB_SIZE, ScriptedDraft, ScriptedTarget
 from simulation import run_simulation
 
-from protocol.lookahead_policy import ChainPolicy
-
 NUM_POSITIONS = 4000
 
 
@@ -109,25 +107,6 @@ def test_a_scenario_comes_out_the_same_whatever_dice_the_scheduler_rolls(kappa):
         result = run_simulation(scenario, num_tokens=100)
         results.add((result.seconds, attrs.evolve(result.statistics, peak_memory=0)))
     assert len(results) == 1
-
-
-@pytest.mark.parametrize("lookahead", [1, 3])
-def test_sequential_decoding_is_as_fast_as_theory_has_it(lookahead):
-    """Leviathan et al. 2023, arXiv 2211.17192, theorem 3.8, for a verify pass that costs more than decoding."""
-    acceptance, num_tokens = 0.8, 600
-    # With this spread, confidence carries no information, so all positions are alike, as in the theory.
-    scenario = Scenario(acceptance, 0.25, verify_slope=0.125, draft_slope=0.0, spread=1e6, seed=1)
-    result = run_simulation(
-        scenario, num_tokens=num_tokens, make_policy=lambda *_: ChainPolicy(lookahead, overlaps=False)
-    )
-    round_seconds = lookahead * 0.25 + 1.0 + 0.125 * lookahead
-    # The last round may be shorter.
-    assert result.seconds == pytest.approx(result.statistics.rounds * round_seconds, abs=round_seconds)
-    tokens_per_round = (1 - acceptance ** (lookahead + 1)) / (1 - acceptance)
-    # Five standard errors; a round has between 1 and lookahead + 1 tokens.
-    error = 5 * 0.5 * lookahead / math.sqrt(result.statistics.rounds)
-    assert result.statistics.tokens_per_round == pytest.approx(tokens_per_round, abs=error)
-    assert result.speed == pytest.approx(tokens_per_round / round_seconds, rel=0.1)
 
 
 def test_a_table_of_times_is_interpolated_and_goes_on_as_it_ends():

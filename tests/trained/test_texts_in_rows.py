@@ -95,7 +95,7 @@ def begun(drafter: TrainedDrafter, draws: random.Random) -> Text:
 
 
 @sweep("kind", [*SHARING, "eagle3 quantised", "eagle3 reduced"])
-@sweep("seed", range(2))
+@sweep("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_text_has_the_logits_that_it_has_alone_whatever_the_others_do(
     kind: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,8 +247,14 @@ async def test_a_draft_pass_is_shared_by_nearly_all_streams(
     assert sum(rows) / len(rows) >= mean_rows
 
 
-@sweep("reader", [Eagle3Reader, MTPReader])
-@sweep("settings", [{}, {"temperature": 0.8, "acceptance": "match"}, {"temperature": 0.8, "acceptance": "rejection"}])
+@sweep(
+    ("reader", "settings"),
+    [
+        (Eagle3Reader, {}),
+        (MTPReader, {"temperature": 0.8, "acceptance": "match"}),
+        pytest.param(Eagle3Reader, {"temperature": 0.8, "acceptance": "rejection"}, marks=pytest.mark.slow),
+    ],
+)
 async def test_streams_go_on_when_shared_passes_fail_and_others_are_cancelled(
     reader: Any, settings: dict[str, Any], tmp_path: Path, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,21 +63,6 @@ async def test_greedy_texts_are_the_targets_and_drafts_are_accepted(
         assert accepted > 0.5 * proposed > 0
 
 
-def test_the_same_tokens_by_other_ids_have_the_same_logits(demo_pair: Pair) -> None:
-    _, (model, tokenizer) = demo_pair
-    every = byte_level()
-    found = vocabulary_map(tokenizer, 4096, every.tokenizer, 4096)
-    assert found is not None
-    own, other = MLXModel(model, CacheOptions()), MLXModel(every.given_to(model), CacheOptions())
-    prompt = tuple(encoded(tokenizer)[0])
-    expected, rows = (
-        each.open_sequence(beside_another=False).feed(prompt, 8) for each in (own, TranslatedModel(other, found))
-    )
-    assert expected is not None
-    assert rows is not None
-    assert mx.allclose(rows, expected, atol=1e-3).item()
-
-
 async def test_a_saved_conversation_goes_on_and_the_drafter_reads_it_again(
     pairs: dict[str, Pair], tmp_path: Path
 ) -> None:
@@ -105,18 +90,6 @@ async def test_one_can_be_attached_and_is_said_to_be_of_another_vocabulary(
         assert "can propose 2,500 of the target's 4,096 tokens" in caplog.text
         completion = await rt.generate(DEMO_PROMPTS[0], max_tokens=8, lookahead=2, ignore_eos=True)
         assert completion.statistics.proposed > 0
-
-
-async def test_a_text_that_outgrows_the_drafter_goes_on_without_it(demo_pair: Pair) -> None:
-    _, (target, tokenizer) = demo_pair
-    other = byte_level(300)  # little more than bytes
-    small = other.given_to(target)
-    small.args.max_position_embeddings = 130
-    prompt = encoded(tokenizer)[0]
-    async with runtime.open((target, tokenizer), (small, other.tokenizer)) as rt:
-        completion = await rt.generate(prompt, max_tokens=60, lookahead=1, ignore_eos=True)
-    assert [token.id for token in completion.tokens] == greedy(target, prompt, 60, clear_lead=0.0)
-    assert completion.statistics.draft_failures == 1
 
 
 def test_longer_tokens_of_the_draft_model_stand_for_what_the_target_begins_them_with(demo_pair: Pair) -> None:
