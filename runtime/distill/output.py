@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from actors.trained.kinds.eagle3 import LoadedEagle3
+from runtime.distill.evaluation import TEMPERATURE, Acceptance
 from runtime.distill.options import DistillOptions
 from runtime.distill.training import NUM_STEPS
 
@@ -86,12 +87,18 @@ def _intermediate_size(target: Module, hidden_size: int) -> int:
     return given if isinstance(given, int) and given >= hidden_size else 8 * hidden_size // 3
 
 
-def model_card(options: DistillOptions, *, acceptance: Sequence[float], num_tokens: int, num_windows: int) -> str:
+def model_card(
+    options: DistillOptions, *, acceptance: Mapping[str, Acceptance], num_tokens: int, num_windows: int
+) -> str:
     """The model card of a drafter; `acceptance` is that of an `Evaluation`."""
     target_name, files = Path(options.target).name, [file.name for file in options.data]
     num_more = len(files) - MAX_FILES_SHOWN
     shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (f" and {num_more} more" if num_more > 0 else "")
-    rows = "\n".join(f"| {step} | {rate:.3f} |" for step, rate in enumerate(acceptance, 1))
+    steps = range(1, NUM_STEPS + 1)
+    columns = [*(f"draft {step}" for step in steps), *(f"draft {step}, {TEMPERATURE}" for step in steps)]
+    cells = [[name, *(f"{rate:.3f}" for rate in (*each.greedy, *each.sampled))] for name, each in acceptance.items()]
+    table = [["text", *columns], ["---"] * (1 + len(columns)), *cells]
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in table)
     return f"""---
 tags: [speculative-decoding, eagle3]
 ---
@@ -102,11 +109,9 @@ states of its target and is of no use with another one:
 
     outrider generate "..." --target {target_name} --draft DIR
 
-How often the drafter's token was the target's own likeliest, on held-out windows of {options.window} tokens, where the
-drafts before it were:
+How often each draft is accepted where those before it were the target's likeliest tokens, on held-out windows of
+{options.window} tokens, at temperature 0 and at {TEMPERATURE}:
 
-| draft | acceptance |
-|---|---|
 {rows}
 
 It has seen {num_tokens:,} tokens, of {num_windows:,} windows, of which the target wrote {options.continuations:,}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from sweeps import sweep
 
 from protocol.errors import SettingsError
-from runtime.distill.data import HELD_OUT_EVERY, Windows, read_texts
+from runtime.distill.data import HELD_OUT_EVERY, Text, Windows, read_texts
 
 
 class Characters:
@@ -33,7 +32,7 @@ class Chatting(Characters):
 
 
 def windows(texts: list[str], length: int = 8) -> Windows:
-    return Windows(iter(texts), Characters(), length)
+    return Windows(map(Text, texts), Characters(), length)
 
 
 def rows(array: mx.array) -> set[tuple[int, ...]]:
@@ -44,9 +43,13 @@ def test_files_become_texts(tmp_path: Path) -> None:
     plain, lines = tmp_path / "a.py", tmp_path / "b.jsonl"
     plain.write_text("one\ntext")
     lines.write_text(
-        json.dumps({"text": "two"}) + "\n\n" + json.dumps({"messages": [{"role": "user", "content": "three"}]}) + "\n"
+        '\ufeff{"text": "two\u2028lines"}\n\n'
+        '{"messages": [{"role": "user", "content": "three"}], "category": "chat"}\r\n',
+        encoding="utf-8",
     )
-    assert list(read_texts([plain, lines], Chatting())) == ["one\ntext", "two", "<three>"]
+    assert list(read_texts([plain, lines], Chatting())) == [
+        Text("one\ntext"), Text("two\u2028lines"), Text("<three>", "chat")
+    ]  # fmt: skip
 
 
 @sweep(
@@ -91,6 +94,18 @@ def test_of_few_texts_windows_are_held_out_and_nothing_is_in_both() -> None:
     kept, learnt = rows(made.held_out), rows(made.learnt)
     assert len(kept) == 3
     assert len(kept | learnt) == 50
+
+
+def test_held_out_windows_are_of_one_category_each_and_the_categories_alternate() -> None:
+    def of(category: str, first: str) -> list[Text]:
+        return [Text(chr(ord(first) + i % 8) * (16 + i), category) for i in range(2 * HELD_OUT_EVERY)]
+
+    made = Windows(iter([*of("b", "b"), *of("a", "s"), Text("z" * 64, "rare")]), Characters(), 8)
+    assert made.held_out_categories[:4] == ["a", "b", "a", "b"]
+    assert set(made.held_out_categories) == {"a", "b"}
+    for window, category in zip(made.held_out.tolist(), made.held_out_categories, strict=True):  # type: ignore[arg-type]
+        assert all((token >= ord("s")) == (category == "a") for token in window if token)  # type: ignore[union-attr]
+    assert {ord("z")} in map(set, rows(made.learnt))
 
 
 def test_batches_have_every_window_once_an_epoch_in_another_order_each_time() -> None:

@@ -19,8 +19,8 @@ from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import load_eagle3
 from protocol.errors import ModelError, SettingsError
 from runtime.distill import distillation, run, training
-from runtime.distill.continuations import PROMPT_SHARE, Continuations, continue_windows
-from runtime.distill.distillation import Evaluation
+from runtime.distill.continuations import PROMPT_SHARE, Continuations, Continuing
+from runtime.distill.evaluation import Evaluation
 from runtime.distill.options import DistillOptions
 
 
@@ -76,7 +76,7 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
     assert isinstance(weights, dict)
     if draft_vocab_size is not None:
         assert int(weights["t2d"].sum().item()) == draft_vocab_size
-    assert "acceptance" in (options.out / "README.md").read_text()
+    assert "| all | 0." in (options.out / "README.md").read_text()
     log = [json.loads(line) for line in (options.out / "training" / "log.jsonl").read_text().splitlines()]
     assert [entry["batches"] for entry in log] == [6, 12]
     built = build("llama")
@@ -215,16 +215,30 @@ async def test_training_ends_by_itself(options: DistillOptions, monkeypatch: pyt
 def test_continuations_are_the_targets_own(tmp_path: Path) -> None:
     target = build("llama")
     windows = mx.random.randint(0, VOCAB_SIZE, (3, 16), key=mx.random.key(1))
-    written = continue_windows(target, windows, temperature=0.0, seed=0)
+
+    def continued(temperature: float, seconds: float) -> tuple[mx.array, int]:
+        """The windows, and how often the target was asked to write for so long."""
+        continuing = Continuing(target, windows, temperature=temperature, seed=2)
+        for num_times in range(1, 17):
+            if (written := continuing.write(seconds)) is not None:
+                assert continuing.share == 1.0
+                return written, num_times
+        raise AssertionError
+
+    written, num_times = continued(0.0, 0.0)
     num_given = int(16 * PROMPT_SHARE)
+    assert num_times == 16 - num_given + 1  # a token each time, and all together
     for given, whole in zip(windows.tolist(), written.tolist(), strict=True):  # type: ignore[arg-type]
         assert whole[:num_given] == given[:num_given]
         assert whole[num_given:] == greedy(target, given[:num_given], 16 - num_given)
-    once, again = (continue_windows(target, windows, temperature=0.8, seed=2) for _ in range(2))
-    assert mx.array_equal(once, again)
+    (in_parts, _), (at_once, num_times) = continued(0.8, 0.0), continued(0.8, 3600.0)
+    assert num_times == 1
+    assert mx.array_equal(in_parts, at_once)
     kept = Continuations(tmp_path)
-    kept.write(target, windows, 0)
-    kept.write(target, windows, 0)
+    assert kept.temperature == 0.0
+    kept.add(written)
+    assert kept.temperature > 0.0
+    kept.add(at_once)
     read = Continuations(tmp_path)
     assert read.num_windows == 6
     assert all(mx.array_equal(a, b) for a, b in zip(kept.batches, read.batches, strict=True))
