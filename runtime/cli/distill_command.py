@@ -67,8 +67,8 @@ def distill(arguments: argparse.Namespace) -> CommandOutcome:
             outcome.finish_reason = "complete"
 
         trio.run(SignalScope(outcome, display).run, work)
-    for evaluation in best:
-        print_message(_table(evaluation))
+    for line in [line for evaluation in best for line in _table(evaluation)]:
+        print_message(line)
     if outcome.finish_reason is not None:
         print_message(f"the drafter is in {arguments.out}")
     elif outcome.signal is not None:
@@ -87,14 +87,14 @@ def _described(evaluation: Evaluation) -> str:
     )
 
 
-def _table(evaluation: Evaluation) -> str:
+def _table(evaluation: Evaluation) -> list[str]:
     """The acceptance of the drafter that was written, by kind of text."""
     width = max(map(len, evaluation.acceptance))
-    rows = [
-        f"  {name:{width}}  {_rates(each.greedy)}   at temperature {TEMPERATURE}  {_rates(each.sampled)}"
+    return [
+        f"{name:{width}} held-out text: {_rates(each.greedy)} accepted of each draft, {_rates(each.sampled)} at "
+        f"temperature {TEMPERATURE}"
         for name, each in evaluation.acceptance.items()
     ]
-    return "\n".join(["acceptance of each draft on held-out text, greedy and sampled:", *rows])
 
 
 def _rates(rates: Sequence[float]) -> str:

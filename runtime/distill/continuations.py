@@ -6,7 +6,6 @@ A drafter has to predict what its target writes, which differs from what people 
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from actors.mlx.cache_options import CacheOptions
+from runtime.distill.writing import replacing
 
 # Every second batch is greedy; the others are sampled at this temperature.
 TEMPERATURE = 0.8
@@ -86,11 +86,9 @@ class Continuations:
         return 0.0 if len(self.batches) % 2 == 0 else TEMPERATURE
 
     def add(self, batch: mx.array) -> None:
-        """Add a batch of windows (B, length), and keep it."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        partial = self._folder / "partial.safetensors"
-        mx.save_safetensors(str(partial), {"tokens": batch})
-        os.replace(partial, self._file(len(self.batches)))
+        """Add a batch of windows (B, length), and keep it. Raises: SettingsError: it cannot be written."""
+        with replacing(self._file(len(self.batches))) as partial:
+            mx.save_safetensors(str(partial), {"tokens": batch})
         self.batches.append(batch)
 
     def _file(self, index: int) -> Path:

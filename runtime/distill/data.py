@@ -14,8 +14,9 @@ from typing import Any, cast
 import attrs
 import mlx.core as mx
 
-from protocol.errors import SettingsError
+from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown_path
+from runtime.generation.chat_template.rendering import render_chat_template
 
 # One text in this many is held out. If there are fewer texts, one window in this many is.
 HELD_OUT_EVERY = 20
@@ -29,6 +30,7 @@ class Text:
 
     content: str
     category: str = ""  # acceptance is also shown by category; may be empty
+    is_chat: bool = False  # rendered by the chat template, with all special tokens that it wants
 
 
 def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[Text]:
@@ -62,10 +64,15 @@ def _text_of(line: str, file: Path, number: int, tokenizer: Any) -> Text:
     category = str(record.get("category") or "") if isinstance(record, dict) else ""
     if isinstance(record, dict) and isinstance(record.get("text"), str):
         return Text(record["text"], category)
-    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+    if isinstance(record, dict) and isinstance(messages := record.get("messages"), list):
         if getattr(tokenizer, "chat_template", None) is None:
             raise SettingsError(f'{where} has "messages", and the target has no chat template; give a "text"')
-        return Text(str(tokenizer.apply_chat_template(record["messages"], tokenize=False)), category)
+        if not messages or not all(isinstance(message, dict) for message in messages):
+            raise SettingsError(f'{where} has "messages" that are no list of objects with "role" and "content"')
+        try:
+            return Text(render_chat_template(messages, tokenizer, add_generation_prompt=False), category, True)
+        except PromptError as error:
+            raise SettingsError(f"{where}: {error}") from error
     raise SettingsError(f'{where} has neither a "text" nor "messages"')
 
 
@@ -99,10 +106,12 @@ class Windows:
         """
         end = getattr(tokenizer, "eos_token_id", None)
         ends = [] if end is None else [end]
-        encoded = [
-            _Encoded(array("i", [*tokenizer.encode(text.content, verbose=False), *ends]), text.category)
-            for text in texts
-        ]
+
+        def encode(text: Text) -> array[int]:
+            ids = tokenizer.encode(text.content, verbose=False, add_special_tokens=not text.is_chat)
+            return array("i", [*ids, *ends])
+
+        encoded = [_Encoded(encode(text), text.category) for text in texts]
         self.num_tokens = sum(len(text.tokens) for text in encoded)
         names = [str(length), *(text.digest + text.category for text in encoded)]
         self.digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]

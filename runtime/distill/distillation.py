@@ -30,6 +30,7 @@ from runtime.distill.hidden_states import HiddenStates, StateFiles, check_states
 from runtime.distill.options import DistillOptions
 from runtime.distill.output import config_for, model_card, write_drafter
 from runtime.distill.training import Training
+from runtime.distill.writing import replacing, writing
 from runtime.loading.model_reading import read_model
 from runtime.loading.tokenizers import wrapped
 
@@ -59,7 +60,7 @@ class Distillation:
         Raises:
             ModelError: the target's hidden states cannot be recorded, or it has no embedding that is known.
             SettingsError: a window is longer than the target's context, a file cannot be read, there is too little
-                text, or the output folder has another training.
+                text, or the output folder has another training or cannot be made.
         """
         check_states(target)
         embedding_of(target, "the drafter")
@@ -71,6 +72,8 @@ class Distillation:
         self._windows = Windows(read_texts(options.data, tokenizer), tokenizer, options.window)
         self._folder = options.out / "training"
         self._check_identity()
+        with writing(self._folder / IDENTITY):
+            pass  # A folder that cannot be made is told before anything is computed.
         self._continuations = Continuations(self._folder)
         self._continuing: Continuing | None = None
         self._batch_size = self._part_size = 1
@@ -181,8 +184,8 @@ class Distillation:
 
     def _keep_identity(self) -> None:
         """Write what this training is, before anything else of it is written."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / IDENTITY).write_text(json.dumps(self._identity()), encoding="utf-8")
+        with replacing(self._folder / IDENTITY) as partial:
+            partial.write_text(json.dumps(self._identity()), encoding="utf-8")
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -303,7 +306,8 @@ class Distillation:
             is_best=is_best,
         )
         self.save()
-        with (self._folder / "log.jsonl").open("a", encoding="utf-8") as log:
+        file = self._folder / "log.jsonl"
+        with writing(file), file.open("a", encoding="utf-8") as log:
             log.write(json.dumps(attrs.asdict(evaluation)) + "\n")
         return evaluation
 

@@ -15,6 +15,7 @@ from actors.trained.kinds.eagle3 import LoadedEagle3
 from runtime.distill.evaluation import TEMPERATURE, Acceptance
 from runtime.distill.options import DistillOptions
 from runtime.distill.training import NUM_STEPS
+from runtime.distill.writing import replacing
 
 # Most names of files in a model card.
 MAX_FILES_SHOWN = 8
@@ -24,8 +25,7 @@ _HIDDEN_NORM = "layers.0.hidden_norm.weight"
 
 
 def write_drafter(folder: Path, drafter: LoadedEagle3, config: Mapping[str, Any], dtype: mx.Dtype, card: str) -> None:
-    """Write a drafter's folder in the format of Speculators."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a drafter's folder in the format of Speculators. Raises: SettingsError: it cannot be written."""
     parameters = drafter.model.parameters()  # type: ignore[no-untyped-call]
     flat = cast("list[tuple[str, mx.array]]", tree_flatten(parameters))
     weights = {_HIDDEN_NORM if name == "hidden_norm.weight" else name: value.astype(dtype) for name, value in flat}
@@ -36,9 +36,11 @@ def write_drafter(folder: Path, drafter: LoadedEagle3, config: Mapping[str, Any]
         ids = drafter.target_ids.astype(mx.int64)
         weights["d2t"] = ids - mx.arange(ids.size, dtype=mx.int64)
         weights["t2d"] = mx.zeros((vocab_size,), mx.bool_).at[ids].add(mx.array(True))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    with replacing(folder / "model.safetensors") as partial:
+        mx.save_safetensors(str(partial), weights, {"format": "pt"})
+    for name, text in (("config.json", json.dumps(config, indent=2) + "\n"), ("README.md", card)):
+        with replacing(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 def config_for(options: DistillOptions, target: Module, *, hidden_size: int, vocab_size: int) -> dict[str, Any]:

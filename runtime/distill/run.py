@@ -30,7 +30,8 @@ async def distill(
 
     Raises:
         ModelError: a model cannot be loaded, or the target's hidden states cannot be recorded.
-        SettingsError: a file cannot be read, there is too little text, or the output folder has another training.
+        SettingsError: a file cannot be read, there is too little text, or the output folder has another training or
+            cannot be written.
     """
     async with ThreadWorker("target") as worker:
 

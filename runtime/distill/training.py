@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +17,7 @@ from actors.trained.eagle3_training import logits_of_steps
 from actors.trained.kinds.eagle3 import Eagle3
 from runtime.distill.evaluation import TEMPERATURE, Drafted
 from runtime.distill.hidden_states import HiddenStates
+from runtime.distill.writing import replacing
 
 # Draft steps that are trained at once, and the weight of each relative to the one before.
 NUM_STEPS, STEP_DECAY = 3, 0.8
@@ -230,13 +230,11 @@ class Training:
         return lesson
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint. A crash leaves the last one."""
-        folder.mkdir(parents=True, exist_ok=True)
+        """Write a checkpoint. A crash leaves the last one. Raises: SettingsError: it cannot be written."""
         arrays = {f"drafter.{name}": value for name, value in _flat(self.drafter.parameters())}  # type: ignore[no-untyped-call]
         arrays |= {f"optimizer.{name}": value for name, value in _flat(self._optimizer.state)}
-        partial = folder / "checkpoint.partial.safetensors"
-        mx.save_safetensors(str(partial), arrays, {"progress": json.dumps(attrs.asdict(self.progress))})
-        os.replace(partial, folder / "checkpoint.safetensors")
+        with replacing(folder / "checkpoint.safetensors") as partial:
+            mx.save_safetensors(str(partial), arrays, {"progress": json.dumps(attrs.asdict(self.progress))})
 
     def restore(self, folder: Path) -> bool:
         """Continue from a checkpoint. Returns: whether there is one."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from chat_models import TEMPLATE, tokenizer
 from sweeps import sweep
 
 from protocol.errors import SettingsError
@@ -22,13 +23,12 @@ class Characters:
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(character) for character in text]
 
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
-        assert not tokenize
-        return "".join(f"<{message['content']}>" for message in messages)
 
+class Beginning(Characters):
+    """One that begins each text with a token, unless it is told not to."""
 
-class Chatting(Characters):
-    chat_template = "something"
+    def encode(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> list[int]:
+        return [1] * add_special_tokens + super().encode(text)
 
 
 def windows(texts: list[str], length: int = 8) -> Windows:
@@ -47,25 +47,34 @@ def test_files_become_texts(tmp_path: Path) -> None:
         '{"messages": [{"role": "user", "content": "three"}], "category": "chat"}\r\n',
         encoding="utf-8",
     )
-    assert list(read_texts([plain, lines], Chatting())) == [
-        Text("one\ntext"), Text("two\u2028lines"), Text("<three>", "chat")
-    ]  # fmt: skip
+    assert list(read_texts([plain, lines], tokenizer())) == [
+        Text("one\ntext"),
+        Text("two\u2028lines"),
+        Text("<|user|>three<|endoftext|>", "chat", is_chat=True),
+    ]
+
+
+def test_a_rendered_chat_begins_with_the_templates_tokens_alone() -> None:
+    made = Windows(iter([Text("b" * 14), Text("c" * 15, is_chat=True)]), Beginning(), 16)
+    assert rows(mx.concatenate([made.held_out, made.learnt])) == {(1, *[98] * 14, 0), (*[99] * 15, 0)}
 
 
 @sweep(
-    ("line", "said"),
+    ("line", "template", "said"),
     [
-        ("{", "line 2 of .*is not JSON"),
-        ('{"prompt": "a"}', 'line 2 of .*has neither a "text" nor "messages"'),
-        ('["a"]', "has neither"),
-        ('{"messages": []}', "no chat template"),
+        ("{", None, "line 2 of .*is not JSON"),
+        ('{"prompt": "a"}', None, 'line 2 of .*has neither a "text" nor "messages"'),
+        ('["a"]', None, "has neither"),
+        ('{"messages": []}', None, "no chat template"),
+        ('{"messages": ["a"]}', TEMPLATE, 'line 2 of .*has "messages" that are no list of objects'),
+        ('{"messages": [{"role": "user"}]}', "{{ raise_exception('no') }}", "line 2 of .*: the chat template .*: no"),
     ],
 )
-def test_a_line_that_is_no_text_is_named(line: str, said: str, tmp_path: Path) -> None:
+def test_a_line_that_is_no_text_is_named(line: str, template: str | None, said: str, tmp_path: Path) -> None:
     file = tmp_path / "b.jsonl"
     file.write_text('{"text": "a"}\n' + line)
     with pytest.raises(SettingsError, match=said):
-        list(read_texts([file], Characters()))
+        list(read_texts([file], Characters() if template is None else tokenizer(template)))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

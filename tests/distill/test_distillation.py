@@ -180,6 +180,52 @@ async def test_another_training_in_the_folder_is_refused(options: DistillOptions
         await train(attrs.evolve(options, seed=1), num_evaluations=1)
 
 
+async def test_a_training_for_another_target_is_refused_before_the_target_writes(options: DistillOptions) -> None:
+    options = attrs.evolve(options, continuations=4)
+    with trio.CancelScope() as scope:
+        # The first windows are written, and nothing is learnt.
+        def on_progress(what: str) -> None:
+            if what == "preparing the drafter":
+                scope.cancel()
+
+        await run.distill(options, on_progress=on_progress, on_evaluation=lambda _: None)
+    with pytest.raises(SettingsError, match="has the target 'llama', and this one 'qwen3'"):
+        await train(attrs.evolve(options, target="qwen3"), num_evaluations=1)
+
+
+async def test_a_target_without_hidden_states_is_refused_before_texts_are_read(options: DistillOptions) -> None:
+    options = attrs.evolve(options, target="gemma3n", data=(options.out / "not there",))
+    with pytest.raises(ModelError, match="is not one vector for each token"):
+        await train(options, num_evaluations=1)
+
+
+async def test_an_output_folder_that_cannot_be_made_is_named(options: DistillOptions) -> None:
+    with pytest.raises(SettingsError, match=r"identity\.json' cannot be written: Not a directory"):
+        await train(attrs.evolve(options, out=options.data[0] / "drafter"), num_evaluations=1)
+
+
+async def test_a_full_disk_leaves_what_was_saved_before(
+    options: DistillOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files() -> list[Path]:
+        return [file for file in options.out.rglob("*") if file.is_file() and file.parent.name != "states"]
+
+    await train(options, num_evaluations=1)
+    saved = {file: file.read_bytes() for file in files()}
+
+    def full(file: str, *_: Any) -> None:
+        Path(file).write_bytes(b"a part")
+        raise RuntimeError("[write] Unable to write 1079744 bytes to file.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "save_safetensors", full)
+        with pytest.raises(SettingsError, match=r"\.safetensors' cannot be written: .* Unable to write .*; the same"):
+            await train(options, num_evaluations=1)
+    assert {file: file.read_bytes() for file in files()} == saved
+    (seen,) = await train(options, num_evaluations=1)
+    assert seen.batches == 12
+
+
 async def test_a_drafter_can_be_trained_further(options: DistillOptions, tmp_path: Path) -> None:
     options = attrs.evolve(options, learning_rate=1e-2)
     before = await train(options, num_evaluations=14)
