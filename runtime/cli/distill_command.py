@@ -5,22 +5,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
-from protocol.errors import SettingsError
+from protocol.errors import OutriderError, SettingsError
 from runtime.cli.arguments.models import TARGET_HELP, models_of
 from runtime.cli.arguments.settings import add_flags, add_options
 from runtime.cli.command import Command
-from runtime.distill.evaluation import TEMPERATURE
+from runtime.distill.evaluation import TEMPERATURE, Evaluation
 from runtime.distill.options import HOW, WHAT, DistillOptions
 from runtime.terminal.display import CommandOutcome, Display, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
-
-if TYPE_CHECKING:
-    from runtime.distill.evaluation import Evaluation
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +50,7 @@ def distill(arguments: argparse.Namespace) -> CommandOutcome:
         models.use_device()
         from runtime.distill.run import distill
 
-        best: list[Evaluation] = []
+        best, failures = list[Evaluation](), list[OutriderError]()
 
         def show(evaluation: Evaluation) -> None:
             display.clear()
@@ -63,7 +59,11 @@ def distill(arguments: argparse.Namespace) -> CommandOutcome:
                 best[:] = [evaluation]
 
         async def work() -> None:
-            await distill(options, on_progress=display.show_activity, on_evaluation=show)
+            try:
+                await distill(options, on_progress=display.show_activity, on_evaluation=show)
+            except OutriderError as error:
+                failures.append(error)
+                raise
             outcome.finish_reason = "complete"
 
         trio.run(SignalScope(outcome, display).run, work)
@@ -72,7 +72,8 @@ def distill(arguments: argparse.Namespace) -> CommandOutcome:
     if outcome.finish_reason is not None:
         print_message(f"the drafter is in {arguments.out}")
     elif outcome.signal is not None:
-        print_message("stopped; the same command goes on from here")
+        # A failure after a signal is one to save.
+        print_message(f"stopped: {failures[0]}" if failures else "stopped; the same command goes on from here")
     return outcome
 
 

@@ -219,7 +219,9 @@ async def test_a_full_disk_leaves_what_was_saved_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, "save_safetensors", full)
-        with pytest.raises(SettingsError, match=r"\.safetensors' cannot be written: .* Unable to write .*; the same"):
+        with pytest.raises(
+            SettingsError, match=r"\.safetensors' cannot be written: .* Unable to write .*; once"
+        ):
             await train(options, num_evaluations=1)
     assert {file: file.read_bytes() for file in files()} == saved
     (seen,) = await train(options, num_evaluations=1)
