@@ -17,6 +17,8 @@ from runtime.distill.writing import replacing
 
 # Every second batch is greedy; the others are sampled at this temperature.
 TEMPERATURE = 0.8
+# Tokens of each beginning that are read in a pass: a cancellation waits for it.
+NUM_READ_AT_ONCE = 8
 # The part of a window that is given, and not written by the target.
 PROMPT_SHARE = 0.25
 
@@ -30,7 +32,7 @@ class Continuing:
         given = windows[:, : max(1, int(self._length * PROMPT_SHARE))]
         self._target, self._temperature, self._seed = target, temperature, seed
         self._cache = CacheOptions().make_cache(target)
-        self._tokens, self._last = [given], given
+        self._tokens, self._unread = [given], given
         self._num_to_write = self._num_left = self._length - given.shape[1]
 
     @property
@@ -42,24 +44,28 @@ class Continuing:
         """Write until so many seconds have passed. Returns: (B, length) int32, once they are whole."""
         ends = time.monotonic() + seconds
         while self._num_left > 0:
-            before, i = self._last, self._num_to_write - self._num_left
-            logits = self._target(before, cache=self._cache)[:, -1].astype(mx.float32)
-            if self._temperature == 0:
-                chosen = mx.argmax(logits, axis=-1)
+            read, self._unread = self._unread[:, :NUM_READ_AT_ONCE], self._unread[:, NUM_READ_AT_ONCE:]
+            logits = self._target(read, cache=self._cache)[:, -1]
+            if self._unread.size > 0:
+                mx.eval([layer.state for layer in self._cache if not layer.empty()])
             else:
-                key = mx.random.key(self._seed * self._length + i)
-                chosen = mx.random.categorical(logits / self._temperature, key=key)
-            self._last = chosen[:, None].astype(mx.int32)
-            mx.async_eval(self._last)
-            self._tokens.append(self._last)
-            self._num_left -= 1
-            # The pass before: the device computes this one while Python prepares the next.
-            mx.eval(before)
+                self._unread = self._chosen(logits.astype(mx.float32))[:, None]
+                mx.async_eval(self._unread)
+                self._tokens.append(self._unread)
+                self._num_left -= 1
+                # The token before: the device computes this one while Python prepares the next.
+                mx.eval(read)
             if time.monotonic() >= ends:
                 return None
         written = mx.concatenate(self._tokens, axis=1)
         mx.eval(written)
         return written
+
+    def _chosen(self, logits: mx.array) -> mx.array:
+        if self._temperature == 0:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        key = mx.random.key(self._seed * self._length + self._num_to_write - self._num_left)
+        return mx.random.categorical(logits / self._temperature, key=key).astype(mx.int32)
 
 
 class Continuations:

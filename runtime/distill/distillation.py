@@ -28,7 +28,7 @@ from runtime.distill.data import Windows, read_texts
 from runtime.distill.evaluation import ALL, Acceptance, Drafted, Evaluation, acceptance_by_category
 from runtime.distill.hidden_states import HiddenStates, StateFiles, check_states
 from runtime.distill.options import DistillOptions
-from runtime.distill.output import config_for, model_card, write_drafter
+from runtime.distill.output import config_for, feature_layers, model_card, write_drafter
 from runtime.distill.training import Training
 from runtime.distill.writing import replacing, writing
 from runtime.loading.model_reading import read_model
@@ -62,7 +62,8 @@ class Distillation:
             SettingsError: a window is longer than the target's context, a file cannot be read, there is too little
                 text, or the output folder has another training or cannot be made.
         """
-        check_states(target)
+        if options.init is None:
+            check_states(target, feature_layers(len(target.layers)))
         embedding_of(target, "the drafter")
         limit = context_length_of(target)
         if limit is not None and options.window > limit:

@@ -28,9 +28,9 @@ RESERVED_BYTES = 2 * 10**9
 _NUM_TRIED = 8
 
 
-def check_states(target: Module) -> None:
-    """Raises: ModelError: the hidden states between a target's layers cannot be recorded."""
-    _passed(target, FeatureRecorder(target, range(len(target.layers))), mx.arange(_NUM_TRIED)[None])
+def check_states(target: Module, feature_layers: Sequence[int]) -> None:
+    """Raises: ModelError: a target's hidden states at some layers cannot be recorded."""
+    _passed(target, FeatureRecorder(target, feature_layers), mx.arange(_NUM_TRIED)[None])
 
 
 class StateFiles:

@@ -53,7 +53,7 @@ def config_for(options: DistillOptions, target: Module, *, hidden_size: int, voc
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": min(vocab_size, options.draft_vocab_size or 32_768),
-        "eagle_aux_hidden_state_layer_ids": _feature_layers(len(target.layers)),
+        "eagle_aux_hidden_state_layer_ids": feature_layers(len(target.layers)),
         "norm_before_residual": False,
         "target_hidden_size": hidden_size,
         "tie_word_embeddings": False,
@@ -121,7 +121,7 @@ itself. Texts: {shown_files}.
 """
 
 
-def _feature_layers(num_layers: int) -> list[int]:
+def feature_layers(num_layers: int) -> list[int]:
     """A low, a middle and a high layer: as EAGLE-3 has them, or all that a small target has."""
     if num_layers >= 7:
         return [2, num_layers // 2, num_layers - 3]

@@ -21,7 +21,7 @@ def writing(file: Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # RuntimeError is what mlx raises
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise SettingsError(
-            f"{shown_path(str(file))} cannot be written: {reason}; once it can, the same call goes on from the last files"
+            f"{shown_path(str(file))} cannot be written: {reason}; once it can, the same call goes on from there"
         ) from error
 
 

@@ -18,7 +18,7 @@ import runtime
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import load_eagle3
 from protocol.errors import ModelError, SettingsError
-from runtime.distill import distillation, run, training
+from runtime.distill import continuations, distillation, run, training
 from runtime.distill.continuations import PROMPT_SHARE, Continuations, Continuing
 from runtime.distill.evaluation import Evaluation
 from runtime.distill.options import DistillOptions
@@ -219,9 +219,7 @@ async def test_a_full_disk_leaves_what_was_saved_before(
 
     with monkeypatch.context() as patch:
         patch.setattr(mx, "save_safetensors", full)
-        with pytest.raises(
-            SettingsError, match=r"\.safetensors' cannot be written: .* Unable to write .*; once"
-        ):
+        with pytest.raises(SettingsError, match=r"\.safetensors' cannot be written: .* Unable to write .*; once"):
             await train(options, num_evaluations=1)
     assert {file: file.read_bytes() for file in files()} == saved
     (seen,) = await train(options, num_evaluations=1)
@@ -260,7 +258,8 @@ async def test_training_ends_by_itself(options: DistillOptions, monkeypatch: pyt
     assert seen[-1].learning_rate == pytest.approx(3e-3 * training.REDUCTION ** (training.MAX_REDUCTIONS + 1))
 
 
-def test_continuations_are_the_targets_own(tmp_path: Path) -> None:
+def test_continuations_are_the_targets_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuations, "NUM_READ_AT_ONCE", 3)
     target = build("llama")
     windows = mx.random.randint(0, VOCAB_SIZE, (3, 16), key=mx.random.key(1))
 
@@ -275,7 +274,7 @@ def test_continuations_are_the_targets_own(tmp_path: Path) -> None:
 
     written, num_times = continued(0.0, 0.0)
     num_given = int(16 * PROMPT_SHARE)
-    assert num_times == 16 - num_given + 1  # a token each time, and all together
+    assert num_times == 16 - num_given + 2  # the beginnings in two parts, a token each time, and all together
     for given, whole in zip(windows.tolist(), written.tolist(), strict=True):  # type: ignore[arg-type]
         assert whole[:num_given] == given[:num_given]
         assert whole[num_given:] == greedy(target, given[:num_given], 16 - num_given)
