@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -36,6 +37,8 @@ from runtime.loading.tokenizers import wrapped
 
 # The file that says which training a folder has.
 IDENTITY = "identity.json"
+# The folder of the target's hidden states.
+STATES = "states"
 # Most logits in a batch, 512 MiB in float32; this decides how many windows are in one.
 MAX_LOGITS = 1 << 27
 # Seconds that a part of a batch takes, as far as the machine allows: progress is told, and a cancellation heard, after
@@ -144,7 +147,7 @@ class Distillation:
         self._batch_size = max(1, tokens // options.window)
         layers = model.config.feature_layers_of(len(self._target.layers))
         bound = int(options.features_gb * 1e9)
-        kept = StateFiles(self._folder / "states", bound, f"{options.target} {layers}") if bound else None
+        kept = StateFiles(self._folder / STATES, bound, f"{options.target} {layers}") if bound else None
         self._states = HiddenStates(self._target, layers, kept)
         ids = self._made.target_ids
         self._training = Training(self._states, model, embedding, ids, learning_rate=options.learning_rate)
@@ -318,8 +321,8 @@ class Distillation:
         self.training.save(self._folder)
 
     def end(self) -> None:
-        """Delete what only this training reads, and what can be computed again."""
-        self._states.remove_files()
+        """Delete the target's hidden states: they are large, and a training that goes on computes them again."""
+        shutil.rmtree(self._folder / STATES, ignore_errors=True)
 
     def _write(self, acceptance: Mapping[str, Acceptance]) -> None:
         assert self._made is not None

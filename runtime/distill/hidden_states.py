@@ -72,10 +72,6 @@ class StateFiles:
             self._bytes_left = 0
         self._bytes_left -= 2 * states.size
 
-    def remove(self) -> None:
-        """Delete all files."""
-        shutil.rmtree(self._folder, ignore_errors=True)
-
     def _file(self, window: mx.array) -> Path:
         tokens = bytes(memoryview(window.astype(mx.int32)))  # type: ignore[arg-type]
         return self._folder / hashlib.sha256(self._identity.encode() + b"\0" + tokens).hexdigest()[:32]
@@ -152,11 +148,6 @@ class HiddenStates:
             order = mx.argsort(mx.array(rows + missing))
             states, logits = (mx.concatenate([*of_parts])[order] for of_parts in zip(*parts, strict=True))
         return states[..., : self._features_width], logits
-
-    def remove_files(self) -> None:
-        """Delete what is kept."""
-        if self._files is not None:
-            self._files.remove()
 
 
 def _passed(target: Module, recorder: FeatureRecorder, tokens: mx.array) -> tuple[float, mx.array, mx.array]:

@@ -88,6 +88,7 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
 
 async def test_a_cancelled_training_goes_on_where_it_was(options: DistillOptions) -> None:
     await train(options, num_evaluations=1)
+    assert any((options.out / "training" / "states").iterdir())
     (seen,) = await train(options, num_evaluations=1)
     assert seen.batches == 12
 
@@ -255,6 +256,7 @@ async def test_training_ends_by_itself(options: DistillOptions, monkeypatch: pyt
     monkeypatch.setattr(distillation, "BATCHES_PER_EVALUATION", 1)
     seen = await train(options, num_evaluations=1000)
     assert len(seen) == training.PATIENCE * (training.MAX_REDUCTIONS + 1)
+    assert not (options.out / "training" / "states").exists()
     assert seen[-1].learning_rate == pytest.approx(3e-3 * training.REDUCTION ** (training.MAX_REDUCTIONS + 1))
 
 
