@@ -148,9 +148,9 @@ class Distillation:
         layers = model.config.feature_layers_of(len(self._target.layers))
         bound = int(options.features_gb * 1e9)
         kept = StateFiles(self._folder / STATES, bound, f"{options.target} {layers}") if bound else None
-        self._states = HiddenStates(self._target, layers, kept)
+        states = HiddenStates(self._target, layers, kept)
         ids = self._made.target_ids
-        self._training = Training(self._states, model, embedding, ids, learning_rate=options.learning_rate)
+        self._training = Training(states, model, embedding, ids, learning_rate=options.learning_rate)
         return self._training.restore(self._folder)
 
     def _new(self, vocab_size: int, hidden_size: int) -> tuple[dict[str, Any], LoadedEagle3]:
