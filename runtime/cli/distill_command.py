@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import attrs
 import trio
 
-from protocol.errors import SettingsError
+from protocol.errors import OutriderError, SettingsError
 from runtime.cli.arguments.models import TARGET_HELP, models_of
 from runtime.cli.arguments.settings import add_flags, add_options
 from runtime.cli.command import Command
+from runtime.distill.evaluation import TEMPERATURE, Evaluation
 from runtime.distill.options import HOW, WHAT, DistillOptions
 from runtime.terminal.display import CommandOutcome, Display, print_message, warnings_at_the_end
 from runtime.terminal.signals import SignalScope, exit_on_signal
-
-if TYPE_CHECKING:
-    from runtime.distill.distillation import Evaluation
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,30 +50,56 @@ def distill(arguments: argparse.Namespace) -> CommandOutcome:
         models.use_device()
         from runtime.distill.run import distill
 
+        best, failures = list[Evaluation](), list[OutriderError]()
+
         def show(evaluation: Evaluation) -> None:
             display.clear()
             print_message(_described(evaluation))
+            if evaluation.is_best:
+                best[:] = [evaluation]
 
         async def work() -> None:
-            await distill(options, on_progress=display.show_activity, on_evaluation=show)
+            try:
+                await distill(options, on_progress=display.show_activity, on_evaluation=show)
+            except OutriderError as error:
+                failures.append(error)
+                raise
             outcome.finish_reason = "complete"
 
         trio.run(SignalScope(outcome, display).run, work)
+    for line in [line for evaluation in best for line in _table(evaluation)]:
+        print_message(line)
     if outcome.finish_reason is not None:
         print_message(f"the drafter is in {arguments.out}")
     elif outcome.signal is not None:
-        print_message("stopped; the same command goes on from here")
+        # A failure after a signal is one to save.
+        print_message(f"stopped: {failures[0]}" if failures else "stopped; the same command goes on from here")
     return outcome
 
 
 def _described(evaluation: Evaluation) -> str:
-    rates = " ".join(f"{rate:.3f}" for rate in evaluation.acceptance)
+    greedy = next(iter(evaluation.acceptance.values())).greedy
+    rates = _rates(greedy)
     loss = "" if evaluation.loss is None else f" loss {evaluation.loss:.3f},"
     return (
         f"{evaluation.minutes:.1f} min, {evaluation.tokens:,} tokens:{loss} "
-        f"acceptance of each draft on held-out text {rates}, {evaluation.accepted:.2f} of {len(evaluation.acceptance)} "
+        f"acceptance of each draft on held-out text {rates}, {evaluation.accepted:.2f} of {len(greedy)} "
         f"in all{', the best so far' if evaluation.is_best else ''}"
     )
+
+
+def _table(evaluation: Evaluation) -> list[str]:
+    """The acceptance of the drafter that was written, by kind of text."""
+    width = max(map(len, evaluation.acceptance))
+    return [
+        f"{name:{width}} held-out text: {_rates(each.greedy)} accepted of each draft, {_rates(each.sampled)} at "
+        f"temperature {TEMPERATURE}"
+        for name, each in evaluation.acceptance.items()
+    ]
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return " ".join(f"{rate:.3f}" for rate in rates)
 
 
 COMMAND = Command(
@@ -90,8 +114,8 @@ COMMAND = Command(
   outrider distill --target org/model --data src/*.py --continuations 2000 --out drafter
   outrider generate "..." --target org/model --draft drafter
 
-A .jsonl file of --data has a "text" or "messages" in each line; any other file is one text. Ctrl-C stops after the \
-current batch; nothing is lost.""",
+A .jsonl file of --data has a "text" or "messages" in each line, and perhaps a "category", by which acceptance is \
+shown; any other file is one text. Ctrl-C stops after the current batch; nothing is lost.""",
     add_arguments=_add_arguments,
     run=distill,
 )

@@ -7,13 +7,16 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+import attrs
 import mlx.core as mx
 
-from protocol.errors import SettingsError
+from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown_path
+from runtime.generation.chat_template.rendering import render_chat_template
 
 # One text in this many is held out. If there are fewer texts, one window in this many is.
 HELD_OUT_EVERY = 20
@@ -21,39 +24,68 @@ HELD_OUT_EVERY = 20
 MAX_HELD_OUT = 64
 
 
-def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[str]:
-    """The texts of some files, in order: of `.jsonl`, a "text" or "messages" in each line; any other is one text.
+@attrs.frozen
+class Text:
+    """A text to learn from."""
 
-    Raises: SettingsError: a file cannot be read, or a line has neither.
+    content: str
+    category: str = ""  # acceptance is also shown by category; may be empty
+    is_chat: bool = False  # rendered by the chat template, with all special tokens that it wants
+
+
+def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[Text]:
+    """The texts of some files, in order: of `.jsonl`, a "text" or "messages" in each line, and perhaps its "category";
+    any other is one text.
+
+    Raises: SettingsError: a file cannot be read, or a line is no such text.
     """
     for file in files:
         try:
-            content = file.read_text(encoding="utf-8")
+            content = file.read_text(encoding="utf-8-sig")
         except OSError as error:
             raise SettingsError(f"{shown_path(str(file))} cannot be read: {error.strerror}") from error
         except UnicodeError as error:
             raise SettingsError(f"{shown_path(str(file))} is not text in UTF-8: {error}") from error
         if file.suffix == ".jsonl":
-            for number, line in enumerate(content.splitlines(), 1):
+            # Not `splitlines`: other ends of lines, such as U+2028, may stand in a JSON string.
+            for number, line in enumerate(content.split("\n"), 1):
                 if line.strip():
                     yield _text_of(line, file, number, tokenizer)
         else:
-            yield content
+            yield Text(content)
 
 
-def _text_of(line: str, file: Path, number: int, tokenizer: Any) -> str:
+def _text_of(line: str, file: Path, number: int, tokenizer: Any) -> Text:
     where = f"line {number} of {shown_path(str(file))}"
     try:
         record = json.loads(line)
     except ValueError as error:
         raise SettingsError(f"{where} is not JSON: {error}") from error
+    category = str(record.get("category") or "") if isinstance(record, dict) else ""
     if isinstance(record, dict) and isinstance(record.get("text"), str):
-        return str(record["text"])
-    if isinstance(record, dict) and isinstance(record.get("messages"), list):
+        return Text(record["text"], category)
+    if isinstance(record, dict) and isinstance(messages := record.get("messages"), list):
         if getattr(tokenizer, "chat_template", None) is None:
             raise SettingsError(f'{where} has "messages", and the target has no chat template; give a "text"')
-        return str(tokenizer.apply_chat_template(record["messages"], tokenize=False))
+        if not messages or not all(isinstance(message, dict) for message in messages):
+            raise SettingsError(f'{where} has "messages" that are no list of objects with "role" and "content"')
+        try:
+            return Text(render_chat_template(messages, tokenizer, add_generation_prompt=False), category, True)
+        except PromptError as error:
+            raise SettingsError(f"{where}: {error}") from error
     raise SettingsError(f'{where} has neither a "text" nor "messages"')
+
+
+@attrs.frozen
+class _Encoded:
+    """A text as tokens."""
+
+    tokens: array[int]
+    category: str
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.tokens.tobytes()).hexdigest()
 
 
 class Windows:
@@ -61,41 +93,56 @@ class Windows:
 
     Attributes:
         held_out, learnt: (n, length) int32.
+        held_out_categories: the category of each window that is held out.
         num_tokens: number of tokens in all texts.
         digest: identifies the texts and the length of a window, in hexadecimal.
     """
 
-    def __init__(self, texts: Iterator[str], tokenizer: Any, length: int) -> None:
+    def __init__(self, texts: Iterator[Text], tokenizer: Any, length: int) -> None:
         """Cut texts, with the end-of-text token between them, into windows of `length` tokens, >= 8. Whole texts are
-        held out if there are at least `HELD_OUT_EVERY`, else windows.
+        held out if a category has at least `HELD_OUT_EVERY`, else windows without a category.
 
         Raises: SettingsError: there is less than two windows of text.
         """
         end = getattr(tokenizer, "eos_token_id", None)
-        encoded = [
-            array("i", [*tokenizer.encode(text, verbose=False), *([] if end is None else [end])]) for text in texts
-        ]
-        self.num_tokens = sum(map(len, encoded))
-        digests = [hashlib.sha256(tokens.tobytes()).hexdigest() for tokens in encoded]
-        self.digest = hashlib.sha256(" ".join([str(length), *digests]).encode()).hexdigest()[:16]
-        num_held_out = len(encoded) // HELD_OUT_EVERY
-        held_out = set(sorted(digests)[:num_held_out])
-        pairs = [*zip(encoded, digests, strict=True)]
-        kept = _windows([text for text, digest in pairs if digest in held_out], length)
-        learnt = _windows([text for text, digest in pairs if digest not in held_out], length)
-        if learnt.shape[0] + kept.shape[0] < 2:
+        ends = [] if end is None else [end]
+
+        def encode(text: Text) -> array[int]:
+            ids = tokenizer.encode(text.content, verbose=False, add_special_tokens=not text.is_chat)
+            return array("i", [*ids, *ends])
+
+        encoded = [_Encoded(encode(text), text.category) for text in texts]
+        self.num_tokens = sum(len(text.tokens) for text in encoded)
+        names = [str(length), *(text.digest + text.category for text in encoded)]
+        self.digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+        by_category: dict[str, list[_Encoded]] = {}
+        for text in encoded:
+            by_category.setdefault(text.category, []).append(text)
+        digests = {category: sorted(text.digest for text in each) for category, each in by_category.items()}
+        held_out = {digest for each in digests.values() for digest in each[: len(each) // HELD_OUT_EVERY]}
+        learnt = _windows([text.tokens for text in encoded if text.digest not in held_out], length)
+        kept = {
+            category: _windows([text.tokens for text in by_category[category] if text.digest in held_out], length)
+            for category in sorted(by_category)
+        }
+        if learnt.shape[0] + sum(len(windows) for windows in kept.values()) < 2:
             raise SettingsError(
                 f"the texts have {self.num_tokens} tokens, and at least {2 * length} are needed; give more files"
             )
-        if 0 in (learnt.shape[0], kept.shape[0]):
-            every = mx.concatenate([learnt, kept])
+        if learnt.shape[0] == 0 or not any(map(len, kept.values())):
+            every = mx.concatenate([learnt, *kept.values()])
             places = range(every.shape[0])
-            kept = every[mx.array([i for i in places if i % HELD_OUT_EVERY == 0])]
+            kept = {"": every[mx.array([i for i in places if i % HELD_OUT_EVERY == 0])]}
             learnt = every[mx.array([i for i in places if i % HELD_OUT_EVERY > 0])]
-        # At most `MAX_HELD_OUT`, spread evenly.
-        self.held_out = kept[:: -(-kept.shape[0] // MAX_HELD_OUT)]
+        # At most `MAX_HELD_OUT`, spread evenly, and the categories in turn: an evaluation may end before it has all.
+        most = -(-MAX_HELD_OUT // sum(len(windows) > 0 for windows in kept.values()))
+        spread = {category: windows[:: -(-len(windows) // most)] for category, windows in kept.items() if len(windows)}
+        in_turn = sorted((i, category) for category, windows in spread.items() for i in range(len(windows)))
+        in_turn = in_turn[:MAX_HELD_OUT]
+        self.held_out = mx.stack([spread[category][i] for i, category in in_turn])
+        self.held_out_categories = [category for _, category in in_turn]
         self.learnt = learnt
-        self._counts = Counter(token for tokens in encoded for token in tokens)
+        self._counts = Counter(token for text in encoded for token in text.tokens)
         mx.eval(self.held_out, self.learnt)
 
     def add(self, windows: mx.array) -> None:
@@ -115,10 +162,6 @@ class Windows:
         epoch, place = divmod(index, per_epoch)
         order = mx.random.permutation(num_windows, key=mx.random.key(seed + epoch))
         return self.learnt[order[place * size : (place + 1) * size]]
-
-    def held_out_batches(self, size: int) -> list[mx.array]:
-        """All windows that are held out, up to `size` at a time."""
-        return [self.held_out[i : i + size] for i in range(0, self.held_out.shape[0], size)]
 
     def most_frequent(self, count: int, vocab_size: int) -> list[int]:
         """The `count` ids that occur most often, ascending; filled up with the lowest ids that do not occur."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from collections.abc import Mapping
 from typing import Any, cast
 
 import attrs
@@ -19,16 +21,24 @@ from actors.mlx.model import context_length_of, is_quantized
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import Eagle3, LoadedEagle3, load_eagle3, read_config
 from actors.trained.kinds.target_parts import embedding_of
-from protocol.errors import ModelError
+from protocol.errors import ModelError, SettingsError
+from protocol.reprs import shown, shown_path
 from protocol.validation import must_be
-from runtime.distill.continuations import Continuations
+from runtime.distill.continuations import Continuations, Continuing
 from runtime.distill.data import Windows, read_texts
+from runtime.distill.evaluation import ALL, Acceptance, Drafted, Evaluation, acceptance_by_category
+from runtime.distill.hidden_states import HiddenStates, StateFiles, check_states
 from runtime.distill.options import DistillOptions
-from runtime.distill.output import config_for, model_card, write_drafter
-from runtime.distill.training import Training, acceptance_of, num_accepted
+from runtime.distill.output import config_for, feature_layers, model_card, write_drafter
+from runtime.distill.training import Training
+from runtime.distill.writing import replacing, writing
 from runtime.loading.model_reading import read_model
 from runtime.loading.tokenizers import wrapped
 
+# The file that says which training a folder has.
+IDENTITY = "identity.json"
+# The folder of the target's hidden states.
+STATES = "states"
 # Most logits in a batch, 512 MiB in float32; this decides how many windows are in one.
 MAX_LOGITS = 1 << 27
 # Seconds that a part of a batch takes, as far as the machine allows: progress is told, and a cancellation heard, after
@@ -44,33 +54,20 @@ EVALUATION_SHARE = 0.1
 DECAY_SHARE = 0.3
 
 
-@attrs.frozen
-class Evaluation:
-    """The figures of an evaluation; a line of the log.
-
-    Attributes:
-        batches, tokens: how many were learnt from so far.
-    """
-
-    batches: int
-    tokens: int
-    minutes: float  # spent on learning and evaluations so far
-    loss: float | None  # mean since the evaluation before; None before anything was learnt
-    acceptance: tuple[float, ...]  # on held-out text, of each draft step where those before it were accepted
-    accepted: float  # tokens of `NUM_STEPS` drafts that are accepted
-    learning_rate: float
-    is_best: bool  # whether the drafter was written
-
-
 class Distillation:
     """The training of one drafter. It is made on the thread on which all its methods are called."""
 
     def __init__(self, options: DistillOptions, target: Module, tokenizer: Any) -> None:
         """Read the texts.
 
-        Raises: SettingsError: a window is longer than the target's context, a file cannot be read, or there is too
-            little text.
+        Raises:
+            ModelError: the target's hidden states cannot be recorded, or it has no embedding that is known.
+            SettingsError: a window is longer than the target's context, a file cannot be read, there is too little
+                text, or the output folder has another training or cannot be made.
         """
+        if options.init is None:
+            check_states(target, feature_layers(len(target.layers)))
+        embedding_of(target, "the drafter")
         limit = context_length_of(target)
         if limit is not None and options.window > limit:
             raise must_be("window", f"at most the target's context of {limit} tokens", options.window, "shorten it")
@@ -78,30 +75,42 @@ class Distillation:
         self._target = target
         self._windows = Windows(read_texts(options.data, tokenizer), tokenizer, options.window)
         self._folder = options.out / "training"
+        self._check_identity()
+        with writing(self._folder / IDENTITY):
+            pass  # A folder that cannot be made is told before anything is computed.
         self._continuations = Continuations(self._folder)
+        self._continuing: Continuing | None = None
         self._batch_size = self._part_size = 1
         self._left: mx.array | None = None  # windows of the present batch that are still to be added
         self._training: Training | None = None
         self._made: LoadedEagle3 | None = None
         self._config: dict[str, Any] = {}
-        self._held_out: list[mx.array] = []
         self._has_drafted = False
-        self._counts: list[list[int]] = []  # results of `draft` so far, for each batch of held-out text
+        self._drafted: list[Drafted] = []  # results of `draft` so far
         self._seconds_per_window = 0.0  # of learning; once held-out text was drafted for, of that
 
     # --- preparation ------------------------------------------------------------------------------
 
-    def continue_some(self) -> int:
-        """Have the target write a batch of windows. Returns: how many are still to be written."""
-        written = self._continuations
-        missing = self._options.continuations - written.num_windows
-        if missing > 0:
+    def continue_some(self) -> float:
+        """Have the target write for some seconds. Returns: how many windows are still to be written."""
+        written, options = self._continuations, self._options
+        if (missing := options.continuations - written.num_windows) <= 0:
+            return 0.0
+        if self._continuing is None:
             # Decoding computes one token of each window at a time, so a batch can have more windows than in learning.
-            num_at_once = 4 * max(1, self._options.batch_tokens // self._options.window)
-            beginnings = self._windows.batch(len(written.batches), num_at_once, self._options.seed)
-            written.write(self._target, beginnings[:missing], self._options.seed)
-            missing -= min(missing, beginnings.shape[0])
-        return max(0, missing)
+            num_at_once = 4 * max(1, options.batch_tokens // options.window)
+            index = len(written.batches)
+            beginnings = self._windows.batch(index, num_at_once, options.seed)[:missing]
+            self._num_continuing = beginnings.shape[0]
+            self._continuing = Continuing(
+                self._target, beginnings, temperature=written.temperature, seed=options.seed + index
+            )
+        if (batch := self._continuing.write(PART_S)) is None:
+            return missing - self._continuing.share * self._num_continuing
+        self._continuing = None
+        self._keep_identity()
+        written.add(batch)
+        return missing - batch.shape[0]
 
     def begin(self) -> bool:
         """Make the drafter, or continue its training. Returns: whether training had begun before.
@@ -136,10 +145,13 @@ class Distillation:
         mx.eval(model.state, embedding)
         tokens = min(options.batch_tokens, MAX_LOGITS // vocab_size)
         self._batch_size = max(1, tokens // options.window)
-        self._training = Training(
-            self._target, model, embedding, self._made.target_ids, learning_rate=options.learning_rate
-        )
-        return self._training.restore(self._folder, self._identity())
+        layers = model.config.feature_layers_of(len(self._target.layers))
+        bound = int(options.features_gb * 1e9)
+        kept = StateFiles(self._folder / STATES, bound, f"{options.target} {layers}") if bound else None
+        states = HiddenStates(self._target, layers, kept)
+        ids = self._made.target_ids
+        self._training = Training(states, model, embedding, ids, learning_rate=options.learning_rate)
+        return self._training.restore(self._folder)
 
     def _new(self, vocab_size: int, hidden_size: int) -> tuple[dict[str, Any], LoadedEagle3]:
         config = config_for(self._options, self._target, hidden_size=hidden_size, vocab_size=vocab_size)
@@ -151,6 +163,7 @@ class Distillation:
         return config, LoadedEagle3(model, ids, None)
 
     def _identity(self) -> dict[str, Any]:
+        """What a training must share to continue another one."""
         options = self._options
         return {
             "target": options.target,
@@ -158,9 +171,25 @@ class Distillation:
             "continuations": options.continuations,
             "seed": options.seed,
             "initial drafter": None if options.init is None else str(options.init),
-            "draft vocabulary": self._drafter.config.draft_vocab_size,
-            "width": self._drafter.layers[0].mlp.gate_proj.weight.shape[0],
+            "draft vocabulary": options.draft_vocab_size,
+            "width": options.intermediate_size,
         }
+
+    def _check_identity(self) -> None:
+        if not (file := self._folder / IDENTITY).exists():
+            return
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        for name, value in self._identity().items():
+            if kept.get(name) != value:
+                raise SettingsError(
+                    f"the training in {shown_path(str(self._folder))} has the {name} {shown(kept.get(name))}, and this "
+                    f"one {shown(value)}; give another folder, or delete that one"
+                )
+
+    def _keep_identity(self) -> None:
+        """Write what this training is, before anything else of it is written."""
+        with replacing(self._folder / IDENTITY) as partial:
+            partial.write_text(json.dumps(self._identity()), encoding="utf-8")
 
     # --- training ---------------------------------------------------------------------------------
 
@@ -240,30 +269,31 @@ class Distillation:
     @property
     def held_out_share(self) -> float:
         """The part of the held-out text that an evaluation has drafted for, in [0, 1]; 1 if its time is up."""
-        drafted = self._held_out[: len(self._counts)]
-        limit, seconds = self._options.max_minutes, sum(map(len, drafted)) * self._seconds_per_window
+        num_drafted = len(self._drafted)
+        limit, seconds = self._options.max_minutes, num_drafted * self._seconds_per_window
         if limit is not None and seconds >= 60 * limit * EVALUATION_SHARE:
             return 1.0
-        return len(self._counts) / len(self._held_out)
+        return num_drafted / len(self._windows.held_out)
 
     def begin_evaluation(self) -> None:
-        """Forget what an evaluation that was broken off has drafted, and divide the held-out text into batches."""
-        self._counts, self._held_out = [], self._windows.held_out_batches(self._part_size)
+        """Forget what an evaluation that was broken off has drafted."""
+        self._drafted = []
 
     def draft(self) -> None:
-        """Draft for a batch of held-out text."""
-        before = self.training.progress.seconds
-        self._counts.append(self.training.draft(self._held_out[len(self._counts)]))
-        if len(self._counts) == 1:  # the last one may be smaller
-            self._seconds_per_window = (self.training.progress.seconds - before) / len(self._held_out[0])
+        """Draft for a part of the held-out text."""
+        before, begin = self.training.progress.seconds, len(self._drafted)
+        windows = self._windows.held_out[begin : begin + self._part_size]
+        self._drafted += self.training.draft(windows)
+        if begin == 0:  # the last part may be smaller
+            self._seconds_per_window = (self.training.progress.seconds - before) / len(windows)
             self._has_drafted = True
 
     def evaluate(self) -> Evaluation:
         """Write the drafter if it is the best so far on held-out text, and save the state of the training."""
         training = self.training
-        acceptance = acceptance_of(self._counts)
-        self._counts = []
-        accepted = num_accepted(acceptance)
+        categories = self._windows.held_out_categories[: len(self._drafted)]
+        acceptance = acceptance_by_category(self._drafted, categories)
+        accepted = acceptance[ALL].num_accepted
         is_best = accepted > training.progress.best or not (self._options.out / "config.json").exists()
         if is_best:
             self._write(acceptance)
@@ -274,21 +304,27 @@ class Distillation:
             tokens=progress.num_tokens,
             minutes=round(progress.seconds / 60, 2),
             loss=round(before.loss_since / before.num_since, 4) if before.num_since else None,
-            acceptance=tuple(round(rate, 4) for rate in acceptance),
+            acceptance=acceptance,
             accepted=round(accepted, 4),
             learning_rate=progress.learning_rate,
             is_best=is_best,
         )
-        training.save(self._folder, self._identity())
-        with (self._folder / "log.jsonl").open("a", encoding="utf-8") as log:
+        self.save()
+        file = self._folder / "log.jsonl"
+        with writing(file), file.open("a", encoding="utf-8") as log:
             log.write(json.dumps(attrs.asdict(evaluation)) + "\n")
         return evaluation
 
     def save(self) -> None:
         """Save the state of the training."""
-        self.training.save(self._folder, self._identity())
+        self._keep_identity()
+        self.training.save(self._folder)
 
-    def _write(self, acceptance: tuple[float, ...]) -> None:
+    def end(self) -> None:
+        """Delete the target's hidden states: they are large, and a training that goes on computes them again."""
+        shutil.rmtree(self._folder / STATES, ignore_errors=True)
+
+    def _write(self, acceptance: Mapping[str, Acceptance]) -> None:
         assert self._made is not None
         options, progress = self._options, self.training.progress
         card = model_card(

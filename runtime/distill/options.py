@@ -33,6 +33,8 @@ class DistillOptions:
         continuations: number of windows for the target itself to write and the drafter to learn from as well; they
             help, since acceptance is measured on what the target writes.
         batch_tokens: maximum number of tokens in a batch.
+        features_gb: gigabytes of disk for the target's hidden states, which later passes over the data read in place of
+            computing them, >= 0; 0 for none. They are in `out` and are deleted when the training is over.
         learning_rate: initial learning rate, > 0.
         max_minutes: minutes of learning and evaluating after which to stop, > 0; the learning rate falls in the last
             third of them; None to learn until it no longer helps.
@@ -57,6 +59,7 @@ class DistillOptions:
     window: int = attrs.field(default=256, validator=integer(8), metadata=option("N", HOW))
     continuations: int = attrs.field(default=0, validator=integer(0), metadata=option("N", HOW))
     batch_tokens: int = attrs.field(default=4096, metadata=option("N", HOW))
+    features_gb: float = attrs.field(default=10.0, validator=number(0), metadata=option("GB", HOW))
     learning_rate: float = attrs.field(default=1e-3, validator=number(above=0), metadata=option("R", HOW))
     max_minutes: float | None = attrs.field(
         default=None, validator=_optional(number(above=0)), metadata=option("N", HOW)

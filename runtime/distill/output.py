@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +12,10 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 from actors.trained.kinds.eagle3 import LoadedEagle3
+from runtime.distill.evaluation import TEMPERATURE, Acceptance
 from runtime.distill.options import DistillOptions
 from runtime.distill.training import NUM_STEPS
+from runtime.distill.writing import replacing
 
 # Most names of files in a model card.
 MAX_FILES_SHOWN = 8
@@ -23,8 +25,7 @@ _HIDDEN_NORM = "layers.0.hidden_norm.weight"
 
 
 def write_drafter(folder: Path, drafter: LoadedEagle3, config: Mapping[str, Any], dtype: mx.Dtype, card: str) -> None:
-    """Write a drafter's folder in the format of Speculators."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write a drafter's folder in the format of Speculators. Raises: SettingsError: it cannot be written."""
     parameters = drafter.model.parameters()  # type: ignore[no-untyped-call]
     flat = cast("list[tuple[str, mx.array]]", tree_flatten(parameters))
     weights = {_HIDDEN_NORM if name == "hidden_norm.weight" else name: value.astype(dtype) for name, value in flat}
@@ -35,9 +36,11 @@ def write_drafter(folder: Path, drafter: LoadedEagle3, config: Mapping[str, Any]
         ids = drafter.target_ids.astype(mx.int64)
         weights["d2t"] = ids - mx.arange(ids.size, dtype=mx.int64)
         weights["t2d"] = mx.zeros((vocab_size,), mx.bool_).at[ids].add(mx.array(True))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    with replacing(folder / "model.safetensors") as partial:
+        mx.save_safetensors(str(partial), weights, {"format": "pt"})
+    for name, text in (("config.json", json.dumps(config, indent=2) + "\n"), ("README.md", card)):
+        with replacing(folder / name) as partial:
+            partial.write_text(text, encoding="utf-8")
 
 
 def config_for(options: DistillOptions, target: Module, *, hidden_size: int, vocab_size: int) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def config_for(options: DistillOptions, target: Module, *, hidden_size: int, voc
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": min(vocab_size, options.draft_vocab_size or 32_768),
-        "eagle_aux_hidden_state_layer_ids": _feature_layers(len(target.layers)),
+        "eagle_aux_hidden_state_layer_ids": feature_layers(len(target.layers)),
         "norm_before_residual": False,
         "target_hidden_size": hidden_size,
         "tie_word_embeddings": False,
@@ -86,12 +89,18 @@ def _intermediate_size(target: Module, hidden_size: int) -> int:
     return given if isinstance(given, int) and given >= hidden_size else 8 * hidden_size // 3
 
 
-def model_card(options: DistillOptions, *, acceptance: Sequence[float], num_tokens: int, num_windows: int) -> str:
+def model_card(
+    options: DistillOptions, *, acceptance: Mapping[str, Acceptance], num_tokens: int, num_windows: int
+) -> str:
     """The model card of a drafter; `acceptance` is that of an `Evaluation`."""
     target_name, files = Path(options.target).name, [file.name for file in options.data]
     num_more = len(files) - MAX_FILES_SHOWN
     shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (f" and {num_more} more" if num_more > 0 else "")
-    rows = "\n".join(f"| {step} | {rate:.3f} |" for step, rate in enumerate(acceptance, 1))
+    steps = range(1, NUM_STEPS + 1)
+    columns = [*(f"draft {step}" for step in steps), *(f"draft {step}, {TEMPERATURE}" for step in steps)]
+    cells = [[name, *(f"{rate:.3f}" for rate in (*each.greedy, *each.sampled))] for name, each in acceptance.items()]
+    table = [["text", *columns], ["---"] * (1 + len(columns)), *cells]
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in table)
     return f"""---
 tags: [speculative-decoding, eagle3]
 ---
@@ -102,11 +111,9 @@ states of its target and is of no use with another one:
 
     outrider generate "..." --target {target_name} --draft DIR
 
-How often the drafter's token was the target's own likeliest, on held-out windows of {options.window} tokens, where the
-drafts before it were:
+How often each draft is accepted where those before it were the target's likeliest tokens, on held-out windows of
+{options.window} tokens, at temperature 0 and at {TEMPERATURE}:
 
-| draft | acceptance |
-|---|---|
 {rows}
 
 It has seen {num_tokens:,} tokens, of {num_windows:,} windows, of which the target wrote {options.continuations:,}
@@ -114,7 +121,7 @@ itself. Texts: {shown_files}.
 """
 
 
-def _feature_layers(num_layers: int) -> list[int]:
+def feature_layers(num_layers: int) -> list[int]:
     """A low, a middle and a high layer: as EAGLE-3 has them, or all that a small target has."""
     if num_layers >= 7:
         return [2, num_layers // 2, num_layers - 3]

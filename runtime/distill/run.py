@@ -13,7 +13,8 @@ import trio
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
 from protocol.errors import OutriderError
-from runtime.distill.distillation import Distillation, Evaluation, load_target
+from runtime.distill.distillation import Distillation, load_target
+from runtime.distill.evaluation import Evaluation
 from runtime.distill.options import DistillOptions
 from runtime.loading.model_files import load_error
 
@@ -29,7 +30,8 @@ async def distill(
 
     Raises:
         ModelError: a model cannot be loaded, or the target's hidden states cannot be recorded.
-        SettingsError: a file cannot be read, there is too little text, or the output folder has another training.
+        SettingsError: a file cannot be read, there is too little text, or the output folder has another training or
+            cannot be written.
     """
     async with ThreadWorker("target") as worker:
 
@@ -48,12 +50,12 @@ async def distill(
             raise load_error("target", options.target, error.__cause__) from error.__cause__
         on_progress("reading texts")
         work = await run(partial(Distillation, options, target, tokenizer))
-        began, missing_then = trio.current_time(), 0
+        began, missing_then = trio.current_time(), 0.0
         while num_missing := await run(work.continue_some):
             missing_then = missing_then or num_missing
             done = missing_then - num_missing
             left = f", about {_minutes(num_missing * (trio.current_time() - began) / done)} left" if done else ""
-            on_progress(f"the target is writing: {num_missing:,} windows left{left}")
+            on_progress(f"the target is writing: {math.ceil(num_missing):,} windows left{left}")
         on_progress("preparing the drafter")
         goes_on = await run(work.begin)
 
@@ -75,6 +77,7 @@ async def distill(
             await run(work.end_batch)
             if work.has_learnt_since:
                 await evaluate()
+            await run(work.end)
         finally:
             # An evaluation has saved the state already.
             if work.has_learnt_since:

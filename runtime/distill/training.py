@@ -1,31 +1,23 @@
-"""The training of an EAGLE-3 drafter, from its target's hidden states and logits of batches of text.
-
-Nothing of a batch is kept: the target computes each one again, so that no hidden states are stored on disk.
-"""
+"""The training of an EAGLE-3 drafter, from its target's hidden states and logits of batches of text."""
 
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import attrs
 import mlx.core as mx
 import mlx.optimizers as optimizers
-from mlx.nn.layers.base import Module
 from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from actors.mlx.layer_evaluation import evaluating_layers
 from actors.trained.eagle3_training import logits_of_steps
-from actors.trained.features import FeatureRecorder, recording
 from actors.trained.kinds.eagle3 import Eagle3
-from protocol.errors import SettingsError
-from protocol.reprs import shown, shown_path
+from runtime.distill.evaluation import TEMPERATURE, Drafted
+from runtime.distill.hidden_states import HiddenStates
+from runtime.distill.writing import replacing
 
 # Draft steps that are trained at once, and the weight of each relative to the one before.
 NUM_STEPS, STEP_DECAY = 3, 0.8
@@ -77,21 +69,6 @@ class Progress:
         )
 
 
-def acceptance_of(counts: Sequence[Sequence[int]]) -> tuple[float, ...]:
-    """How often, in [0, 1], each step's token is the target's if those before it are. `counts`: of `Training.draft`."""
-    totals = [sum(each) for each in zip(*counts, strict=True)]
-    return tuple(right / max(1, asked) for asked, right in pairwise(totals))
-
-
-def num_accepted(acceptance: Sequence[float]) -> float:
-    """Drafts that are accepted on average, from the acceptance of each step where those before it were accepted."""
-    reached, total = 1.0, 0.0
-    for rate in acceptance:
-        reached *= rate
-        total += reached
-    return total
-
-
 @attrs.frozen
 class Lesson:
     """The target's hidden states and probabilities for a batch.
@@ -104,7 +81,10 @@ class Lesson:
     features: mx.array  # (B, T, width) of positions 0 … T - 1
     embedded: mx.array  # (B, T + steps - 1, hidden size) of the tokens after them
     probs: mx.array
-    likeliest: mx.array  # (B, T + steps - 1) the target's likeliest tokens at these positions, among all tokens
+    # Only to draft for, (B, T + steps - 1) and (B, T + steps - 1, draft_vocab_size): among all tokens, the target's
+    # likeliest ones at these positions, and its distribution at the temperature of an evaluation.
+    likeliest: mx.array | None = None
+    sampled_probs: mx.array | None = None
 
 
 @attrs.frozen
@@ -122,22 +102,21 @@ class Training:
 
     def __init__(
         self,
-        target: Module,
+        states: HiddenStates,
         drafter: Eagle3,
         embedding: mx.array,
         target_ids: mx.array | None,
         *,
         learning_rate: float = 1e-3,
     ) -> None:
-        """Begin, or continue after `restore`. The weights of mlx-lm's `target` do not change, nor does the (vocab_size,
-        hidden size) embedding that the drafter reads. `target_ids` has the target's id of each of the drafter's tokens;
-        None if they are the same.
+        """Begin, or continue after `restore`. `states` are those of the drafter's target, whose weights do not change,
+        nor does the (vocab_size, hidden size) embedding that the drafter reads. `target_ids` has the target's id of
+        each of the drafter's tokens; None if they are the same.
         """
-        self._target = target
+        self._states = states
         self.drafter = drafter
         self._embedding = embedding
         self._target_ids = target_ids
-        self._recorder = FeatureRecorder(target, drafter.config.feature_layers_of(len(target.layers)))
         self._optimizer = optimizers.AdamW(learning_rate=learning_rate, betas=[0.9, 0.95], weight_decay=0.0)
         self.progress = Progress(learning_rate=learning_rate)
         self._added: _Added | None = None
@@ -197,72 +176,73 @@ class Training:
         )
         return value
 
-    def draft(self, tokens: mx.array) -> list[int]:
-        """The number of drafts of a batch, and after each of `NUM_STEPS` steps how many agree with the target so far.
+    def draft(self, tokens: mx.array) -> list[Drafted]:
+        """Draft `NUM_STEPS` tokens at each position of some windows. `tokens` are as for `add`.
 
-        A draft agrees if each of its tokens, the drafter's likeliest, is also the target's. A token that the drafter
-        cannot propose counts as rejected. `tokens` are as for `learn`.
+        A token that the drafter cannot propose counts as rejected.
         """
         began = time.monotonic()
-        lesson = self._lesson(tokens)
+        lesson = self._lesson(tokens, is_drafted_for=True)
+        assert lesson.likeliest is not None
+        assert lesson.sampled_probs is not None
         length = lesson.features.shape[1]
         alive = mx.ones((tokens.shape[0], length), mx.bool_)
-        counts = [alive.size]
+        agreeing, sampled = [alive.sum(axis=1)], list[mx.array]()
         for step, logits in enumerate(logits_of_steps(self.drafter, lesson.features, lesson.embedded, NUM_STEPS)):
             drafted = mx.argmax(logits, axis=-1)
             if self._target_ids is not None:
                 drafted = self._target_ids[drafted]
+            own_probs = mx.softmax(logits / TEMPERATURE, axis=-1)
+            overlap = mx.minimum(own_probs, lesson.sampled_probs[:, step : step + length]).sum(axis=-1)
+            sampled.append((overlap * alive).sum(axis=1))
             alive = alive & (drafted == lesson.likeliest[:, step : step + length])
-            counts.append(cast(int, alive.sum().item()))
+            agreeing.append(alive.sum(axis=1))
+            mx.eval(agreeing, sampled, alive)
+        found = [
+            Drafted(tuple(of_agreeing), tuple(of_sampled))
+            for of_agreeing, of_sampled in zip(
+                cast("list[list[int]]", mx.stack(agreeing, axis=1).tolist()),
+                cast("list[list[float]]", mx.stack(sampled, axis=1).tolist()),
+                strict=True,
+            )
+        ]
         self.progress = attrs.evolve(self.progress, seconds=self.progress.seconds + time.monotonic() - began)
-        return counts
+        return found
 
-    def _lesson(self, tokens: mx.array) -> Lesson:
+    def _lesson(self, tokens: mx.array, *, is_drafted_for: bool = False) -> Lesson:
         length = tokens.shape[1] - NUM_STEPS
-        with evaluating_layers(self._target), recording(self._recorder):
-            logits = self._target(tokens)
-        features = self._recorder.take((tokens.shape[0], tokens.shape[1]))[:, :length]
+        features, logits = self._states.read(tokens)
         # The logits at position p are for the token at p + 1, and the first step predicts that at position 2.
         logits = logits[:, 1 : length + NUM_STEPS].astype(mx.float32)
-        likeliest = mx.argmax(logits, axis=-1)
+        likeliest = mx.argmax(logits, axis=-1) if is_drafted_for else None
+        sampled_probs = mx.softmax(logits / TEMPERATURE, axis=-1) if is_drafted_for else None
         if self._target_ids is not None:
             logits = mx.take(logits, self._target_ids, axis=-1)
+            sampled_probs = None if sampled_probs is None else mx.take(sampled_probs, self._target_ids, axis=-1)
         lesson = Lesson(
-            features.astype(mx.float32),
+            features[:, :length].astype(mx.float32),
             self._embedding[tokens[:, 1 : length + NUM_STEPS]],
             mx.softmax(logits, axis=-1),
             likeliest,
+            sampled_probs,
         )
-        mx.eval(lesson.features, lesson.embedded, lesson.probs, lesson.likeliest)
+        mx.eval(attrs.astuple(lesson))
         return lesson
 
-    def save(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        """Write a checkpoint, with the identity that a training must share to continue. A crash leaves the last one."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint. A crash leaves the last one. Raises: SettingsError: it cannot be written."""
         arrays = {f"drafter.{name}": value for name, value in _flat(self.drafter.parameters())}  # type: ignore[no-untyped-call]
         arrays |= {f"optimizer.{name}": value for name, value in _flat(self._optimizer.state)}
-        partial = folder / "checkpoint.partial.safetensors"
-        metadata = {"progress": json.dumps(attrs.asdict(self.progress)), "identity": json.dumps(dict(identity))}
-        mx.save_safetensors(str(partial), arrays, metadata)
-        os.replace(partial, folder / "checkpoint.safetensors")
+        with replacing(folder / "checkpoint.safetensors") as partial:
+            mx.save_safetensors(str(partial), arrays, {"progress": json.dumps(attrs.asdict(self.progress))})
 
-    def restore(self, folder: Path, identity: Mapping[str, Any]) -> bool:
-        """Continue from a checkpoint. Returns: whether there is one.
-
-        Raises: SettingsError: the checkpoint is of another training; the message says what differs.
-        """
+    def restore(self, folder: Path) -> bool:
+        """Continue from a checkpoint. Returns: whether there is one."""
         file = folder / "checkpoint.safetensors"
         if not file.exists():
             return False
         loaded: Any = mx.load(str(file), return_metadata=True)
         arrays, metadata = loaded
-        saved = json.loads(metadata["identity"])
-        for name, value in identity.items():
-            if saved.get(name) != value:
-                raise SettingsError(
-                    f"the training in {shown_path(str(folder))} has the {name} {shown(saved.get(name))}, and this one "
-                    f"{shown(value)}; give another folder, or delete that one"
-                )
         own = [(n.removeprefix("drafter."), v) for n, v in arrays.items() if n.startswith("drafter.")]
         state = [(n.removeprefix("optimizer."), v) for n, v in arrays.items() if n.startswith("optimizer.")]
         self.drafter.load_weights(own)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from chat_models import TEMPLATE, tokenizer
 from sweeps import sweep
 
 from protocol.errors import SettingsError
-from runtime.distill.data import HELD_OUT_EVERY, Windows, read_texts
+from runtime.distill.data import HELD_OUT_EVERY, Text, Windows, read_texts
 
 
 class Characters:
@@ -23,17 +23,16 @@ class Characters:
     def encode(self, text: str, **_: Any) -> list[int]:
         return [ord(character) for character in text]
 
-    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool) -> str:
-        assert not tokenize
-        return "".join(f"<{message['content']}>" for message in messages)
 
+class Beginning(Characters):
+    """One that begins each text with a token, unless it is told not to."""
 
-class Chatting(Characters):
-    chat_template = "something"
+    def encode(self, text: str, *, add_special_tokens: bool = True, **_: Any) -> list[int]:
+        return [1] * add_special_tokens + super().encode(text)
 
 
 def windows(texts: list[str], length: int = 8) -> Windows:
-    return Windows(iter(texts), Characters(), length)
+    return Windows(map(Text, texts), Characters(), length)
 
 
 def rows(array: mx.array) -> set[tuple[int, ...]]:
@@ -44,25 +43,38 @@ def test_files_become_texts(tmp_path: Path) -> None:
     plain, lines = tmp_path / "a.py", tmp_path / "b.jsonl"
     plain.write_text("one\ntext")
     lines.write_text(
-        json.dumps({"text": "two"}) + "\n\n" + json.dumps({"messages": [{"role": "user", "content": "three"}]}) + "\n"
+        '\ufeff{"text": "two\u2028lines"}\n\n'
+        '{"messages": [{"role": "user", "content": "three"}], "category": "chat"}\r\n',
+        encoding="utf-8",
     )
-    assert list(read_texts([plain, lines], Chatting())) == ["one\ntext", "two", "<three>"]
+    assert list(read_texts([plain, lines], tokenizer())) == [
+        Text("one\ntext"),
+        Text("two\u2028lines"),
+        Text("<|user|>three<|endoftext|>", "chat", is_chat=True),
+    ]
+
+
+def test_a_rendered_chat_begins_with_the_templates_tokens_alone() -> None:
+    made = Windows(iter([Text("b" * 14), Text("c" * 15, is_chat=True)]), Beginning(), 16)
+    assert rows(mx.concatenate([made.held_out, made.learnt])) == {(1, *[98] * 14, 0), (*[99] * 15, 0)}
 
 
 @sweep(
-    ("line", "said"),
+    ("line", "template", "said"),
     [
-        ("{", "line 2 of .*is not JSON"),
-        ('{"prompt": "a"}', 'line 2 of .*has neither a "text" nor "messages"'),
-        ('["a"]', "has neither"),
-        ('{"messages": []}', "no chat template"),
+        ("{", None, "line 2 of .*is not JSON"),
+        ('{"prompt": "a"}', None, 'line 2 of .*has neither a "text" nor "messages"'),
+        ('["a"]', None, "has neither"),
+        ('{"messages": []}', None, "no chat template"),
+        ('{"messages": ["a"]}', TEMPLATE, 'line 2 of .*has "messages" that are no list of objects'),
+        ('{"messages": [{"role": "user"}]}', "{{ raise_exception('no') }}", "line 2 of .*: the chat template .*: no"),
     ],
 )
-def test_a_line_that_is_no_text_is_named(line: str, said: str, tmp_path: Path) -> None:
+def test_a_line_that_is_no_text_is_named(line: str, template: str | None, said: str, tmp_path: Path) -> None:
     file = tmp_path / "b.jsonl"
     file.write_text('{"text": "a"}\n' + line)
     with pytest.raises(SettingsError, match=said):
-        list(read_texts([file], Characters()))
+        list(read_texts([file], Characters() if template is None else tokenizer(template)))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -91,6 +103,18 @@ def test_of_few_texts_windows_are_held_out_and_nothing_is_in_both() -> None:
     kept, learnt = rows(made.held_out), rows(made.learnt)
     assert len(kept) == 3
     assert len(kept | learnt) == 50
+
+
+def test_held_out_windows_are_of_one_category_each_and_the_categories_alternate() -> None:
+    def of(category: str, first: str) -> list[Text]:
+        return [Text(chr(ord(first) + i % 8) * (16 + i), category) for i in range(2 * HELD_OUT_EVERY)]
+
+    made = Windows(iter([*of("b", "b"), *of("a", "s"), Text("z" * 64, "rare")]), Characters(), 8)
+    assert made.held_out_categories[:4] == ["a", "b", "a", "b"]
+    assert set(made.held_out_categories) == {"a", "b"}
+    for window, category in zip(made.held_out.tolist(), made.held_out_categories, strict=True):  # type: ignore[arg-type]
+        assert all((token >= ord("s")) == (category == "a") for token in window if token)  # type: ignore[union-attr]
+    assert {ord("z")} in map(set, rows(made.learnt))
 
 
 def test_batches_have_every_window_once_an_epoch_in_another_order_each_time() -> None:

@@ -18,9 +18,9 @@ import runtime
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import load_eagle3
 from protocol.errors import ModelError, SettingsError
-from runtime.distill import distillation, run, training
-from runtime.distill.continuations import PROMPT_SHARE, Continuations, continue_windows
-from runtime.distill.distillation import Evaluation
+from runtime.distill import continuations, distillation, run, training
+from runtime.distill.continuations import PROMPT_SHARE, Continuations, Continuing
+from runtime.distill.evaluation import Evaluation
 from runtime.distill.options import DistillOptions
 
 
@@ -76,7 +76,7 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
     assert isinstance(weights, dict)
     if draft_vocab_size is not None:
         assert int(weights["t2d"].sum().item()) == draft_vocab_size
-    assert "acceptance" in (options.out / "README.md").read_text()
+    assert "| all | 0." in (options.out / "README.md").read_text()
     log = [json.loads(line) for line in (options.out / "training" / "log.jsonl").read_text().splitlines()]
     assert [entry["batches"] for entry in log] == [6, 12]
     built = build("llama")
@@ -88,6 +88,7 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
 
 async def test_a_cancelled_training_goes_on_where_it_was(options: DistillOptions) -> None:
     await train(options, num_evaluations=1)
+    assert any((options.out / "training" / "states").iterdir())
     (seen,) = await train(options, num_evaluations=1)
     assert seen.batches == 12
 
@@ -180,6 +181,52 @@ async def test_another_training_in_the_folder_is_refused(options: DistillOptions
         await train(attrs.evolve(options, seed=1), num_evaluations=1)
 
 
+async def test_a_training_for_another_target_is_refused_before_the_target_writes(options: DistillOptions) -> None:
+    options = attrs.evolve(options, continuations=4)
+    with trio.CancelScope() as scope:
+        # The first windows are written, and nothing is learnt.
+        def on_progress(what: str) -> None:
+            if what == "preparing the drafter":
+                scope.cancel()
+
+        await run.distill(options, on_progress=on_progress, on_evaluation=lambda _: None)
+    with pytest.raises(SettingsError, match="has the target 'llama', and this one 'qwen3'"):
+        await train(attrs.evolve(options, target="qwen3"), num_evaluations=1)
+
+
+async def test_a_target_without_hidden_states_is_refused_before_texts_are_read(options: DistillOptions) -> None:
+    options = attrs.evolve(options, target="gemma3n", data=(options.out / "not there",))
+    with pytest.raises(ModelError, match="is not one vector for each token"):
+        await train(options, num_evaluations=1)
+
+
+async def test_an_output_folder_that_cannot_be_made_is_named(options: DistillOptions) -> None:
+    with pytest.raises(SettingsError, match=r"identity\.json' cannot be written: Not a directory"):
+        await train(attrs.evolve(options, out=options.data[0] / "drafter"), num_evaluations=1)
+
+
+async def test_a_full_disk_leaves_what_was_saved_before(
+    options: DistillOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files() -> list[Path]:
+        return [file for file in options.out.rglob("*") if file.is_file() and file.parent.name != "states"]
+
+    await train(options, num_evaluations=1)
+    saved = {file: file.read_bytes() for file in files()}
+
+    def full(file: str, *_: Any) -> None:
+        Path(file).write_bytes(b"a part")
+        raise RuntimeError("[write] Unable to write 1079744 bytes to file.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "save_safetensors", full)
+        with pytest.raises(SettingsError, match=r"\.safetensors' cannot be written: .* Unable to write .*; once"):
+            await train(options, num_evaluations=1)
+    assert {file: file.read_bytes() for file in files()} == saved
+    (seen,) = await train(options, num_evaluations=1)
+    assert seen.batches == 12
+
+
 async def test_a_drafter_can_be_trained_further(options: DistillOptions, tmp_path: Path) -> None:
     options = attrs.evolve(options, learning_rate=1e-2)
     before = await train(options, num_evaluations=14)
@@ -209,22 +256,38 @@ async def test_training_ends_by_itself(options: DistillOptions, monkeypatch: pyt
     monkeypatch.setattr(distillation, "BATCHES_PER_EVALUATION", 1)
     seen = await train(options, num_evaluations=1000)
     assert len(seen) == training.PATIENCE * (training.MAX_REDUCTIONS + 1)
+    assert not (options.out / "training" / "states").exists()
     assert seen[-1].learning_rate == pytest.approx(3e-3 * training.REDUCTION ** (training.MAX_REDUCTIONS + 1))
 
 
-def test_continuations_are_the_targets_own(tmp_path: Path) -> None:
+def test_continuations_are_the_targets_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuations, "NUM_READ_AT_ONCE", 3)
     target = build("llama")
     windows = mx.random.randint(0, VOCAB_SIZE, (3, 16), key=mx.random.key(1))
-    written = continue_windows(target, windows, temperature=0.0, seed=0)
+
+    def continued(temperature: float, seconds: float) -> tuple[mx.array, int]:
+        """The windows, and how often the target was asked to write for so long."""
+        continuing = Continuing(target, windows, temperature=temperature, seed=2)
+        for num_times in range(1, 17):
+            if (written := continuing.write(seconds)) is not None:
+                assert continuing.share == 1.0
+                return written, num_times
+        raise AssertionError
+
+    written, num_times = continued(0.0, 0.0)
     num_given = int(16 * PROMPT_SHARE)
+    assert num_times == 16 - num_given + 2  # the beginnings in two parts, a token each time, and all together
     for given, whole in zip(windows.tolist(), written.tolist(), strict=True):  # type: ignore[arg-type]
         assert whole[:num_given] == given[:num_given]
         assert whole[num_given:] == greedy(target, given[:num_given], 16 - num_given)
-    once, again = (continue_windows(target, windows, temperature=0.8, seed=2) for _ in range(2))
-    assert mx.array_equal(once, again)
+    (in_parts, _), (at_once, num_times) = continued(0.8, 0.0), continued(0.8, 3600.0)
+    assert num_times == 1
+    assert mx.array_equal(in_parts, at_once)
     kept = Continuations(tmp_path)
-    kept.write(target, windows, 0)
-    kept.write(target, windows, 0)
+    assert kept.temperature == 0.0
+    kept.add(written)
+    assert kept.temperature > 0.0
+    kept.add(at_once)
     read = Continuations(tmp_path)
     assert read.num_windows == 6
     assert all(mx.array_equal(a, b) for a, b in zip(kept.batches, read.batches, strict=True))

@@ -10,7 +10,10 @@ import pytest
 from architectures import VOCAB_SIZE, build
 from sweeps import sweep
 
+from actors.trained.eagle3_training import logits_of_steps
 from actors.trained.kinds.eagle3 import Eagle3, read_config
+from runtime.distill.evaluation import TEMPERATURE, acceptance_of
+from runtime.distill.hidden_states import HiddenStates, StateFiles
 from runtime.distill.training import (
     LEAST_GAIN,
     MAX_REDUCTIONS,
@@ -19,7 +22,6 @@ from runtime.distill.training import (
     REDUCTION,
     Progress,
     Training,
-    acceptance_of,
 )
 
 DRAFT_IDS = mx.arange(0, VOCAB_SIZE, 2)
@@ -43,12 +45,13 @@ def drafter_config(target: Any, draft_vocab_size: int) -> dict[str, Any]:
     }
 
 
-def training(target: Any, target_ids: mx.array | None = None) -> Training:
+def training(target: Any, target_ids: mx.array | None = None, files: StateFiles | None = None) -> Training:
     size = VOCAB_SIZE if target_ids is None else target_ids.size
     mx.random.seed(7)
     drafter = Eagle3(read_config(drafter_config(target, size)))
     mx.eval(drafter.parameters())
-    return Training(target, drafter, target.model.embed_tokens.weight, target_ids, learning_rate=3e-3)
+    states = HiddenStates(target, drafter.config.feature_layers_of(len(target.layers)), files)
+    return Training(states, drafter, target.model.embed_tokens.weight, target_ids, learning_rate=3e-3)
 
 
 def learnt(training: Training, *parts: mx.array) -> float:
@@ -58,7 +61,6 @@ def learnt(training: Training, *parts: mx.array) -> float:
     return training.learn()
 
 
-IDENTITY = {"data": "some", "seed": 1}
 BATCHES = [mx.random.randint(0, VOCAB_SIZE, (4, 24), key=mx.random.key(i)) for i in range(4)]
 
 
@@ -79,9 +81,9 @@ def test_the_learning_rate_falls_where_evaluations_gain_nothing() -> None:
 @sweep("name, target_ids", [("llama", DRAFT_IDS), ("lfm2", None)])
 def test_a_drafter_learns(name: str, target_ids: mx.array | None) -> None:
     learning = training(build(name), target_ids)
-    before = acceptance_of([learning.draft(batch) for batch in BATCHES])
+    before = acceptance_of([each for batch in BATCHES for each in learning.draft(batch)]).greedy
     losses = [learnt(learning, BATCHES[i % len(BATCHES)]) for i in range(90)]
-    after = acceptance_of([learning.draft(batch) for batch in BATCHES])
+    after = acceptance_of([each for batch in BATCHES for each in learning.draft(batch)]).greedy
     assert losses[-1] < losses[0]
     assert len(before) == NUM_STEPS
     # With half of the vocabulary, about half of the tokens cannot be proposed.
@@ -94,11 +96,11 @@ def test_it_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted(tmp_path
     straight = training(target)
     expected = [learnt(straight, BATCHES[i % 4]) for i in range(8)]
     interrupted = training(target)
-    assert not interrupted.restore(tmp_path, IDENTITY)
+    assert not interrupted.restore(tmp_path)
     first = [learnt(interrupted, BATCHES[i % 4]) for i in range(4)]
-    interrupted.save(tmp_path, IDENTITY)
+    interrupted.save(tmp_path)
     resumed = training(target)
-    assert resumed.restore(tmp_path, IDENTITY)
+    assert resumed.restore(tmp_path)
     assert resumed.progress.num_batches == 4
     rest = [learnt(resumed, BATCHES[i % 4]) for i in range(4, 8)]
     assert [*first, *rest] == pytest.approx(expected, rel=1e-5)
@@ -111,6 +113,46 @@ def test_a_batch_in_parts_teaches_what_it_teaches_as_a_whole() -> None:
         assert learnt(in_parts, batch[:1], batch[1:3], batch[3:]) == pytest.approx(learnt(whole, batch), rel=1e-5)
     assert (in_parts.progress.num_batches, in_parts.progress.num_tokens) == (4, 4 * 4 * 24)
     assert mx.allclose(whole.drafter.lm_head.weight, in_parts.drafter.lm_head.weight, atol=1e-5)
+
+
+@sweep("kept_windows", [0, 6, 100])
+def test_losses_are_the_same_with_hidden_states_from_files(kept_windows: int, tmp_path: Path) -> None:
+    target = build("llama")
+    # Three feature layers, of which the last is also the last hidden state.
+    files = StateFiles(tmp_path, kept_windows * 24 * 3 * 32 * 2, "llama")
+    computed, kept = training(target), training(target, files=files)
+    for _ in range(3):
+        for batch in BATCHES:
+            assert learnt(kept, batch) == pytest.approx(learnt(computed, batch), rel=1e-3)
+    assert len([*tmp_path.iterdir()]) == min(kept_windows, 4 * len(BATCHES))
+    one, other = (acceptance_of(each.draft(BATCHES[0])) for each in (computed, kept))
+    assert other.greedy == pytest.approx(one.greedy, abs=0.05)
+    assert other.sampled == pytest.approx(one.sampled, abs=0.01)
+
+
+def test_drafts_are_counted_as_their_distributions_say() -> None:
+    target = build("llama")
+    learning = training(target, DRAFT_IDS)
+    window = mx.random.randint(0, VOCAB_SIZE, (1, 12), key=mx.random.key(5))
+    features, wanted = learning._states.read(window)
+    length = 12 - NUM_STEPS
+    embedded = learning._embedding[window[:, 1 : length + NUM_STEPS]]
+    alive = [True] * length
+    agreeing, sampled = [length], []
+    for step, logits in enumerate(logits_of_steps(learning.drafter, features[:, :length], embedded, NUM_STEPS)):
+        sums = 0.0
+        for t in range(length):
+            of_target = wanted[0, t + 1 + step]
+            probs = mx.softmax(of_target / TEMPERATURE)[DRAFT_IDS]
+            own = mx.softmax(logits[0, t] / TEMPERATURE)
+            sums += alive[t] * float(mx.minimum(own, probs).sum().item())
+            drafted = DRAFT_IDS[mx.argmax(logits[0, t])]
+            alive[t] = alive[t] and drafted.item() == mx.argmax(of_target).item()
+        sampled.append(sums)
+        agreeing.append(sum(alive))
+    (found,) = learning.draft(window)
+    assert found.num_agreeing == tuple(agreeing)
+    assert found.num_sampled == pytest.approx(sampled, rel=1e-4)
 
 
 def test_the_targets_weights_stay_as_they_are() -> None:
