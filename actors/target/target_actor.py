@@ -25,7 +25,7 @@ from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, Due, Features, Message, PromptFeatures, Proposal, Ready, Rest, Withdraw
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
 from protocol.pass_limit import PassLimit
-from protocol.pass_plan import Expected, ReadyRound, TargetView, Turn, next_pass
+from protocol.pass_plan import ReadyRound, TargetView, Turn, next_pass
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
 from protocol.target_queue import TargetQueue
@@ -264,7 +264,7 @@ class TargetActor(ModelActor[TargetSession]):
                     self._ready[session] = attrs.evolve(turn, reads_again=True)
         view = TargetView(
             list(self._ready.values()),
-            [self._expected(session) for session in self._waiting],
+            [session.expected(can_hurry=self.drafter.can_hurry(session)) for session in self._waiting],
             self.prices,
             now_s,
             has_prompts=bool(self._reading.wanted),
@@ -274,19 +274,6 @@ class TargetActor(ModelActor[TargetSession]):
             hurried_until_s=self._hurried_until_s,
         )
         return view, until_s
-
-    def _expected(self, session: TargetSession) -> Expected:
-        awaits_drafter = session.awaits_proposal_since_s is not None
-        return Expected(
-            awaits_drafter,
-            session.is_drafter_ready,
-            session.state.opened.settings.lookahead,
-            None if session.ended_s is None else session.last_ready,
-            0.0 if session.ended_s is None else session.ended_s + session.turnaround_s.value,
-            can_hurry=awaits_drafter and self.drafter.can_hurry(session),
-            was_hurried=session.was_hurried,
-            is_row=session.is_row,
-        )
 
     def _time_out(self, now_s: float) -> float:
         """Stop waiting for proposals that are overdue. Returns: when the next one will be."""

@@ -12,7 +12,7 @@ from actors.target.passes import Row, RowResult
 from actors.workers.worker import Worker
 from protocol.deadlines import ROUNDS_ALONE
 from protocol.messages import Overdue, Verdict
-from protocol.pass_plan import ReadyRound
+from protocol.pass_plan import Expected, ReadyRound
 from protocol.prices import Mean, Prices
 from protocol.replay import ReplayDebt
 from protocol.session_state import SessionPhase
@@ -151,6 +151,20 @@ class TargetSession(ActorSession):
     def begin_round(self, worker: Worker) -> None:
         """Note when the next round begins."""
         self.round_began_s, self.busy_before_s = worker.clock(), worker.busy_seconds
+
+    def expected(self, *, can_hurry: bool) -> Expected:
+        """What is known of the next round, which cannot begin yet."""
+        awaits_drafter = self.awaits_proposal_since_s is not None
+        return Expected(
+            awaits_drafter,
+            self.is_drafter_ready,
+            self.state.opened.settings.lookahead,
+            None if self.ended_s is None else self.last_ready,
+            0.0 if self.ended_s is None else self.ended_s + self.turnaround_s.value,
+            can_hurry=awaits_drafter and can_hurry,
+            was_hurried=self.was_hurried,
+            is_row=self.is_row,
+        )
 
     def plan_pass(self, prices: Prices) -> ReadyRound:
         """Prepare the row for its next pass, with the drafter's proposal if there is one; once, unless it is plain."""
