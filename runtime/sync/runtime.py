@@ -146,8 +146,21 @@ def blocking(method: Callable[Concatenate[H, P], Coroutine[Any, Any, T]]) -> Cal
     return giving(lambda result: result, waited(method))
 
 
-async def _all(completions: Completions[C]) -> list[C]:
-    return await completions
+def gathered(
+    method: Callable[Concatenate[RuntimeHandle, P], Completions[C]],
+) -> Callable[Concatenate[Any, P], list[C]]:
+    """A method that waits for all completions of the handle's method, and returns them in the order of the prompts."""
+
+    @wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> list[C]:
+        completions = method(self._handle, *args, **kwargs)
+
+        async def gather() -> list[C]:
+            return await completions
+
+        return run_blocking(gather())
+
+    return call
 
 
 class TokenStream(StreamState):
@@ -252,7 +265,7 @@ class Runtime(RuntimeState):
 
     stream = giving(TokenStream, RuntimeHandle.stream)
     generate = blocking(RuntimeHandle.generate)
-    generate_many = giving(waited(_all), RuntimeHandle.generate_many)
+    generate_many = gathered(RuntimeHandle.generate_many)
     score = blocking(RuntimeHandle.score)
     warm = blocking(RuntimeHandle.warm)
     conversation = giving(Conversation, RuntimeHandle.conversation)
