@@ -252,7 +252,7 @@ class _Server(SignalScope):
 
 async def _load_now(models: ModelPool) -> None:
     from runtime.loading.model_files import defaults_message
-    from runtime.server.models.served_model import ModelLoadError
+    from runtime.server.errors import ModelLoadError
 
     try:
         async with models.use(models.specs[0].name) as model:

@@ -26,7 +26,10 @@ from protocol.errors import (
     SettingsError,
 )
 from runtime.server.grammars.constraint import ConstraintError
-from runtime.server.models.served_model import ModelLoadError
+
+
+class ModelLoadError(OutriderError):
+    """A model cannot be loaded; the error of the load is the cause."""
 
 
 class ErrorDetail(TypedDict):

@@ -27,7 +27,7 @@ from actors.distributed.rank_group import RankGroup
 from actors.distributed.sharding import Shard
 from protocol.errors import ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, CloseTarget, Hello, Loaded, OpenTarget
-from runtime.cli import generate_command, ranks
+from runtime.cli import command, generate_command
 from runtime.ranks import following, leading, sharded_target
 
 HELLO = Hello(0, 2, {"mlx": "1"})
@@ -171,7 +171,7 @@ def test_a_rank_that_follows_ends_at_the_second_sigterm(monkeypatch):
     monkeypatch.setattr(following, "follow", follow)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        ranks.follow(
+        command.follow(
             argparse.Namespace(command=generate_command.COMMAND),
             SimpleNamespace(use_device=lambda: None, target="owner/name", draft=None, options={"group": None}),
         )

@@ -20,8 +20,9 @@ from protocol.errors import RuntimeBrokenError
 from protocol.open_options import AUTO_TURNS
 from runtime.engine.nursery import BackgroundNursery
 from runtime.loading.model_files import defaults_message
+from runtime.server.errors import ModelLoadError
 from runtime.server.models.loaded_model import LoadedModel, ModelState, OpenModel
-from runtime.server.models.served_model import ModelLoadError, ServedModel
+from runtime.server.models.served_model import ServedModel
 
 
 @attrs.define(eq=False)

@@ -63,10 +63,6 @@ class ServedModel:
     is_pinned: bool = False
 
 
-class ModelLoadError(OutriderError):
-    """A model cannot be loaded; the error of the load is the cause."""
-
-
 class ConfigFileError(SettingsError):
     """Something is wrong in the file of a server's models; the message names file, table and key."""
 
