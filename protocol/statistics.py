@@ -90,7 +90,7 @@ class Statistics(ShownCounts):
         rounds: verify passes that gave the consumer a token.
         n1_rounds: rounds in which the caches could undo nothing (lookahead 1, nothing rewound).
         resting_rounds: rounds that were left to the target alone, because speculating did not pay or the drafter was
-            late.
+            late; with a drafter that reads the target's hidden states, also the first round.
         settling_rounds: rounds that fed committed tokens only, to settle tokens that had to be replayed.
         replayed_tokens: committed tokens that the target processed again after restoring a checkpoint.
         draft_replayed_tokens: committed tokens that the drafter processed again, likewise.
