@@ -63,6 +63,11 @@ class Span:
         return self.kind == "prefill" and self.round is not None
 
     @property
+    def num_read(self) -> int:
+        """Tokens that it has read without logits, if it is of a prompt."""
+        return self.num_tokens - self.begins_text
+
+    @property
     def gives_tokens(self) -> bool:
         """Whether it is a pass of the target that has given tokens."""
         return self.kind in ("verify", "decode") or self.begins_text

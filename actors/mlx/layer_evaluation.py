@@ -51,8 +51,8 @@ Observer = Callable[[Module, Any, Any], None]  # called with a layer, what enter
 _on_layer = contextvars.ContextVar[OnLayer | None]("on_layer", default=None)
 _observer = contextvars.ContextVar[Observer | None]("observer", default=None)
 _hands_on_last = contextvars.ContextVar[bool]("hands_on_last", default=False)
-# What the last layer has returned in this pass: some models run their layers several times.
-_last_results = contextvars.ContextVar[list[Any] | None]("last_results", default=None)
+# Of this pass: whether its last layer has run. Some models run their layers several times.
+_last_has_run = contextvars.ContextVar[bool | None]("last_has_run", default=None)
 
 
 def _pipeline(*, waits_beside_another: bool) -> OnLayer:
@@ -75,7 +75,7 @@ def evaluating(evaluation: LayerEvaluation) -> Iterator[None]:
     on_layer: OnLayer | None = None
     if evaluation is not LayerEvaluation.WHOLE:
         on_layer = _pipeline(waits_beside_another=evaluation is LayerEvaluation.WAITING)
-    with _set(_on_layer, on_layer), _set(_last_results, []):
+    with _set(_on_layer, on_layer), _set(_last_has_run, False):
         yield
 
 
@@ -152,10 +152,12 @@ def _evaluating_class(base: type, evaluates: bool) -> type:
         if not evaluates:
             if _hands_on_last.get():
                 return result[:, -1:]
-            if (results := _last_results.get()) is not None:
-                results.append(result)
-                is_only = len(results) == 1 and isinstance(result, mx.array) and result.ndim == 3
-                type(self).hands_on_rows = is_only  # type: ignore[attr-defined]
+            if (has_run := _last_has_run.get()) is not None:
+                _last_has_run.set(True)
+                is_handed_on = not has_run and isinstance(result, mx.array) and result.ndim == 3
+                if of_layer.hands_on_rows != is_handed_on:  # to set it anew costs Python its cached lookups
+                    of_layer.hands_on_rows = is_handed_on
         return result
 
-    return type("Evaluating" + base.__name__, (base,), {"__call__": call, "hands_on_rows": False})
+    of_layer: Any = type("Evaluating" + base.__name__, (base,), {"__call__": call, "hands_on_rows": False})
+    return of_layer  # type: ignore[no-any-return]

@@ -324,7 +324,7 @@ class Sessions:
                 continue
             counts.target_seconds += seconds
             if event.kind == "prefill":
-                counts.prefilled_tokens += tokens.get(id, event.num_tokens) - event.begins_text
+                counts.prefilled_tokens += tokens.get(id, event.num_read)
                 counts.prefill_seconds += seconds
 
     def fail(self, error: OutriderError) -> None:

@@ -314,7 +314,7 @@ class Display:
         if self._progress is None or self._task is None or not isinstance(event, Span):
             return
         if (event.actor, event.kind) == ("target", "prefill"):
-            self._progress.update(self._task, advance=event.num_tokens - event.begins_text, refresh=True)
+            self._progress.update(self._task, advance=event.num_read, refresh=True)
 
     def show_stopping(self, and_then: str = "; Ctrl-C again quits at once") -> None:
         """Print what a cancellation waits for."""

@@ -53,7 +53,7 @@ async def turn(simulation: Simulation, prompt: list[int], num_tokens: int, **cha
 def num_read(simulation: Simulation, actor: str, session: int) -> int:
     """Tokens of a session's prompt that an actor had to read."""
     spans = simulation.spans(actor, "prefill", session=session)
-    return sum(span.num_tokens - span.begins_text for span in spans)
+    return sum(span.num_read for span in spans)
 
 
 @settings(derandomize=True, deadline=None, max_examples=200)

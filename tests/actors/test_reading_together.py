@@ -51,7 +51,7 @@ async def test_each_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Monk
     ]
     passes = prompt_passes(events)
     assert len(passes) == 2
-    assert sum(each.num_tokens - each.begins_text for each in passes) == sum(len(prompt) - 1 for prompt in prompts)
+    assert sum(each.num_read for each in passes) == sum(len(prompt) - 1 for prompt in prompts)
 
 
 @sweep("name", ["llama", "gemma3_text", "lfm2"])
