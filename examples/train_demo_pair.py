@@ -5,7 +5,7 @@
 
 The corpus is the source of the Python standard library of the running interpreter (PSF licence).
 One file in twenty, chosen by a hash of its path, is held out of all training: tokenizer, target and
-draft. `examples/measure_demo_pair.py` takes its prompts from there.
+draft. `examples/measure_acceptance.py` takes its prompts from there.
 
 There are four stages. Each writes a file, and is skipped if that file exists. The two long ones
 write a checkpoint every `CHECKPOINT_EVERY` steps and resume from it, so a run may be stopped at any

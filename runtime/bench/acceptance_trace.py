@@ -24,11 +24,10 @@ from protocol.settings import NGRAM, Settings
 from runtime.bench import figures
 from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
 from runtime.bench.contenders import Prompts
-from runtime.bench.figures import Report, Row
+from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.loading.model_sources import Source
 from runtime.terminal.display import OutputError
-from runtime.terminal.tables import Table
 
 DEPTH = 8  # tokens that the drafter drafts from a position on
 SHOWN_DEPTHS = ("first", "second", "third", "fourth")
@@ -41,9 +40,8 @@ class TracedText:
     """A greedy text, and what the drafter would say at each position of it.
 
     Attributes:
-        prompt, text: token ids.
-        drafts: for each position of `text`, the drafter's choices from there on, one after the other; at most `DEPTH`,
-            and none where the target did not wait for the drafter.
+        drafts: for each position of `text`, the drafter's choices from there on, at most `DEPTH`; none where the target
+            did not wait for the drafter.
     """
 
     category: str
@@ -62,8 +60,8 @@ def traced(
 ) -> TracedText:
     """The trace of a text whose rounds began at some of its positions with these drafts.
 
-    A round does not begin at a position whose token an earlier one has drafted. There, the drafter's choices are those
-    that it made in that round: a trained drafter, which had fewer hidden states of the target then, might do better.
+    Where the token was drafted by an earlier round, the choices are those of that round: a trained drafter, which had
+    fewer hidden states of the target then, might do better.
     """
     drafts: list[tuple[Drafted, ...]] = [()] * len(text)
     for begin, chain in rounds:
@@ -115,11 +113,9 @@ class AcceptanceTrace(Benchmark):
             raise SettingsError(f"a trace of acceptance is of greedy texts, got temperature={self.temperature:g}")
 
     async def measure(self, target: Source, *drafts: Source, **options: Any) -> dict[str, Any]:
-        """Decode all prompts, and write the file.
+        """Decode all prompts, and write the texts that are finished, also upon a cancellation; see `Benchmark.measure`.
 
-        Raises: as `Benchmark.measure`; SettingsError: the drafter has no model; OutputError: of the file.
-
-        Cancellation: takes effect after the current forward passes; the texts that were finished are written.
+        Raises: SettingsError: the drafter has no model; OutputError: of the file.
         """
         if drafts[0] == NGRAM:
             raise SettingsError("a trace of acceptance needs a drafter with a model; copies follow from the text")
@@ -128,7 +124,7 @@ class AcceptanceTrace(Benchmark):
         finally:
             if self._texts:
                 write_trace(self.file, self._texts)
-                self._num_written = len(self._texts)
+            self._num_written = len(self._texts)
         return self.result()
 
     async def _prepare(
@@ -171,23 +167,18 @@ class AcceptanceTrace(Benchmark):
         return {**self._facts(), "file": str(self.file), "rows": rows}
 
     def report(self, result: Mapping[str, Any]) -> Report:
-        headings = ("", "texts", "tokens", *SHOWN_DEPTHS, "says")
-        rows = [
-            (
-                row["category"],
-                str(row["num_texts"]),
-                str(row["num_tokens"]),
-                *(figures.cell(share, ".2f") for share in row["acceptance"]),
-                figures.cell(row["confidence"], ".2f"),
-            )
-            for row in result["rows"]
-        ]
+        rows = [{**row, **dict(zip(SHOWN_DEPTHS, row["acceptance"], strict=True))} for row in result["rows"]]
+        columns = (
+            *(column("", "category"), column("texts", "num_texts"), column("tokens", "num_tokens")),
+            *(column(depth, depth, ".2f") for depth in SHOWN_DEPTHS),
+            column("says", "confidence", ".2f"),
+        )
         note = (
             f"Wrote {result['file']}. first, second, …: how often the drafter's choice there is the target's, if all "
             "before it were. says: its own mean confidence in the first one."
         )
         sections = [("trace", list(figures.about_models(result, len(self._texts))))]
-        return Report(sections, [("Acceptance", Table(headings, rows))], [note])
+        return Report(sections, [("Acceptance", figures.table(rows, columns))], [note])
 
 
 def _row(kind: str, texts: Sequence[TracedText]) -> Row:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from functools import partial
@@ -33,6 +34,7 @@ from protocol.statistics import Statistics
 from protocol.trace import Event
 from runtime.bench.contenders import (
     COUNTED,
+    PLAIN,
     Contender,
     Length,
     Prompts,
@@ -83,7 +85,7 @@ class LoadedModels:
             missing here drafts by prompt lookup.
         cache_options: of the runtime's caches; mlx-lm's caches follow those about quantisation.
         drafts: the drafters' sources, by name. The first is the drafter without a name.
-        group: the ranks that the target is sharded over, where mlx-lm cannot decode with it; None for one machine.
+        group: the ranks that the target is sharded over; None for one machine.
     """
 
     models: dict[str, AnyModel]
@@ -109,10 +111,15 @@ class LoadedModels:
         return bool(getattr(self.tokenizer, "has_chat_template", False))
 
     def about(self) -> dict[str, Any]:
-        """The names of the models, their dtypes by role (or by the drafter's name, of several), the machine, and the
-        number of ranks.
-        """
-        about = _machine()
+        """The models, their dtypes by role (or by the drafter's name, of several), the machine, and the ranks."""
+        about = {"device": mx.default_device().type.name, **machine()}
+        if (library := blas.blas_in_use()) is not None:
+            about["linear algebra"] = library
+        if blas.shares_cores():
+            num_cores = blas.num_usable_cores()
+            about["BLAS threads"] = (
+                f"{num_cores} for a model that computes alone, shared by models that compute at the same time"
+            )
         if self.group is not None:
             about["ranks"] = f"{self.group.size}, of which this is the first"
         return {
@@ -150,11 +157,7 @@ class LoadedModels:
         prefix_cache_bytes: int,
         make_policy: MakePolicy = policy_by_settings,
     ) -> tuple[Runtime, Events]:
-        """Open a runtime as `runtime.open` does, inside `evaluating_layers`.
-
-        Args:
-            stack: closes the runtime on exit.
-            draft: the drafter's name; "" for the first.
+        """Open a runtime as `runtime.open` does, inside `evaluating_layers`; `stack` closes it.
 
         Returns: the runtime, and its events, which listen to the workers through `self.events` while it works.
         """
@@ -167,18 +170,10 @@ class LoadedModels:
             # fails again in a run, where it is known which contender failed.
             with suppress(JobError):
                 await warm_up(target, drafter, prices)
-        batch = await bounded_batch(*target, max_batch)
-        runtime = await stack.enter_async_context(
-            running(
-                target,
-                drafter or NGRAM,
-                events=events,
-                prices=prices,
-                max_batch=batch,
-                prefix_cache_bytes=prefix_cache_bytes,
-                make_policy=make_policy,
-            )
-        )
+        options: dict[str, Any] = {"prefix_cache_bytes": prefix_cache_bytes, "make_policy": make_policy}
+        options["max_batch"] = await bounded_batch(*target, max_batch)
+        opening = running(target, drafter or NGRAM, events=events, prices=prices, **options)
+        runtime = await stack.enter_async_context(opening)
         if self.group is not None:
             stack.enter_context(ending_all(self.group, runtime._sessions.fail))
         return runtime, events
@@ -213,11 +208,12 @@ class LoadedModels:
 
     # --- decoding -------------------------------------------------------------------------------
 
-    async def run(self, contender: Contender, prompts: Prompts, length: Length, *, with_prompts: bool) -> Run:
+    async def run(self, contender: Contender, prompts: Prompts, length: Length, *, with_prompts: bool = True) -> Run:
         """Decode some prompts. Without `with_prompts` there is one prompt, and reading it does not count.
 
         Raises:
             JobError: mlx-lm raised.
+            ModelError: likewise in plain decoding, with which everything is compared.
             OutriderError: the runtime raised.
 
         Cancellation: takes effect after the current forward passes.
@@ -231,7 +227,12 @@ class LoadedModels:
         texts: list[list[TimedToken]] = [[] for _ in prompts]
         began = time.perf_counter()
         if contender.engine == "mlx-lm":
-            counts = await self._run_mlx_lm(contender, prompts, length, texts)
+            try:
+                counts = await self._run_mlx_lm(contender, prompts, length, texts)
+            except JobError as error:
+                if contender != PLAIN:
+                    raise
+                raise ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}") from error.__cause__
         else:
             self.record_for(self.drafter(contender.draft))
             with self.evaluating_layers():
@@ -293,15 +294,13 @@ class LoadedModels:
             return {}
         draft = self.drafter(contender.draft)
         module = None if num_draft_tokens == 0 or draft is None else draft[0].module
-        counts = dict.fromkeys(("rounds", "accepted", "rejected"), 0)
+        counts: Counter[str] = Counter(rounds=0, accepted=0, rejected=0)
         for prompt, text in zip(prompts, texts, strict=True):
             options = target, module, prompt, num_draft_tokens, length, self.cache_options
             text += await take_until_cancelled(worker, partial(mlx_lm_steps, *options))
             flags = [token.from_draft for token in text]
             rounds, proposed = count_rounds(flags, num_draft_tokens, length.max_tokens)
-            counts["rounds"] += rounds
-            counts["accepted"] += sum(flags)
-            counts["rejected"] += proposed - sum(flags)
+            counts.update(rounds=rounds, accepted=sum(flags), rejected=proposed - sum(flags))
         return counts
 
 
@@ -325,14 +324,10 @@ async def load_models(
     group: RankGroup | None = None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModels:
-    """Load a target and its drafters onto threads of their own, which end with `stack`.
+    """Load a target and its drafters onto threads of their own, which end with `stack`; see `Benchmark.measure`.
 
     Args:
         drafts: by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing; "auto" must find one.
-        dtype: the models are cast to it; None leaves them as they are.
-        group: the ranks that the target is sharded over; None for one machine.
-
-    Raises: SettingsError, ModelError, VocabularyMismatchError, RankError.
     """
     options = options or CacheOptions()
     target = check_source("target", target)
@@ -383,14 +378,3 @@ async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:
         mx.eval(model.module)
 
     await worker.run(Job("load", cast))
-
-
-def _machine() -> dict[str, str]:
-    found = {"device": mx.default_device().type.name, **machine()}
-    if (library := blas.blas_in_use()) is not None:
-        found["linear algebra"] = library
-    if blas.shares_cores():
-        found["BLAS threads"] = (
-            f"{blas.num_usable_cores()} for a model that computes alone, shared by models that compute at the same time"
-        )
-    return found

@@ -15,13 +15,12 @@ from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, plain_text, without_repeats
-from runtime.bench.contenders import BATCHED, Contender, Kind, Length, Lookahead, Prompts
-from runtime.bench.figures import Report, Row
+from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.contenders import BATCHED, PLAIN, Contender, Kind, Length, Lookahead, Prompts
+from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
-from runtime.terminal.tables import Table
 
 MAX_STREAMS = 256
 
@@ -72,7 +71,7 @@ class ManyStreams(Benchmark):
         prompts = prompts[: max(self.streams)]
         for number, prompt in enumerate(prompts, start=1):
             on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
-            alone.append(await plain_text(models, prompt, length))
+            alone += (await models.run(PLAIN, [prompt], length)).texts
 
         def case(streams: int) -> Case:
             name = "1 stream" if streams == 1 else f"{streams} streams"
@@ -105,26 +104,9 @@ class ManyStreams(Benchmark):
         }
 
     def report(self, result: Mapping[str, Any]) -> Report:
-        headings = (
-            *("streams", "", "tokens/s", "× one\nby one", "× in\nturns", "×\nbatched"),
-            *("streams\na pass", "first\ntoken", "same"),
-        )
-        rows = [
-            (
-                str(row["streams"]),
-                _way(row),
-                figures.spread_cell(row),
-                figures.cell(row["vs_one_after_another"], ".2f"),
-                figures.cell(row["vs_in_turns"], ".2f"),
-                figures.cell(row["vs_batched"], ".2f"),
-                figures.cell(row["rows_per_pass"], ".2f"),
-                "–" if row["first_token"] is None else f"{row['first_token'] * 1e3:.0f} ms",
-                figures.same_cell(row),
-            )
-            for row in result["rows"]
-        ]
+        tables = [("Figures", figures.table(result["rows"], _FIGURES, num_labels=2))]
         sections = [("bench", list(figures.about_models(result, "each")))]
-        return Report(sections, [("Figures", Table(headings, rows, 2))], [_NOTE, *figures.failures(result)])
+        return Report(sections, tables, [_NOTE, *figures.failures(result)])
 
 
 def _way(row: Row) -> str:
@@ -133,6 +115,17 @@ def _way(row: Row) -> str:
     return OUR_KINDS[row["kind"]] + ("" if row["lookahead"] == "auto" else f", lookahead {row['lookahead']}")
 
 
+_FIGURES = (
+    column("streams", "streams"),
+    ("", _way),
+    ("tokens/s", figures.spread_cell),
+    column("× one\nby one", "vs_one_after_another", ".2f"),
+    column("× in\nturns", "vs_in_turns", ".2f"),
+    column("×\nbatched", "vs_batched", ".2f"),
+    column("streams\na pass", "rows_per_pass", ".2f"),
+    ("first\ntoken", lambda row: "–" if row["first_token"] is None else f"{row['first_token'] * 1e3:.0f} ms"),
+    ("same", figures.same_cell),
+)
 _NOTE = (
     "Speeds are tokens of all streams per second, from the call to the last token, prompts included: medians over "
     "repeats, with the slowest and the fastest. × one by one: over the same streams one after another on the same "
