@@ -117,8 +117,12 @@ class Chat:
                 line = self._typed()
                 if line is None:
                     return
+                is_command = line.startswith("/") and "\n" not in line
                 with self._signals.stopping(), warnings_at_the_end():
-                    await self._take_turn(line)
+                    if is_command and not line.startswith("//"):
+                        await self._run_command(line)
+                    else:
+                        await self.answer(line[1:] if is_command else line)
             except (RuntimeBrokenError, RuntimeClosedError, OutputError):
                 raise
             except OutriderError as error:
@@ -146,13 +150,6 @@ class Chat:
                 print_stderr("")
                 print_message(HOW_TO_LEAVE)
                 was_interrupted = True
-
-    async def _take_turn(self, line: str) -> None:
-        is_command = line.startswith("/") and "\n" not in line
-        if is_command and not line.startswith("//"):
-            await self._run_command(line)
-        else:
-            await self.answer(line[1:] if is_command else line)
 
     async def answer(self, text: str) -> None:
         """Say a text to the model, and show its answer."""

@@ -38,21 +38,13 @@ _AS_ALWAYS = {"n": 1, "response_format": {"type": "text"}}
 
 @attrs.frozen
 class Question:
-    """A line of a file of prompts.
+    """A line of a file of prompts."""
 
-    Attributes:
-        label: {"id": …} or {"custom_id": …}, with the line's number if it has no id.
-        prompt: text, token ids, or chat messages; None if there is a fault.
-        is_raw: whether a text is continued without the chat template.
-        settings: settings and arguments about tools, by name; not checked.
-        fault: what is wrong with the line, if anything is.
-    """
-
-    label: Mapping[str, Any]
-    prompt: Any = None
-    is_raw: bool = False
-    settings: Mapping[str, Any] = attrs.field(factory=dict)
-    fault: str | None = None
+    label: Mapping[str, Any]  # {"id": …} or {"custom_id": …}, with the line's number if it has no id
+    prompt: Any = None  # text, token ids, or chat messages; None if there is a fault
+    is_raw: bool = False  # whether a text is continued without the chat template
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  # and arguments about tools, by name; not checked
+    fault: str | None = None  # what is wrong with the line, if anything is
 
     @property
     def key(self) -> str:
@@ -136,14 +128,11 @@ class AnswerFile:
     """A file of answers, to which lines are added.
 
     A process that is killed can leave half a line at the end. It is removed, and its prompt is answered again.
-
-    Attributes:
-        answered: the keys of the questions that have an answer, or an error, in the file.
     """
 
     _path: Path
     _fd: int
-    answered: set[str]
+    answered: set[str]  # the keys of the questions that have an answer, or an error
 
     @classmethod
     def open(cls, path: Path, prompts: Path) -> AnswerFile:
