@@ -87,7 +87,7 @@ def greedy_texts(subject: Subject) -> Iterable[str]:
 
     for lookahead, texts in trio.run(generate).items():
         for number, (text, should) in enumerate(zip(texts, expected, strict=True), start=1):
-            if (place := first_difference(text, should)) is not None:
+            if (place := _first_difference(text, should)) is not None:
                 yield f"with lookahead {lookahead}, text {number} differs from mlx-lm's at token {place}"
 
 
@@ -132,20 +132,15 @@ def first_tokens(_: Subject) -> Iterable[str]:
 
 
 def chi_square_deviation(counts: Counter[int], law: Sequence[float]) -> float:
-    """How many standard deviations the chi-square statistic of drawn tokens lies above its mean. Tokens that are
-    expected fewer than five times are counted together.
-    """
-    num_drawn = counts.total()
-    expected, found = [0.0], [0]
-    for token, share in enumerate(law):
-        if share * num_drawn >= 5:
-            expected.append(share * num_drawn)
-            found.append(counts[token])
-        else:
-            expected[0] += share * num_drawn
-            found[0] += counts[token]
-    bins = [(a, b) for a, b in zip(found, expected, strict=True) if a or b]
-    statistic = sum((a - b) ** 2 / max(b, 1e-9) for a, b in bins)
+    """How many standard deviations the chi-square statistic of drawn tokens lies above its mean."""
+    bins = [(counts[token], share * counts.total()) for token, share in enumerate(law)]
+    # Tokens that are expected fewer than five times are counted together.
+    rare = [each for each in bins if each[1] < 5]
+    bins = [each for each in bins if each[1] >= 5]
+    if rare:
+        found, expected = map(sum, zip(*rare, strict=True))
+        bins += [(found, expected)] if found or expected else []
+    statistic = sum((found - expected) ** 2 / max(expected, 1e-9) for found, expected in bins)
     freedom = max(1, len(bins) - 1)
     return float((statistic - freedom) / (2 * freedom) ** 0.5)
 
@@ -162,7 +157,7 @@ def rewinds(_: Subject) -> Iterable[str]:
 
         try:
             expected = _plain_text(target, prompt, 24)
-            if (place := first_difference(trio.run(generate), expected)) is not None:
+            if (place := _first_difference(trio.run(generate), expected)) is not None:
                 yield f"a text of {family} differs from mlx-lm's at token {place}"
         except (RuntimeError, ValueError, OutriderError) as error:  # MLX raises the first two
             yield f"{family} failed with {type(error).__name__}: {error}"
@@ -201,7 +196,7 @@ def _compare_shared(
     alone, _ = trio.run(generate, 1)
     together, rows_per_pass = trio.run(generate, len(prompts))
     for number, (text, other) in enumerate(zip(alone, together, strict=True), start=1):
-        if (place := first_difference(other, _ids(text))) is not None:
+        if (place := _first_difference(other, _ids(text))) is not None:
             yield f"text {number} of {named} differs from what it is alone at token {place}"
     if must_share and rows_per_pass <= 1:
         yield f"no two texts of {named} shared a pass"
@@ -234,10 +229,7 @@ CHECKS: dict[str, Callable[[Subject], Iterable[str]]] = {
 def run_checks(
     target: Source, draft: Source | None, on_progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[str]]:
-    """Run all checks on a model or a pair. Returns: by check, what is wrong; nothing where all is right.
-
-    Raises: ModelError: the target cannot be loaded, or is too large in float32.
-    """
+    """Run all checks on a model or a pair; see `load_subject`. Returns: by check, what is wrong, if anything is."""
     subject = load_subject(target, draft)
     found = {}
     for number, (name, check) in enumerate(CHECKS.items(), start=1):
@@ -249,7 +241,7 @@ def run_checks(
     return found
 
 
-def first_difference(completion: Completion, expected: Sequence[int]) -> int | None:
+def _first_difference(completion: Completion, expected: Sequence[int]) -> int | None:
     """The index of the first token that differs from the expected text's; None if none does.
 
     A text may end early with an end-of-text token, after which plain decoding goes on.

@@ -1,7 +1,6 @@
 """The timeline page: one HTML file that shows a trace.
 
-This module computes the page's data; `timeline.html` draws them. The page loads nothing from any network, and text of
-prompts and models cannot become HTML.
+This module computes the page's data; `timeline.html` draws them. The page loads nothing from any network.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import trio
 
 from protocol.trace import Event, Instant, Span
-from runtime.tracing.drafter_states import periods_away
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -36,20 +35,27 @@ _ORIGINS = {"model": "accepted", "copy": "copied", "grammar": "forced"}
 # Tokens that are decoded between two checkpoints: about a millisecond.
 TOKENS_PER_CHECKPOINT = 32
 
+DrafterState = Literal["drafting", "resting", "overdue", "left"]
+
+# The state of a session's drafter after an instant of each kind; other kinds change nothing. A drafter that was overdue
+# with the prompt is back with its first proposal.
+DRAFTER_STATES: dict[str, DrafterState] = {
+    "proposal": "drafting",
+    "rejoin": "drafting",
+    "rest": "resting",
+    "overdue": "overdue",
+    "withdraw": "left",
+}
+
 
 @attrs.define
 class Texts:
-    """The decoded texts of a trace's tokens.
+    """The decoded texts of a trace's tokens."""
 
-    Attributes:
-        committed: by session, one piece of text for each committed token, possibly empty; together they are the
-            generated text.
-        alone: text of a token decoded by itself, by id.
-    """
-
-    prompts: dict[int, str] = attrs.field(factory=dict)
+    prompts: dict[int, str] = attrs.field(factory=dict)  # by session
+    # By session, a piece of the generated text for each committed token, possibly empty.
     committed: dict[int, list[str]] = attrs.field(factory=dict)
-    alone: dict[int, str] = attrs.field(factory=dict)
+    alone: dict[int, str] = attrs.field(factory=dict)  # text of a token decoded by itself, by id
 
 
 async def texts_of(events: Sequence[Event], tokenizer: TokenizerWrapper | None) -> Texts:
@@ -108,12 +114,9 @@ def render(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> str:
     """The page as HTML. `events` are in the order in which they came; `num_lost` more were not recorded."""
     page = resources.files("runtime.tracing").joinpath("timeline.html").read_text(encoding="utf-8")
     before, _, after = page.partition(DATA_PLACEHOLDER)
-    return before + _escaped(json.dumps(data_of(events, texts, num_lost=num_lost), separators=(",", ":"))) + after
-
-
-def _escaped(text: str) -> str:
-    """The same JSON with HTML's special characters escaped."""
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    data = json.dumps(data_of(events, texts, num_lost=num_lost), separators=(",", ":"))
+    # Text of prompts and models cannot become HTML.
+    return before + data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e") + after
 
 
 def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict[str, Any]:
@@ -186,9 +189,7 @@ class _Overlap:
         self._ends = [span.ended for span in others]
 
     def fraction(self, span: Span) -> float:
-        if span.ended <= span.began:
-            return 1.0
-        return self.seconds(span) / (span.ended - span.began)
+        return 1.0 if span.ended <= span.began else self.seconds(span) / (span.ended - span.began)
 
     def seconds(self, span: Span) -> float:
         overlap_s = 0.0
@@ -219,12 +220,26 @@ def _session(
         "began": us(opened.at),
         "ended": us(last_s),
         "end": finish_reason or ("cancel" if "cancel" in kinds else None),
-        "away": [[us(began), us(ended), state] for began, ended, state in periods_away(instants, last_s)]
+        "away": [[us(began), us(ended), state] for began, ended, state in _periods_away(instants, last_s)]
         if has_drafter
         else [[us(opened.at), us(last_s), "none"]],
         "rounds": _rounds(session, spans, instants, texts, us),
         "summary": _summary(session, opened, spans, instants, commits, target_work),
     }
+
+
+def _periods_away(instants: Sequence[Instant], ended: float) -> list[tuple[float, float, DrafterState]]:
+    """The periods in which the drafter left a session to the target: begin, end, and the drafter's state."""
+    changes: list[tuple[float, DrafterState | None]] = []
+    for instant in instants:
+        state = DRAFTER_STATES.get(instant.kind)
+        if state is not None and (not changes or state != changes[-1][1]):
+            changes.append((instant.at, state))
+    return [
+        (began, end, state)
+        for (began, state), (end, _) in pairwise([*changes, (ended, None)])
+        if state is not None and state != "drafting"
+    ]
 
 
 def _rounds(
