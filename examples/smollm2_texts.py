@@ -6,8 +6,8 @@
     python examples/smollm2_texts.py texts prompts.jsonl answers.jsonl > texts.jsonl
     outrider distill --target smollm2 --data texts.jsonl --init runtime/smollm2_drafter --out drafter
 
-Prompts are of five kinds, from `smollm2_prompts.json`, and functions and passages of the installed Python packages. Half
-of them are answered greedily, the others at temperatures 0.7 and 1. Without `--init`, a new drafter is trained.
+Prompts are of five kinds, from `smollm2_prompts.json`, and functions and passages of the installed Python packages.
+Half of them are answered greedily, the others at temperatures 0.7 and 1. Without `--init`, a new drafter is trained.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from protocol.errors import SettingsError
 from protocol.lookahead_policy import ChainPolicy, PolicyView
 from protocol.lookahead_tree import Guess, Node
 from protocol.prices import Prices
-from protocol.reprs import shown_path
 from protocol.settings import NGRAM, Settings
 from runtime.bench import figures
 from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
@@ -27,7 +26,7 @@ from runtime.bench.contenders import Prompts
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.loading.model_sources import Source
-from runtime.terminal.display import OutputError
+from runtime.terminal.display import write_file
 
 DEPTH = 8  # tokens that the drafter drafts from a position on
 SHOWN_DEPTHS = ("first", "second", "third", "fourth")
@@ -74,11 +73,7 @@ def traced(
 
 def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
     """Write one JSON object a line. Raises: OutputError: the file cannot be written."""
-    lines = [json.dumps(attrs.asdict(text), separators=(",", ":")) + "\n" for text in texts]
-    try:
-        path.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
+    write_file(path, "".join(json.dumps(attrs.asdict(text), separators=(",", ":")) + "\n" for text in texts))
 
 
 @attrs.frozen

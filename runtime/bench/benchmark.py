@@ -17,7 +17,7 @@ from protocol.errors import PromptError, SettingsError
 from protocol.open_options import OpenOptions
 from protocol.reprs import shown
 from protocol.settings import settings_from
-from protocol.validation import check_integer, must_be, validator
+from protocol.validation import check_integer, check_integers, must_be, validator
 from runtime.bench import figures
 from runtime.bench.contenders import Contender, Length, Prompts, Run
 from runtime.bench.figures import Report, Row
@@ -39,6 +39,12 @@ Progress = Callable[[str], None]
 def without_repeats(values: Iterable[Any]) -> tuple[Any, ...]:
     """The values in order, each once."""
     return tuple(dict.fromkeys(values))
+
+
+def integers(default: tuple[Any, ...], lowest: int, highest: int, *, or_auto: bool = False) -> Any:
+    """A field for whole numbers in a range, each once."""
+    checked = validator(check_integers, lowest, highest, or_auto=or_auto)
+    return attrs.field(default=default, converter=without_repeats, validator=checked)
 
 
 @attrs.frozen
@@ -233,7 +239,6 @@ class Benchmark(ABC):
         return self.result()
 
     def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
-        """The contenders, once the models are loaded."""
         return self.contenders
 
     async def _take_turns(self, models: LoadedModels, warm_up: Sequence[Case], on_progress: Progress) -> None:

@@ -318,18 +318,17 @@ async def load_models(
     stack: AsyncExitStack,
     target: Source,
     drafts: Mapping[str, Source],
-    options: CacheOptions | None = None,
+    options: CacheOptions,
     *,
-    dtype: str | None = None,
-    group: RankGroup | None = None,
-    on_progress: Callable[[str], None] = lambda _: None,
+    dtype: str | None,
+    group: RankGroup | None,
+    on_progress: Callable[[str], None],
 ) -> LoadedModels:
     """Load a target and its drafters onto threads of their own, which end with `stack`; see `Benchmark.measure`.
 
     Args:
         drafts: by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing; "auto" must find one.
     """
-    options = options or CacheOptions()
     target = check_source("target", target)
     sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
     if dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):

@@ -7,15 +7,15 @@ Compare only ratios within one such benchmark.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle, islice
 from typing import Any
 
 import attrs
 
 from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
-from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.benchmark import Benchmark, Case, Progress, integers
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, Kind, Length, Lookahead, Prompts
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
@@ -45,14 +45,8 @@ class ManyStreams(Benchmark):
     """
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=STREAM_PROMPTS, converter=bench_prompts)
-    streams: tuple[int, ...] = attrs.field(
-        default=(1, 2, 4, 8, 16), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
-    )
-    lookaheads: tuple[Lookahead, ...] = attrs.field(
-        default=("auto",),
-        converter=without_repeats,
-        validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
-    )
+    streams: tuple[int, ...] = integers((1, 2, 4, 8, 16), 1, MAX_STREAMS)
+    lookaheads: tuple[Lookahead, ...] = integers(("auto",), 0, MAX_LOOKAHEAD, or_auto=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -75,8 +69,8 @@ class ManyStreams(Benchmark):
 
         def case(streams: int) -> Case:
             name = "1 stream" if streams == 1 else f"{streams} streams"
-            which = [n % len(prompts) for n in range(streams)]
-            return Case(name, self.contenders, [prompts[n] for n in which], length, [alone[n] for n in which])
+            asked, expected = (list(islice(cycle(each), streams)) for each in (prompts, alone))
+            return Case(name, self.contenders, asked, length, expected)
 
         return [case(min(2, max(self.streams)))], list(map(case, self.streams))
 

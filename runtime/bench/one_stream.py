@@ -14,9 +14,8 @@ import attrs
 from actors.mlx.model import MLXModel
 from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.settings import MAX_LOOKAHEAD
-from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.benchmark import Benchmark, Case, Progress, integers, without_repeats
 from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Length, Lookahead, Prompts
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
@@ -37,14 +36,8 @@ class OneStream(Benchmark):
 
     with_prompts = False
     prefix_cache_bytes = PREFIX_CACHE_BYTES
-    num_draft_tokens: tuple[int, ...] = attrs.field(
-        default=tuple(range(1, 9)), converter=without_repeats, validator=validator(check_integers, 1, MAX_LOOKAHEAD)
-    )
-    lookaheads: tuple[Lookahead, ...] = attrs.field(
-        default=(0, 1, 2, 3, 4, 6, 8, "auto"),
-        converter=without_repeats,
-        validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
-    )
+    num_draft_tokens: tuple[int, ...] = integers(tuple(range(1, 9)), 1, MAX_LOOKAHEAD)
+    lookaheads: tuple[Lookahead, ...] = integers((0, 1, 2, 3, 4, 6, 8, "auto"), 0, MAX_LOOKAHEAD, or_auto=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

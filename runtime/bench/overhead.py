@@ -11,9 +11,8 @@ from typing import Any
 
 import attrs
 
-from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.benchmark import Benchmark, Case, Progress, integers
 from runtime.bench.contenders import BATCHED, Contender, Length, Prompts, Run
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
@@ -47,9 +46,7 @@ class Overhead(Benchmark):
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=PROMPTS, converter=bench_prompts, init=False)
     max_tokens: int = attrs.field(default=128, validator=attrs.fields(Benchmark).max_tokens.validator)
-    streams: tuple[int, ...] = attrs.field(
-        default=(1, 4, 16, 64), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
-    )
+    streams: tuple[int, ...] = integers((1, 4, 16, 64), 1, MAX_STREAMS)
     contenders: Sequence[Contender] = attrs.field(init=False, default=CONTENDERS)
 
     async def measure(self, *_: Source, on_progress: Progress = lambda _: None, **__: object) -> dict[str, Any]:

@@ -267,13 +267,10 @@ def _print(report: Report) -> None:
     with printing() as console:
         show_sections(console, report.sections)
         for title, table in report.tables:
-            console.print()
-            if len(report.tables) > 1:
-                console.print(title, style="bold")
+            console.print(f"\n{title}" if len(report.tables) > 1 else "", style="bold")
             show_table(console, table)
         for note in report.notes:
-            console.print()
-            console.print(note, markup=False)
+            console.print(f"\n{note}", markup=False)
 
 
 COMMAND = Command(

@@ -142,12 +142,7 @@ class Output:
 
     def write_now(self, text: str) -> None:
         """Write a text, and block until it is written."""
-        data = text.encode(self._encoding, "replace")
-        try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:
-            raise OutputError(f"cannot write to stdout: {error.strerror}") from error
+        write_all(self._fd, text.encode(self._encoding, "replace"), "stdout")
 
     def end_line(self) -> None:
         """End an open line, if stdout is a terminal, or goes where stderr goes, which would continue the line."""
@@ -162,6 +157,23 @@ class Output:
         if self._is_in_line or rest:
             self.write_now(rest + "\n")
             self._is_in_line = False
+
+
+def write_all(fd: int, data: bytes, named: str) -> None:
+    """Write without buffers. Raises: OutputError."""
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError as error:
+        raise OutputError(f"cannot write to {named}: {error.strerror}") from error
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a whole file. Raises: OutputError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
 
 
 def check_place(name: str, path: Path) -> Path:

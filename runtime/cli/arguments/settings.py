@@ -157,17 +157,17 @@ def defaults_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: given for name, given in vars(arguments).items() if name in _DEFAULTS}
 
 
-def check_template_flags(arguments: argparse.Namespace, tokenizer: Any) -> None:
-    """Raises: PromptError: a flag was given that needs a chat template, and the target's tokenizer has none."""
-    if tokenizer is not None and tokenizer.has_chat_template:
-        return
-    for name in ("chat", "system", "prefill_response"):
-        if getattr(arguments, name, None) not in (None, False):
-            raise PromptError(f"{flag(name)} needs a chat template, and the target's tokenizer has none; leave it out")
+def completed(settings: dict[str, Any], arguments: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """The settings, once the target is loaded. Unless they say what XTC spares, it is what it is in mlx-lm's commands:
+    line breaks and ends of text.
 
-
-def with_tokens_of(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings. Unless they say what XTC spares, it is as in mlx-lm's commands: line breaks and ends of text."""
+    Raises: PromptError: a flag was given that needs a chat template, and the target's tokenizer has none.
+    """
+    if tokenizer is None or not tokenizer.has_chat_template:
+        for name in ("chat", "system", "prefill_response"):
+            if getattr(arguments, name, None) not in (None, False):
+                needs = f"{flag(name)} needs a chat template, and the target's tokenizer has none"
+                raise PromptError(f"{needs}; leave it out")
     if not settings.get("xtc_probability") or "xtc_special_tokens" in settings or tokenizer is None:
         return settings
     return {**settings, "xtc_special_tokens": (*tokenizer.encode("\n"), *sorted(tokenizer.eos_token_ids))}
