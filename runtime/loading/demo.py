@@ -1,4 +1,4 @@
-"""The bundled demo pair, made by `examples/train_demo_pair.py`, a drafter trained for its target by `outrider distill`,
+"""The bundled demo pair, whose README says how it was made, a drafter trained for its target by `outrider distill`,
 and prompts for them.
 """
 
