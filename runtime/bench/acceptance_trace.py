@@ -21,7 +21,7 @@ from protocol.lookahead_tree import Guess, Node
 from protocol.prices import Prices
 from protocol.settings import NGRAM, Settings
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.benchmark import Benchmark, Cases, Progress, without_repeats
 from runtime.bench.contenders import Prompts
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
@@ -122,9 +122,7 @@ class AcceptanceTrace(Benchmark):
             self._num_written = len(self._texts)
         return self.result()
 
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
         """Do everything: there is nothing to measure afterwards."""
         rounds = list[tuple[int, list[Drafted]]]()
 

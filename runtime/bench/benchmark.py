@@ -58,6 +58,9 @@ class Case:
     expected: Sequence[tuple[int, ...]] | None = None
 
 
+Cases = tuple[list[Case], list[Case]]  # those that warm up, and those that are measured
+
+
 @attrs.define(kw_only=True, eq=False)
 class Benchmark(ABC):
     """A benchmark: what to measure, and what it has measured so far; `result` may be called at any time.
@@ -114,10 +117,8 @@ class Benchmark(ABC):
     # --- what each benchmark decides --------------------------------------------------------------
 
     @abstractmethod
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
-        """The cases that warm up, and those that are measured. `prompts` are the first turns."""
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
+        """The cases. `prompts` are the first turns."""
 
     @abstractmethod
     def result(self) -> dict[str, Any]:

@@ -32,20 +32,8 @@ from protocol.prices import Prices
 from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.statistics import Statistics
 from protocol.trace import Event
-from runtime.bench.contenders import (
-    COUNTED,
-    PLAIN,
-    Contender,
-    Length,
-    Prompts,
-    Run,
-    TimedToken,
-    batched_steps,
-    count_rounds,
-    mlx_lm_steps,
-    run_of,
-    take_until_cancelled,
-)
+from runtime.bench import contenders
+from runtime.bench.contenders import PLAIN, Contender, Length, Prompts, Run, TimedToken
 from runtime.engine.events import Events
 from runtime.engine.opening import bounded_batch, running
 from runtime.engine.runtime import Runtime
@@ -237,7 +225,7 @@ class LoadedModels:
             self.record_for(self.drafter(contender.draft))
             with self.evaluating_layers():
                 counts = await self._run_outrider(contender, prompts, length, texts)
-        return run_of(texts, began, counts, with_prompts=with_prompts)
+        return contenders.run_of(texts, began, counts, with_prompts=with_prompts)
 
     # --- this runtime -----------------------------------------------------------------------------
 
@@ -267,7 +255,7 @@ class LoadedModels:
                     nursery.start_soon(read_one, *each)
             statistics += [each.unwrap() for each in done]
         await self._wait_until_idle()
-        return {name: sum(getattr(each, name) for each in statistics) for name in COUNTED}
+        return {name: sum(getattr(each, name) for each in statistics) for name in contenders.COUNTED}
 
     async def _wait_until_idle(self) -> None:
         """Wait until no model works: a drafter may still run a step that nobody needs."""
@@ -288,7 +276,9 @@ class LoadedModels:
         target, worker = self.target.module, self.workers[TARGET]
         if contender.kind == "batched":
             owners: list[int] = []
-            taken = await take_until_cancelled(worker, partial(batched_steps, target, prompts, length, owners))
+            taken = await contenders.take_until_cancelled(
+                worker, partial(contenders.batched_steps, target, prompts, length, owners)
+            )
             for owner, token in zip(owners, taken, strict=True):
                 texts[owner].append(token)
             return {}
@@ -297,9 +287,9 @@ class LoadedModels:
         counts: Counter[str] = Counter(rounds=0, accepted=0, rejected=0)
         for prompt, text in zip(prompts, texts, strict=True):
             options = target, module, prompt, num_draft_tokens, length, self.cache_options
-            text += await take_until_cancelled(worker, partial(mlx_lm_steps, *options))
+            text += await contenders.take_until_cancelled(worker, partial(contenders.mlx_lm_steps, *options))
             flags = [token.from_draft for token in text]
-            rounds, proposed = count_rounds(flags, num_draft_tokens, length.max_tokens)
+            rounds, proposed = contenders.count_rounds(flags, num_draft_tokens, length.max_tokens)
             counts.update(rounds=rounds, accepted=sum(flags), rejected=proposed - sum(flags))
         return counts
 

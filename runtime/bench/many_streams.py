@@ -15,7 +15,7 @@ import attrs
 from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, integers
+from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers
 from runtime.bench.contenders import BATCHED, PLAIN, Contender, Kind, Length, Lookahead, Prompts
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
@@ -57,9 +57,7 @@ class ManyStreams(Benchmark):
         # For each lookahead, the baselines of "at once" come first.
         self.contenders = [*(streams_contender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED]
 
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
         """A case for each number of streams, whose texts should be those of mlx-lm's plain decoding."""
         length, alone = Length(self.max_tokens, self.temperature), list[tuple[int, ...]]()
         prompts = prompts[: max(self.streams)]

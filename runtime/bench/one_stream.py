@@ -15,7 +15,7 @@ from actors.mlx.model import MLXModel
 from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.settings import MAX_LOOKAHEAD
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, integers, without_repeats
+from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers, without_repeats
 from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Length, Lookahead, Prompts
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
@@ -62,9 +62,7 @@ class OneStream(Benchmark):
         of_mlx_lm = [name for name in names if isinstance(models.models.get(name or ONLY_DRAFT), MLXModel)]
         return self.contenders_of(names, of_mlx_lm, is_on_ranks=models.group is not None)
 
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
         """A case for each turn. The answers before it are those of plain decoding, for all contenders."""
         cases, num_turns = list[Case](), len(self._kinds)
         ends = frozenset(getattr(models.tokenizer, "eos_token_ids", ()))

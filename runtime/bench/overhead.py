@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, integers
+from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers
 from runtime.bench.contenders import BATCHED, Contender, Length, Prompts, Run
 from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
@@ -56,9 +56,7 @@ class Overhead(Benchmark):
         target, draft = ((small_model("llama", seed, **shape), None) for seed in range(2))
         return await super().measure(target, draft, on_progress=on_progress)
 
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
         length = Length(self.max_tokens)
         cases = [Case(f"{n} at once", contenders_of(n), prompts[:n], length) for n in self.streams]
         return cases, cases

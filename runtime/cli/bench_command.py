@@ -193,10 +193,10 @@ def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple
         raise must_be("--shape", f"one of {', '.join(SHAPES)}", arguments.shape)
     if (drafter := arguments.draft_shape or DRAFTERS[0]) not in DRAFTERS:
         raise must_be("--draft-shape", f"one of {', '.join(DRAFTERS)}", drafter)
-    specs = [model if isinstance(model, ModelSpec) else ModelSpec("") for model in (models.target, models.draft)]
-    if not all(attrs.evolve(spec, quantize=None).is_plain for spec in specs):
+    specs = [model if isinstance(model, ModelSpec) else None for model in (models.target, models.draft)]
+    if not all(spec is None or attrs.evolve(spec, quantize=None).is_plain for spec in specs):
         raise SettingsError("of the flags that load models, --shape takes --quantize and --draft-quantize only")
-    quantizations = [spec.quantization for spec in specs]
+    quantizations = [None if spec is None else spec.quantization for spec in specs]
     acceptance = ACCEPTANCE if arguments.acceptance is None else arguments.acceptance
     check_number("--acceptance", acceptance, 0, 1)
     if (dtype := getattr(arguments, "dtype", None) or "bfloat16") not in DTYPES:

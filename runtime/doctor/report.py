@@ -29,22 +29,12 @@ from protocol.trace import Actor
 from runtime.doctor.agreement import BEGINNINGS, agreement_rows
 from runtime.doctor.conclusion import Findings, conclude, width_cost
 from runtime.engine.memory import MemoryBudget, weights_of
+from runtime.loading import model_sources
 from runtime.loading.blas import blas_in_use
 from runtime.loading.device import default_memory_limit, processor_name
 from runtime.loading.drafters import suggest_draft
 from runtime.loading.model_files import name_of
-from runtime.loading.model_sources import (
-    Loaded,
-    LoadedDraft,
-    Source,
-    caches_of,
-    check_draft_source,
-    check_source,
-    folder_of_trained_drafter,
-    load_auto_onto,
-    load_draft_onto,
-    load_onto,
-)
+from runtime.loading.model_sources import Loaded, LoadedDraft, Source
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.vocabularies import vocabulary_map
 from runtime.measuring.pass_times import CONTEXT_TOKENS, REPEATS, WIDTHS, PassTime, medians, time_passes
@@ -144,15 +134,15 @@ async def examine(
         async def load_draft(stack: AsyncExitStack, source: Source) -> _DraftHere:
             worker = await stack.enter_async_context(ThreadWorker("draft"))
             on_progress("loading the draft")
-            if str(source) != MTP and await folder_of_trained_drafter(worker, source) is None:
-                return worker, source, await load_onto(worker, "draft", source, options)
-            drafter = await load_draft_onto(worker, source, options, loaded)
+            if str(source) != MTP and await model_sources.folder_of_trained_drafter(worker, source) is None:
+                return worker, source, await model_sources.load_onto(worker, "draft", source, options)
+            drafter = await model_sources.load_draft_onto(worker, source, options, loaded)
             loaded.model.record_features(None)  # the target is timed as it is
             return worker, source, drafter
 
         draft_here: _DraftHere | None = None
         if (source := sources.get("draft")) == AUTO_DRAFT:
-            draft_here = await load_auto_onto(stack, loaded, load_draft)
+            draft_here = await model_sources.load_auto_onto(stack, loaded, load_draft)
         elif source is not None:
             draft_here = await load_draft(stack, source)
         # First what does not depend on the machine's speed, or on how busy it is.
@@ -202,10 +192,10 @@ def check_examined(
     target: Source, draft: Source | None = None, *, group: RankGroup | None = None, **cache_options: Any
 ) -> tuple[dict[Actor, Source], CacheOptions]:
     """The models to load and the options of their caches, from arguments of `examine`, checked as far as possible."""
-    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    sources: dict[Actor, Source] = {"target": model_sources.check_source("target", target)}
     if draft is not None:
-        sources["draft"] = check_draft_source(draft)
-    options = caches_of(OpenOptions(**cache_options))
+        sources["draft"] = model_sources.check_draft_source(draft)
+    options = model_sources.caches_of(OpenOptions(**cache_options))
     if group is not None:
         check_group(group, sources["target"], sources.get("draft"))
     return sources, options

@@ -58,15 +58,13 @@ class LineReader:
                 f"what was typed is not valid text: {error}; type it as {sys.getfilesystemencoding()}"
             ) from error
 
-    def _block(self, line: str) -> str | None:
-        """The lines up to the closing mark; `line` is the rest of the line with the opening one."""
-        lines = [line]
-        while not lines[-1].rstrip().endswith(BLOCK):
+    def _block(self, text: str) -> str | None:
+        """The text up to the closing mark, which begins with the rest of the line with the opening one."""
+        while not text.rstrip().endswith(BLOCK):
             if (following := self._read_line(MORE_PROMPT)) is None:
                 return None
-            lines.append(following)
-        lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
-        text = "\n".join(lines).strip("\n")
+            text += "\n" + following
+        text = text.rstrip().removesuffix(BLOCK).strip("\n")
         # A block is a text, never a command.
         return f"/{text}" if text.startswith("/") and "\n" not in text else text
 
