@@ -9,8 +9,7 @@ from typing import Literal
 import attrs
 
 from protocol.calibration import Calibration
-from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
+from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy, DraftBudget, Policy, PolicyView, StepWorth
 from protocol.lookahead_tree import Guess, Node
 from protocol.open_options import WorkAhead
 from protocol.prices import Mean, Prices

@@ -14,7 +14,7 @@ import attrs
 
 from protocol.copying import Drafter, drafter_of_kind
 from protocol.errors import ProtocolError
-from protocol.messages import Distribution
+from protocol.messages import Distribution, Withdraw
 from protocol.randomness import further
 
 
@@ -222,6 +222,22 @@ class LookaheadTree:
             else:
                 # A node whose copy was withdrawn stays only for its drafted children, and is not expected itself.
                 node.reach = node.parent.reach * (best.confidence if (best := node.best) is not None else 0.0)
+
+
+def withdrawal(session: int, tree: LookaheadTree, *, at_once: bool = False) -> Withdraw | None:
+    """The message by which a drafter leaves a session; None as long as it must stay.
+
+    Unless the rule is match, a text is exact only if the decision to propose a token does not depend on which token was
+    drawn. But a drafter may fail because of a token that it drew, when it reads that token. If it left without
+    proposing it, that token would be rarer in texts than under the target's distribution. So a drafter that has to
+    leave draws no new tokens, but proposes and rests as before until verdicts have consumed those that it drew.
+
+    Args:
+        at_once: whether all that was drawn is dropped. The reason must be one that is independent of which tokens were
+            drawn; and if it is the drafter's turn, it must have proposed first, because a chain that ends the text, or
+            that makes the drafter fail, is proposed earlier than others.
+    """
+    return None if tree.has_draws and not at_once else Withdraw(session)
 
 
 def _copied_below(node: Node) -> Iterator[Node]:

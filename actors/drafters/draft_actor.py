@@ -24,10 +24,9 @@ from actors.session import Session
 from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
-from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import MAX_UNREAD, Notice, Standing, Task, next_job, next_step
 from protocol.errors import ProtocolError
-from protocol.lookahead_policy import ChainPolicy
+from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy
 from protocol.lookahead_tree import Node
 from protocol.messages import Close, Due, Message, Overdue, PromptFeatures, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES

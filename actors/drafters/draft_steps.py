@@ -11,15 +11,14 @@ import attrs
 import mlx.core as mx
 
 from actors.model import CachedSequence, CacheLostError, RewindMode
-from actors.sampling.logit_check import LogitCheck
-from actors.sampling.logits_pipeline import TokenHistory, pad
+from actors.sampling.logits_pipeline import LogitCheck, TokenHistory, pad
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.core_sharing import CORES
 from actors.workers.worker import Step
 from protocol.acceptance import Decisions, distribution, draw, likeliest, likeliest_only, scores, scores_together
 from protocol.cached_tokens import FeedPlan
-from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
+from protocol.lookahead_policy import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_tree import Guess
 from protocol.messages import Distribution, Sparse
 from protocol.randomness import Purpose, further, key_for

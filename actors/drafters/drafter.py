@@ -16,10 +16,9 @@ from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.copying import MAX_MATCH, Copied, Forced
 from protocol.draft_plan import Standing
-from protocol.leaving import withdrawal
 from protocol.logits_processors import Forcing
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
-from protocol.lookahead_tree import Guess, LookaheadTree, Node
+from protocol.lookahead_tree import Guess, LookaheadTree, Node, withdrawal
 from protocol.messages import Message, Proposal, Rest, Rested, Verdict
 from protocol.open_options import WorkAhead
 from protocol.prices import Prices
@@ -60,7 +59,7 @@ class DrafterSession(ActorSession):
         # The guesses that continue the committed text.
         self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
         self.standing = Standing.NEW  # whether the target waits for its proposals
-        # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
+        # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.lookahead_tree.withdrawal`).
         self.is_leaving = False
         self.num_rested = 0  # rounds of the last rest
         self.num_idle_rounds = 0  # rounds in a row in which the target judged no copied token

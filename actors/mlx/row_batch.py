@@ -11,7 +11,7 @@ from mlx.nn.layers.base import Module
 
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating
 from actors.mlx.memory import release_buffers
-from actors.rows.rows import Rows
+from actors.rows import Rows
 from actors.trained.features import FeatureRecorder, recording
 
 

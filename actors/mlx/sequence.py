@@ -19,8 +19,7 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
 from actors.mlx.stored_tokens import StoredTokens
 from actors.model import ReusableSequence, RewindMode
-from actors.rows.row_text import RowText
-from actors.rows.rows import Rows
+from actors.rows import Rows, RowText
 from actors.trained.features import RecordedFeatures, RecorderSlot
 from protocol.cache_size import LEAST_PREFIX_CHECKPOINTS, MAX_CHECKPOINT_BYTES, MAX_PREFIX_CHECKPOINTS
 from protocol.errors import RewindError

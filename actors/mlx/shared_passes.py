@@ -17,7 +17,7 @@ from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import MAX_WIDTH
 from actors.mlx.sequence import MLXSequence
 from actors.model import Feed
-from actors.rows.row_pool import RowPool
+from actors.rows import RowPool
 from actors.trained.features import FeatureRecorder, RecorderSlot
 
 # Modules of mlx-lm whose attention reaches into the cache, or expects the offset of one text.

@@ -22,8 +22,7 @@ import attrs
 import mlx.core as mx
 
 from actors.model import CachedSequence, CacheLostError, Feed, Model, RewindMode
-from actors.sampling.logit_check import LogitCheck
-from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline, TokenHistory, by_kind
+from actors.sampling.logits_pipeline import NO_HISTORY, LogitCheck, LogitsPipeline, TokenHistory, by_kind
 from actors.workers.worker import Step
 from protocol.acceptance import Judgement, LazyJudgements, LazyLikelihoods, ProposedRows, judge, likelihoods
 from protocol.cached_tokens import FeedPlan
@@ -45,7 +44,7 @@ class Row:
     plan: FeedPlan = NOTHING_FED  # brings the cache in line with the committed text; feeds nothing while it is ahead
     proposal: Proposal | None = None  # the drafted tokens to judge
     history: TokenHistory = NO_HISTORY  # of the committed text and the proposal
-    settle: bool = False  # whether only committed tokens are fed; see `protocol.replay`
+    settle: bool = False  # whether only committed tokens are fed; see `ReplayDebt`
     alone: bool = False  # whether the row must have a pass to itself, after one that it shared has failed
     # Set by the pass.
     drafted: tuple[int, ...] = ()  # the drafted tokens that are judged

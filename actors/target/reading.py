@@ -11,7 +11,7 @@ from functools import partial
 
 from actors.model import CachedSequence, Model
 from actors.prefill import can_read_together, prefill_chunk, reads_in_one_pass, tokens_per_pass
-from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logits_pipeline import LogitCheck
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan

@@ -10,11 +10,11 @@ from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.passes import Row, RowResult
 from actors.workers.worker import Worker
+from protocol.cached_tokens import ReplayDebt
 from protocol.deadlines import ROUNDS_ALONE
 from protocol.messages import Overdue, Verdict
 from protocol.pass_plan import Expected, ReadyRound
 from protocol.prices import Mean, Prices
-from protocol.replay import ReplayDebt
 from protocol.session_state import SessionPhase
 
 

@@ -10,8 +10,7 @@ import pytest
 from trees import POSITION, ROOT
 
 import protocol
-from protocol.leaving import withdrawal
-from protocol.lookahead_tree import Guess, LookaheadTree
+from protocol.lookahead_tree import Guess, LookaheadTree, withdrawal
 from protocol.messages import Withdraw
 
 SESSION = 3
