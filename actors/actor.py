@@ -126,9 +126,7 @@ class ActorSession:
 
     @property
     def goes_on_reading(self) -> bool:
-        """Whether it will read the rest of its prompt, unless it is cancelled. What its cache loses later is read again
-        only before a round, for which it may wait for its consumer or for memory.
-        """
+        """Whether it will read the rest of its prompt, unless it is cancelled."""
         opened = self.shared.opened
         return (
             opened.settings.reuse_prefix
@@ -542,10 +540,7 @@ class ModelActor(Actor[S]):
             self._wakeup.set()
 
     async def settled_prefix_cache(self) -> PrefixCache:
-        """The prefix cache, once the sessions that nobody wants any more have put their sequences into it.
-
-        This takes as long as their running jobs; other sessions do not delay it.
-        """
+        """The prefix cache, once unwanted sessions have ended their running jobs and put their sequences into it."""
         for session in self._unwanted():
             await session.is_over.wait()
         return self.prefix_cache

@@ -29,10 +29,7 @@ class CacheLostError(Exception):
 
 
 class CachedSequence(ABC):
-    """One text in the cache of one model, fed and rewound on the model's own thread.
-
-    An ability that only some have is an attribute, which is None or False where a sequence lacks it.
-    """
+    """One text in one model's cache, on the model's thread. An ability that it lacks is None or False."""
 
     @abstractmethod
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
@@ -128,10 +125,7 @@ class TextFeatures(Protocol):
         """Whether the next pass records some."""
 
     def want(self, wanted: bool) -> None:
-        """Say whether somebody reads them; if not, none are recorded from the next pass on, and those here are dropped.
-
-        In any thread while no pass over the text runs. Without a call, they are recorded if the model records any.
-        """
+        """Say, while no pass runs, whether the next passes record features, which they do if nobody says."""
 
     def arrays(self) -> list[mx.array]:
         """What `take` reads, to be evaluated together with something else."""
@@ -183,9 +177,7 @@ class ReusableSequence(CachedSequence):
     can_copy = True
 
     def shared_from(self, num_read: int, pass_tokens: int) -> int | None:
-        """The shortest beginning that another text can copy of this one once it was read; None for just the whole
-        prompt, if that is the same. For the arguments see `reusable_length`.
-        """
+        """The shortest beginning that another text can copy once it was read; None for just the whole prompt."""
         return None if self.depends_on_passes else 0
 
     @abstractmethod
@@ -268,9 +260,7 @@ class Model(Protocol):
         """As `feed_together` for one token each, (n,), which may not be computed yet. Returns: (n, V) logits, lazy."""
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """Why texts of this model cannot share passes; None if they can. `rewinds_passes` asks for texts that may have
-        to be rewound by more than their last pass, as drafts are.
-        """
+        """Why texts cannot share passes, or None; as drafts, if they rewind by more than their last pass."""
 
     def abandon_shared(self) -> None:
         """Empty the caches of all texts that share passes, because one of those passes has failed."""

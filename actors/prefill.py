@@ -81,9 +81,7 @@ def tokens_per_pass(setting: int | Literal["auto"], sequence: CachedSequence) ->
 
 
 def _end_of_pass(begin: int, num_read: int, size: int, stops: set[int], *, is_aligned: bool) -> int:
-    """The length at which a pass ends: `size` tokens on, or at the next multiple, but not beyond the end of what is to
-    be read, nor beyond a stop. Alignment matters for a quantised cache, which is quantised at the end of a pass.
-    """
+    """The length at which a pass ends: `size` tokens on, or at its next multiple, but not beyond a stop."""
     end = (begin // size + 1) * size if is_aligned else begin + size
     return min(end, num_read, *(length for length in stops if length > begin))
 

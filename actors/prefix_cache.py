@@ -78,9 +78,7 @@ class Source:
 
 @attrs.define(eq=False)
 class _Entry(Source):
-    """A sequence in the cache, and its tokens, of which the first `num_prompt` were the prompt. A text that continues
-    the prompt may lack the answer that follows, such as its reasoning.
-    """
+    """A sequence in the cache, with its tokens: `num_prompt` of its prompt, and the answer that followed."""
 
     tokens: tuple[int, ...]
     num_prompt: int
@@ -94,14 +92,10 @@ class PrefixStore(Protocol):
         """Take the state of a sequence that is about to be closed, on the model's thread. Must not raise."""
 
     def shrink(self, max_bytes: float) -> None:
-        """Drop what was evicted and is not stored yet, the oldest first, until it takes at most `max_bytes` beside the
-        one that is stored next; on the model's thread.
-        """
+        """Drop what is not stored yet, oldest first, until it takes `max_bytes` beside what is being stored."""
 
     async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
-        """Put the sequence that has most of a prompt into the prefix cache, if no better one is there; see
-        `PrefixCache.open`. Cancellation: waits for the running job.
-        """
+        """Put what is stored of a prompt into the prefix cache, if that is more than is there; see `PrefixCache.open`."""
 
     async def run(self) -> None:
         """Store what is evicted, until cancelled."""
@@ -275,9 +269,7 @@ class PrefixCache:
             entry.memory, other.memory = entry.sequence.memory, other.sequence.memory
 
     def shrink(self, max_bytes: float) -> None:
-        """Evict the oldest sequences until all together take at most `max_bytes`, with those that the store still has
-        in memory.
-        """
+        """Evict the oldest sequences until all, with those that are being stored, take at most `max_bytes`."""
         while self._entries and (self.num_bytes > max_bytes or len(self._entries) > MAX_SEQUENCES):
             self._evict_oldest()
         if self.store is not None:

@@ -226,9 +226,7 @@ class RowText(ABC):
         self._length = self.batch.length(self)
 
     def check_caches(self, length: int) -> None:
-        """Raises: RewindError: some layer's cache does not hold `length` tokens, those included that no session has
-        fed.
-        """
+        """Raises: RewindError: some layer's cache holds another number of tokens than `length`."""
         if self.batch is not None:
             if self.batch.length(self) != length:
                 raise RewindError(f"a row should hold {length} tokens, it holds {self.batch.length(self)}")
@@ -293,9 +291,7 @@ class RowPool(Generic[X, R]):
         return rows
 
     def _take_in(self, texts: Sequence[X]) -> None:
-        """Make texts rows of the batch. Where all of a batch come, such as those that were read together, its rows are
-        taken in at once: each row that moves by itself copies all others.
-        """
+        """Make texts rows of the batch; all rows of another batch at once, since each move copies all rows."""
         by_batch: dict[Rows | None, list[X]] = {}
         for text in texts:
             by_batch.setdefault(text.batch, []).append(text)
@@ -309,16 +305,12 @@ class RowPool(Generic[X, R]):
                     text.join(self.batch)
 
     def offer(self, batch: R, texts: Sequence[X]) -> None:
-        """Take a batch with other texts as the pool's, unless that has rows: then they join it when they next share a
-        pass.
-        """
+        """Take a batch with other texts as the pool's, unless that has rows, which they may join later."""
         if not any(text.batch is self.batch for text in self._rows):
             self.batch, self._rows = batch, dict.fromkeys(texts, 0)
 
     def abandon(self) -> None:
-        """Empty the caches of all rows, if a pass since `begin_feed` had any, since it may have left anything in
-        them.
-        """
+        """Empty the caches of all rows, if a pass since `begin_feed` had any: it may have left anything there."""
         if not self.has_fed_rows:
             return
         for text in self._rows:

@@ -1,6 +1,4 @@
-"""Warm-up: the first measurement of the prices, before anybody waits for a token. It takes some two or three dozen
-passes of the target and up to sixty draft steps.
-"""
+"""Warm-up: the first measurement of the prices, by two or three dozen passes of the target and up to sixty draft steps."""
 
 from __future__ import annotations
 
@@ -191,7 +189,7 @@ def _pass(sequence: CachedSequence, width: int, *, samples: bool = False) -> Job
         rows = sequence.feed((0,) * width, width)
         assert rows is not None
         if samples:
-            noisy = scores(rows, TEMPERATURE, seed=0, start=0, noise_size=rows.shape[1])
+            noisy = scores(rows, TEMPERATURE, [(0, i) for i in range(width)], rows.shape[1])
             drawn = draw(distribution(rows[0], TEMPERATURE), key_for(0, Purpose.DRAFT, 0, 0))
             mx.eval(rows, *likeliest(noisy), drawn)
         else:

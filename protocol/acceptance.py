@@ -18,7 +18,7 @@ lazy, so that those of all texts of a pass are evaluated together, in one synchr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal, cast
 
 import attrs
@@ -167,18 +167,13 @@ def _highest(rows: mx.array, num: int) -> mx.array:
 # --- match ----------------------------------------------------------------------------------------
 
 
-def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The scores whose argmax is the token that a model chooses at each position under the match rule: (n, V), lazy. At
-    temperature 0 they are the logits, (n, V) for positions from `start` on.
+def scores(logits: mx.array, temperature: float, decisions: Decisions, noise_size: int) -> mx.array:
+    """The scores whose argmax is the token that a model chooses by each row of logits (n, V) under the match rule:
+    (n, V), lazy. At temperature 0 they are the logits.
 
     `noise_size` is the width at which noise is made, >= V. It must be the same for both models, because MLX's noise for
     one entry depends on the size of the array.
     """
-    return scores_together(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
-
-
-def scores_together(logits: mx.array, temperature: float, decisions: Decisions, noise_size: int) -> mx.array:
-    """As `scores`, for rows of several texts."""
     if temperature == 0:
         return logits
     noise = _gumbel(keys_for(Purpose.NOISE, decisions), noise_size)
@@ -196,7 +191,7 @@ def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions
     text alone. They are argmaxes of `scores` under the match rule, and bonus tokens under the other.
     """
     if rule == "match":
-        return mx.argmax(scores_together(logits, temperature, decisions, logits.shape[1]), axis=-1)
+        return mx.argmax(scores(logits, temperature, decisions, logits.shape[1]), axis=-1)
     # As `draw`: the largest sum of log-probability and noise.
     noise = _gumbel(keys_for(Purpose.RECOVER, decisions), logits.shape[1])
     return mx.argmax(mx.log(distribution(logits, temperature)) + noise, axis=-1)
@@ -224,20 +219,23 @@ def _by_match(
     if chosen is None:
         decisions = [decision for each in proposed for decision in each.decisions] if temperature > 0 else []
         chosen = choices_together(logits, "match", temperature, decisions)
-    choice_of_rows, has_drafted = chosen, any(each.drafted for each in proposed)
+    if not any(each.drafted for each in proposed):
+        return _undrafted(chosen)
+    choice_of_rows = chosen
 
     def read() -> list[Judgement]:
-        ids, begin, judgements = cast(list[int], choice_of_rows.tolist()), 0, []
-        if not has_drafted:
-            return [Judgement(0, token) for token in ids]
+        ids, judgements = iter(cast(list[int], choice_of_rows.tolist())), []
         for each in proposed:
-            own = ids[begin : begin + each.num_rows]
-            begin += each.num_rows
+            own = list(islice(ids, each.num_rows))
             num_accepted = count_matches(own, each.drafted)
             judgements.append(Judgement(num_accepted, own[num_accepted] if num_accepted < each.num_rows else None))
         return judgements
 
     return LazyJudgements((choice_of_rows,), read)
+
+
+def _undrafted(chosen: mx.array) -> LazyJudgements:
+    return LazyJudgements((chosen,), lambda: [Judgement(0, token) for token in cast(list[int], chosen.tolist())])
 
 
 # --- rejection ------------------------------------------------------------------------------------
@@ -302,8 +300,7 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     decisions = [decision for each in proposed for decision in each.decisions]
     longest = max(len(each.drafted) for each in proposed)
     if longest == 0:
-        chosen = choices_together(logits, "rejection", temperature, decisions)
-        return LazyJudgements((chosen,), lambda: [Judgement(0, token) for token in cast(list[int], chosen.tolist())])
+        return _undrafted(choices_together(logits, "rejection", temperature, decisions))
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
     q = _draft_rows(proposed, begins, like=p)
@@ -335,17 +332,13 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
 def _padded(
     proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The drafted tokens of several texts, filled up to the longest proposal; (texts, longest) each: the row of logits
-    that each token is judged by, the tokens, and whether they exist.
+    """(texts, longest) each, filled up: the row of logits that judges a drafted token, the token, and whether it
+    exists.
     """
-    rows, tokens, exists = [], [], []
-    for each, begin in zip(proposed, begins, strict=True):
-        num_drafted = len(each.drafted)
-        missing = longest - num_drafted
-        rows.append([*range(begin, begin + num_drafted), *[begin] * missing])
-        tokens.append([*each.drafted, *[0] * missing])
-        exists.append([True] * num_drafted + [False] * missing)
-    return mx.array(rows), mx.array(tokens), mx.array(exists)
+    lengths = mx.array([len(each.drafted) for each in proposed])[:, None]
+    exists = mx.arange(longest) < lengths
+    rows = mx.array(list(begins))[:, None] + mx.where(exists, mx.arange(longest), 0)
+    return rows, mx.array([each.drafted + (0,) * (longest - len(each.drafted)) for each in proposed]), exists
 
 
 def _uniforms(proposed: Sequence[ProposedRows], longest: int) -> mx.array:

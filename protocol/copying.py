@@ -40,9 +40,8 @@ class Copied:
 
     @property
     def confidence(self) -> float:
-        """The prior probability, in (0, 1), that the token is right if those before it are.
-
-        It depends on the text before the copy alone, so a policy may look at it under the rejection rule.
+        """The prior probability, in (0, 1), that the token is right if those before it are, by the text before the
+        copy.
         """
         if self.num_agreeing < self.num_occurrences:
             return _PRIOR_OF_DISAGREEING * self.num_agreeing / self.num_occurrences

@@ -27,9 +27,7 @@ def prompt_wait_s(prices: Prices) -> float:
 
 
 def proposal_wait_s(prices: Prices, num_steps: int, num_sessions: int) -> float:
-    """Seconds, > 0, that the target waits for the proposal of a drafter that has read the text: of up to `num_steps`
-    draft steps, where the drafter serves `num_sessions` sessions in turn.
-    """
+    """Seconds, > 0, that the target waits for a drafter of `num_sessions` sessions to draft `num_steps` for one."""
     if not prices.draft_alone.is_known:
         return UNPRICED_PROPOSAL_WAIT_S
     expected_s = num_steps * num_sessions * prices.draft_s(1, beside_target=num_sessions > 1)

@@ -123,10 +123,7 @@ class Policy(Protocol):
         """What to propose now, possibly nothing; None to wait for more. Called on the drafter's turn."""
 
     def expansion(self, view: PolicyView) -> Node | None:
-        """The node to draft after next; None to do nothing until something changes.
-
-        Not called while a verdict is due unless the drafter works ahead.
-        """
+        """The node to draft after next, or None; not asked while a verdict is due unless it works ahead."""
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """How far to go on without asking, after the drafter's own choices, beyond a node that `expansion` returned."""
@@ -136,9 +133,7 @@ class Policy(Protocol):
         return guess
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
-        """Likewise the guesses of a copy, as far as they might be proposed; no more are taken from the iterable.
-        `then_drafts` says whether a drafter may go on where the copy ends.
-        """
+        """Likewise of a copy, as far as it might be proposed; `then_drafts`: a drafter may go on after it."""
         return list(guesses)
 
     def should_rest(self) -> bool:

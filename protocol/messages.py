@@ -41,7 +41,7 @@ def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 
 def _check_place(session: int, round: int, start: int) -> None:
-    """Check a message's numbers. In one call and not by validators, since this runs for every token."""
+    # In one call and not by validators, since this runs for every token.
     if session < 0 or round < 0 or start < 1:
         raise ValueError(f"session and round must be >= 0 and start >= 1, got {session}, {round} and {start}")
 

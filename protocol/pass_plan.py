@@ -229,9 +229,7 @@ class NextJob:
 
 
 def next_pass(view: TargetView) -> NextJob:
-    """Decide what the target does next. It waits only if no text is ready, or for no longer than `MAX_WAIT` and
-    `PATIENCE_FOR_ALL` allow, and never while there are prompts to read.
-    """
+    """Decide what the target does next. It never waits while there are prompts to read, nor for longer than it may."""
     if view.has_prompts and not any(turn.is_due for turn in view.turns):
         return NextJob("prompts")
     job = _next_round(view)

@@ -172,16 +172,12 @@ class Statistics(ShownCounts):
 
 @attrs.define
 class Counts(ShownCounts):
-    """Counters that only grow, and that can be added up over streams; see `Statistics`.
+    """Counters that only grow, and that can be added up over streams; see `Statistics`."""
 
-    Attributes:
-        accepted_at, proposed_at: accepted and judged tokens by place in the proposal, from 0 on.
-        pass_shares: passes that the rounds took: a round in a pass of n streams took 1/n of it.
-    """
-
+    # Accepted and judged tokens by place in the proposal, from 0 on.
     accepted_at: Counter[int] = attrs.field(factory=Counter)
     proposed_at: Counter[int] = attrs.field(factory=Counter)
-    pass_shares: float = 0.0
+    pass_shares: float = 0.0  # passes that the rounds took: a round in a pass of n streams took 1/n of it
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0
     draft_seconds: float = 0.0

@@ -29,9 +29,8 @@ class TargetQueue:
 
     def begin(self, sessions: Iterable[int], now_s: float) -> None:
         """Begin a pass that these of the waiting sessions share."""
-        rounds = self._waiting | self._running
-        self._running = {session: rounds.pop(session) for session in sessions if session in rounds}
-        self._waiting = rounds
+        self._waiting |= self._running
+        self._running = {session: self._waiting.pop(session) for session in sessions if session in self._waiting}
         self._began_s = now_s
 
     def begin_again(self, now_s: float) -> None:

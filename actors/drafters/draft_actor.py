@@ -451,10 +451,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return self._target_queue.others_s(session.id)
 
     def _reconsider(self, session: DraftSession) -> None:
-        """End the draft steps that are under way if the policy now wants to draft after another node.
-
-        The running step is not abandoned. The policy is asked again once that step has ended.
-        """
+        """End the draft steps after the running one if the policy now wants to draft after another node."""
         if (part := session.part) is None or part.is_interrupted:
             return
         if part.node is None or part.node is not self._next_expansion(session):

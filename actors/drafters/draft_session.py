@@ -77,9 +77,7 @@ class DraftSession(DrafterSession):
 
     @property
     def awaits_features(self) -> bool:
-        """Whether the drafter must wait for the target's features of the prompt: it reads features, and has neither
-        been given these nor cached the prompt with them.
-        """
+        """Whether features of the prompt are missing: neither given by the target, nor cached with the prompt."""
         reader, num_read = self._reader, self.shared.opened.num_read
         return reader is not None and reader.awaits_features and reader.num_given < max(1, num_read)
 
@@ -150,9 +148,7 @@ class DraftSession(DrafterSession):
         return self.policy.expansion(self.view(now_s, queue_slack_s))
 
     def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
-        """The proposal to send now, or None to draft on, or if it is not the drafter's turn. If it is due, what has
-        been drafted by now, even if that is nothing.
-        """
+        """The proposal to send now; None to draft on. If it `is_due`, what is drafted by now, even nothing."""
         is_ready = (self.is_ready or self.is_late) and not self.leaves_round
         if self.state.phase is not SessionPhase.PROPOSING or not is_ready:
             return None

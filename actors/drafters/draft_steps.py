@@ -16,7 +16,7 @@ from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.core_sharing import CORES
 from actors.workers.worker import Step
-from protocol.acceptance import Decisions, distribution, draw, likeliest, likeliest_only, scores, scores_together
+from protocol.acceptance import Decisions, distribution, draw, likeliest, likeliest_only, scores
 from protocol.cached_tokens import FeedPlan
 from protocol.lookahead_policy import EMPTY_BUDGET, DraftBudget
 from protocol.lookahead_tree import Guess
@@ -40,9 +40,7 @@ class DraftInput:
         return self.plan.keep + len(self.plan.feed)
 
     def following(self, token: int, feed: tuple[int, ...], budget: DraftBudget) -> DraftInput:
-        """The input of the step after this one's token, which is fed unless it was already, with the budget that is
-        left.
-        """
+        """The input of the step after this one's token, which `feed` has unless it was fed already."""
         plan = FeedPlan(self.position + 1 - len(feed), feed)
         return DraftInput(plan, further(self.trail, token), self.history.appended(token), budget)
 
@@ -88,7 +86,7 @@ class DraftSteps:
         return self._read(start, self.guess(rows, start.position, start.trail, start.history))
 
     def prepare(self, plan: FeedPlan) -> Drafted | None:
-        """Prepare the cache for a step. Returns: what came of a step for which nothing may be fed, or None.
+        """Prepare the cache for a step; gives what came of it if nothing may be fed.
 
         Raises: CacheLostError: a step that the session shared has failed since this one was planned.
         """
@@ -186,8 +184,8 @@ class DraftSteps:
             probs = mx.softmax(logits.astype(mx.float32), axis=-1)
             tokens, confidences = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
         elif settings.rule == "match":
-            drawn_scores = scores(logits, settings.drafting_temperature, seed, start, self.vocab_size)
-            tokens, confidences = likeliest(drawn_scores)
+            decisions = [(seed, start + i) for i in range(num_rows)]
+            tokens, confidences = likeliest(scores(logits, settings.drafting_temperature, decisions, self.vocab_size))
         else:
             probs = distribution(logits, settings.drafting_temperature)
             tokens, confidences = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
@@ -276,16 +274,14 @@ def guesses_by_match(
     logits: mx.array, logit_check: LogitCheck, settings: Settings, decisions: Decisions, vocab_size: int
 ) -> LazyGuesses:
     """Guesses under the match rule, from (n, V) processed logits."""
-    tokens, confidences = likeliest(scores_together(logits, settings.drafting_temperature, decisions, vocab_size))
+    tokens, confidences = likeliest(scores(logits, settings.drafting_temperature, decisions, vocab_size))
     # Adding 0 gives the choice a buffer of its own. A view would share another array's, and on CUDA, reading that array
     # back moves the buffer while the next step, which was launched before, may still be reading it.
     return LazyGuesses(tokens + 0, confidences, logit_check)
 
 
 def guesses_together(steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]) -> LazyGuesses:
-    """Guesses for sessions of one kind (`DraftSteps.kind`) at the positions that come next, from (1, V) logits of each,
-    as one set of array operations; each as if it were alone.
-    """
+    """Guesses for sessions of one kind, each as if alone, at these positions, from (1, V) logits of each."""
     first, shared = steps[0], steps[0].shared
     rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]
     decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]

@@ -172,10 +172,7 @@ class DrafterSession(ActorSession):
             beyond += tuple([each.token for each in found])
 
     def forced_after(self, beyond: Sequence[int]) -> list[Forced]:
-        """What the grammar forces after the text and some drafted tokens; none without a grammar.
-
-        A fixed lookahead of a draft model, which would guess better, takes nothing that is much in doubt.
-        """
+        """What the grammar forces after some drafted tokens; for a fixed lookahead nothing that is in doubt."""
         if self.forced is None:
             return []
         max_doubt = 1 if self.has_model and not isinstance(self.policy, AutoPolicy) else 2

@@ -1,7 +1,4 @@
-"""Draft steps of several sessions on the draft model's thread: each step is one forward pass over all that take part.
-
-A session takes part until its draft budget is spent, or it is interrupted; the others go on.
-"""
+"""Draft steps of several sessions on the draft model's thread: a forward pass a step, over all that still take part."""
 
 from __future__ import annotations
 

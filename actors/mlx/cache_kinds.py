@@ -95,10 +95,7 @@ class CacheKind:
         return getattr(layer, "max_size", None)
 
     def reads_alike(self, layer: Any, num_tokens: int) -> bool:
-        """Whether a text of `num_tokens` tokens is read the same way, however it is divided into passes. Not if a
-        window that keeps its first tokens is shorter: in a pass over several tokens, mlx-lm's mask hides the kept ones
-        from all but the first.
-        """
+        """Whether a text of `num_tokens` tokens is read the same way, however it is divided into passes."""
         return not getattr(layer, "keep", 0) or bool(num_tokens <= layer.max_size)
 
     def working(self, layer: Any) -> Any:
@@ -111,9 +108,7 @@ class CacheKind:
     # --- how it is rewound ---
 
     def can_trim_after(self, layer: Any, num_tokens: int, back_to: int | None = None) -> bool:
-        """Whether the cache could take `num_tokens` more, and then be trimmed to `back_to`, by default the present
-        length.
-        """
+        """Whether it could take `num_tokens` more and then be trimmed to `back_to`, or to where it is now."""
         return self.always_trims
 
     def trim(self, layer: Any, num_tokens: int) -> None:
@@ -348,10 +343,7 @@ class RotatingKVCacheKind(CacheKind):
 
 
 class SlidingWindowCacheKind(RotatingKVCacheKind):
-    """In files it is a `RotatingKVCache`.
-
-    A checkpoint keeps references: the cache writes only after the tokens of a checkpoint, unless it was trimmed below.
-    """
+    """In files a `RotatingKVCache`. Tokens before a checkpoint are written only after a trim to below it."""
 
     cache_class = SlidingWindowCache
     is_overwritten = False

@@ -116,9 +116,7 @@ class CacheOptions:
         return [tokens]
 
     def quantized_at(self, num_read: int, pass_tokens: int) -> int:
-        """The length at which the caches of a text are quantised, of which `num_read` tokens are read in passes of
-        `pass_tokens`: where a pass ends, or in a feed that `passes` divides.
-        """
+        """The length at which a text's caches are quantised if `num_read` tokens are read in such passes."""
         start = self._quantized_from
         end_of_pass = -(-start // pass_tokens) * pass_tokens
         return min(end_of_pass, num_read) if num_read >= start else start

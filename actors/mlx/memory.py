@@ -17,9 +17,7 @@ _limit_before: int | None = None
 
 @contextmanager
 def wired_memory() -> Iterator[None]:
-    """While in force, let Metal keep the models resident, as mlx-lm does while it generates. Several runtimes may
-    enter, in any threads; the last one that leaves restores the limit.
-    """
+    """While in force, in any number of runtimes, let Metal keep the models resident, as mlx-lm does."""
     global _num_users, _limit_before
     with _lock:
         if _num_users == 0:

@@ -316,10 +316,7 @@ def context_length_of(model: Module) -> int | None:
 
 
 def _scaled_length(scaling: Any) -> int:
-    """The length to which a rotary embedding of this configuration is scaled; 0 if it is not.
-
-    Newer configurations have one for each type of layers; layers with a window do not bound the length.
-    """
+    """The length to which a rotary embedding of this configuration is scaled; 0 if it is not."""
     if not isinstance(scaling, dict):
         return 0
     if by_layer := {name: each for name, each in scaling.items() if isinstance(each, dict)}:

@@ -94,9 +94,7 @@ class SlidingWindowCache(RotatingKVCache):
         return self.keys[..., seen, :], self.values[..., seen, :]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """The mask of the next pass, of width N: None if each token sees all that is read, "causal", or an array.
-        mlx-lm's models give a window of their own, if it is smaller.
-        """
+        """The mask of the next pass, of width N; None if each token sees all, as within a model's window."""
         if N > 1:
             return super().make_mask(N, window_size, return_array)
         num_seen = min(self.offset + 1, self.max_size)

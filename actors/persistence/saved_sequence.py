@@ -151,9 +151,7 @@ def _find(
 
 
 def _cut(model: SavableModel, state: SequenceState, length: int) -> SequenceState | None:
-    """A state cut to a length, as the tokens after it are of another text and must not get into the file; or to the
-    nearest length below it to which the caches can be rewound. None if there is none.
-    """
+    """The first `length` tokens or fewer of a state, as far as caches can go back; the rest is another text's."""
     with closing(model.open_sequence(beside_another=False)) as sequence:
         sequence.put_state(state)
         tokens = state.tokens[:length]

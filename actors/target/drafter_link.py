@@ -27,9 +27,7 @@ class DrafterLink:
     def __init__(
         self, num_sessions: Callable[[], int], prices: Prices, on_overdue: Callable[[TargetSession], None]
     ) -> None:
-        """A link without a drafter; `num_sessions` returns how many sessions are under way. `on_overdue` is called when
-        the proposal of a session is late, before the drafter is asked for it.
-        """
+        """A link without a drafter. `on_overdue` is called when a proposal is late, before it is asked for."""
         self.mailbox: Mailbox | None = None  # the drafter's; None while there is none: messages to it are dropped
         self.has_model = False  # whether there is a drafter with a model, which works at the same time as the target's
         # Has a drafter in this process take in what it was sent, and answer what it can at once. Never waits.

@@ -96,9 +96,7 @@ class PassPrices:
         return self._plain_s + added_s + idle_s / (num_sessions * (self._drafting_share or 1.0))
 
     def learn_round(self, session: TargetSession, num_tokens: int, round_s: float, *, was_proposed: bool) -> None:
-        """Learn from the last pass over proposals what one session's round in it cost, which has committed
-        `num_tokens`. `was_proposed` counts a proposal of any length.
-        """
+        """Learn what a session's round in the last pass over proposals cost, which has committed `num_tokens`."""
         if was_proposed:
             self._prices.observe_round(num_tokens, round_s)
         elif session.was_plain and self._was_single:
@@ -106,9 +104,7 @@ class PassPrices:
             self._prices.observe_plain_round(round_s)
 
     def _is_typical(self, sessions: Sequence[TargetSession], num_sessions: int) -> bool:
-        """Whether the pass that has just ended copied no caches: that of a session which shares a pass for the first
-        time, or those of the others after one has ended. To be asked once a pass: it compares with the pass before.
-        """
+        """Whether the last pass copied no caches, as one does where sessions join or leave. To be asked once a pass."""
         num_before, self._num_before = self._num_before, num_sessions
         is_new = len(sessions) > 1 and not all(session.has_shared for session in sessions)
         return not is_new and num_sessions >= num_before

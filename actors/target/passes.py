@@ -312,9 +312,9 @@ def _judge(
     failed: dict[Row, RowResult],
     before: mx.array | None = None,
 ) -> list[_Judged]:
-    """Judge rows by (R, V) logits, of which each has as many as `counts` says; lazy, except that user code is called.
-    `failed` takes the rows whose processors or samplers fail. `before` are (n,) tokens that were fed after the rows'
-    plans, if there were any.
+    """Judge rows, by `counts` of (R, V) logits each; lazy, but for user code, whose failures go to `failed`.
+
+    `before` are (n,) tokens that were fed after the rows' plans, if there were any.
     """
     kinds = by_kind([row.logits_pipeline.kind for row in rows])
     judged = []

@@ -182,9 +182,7 @@ class TargetActor(ModelActor[TargetSession]):
             self._brief_jobs[session] = self._let_go
 
     def _keep_prompt(self, session: TargetSession) -> None:
-        """Put the prompt that was read into the prefix cache, and end the session once its drafter has read it, too.
-        Whoever has asked does not wait for the drafter, which may hang.
-        """
+        """Keep a prompt in the prefix cache, and end its session once a drafter, which may hang, has read it."""
         if session.sequence is not None:
             self._brief_jobs[session] = self._put_away
             return
@@ -594,9 +592,7 @@ class TargetActor(ModelActor[TargetSession]):
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:
-        """Empty the cache of a text that waits for memory; it is read again when the text goes on. `on_done` is called
-        once that is done, unless the session ends before. Never waits.
-        """
+        """Empty the cache of a text that waits for memory, to be read again, and call `on_done`. Never waits."""
         if (session := self._sessions.get(shared.opened.session)) is not None and not session.has_ended:
             self._brief_jobs[session] = partial(self._give_way, on_done)
             self._wakeup.set()

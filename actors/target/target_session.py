@@ -208,10 +208,7 @@ class TargetSession(ActorSession):
         return num_dropped
 
     def verdict(self, result: RowResult) -> Verdict:
-        """The verdict of the pass that has judged the round, with the place where a stop string ends the text.
-
-        The verdict carries it so that the drafter learns of it at once, as it does of a stop token.
-        """
+        """The verdict of the pass that has judged the round, with the place where a stop string ends the text."""
         assert self.row is not None
         verdict = Verdict(
             self.id,

@@ -60,9 +60,7 @@ class CoreSharing:
                 self._num_computing -= 1
 
     def update(self) -> None:
-        """Give a model all cores that has been alone for a while. To be called in the middle of long jobs: BLAS reads
-        the number of threads at each of its operations.
-        """
+        """Give a model all cores that has been alone for a while; to be called in the middle of long jobs."""
         if self._set_threads is not None and self._num_threads < self._num_cores:
             with self._lock:
                 self._update()

@@ -44,9 +44,7 @@ class Job(Generic[T]):
 
 @attrs.frozen
 class Step(Generic[T]):
-    """What one of several steps returns: its result, which crosses threads, and the call for the next step, if there is
-    one, with that step's `num_tokens` and `shares` (none if the first step was of one session).
-    """
+    """What one of several steps returns: a result, which crosses threads, and the next step, if there is one."""
 
     result: T
     next_call: Callable[[], Step[T]] | None = None
