@@ -95,7 +95,7 @@ class PrefixStore(Protocol):
         """Drop what is not stored yet, oldest first, until it takes `max_bytes` beside what is being stored."""
 
     async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
-        """Put what is stored of a prompt into the prefix cache, if that is more than is there; see `PrefixCache.open`."""
+        """Put what is stored of a prompt into the prefix cache, if that is more; see `PrefixCache.open`."""
 
     async def run(self) -> None:
         """Store what is evicted, until cancelled."""

@@ -1,4 +1,4 @@
-"""Warm-up: the first measurement of the prices, by two or three dozen passes of the target and up to sixty draft steps."""
+"""Warm-up: the first measurement of the prices, by some thirty passes of the target and up to sixty draft steps."""
 
 from __future__ import annotations
 

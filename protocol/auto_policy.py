@@ -157,7 +157,7 @@ class AutoPolicy:
         return further
 
     def _best_length(self, reaches: Iterable[float]) -> tuple[int, float]:
-        """How many drafted tokens to propose, by falling reaches, and the tokens gained, less what their time is worth."""
+        """How many drafted tokens to propose, by falling reaches, and the tokens gained, less their time's worth."""
         best_length, best_gain, expected, rate = 0, 0.0, 0.0, self.prices.rate
         extra_s = self.prices.extra_seconds(only_copies=self.only_copies)
         for length, reach in enumerate(reaches, 1):

@@ -224,7 +224,7 @@ class LookaheadTree:
                 node.reach = node.parent.reach * (best.confidence if (best := node.best) is not None else 0.0)
 
 
-def withdrawal(session: int, tree: LookaheadTree, *, at_once: bool = False) -> Withdraw | None:
+def withdrawal(session: int, tree: LookaheadTree | None, *, at_once: bool = False) -> Withdraw | None:
     """The message by which a drafter leaves a session; None as long as it must stay.
 
     Unless the rule is match, a text is exact only if the decision to propose a token does not depend on which token was
@@ -233,11 +233,13 @@ def withdrawal(session: int, tree: LookaheadTree, *, at_once: bool = False) -> W
     leave draws no new tokens, but proposes and rests as before until verdicts have consumed those that it drew.
 
     Args:
+        tree: what was drafted for it; None for a drafter in another process that has withdrawn, or whose link is lost:
+            all that has arrived from it was proposed, and the loss is taken to be independent of what was drawn.
         at_once: whether all that was drawn is dropped. The reason must be one that is independent of which tokens were
             drawn; and if it is the drafter's turn, it must have proposed first, because a chain that ends the text, or
             that makes the drafter fail, is proposed earlier than others.
     """
-    return None if tree.has_draws and not at_once else Withdraw(session)
+    return None if tree is not None and tree.has_draws and not at_once else Withdraw(session)
 
 
 def _copied_below(node: Node) -> Iterator[Node]:
