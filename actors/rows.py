@@ -22,15 +22,7 @@ T = TypeVar("T")
 
 
 class Rows:
-    """Several texts in the row caches of some layers. A row is named by a key that stays while other rows come and go.
-
-    Attributes:
-        keys: of the rows, in order.
-        is_recurrent: whether a row can only go back to where it was before its last pass.
-        rewinds_passes: whether a row can go back to any length, and not just to one within its last pass.
-        widest_row: most tokens of one row in a pass.
-        pads_texts: whether each row takes as much memory as the longest.
-    """
+    """Several texts in the row caches of some layers. A row is named by a key that stays as others come and go."""
 
     def __init__(self, caches: Sequence[Any]) -> None:
         """Without rows yet; `caches` are those of one text, each of a kind that has a `row_cache`."""
@@ -38,10 +30,10 @@ class Rows:
         row_caches: list[RowCache] = [rows for _, rows in kinds_of(self._caches)]
         self._row_caches = row_caches  # without the lists that some of them are in
         self.is_recurrent = any(rows.is_recurrent for rows in row_caches)
-        self.rewinds_passes = all(rows.rewinds_passes for rows in row_caches)
+        self.rewinds_passes = all(rows.keeps_all for rows in row_caches)  # whether a row can go back to any length
         self.widest_row = min((rows.max_width for rows in row_caches), default=MAX_CHUNK_TOKENS)
-        self.pads_texts = any(rows.is_padded for rows in row_caches)
-        self.keys: list[object] = []
+        self.pads_texts = any(rows.keeps_all for rows in row_caches)  # whether each row takes as much as the longest
+        self.keys: list[object] = []  # of the rows, in order
         self._row_of: dict[object, int] = {}  # by key: its index
         self._lengths: list[int] = []
         # Lengths before the last pass, from which recurrent states are kept, and which rows are to go back there.
@@ -162,17 +154,12 @@ class Rows:
 
 
 class RowText(ABC):
-    """A text that can become a row, and leave again.
-
-    Attributes:
-        cache: its own caches, one for each layer.
-        batch: the rows of which it is one. Then `cache` holds nothing of it.
-    """
+    """A text that can become a row, and leave again."""
 
     def __init__(self, cache: Sequence[Any]) -> None:
         """An empty text."""
-        self.cache = list(cache)
-        self.batch: Rows | None = None
+        self.cache = list(cache)  # its own caches, one for each layer
+        self.batch: Rows | None = None  # the rows of which it is one. Then `cache` holds nothing of it.
         self._length = 0
 
     @property
@@ -244,17 +231,12 @@ R = TypeVar("R", bound=Rows)
 
 
 class RowPool(Generic[X, R]):
-    """The rows of one model.
-
-    Attributes:
-        batch: has the rows of the next pass.
-        has_fed_rows: whether a pass since `begin_feed` had rows.
-    """
+    """The rows of one model."""
 
     def __init__(self, new_batch: Callable[[X | None], R]) -> None:
         """Without rows yet; `new_batch` makes an empty batch, whose first row a text will be if one is given."""
         self._new_batch = new_batch
-        self.batch = new_batch(None)
+        self.batch = new_batch(None)  # has the rows of the next pass
         self._rows: dict[X, int] = {}  # how many passes each has missed
         self.has_fed_rows = False
 

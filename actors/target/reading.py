@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+import attrs
+
 from actors.model import CachedSequence, Model
 from actors.prefill import can_read_together, prefill_chunk, reads_in_one_pass, tokens_per_pass
 from actors.sampling.logits_pipeline import LogitCheck
@@ -27,29 +29,19 @@ MAX_CHUNKS_IN_A_ROW = 4
 MAX_SCORED_LOGITS = 2**24
 
 
+@attrs.define(eq=False)
 class Reading:
     """The prompts that are being read, in the order in which they have their turns."""
 
-    def __init__(
-        self,
-        model: Model,
-        worker: Worker,
-        chunk_size: PrefillChunkSize,
-        max_batch: int,
-        begin_text: Callable[[TargetSession], Awaitable[None]],
-    ) -> None:
-        """Begin without prompts; `chunk_size` is updated, and `max_batch` is how many texts may share a pass, >= 1.
-
-        `begin_text` runs the pass that reads all that is left of a prompt, and gives the first token of its text.
-        """
-        self._model = model
-        self._worker = worker
-        self._chunk_size = chunk_size
-        # A pass that scores costs more than one that only reads.
-        self._score_size = PrefillChunkSize()
-        self._max_batch = max_batch
-        self._begin_text = begin_text
-        self.prompts: dict[TargetSession, None] = {}  # their sessions
+    _model: Model
+    _worker: Worker
+    _chunk_size: PrefillChunkSize  # is updated
+    _max_batch: int  # how many texts may share a pass, >= 1
+    # Runs the pass that reads all that is left of a prompt, and gives the first token of its text.
+    _begin_text: Callable[[TargetSession], Awaitable[None]]
+    # A pass that scores costs more than one that only reads.
+    _score_size: PrefillChunkSize = attrs.field(factory=PrefillChunkSize, init=False)
+    prompts: dict[TargetSession, None] = attrs.field(factory=dict, init=False)  # their sessions
 
     @property
     def wanted(self) -> list[TargetSession]:
