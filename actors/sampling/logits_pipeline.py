@@ -104,33 +104,26 @@ class LogitsPipeline:
         begin = 0 if self._look_back is None else max(0, total - num_rows - self._look_back)
         return TokenHistory(begin, tuple(committed[begin:]) + tuple(beyond[max(0, begin - len(committed)) :]))
 
-    def process(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
+    def process(self, logits: mx.array, history: TokenHistory, start: int, last: mx.array | None = None) -> mx.array:
         """Apply the processors to (n, V) logits for positions start … start + n - 1; `history` ends just before the
-        last of them.
+        last of them, or before one more token `last`, (1,), which may be lazy. Not that if `runs_user_code`.
 
         Returns: (n, V), lazy. With a user's processor, `logits` and the result are evaluated.
         Raises: ProcessorError: a user's processor failed, or its result cannot be evaluated.
         """
-        logits = self._biased(logits)
+        for processor in self._bias:  # does not depend on the text, and takes all rows at once
+            logits = processor(_NO_TOKENS, logits)
         if not self.needs_text:
             return self._with_forced(logits, start)
         histories = [history.before(start + i, self._look_back) for i in range(logits.shape[0])]
-        rows = [self._penalised(logits[i : i + 1], mx.array(history)) for i, history in enumerate(histories)]
+        texts = [mx.array(tokens) for tokens in histories]
+        if last is not None:
+            texts = [mx.concatenate([text, last.astype(text.dtype)]) for text in texts]
+        # Slices, since penalties write into the array that they are given, and the logit check reads the model's own.
+        rows = [self._penalised(logits[i : i + 1], text) for i, text in enumerate(texts)]
         if len(self._own) > 0:
             rows = self._own(rows, histories)
         return self._with_forced(rows[0] if len(rows) == 1 else mx.concatenate(rows), start)
-
-    def process_lazily(self, logits: mx.array, history: TokenHistory, position: int, token: mx.array) -> mx.array:
-        """Apply the processors to (1, V) logits after `token`, (1,), at `position`. The token may be lazy; `history`
-        ends before it. Not if `runs_user_code`. Returns: (1, V), lazy.
-        """
-        logits = self._biased(logits)
-        if not self.needs_text:
-            return self._with_forced(logits, position + 1)
-        before = mx.array(history.before(position, self._look_back))
-        # A slice, since penalties write into the array that they are given, and the logit check reads the model's own.
-        penalised = self._penalised(logits[:1], mx.concatenate([before, token.astype(before.dtype)]))
-        return self._with_forced(penalised, position + 1)
 
     def filter(self, logits: mx.array, start: int) -> mx.array:
         """Apply the filters to (n, V) processed logits for positions from `start` on.
@@ -156,11 +149,6 @@ class LogitsPipeline:
     def shape(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
         """`process`, then `filter`."""
         return self.filter(self.process(logits, history, start), start)
-
-    def _biased(self, logits: mx.array) -> mx.array:
-        for processor in self._bias:  # does not depend on the text, and takes all rows at once
-            logits = processor(_NO_TOKENS, logits)
-        return logits
 
     def _with_forced(self, logits: mx.array, start: int) -> mx.array:
         """Logits (n, V) for positions from `start` on, in which a forced token is the only one of its row."""

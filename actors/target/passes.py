@@ -338,16 +338,21 @@ def _of_rows(logits: mx.array, counts: Sequence[int], indices: Sequence[int]) ->
 def _judged_together(
     rows: Sequence[Row], counts: Sequence[int], logits: mx.array, before: mx.array | None = None
 ) -> _Judged:
-    """Judge rows that run no user code, so that an error raised here is a failure of the pass."""
-    settings, pipeline = rows[0].opened.settings, rows[0].logits_pipeline
-    proposed = [row.to_judge(count, is_ahead=before is not None) for row, count in zip(rows, counts, strict=True)]
-    judgements = judge(pipeline.filter(logits, 0), proposed, settings.rule, settings.temperature)
-    judged = _Judged(rows, counts, logits, LogitCheck.of(logits, logits), judgements)
-    if logits.shape[0] == len(rows):
-        for i, row in enumerate(rows):
-            if (num_top := row.opened.settings.logprobs) and not row.drafted:
-                own = slice(i, i + 1)
-                judged.likelihoods[row] = LazyLikelihoods.of(logits[own], judgements.tokens[own], num_top)
+    """Judge rows of one kind, whose logits no processor changes; or one row by itself. An error of rows that run no
+    user code is a failure of the pass.
+    """
+    first, is_ahead = rows[0], before is not None
+    settings, pipeline, position = first.opened.settings, first.logits_pipeline, first.position + is_ahead
+    processed = pipeline.process(logits, first.history, position, before)
+    filtered = pipeline.filter(processed, position)
+    chosen = pipeline.sample(filtered, position)
+    proposed = [row.to_judge(count, is_ahead=is_ahead) for row, count in zip(rows, counts, strict=True)]
+    judgements = judge(filtered, proposed, settings.rule, settings.temperature, chosen=chosen)
+    judged = _Judged(rows, counts, processed, LogitCheck.of(logits, processed), judgements)
+    for i, row in enumerate(rows):
+        if (num_top := row.opened.settings.logprobs) and len(processed) == len(rows) and not row.drafted:
+            own = slice(i, i + 1)
+            judged.likelihoods[row] = LazyLikelihoods.of(processed[own], judgements.tokens[own], num_top)
     return judged
 
 
@@ -356,27 +361,11 @@ def _judged_alone(row: Row, logits: mx.array, before: mx.array | None) -> _Judge
     from the end until it succeeds. Tokens before those rows are judged, so that none is left out because of which token
     it is.
     """
-    if before is not None:
-        lazily = row.logits_pipeline.process_lazily(logits, row.history, row.position, before)
-        return _processed(row, logits, lazily, is_ahead=True)
     num_rows = logits.shape[0]
     while True:
-        some = logits[:num_rows]
         try:
-            return _processed(row, some, row.logits_pipeline.process(some, row.history, row.position))
+            return _judged_together([row], [num_rows], logits[:num_rows], before)
         except ProcessorError:
             if num_rows == 1:
                 raise
         num_rows -= 1
-
-
-def _processed(row: Row, logits: mx.array, processed: mx.array, *, is_ahead: bool = False) -> _Judged:
-    settings, position, num_rows = row.opened.settings, row.position + is_ahead, processed.shape[0]
-    filtered = row.logits_pipeline.filter(processed, position)
-    chosen = row.logits_pipeline.sample(filtered, position)
-    proposed = row.to_judge(num_rows, is_ahead=is_ahead)
-    judgements = judge(filtered, [proposed], settings.rule, settings.temperature, chosen=chosen)
-    judged = _Judged([row], [num_rows], processed, LogitCheck.of(logits, processed), judgements)
-    if settings.logprobs and not row.drafted:
-        judged.likelihoods[row] = LazyLikelihoods.of(processed, judgements.tokens, settings.logprobs)
-    return judged
