@@ -55,8 +55,7 @@ class Mailbox(Protocol):
 class LocalMailbox:
     """The mailbox of an actor in this process: a memory channel, and an event that is set when a message comes.
 
-    The channel is unbounded, so that the actors never wait for each other's mailboxes, and yet never long: a session
-    has at most one proposal and one verdict under way.
+    It is unbounded, so that actors never wait for each other, and yet short: a proposal and a verdict a session.
     """
 
     def __init__(self, event: trio.Event) -> None:
@@ -137,8 +136,8 @@ class ActorSession:
         )
 
     def notice_loss(self) -> bool:
-        """Have the ledger say what the cache holds: a pass that the text has shared may have failed, which empties the
-        caches of all its rows. To be called while no pass runs, before anything is planned that feeds the text.
+        """Have the ledger say what the cache holds, before a plan feeds the text: a failed pass empties all its rows'
+        caches.
 
         Returns: whether cached tokens were lost.
         """
@@ -266,10 +265,9 @@ class Actor(ABC, Generic[S]):
         return self.is_serving
 
     async def ask(self, work: Callable[[], Awaitable[T]], wait_s: float) -> T | None:
-        """The result of some work on the actor's worker; None if it does not come within `wait_s` seconds, or the actor
-        has ended.
+        """The result of some work on the actor's worker; None if it takes longer than `wait_s` or the actor has ended.
 
-        The work has a task of its own, which is cancelled then, or with the call: nobody waits for a worker that hangs.
+        The work has a task of its own, cancelled then or with the call: nobody waits for a worker that hangs.
         """
         result: outcome.Outcome[T] | None = None
         has_come, scope = trio.Event(), trio.CancelScope()

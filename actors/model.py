@@ -239,8 +239,7 @@ class Model(Protocol):
         """The memory that its caches take, by the sizes of texts."""
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """Process tokens of different sequences of this model, in one forward pass as far as their caches can share
-        one.
+        """Process tokens of different sequences, in one pass as far as their caches can share one.
 
         Returns: (num_logits, V) logits of each, which may be lazy.
         """
@@ -250,8 +249,7 @@ class Model(Protocol):
         """Most tokens of one text in a pass that texts share."""
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """Process the first tokens of empty sequences, at most `widest_row` of each, without logits: in
-        one pass, if `sharing_obstacle` is None.
+        """Process the first tokens, at most `widest_row`, of empty sequences; in one pass if no obstacle.
 
         Raises: whatever the model raises; what the sequences hold is not known then.
         """

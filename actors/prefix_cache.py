@@ -1,13 +1,10 @@
 """The prefix cache: what was read of texts, for other texts with the same beginning.
 
-A text takes a copy of what it has in common with another one. Only a text that continues another one takes that one's
-sequence itself. Sequences that are still read or generated are copied, too: they are not in the cache, but given to the
-search. So the sequences are the branches of a tree. While they are in use, each has its own copy of the stem; in the
-cache, they have keys and values of the stem in common.
+A text takes a copy of what it has in common with another one, which may still be read or generated. Only a text that
+continues another one takes that one's sequence itself. So the sequences are the branches of a tree: in use, each has
+its own copy of the stem; in the cache, they have its keys and values in common.
 
-mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_kinds`), knows no checkpoints,
-and overlooks a common prefix of one token. Its `PromptTrie` finds one neighbour of a prompt, while the sequence that
-has most of it may be any of them, and it walks a dict for each token.
+`CONTRIBUTING.md` says why mlx-lm's `LRUPromptCache` is not used.
 """
 
 from __future__ import annotations
@@ -137,19 +134,16 @@ class PrefixCache:
         in_use: Sequence[Source] = (),
         may_reuse: bool = True,
     ) -> CacheHit:
-        """Open a sequence that holds as much of a prompt as some text does, the newest of several: the sequence of a
-        text that the prompt continues, else a copy; or a new one. The prompt's last token is never reused, since its
-        logits are wanted.
+        """Open a sequence that holds as much of a prompt as some text does, the newest of several: that of a text which
+        the prompt continues, else a copy; or a new one. The prompt's last token is never reused: its logits are wanted.
 
         Args:
-            beside_another: only sequences that were opened alike match: a trained drafter needs the features of what is
-                read, and texts without a drafter record none.
+            beside_another: as it is opened. A trained drafter needs features, and texts without a drafter record none.
             pass_tokens: see `ReusableSequence.reusable_length`.
             in_use: sequences outside the cache.
             may_reuse: whether the text may use any; if not, it gets a new one.
 
-        Raises: RewindError: the sequence does not hold what it should. If it was in the cache, it is closed then, as
-            after any other error.
+        Raises: RewindError: the sequence does not hold what it should; as after any error, one in the cache is closed.
         """
         num_read = len(prompt) - 1
         packed = pack(prompt[:num_read])
@@ -210,11 +204,8 @@ class PrefixCache:
         """Put a sequence that is not in use any more into the cache, or close it if it is of no use.
 
         Args:
-            cached_tokens: the tokens that the sequence holds.
-            committed: the session's text. Cached tokens beyond it are dropped, if the sequence can drop them.
-            beside_another: as the sequence was opened.
+            cached_tokens: that it holds. Those beyond the session's text, `committed`, are dropped, if they can be.
             num_prompt: how many tokens of the text were the session's prompt; None for all.
-            pass_tokens: see `ReusableSequence.reusable_length`.
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
@@ -315,10 +306,9 @@ def packed_beginning(packed: bytes, num_tokens: int) -> bytes:
 
 
 def common_length(one: bytes, other: bytes) -> int:
-    """How many tokens two packed texts have in common at their beginnings.
+    """How many tokens two packed texts have in common at their beginnings, by a galloping search.
 
-    A galloping search: comparing slices of bytes takes microseconds, and a loop over tokens holds the GIL for
-    milliseconds. Texts that part early are told apart at once, however long they are.
+    Comparing slices of bytes takes microseconds; a loop over tokens holds the GIL for milliseconds.
     """
     low, high, width = 0, min(len(one), len(other)) // _ID_BYTES, 1024
     while low < high:

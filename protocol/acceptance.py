@@ -252,11 +252,9 @@ def draw(probs: mx.array, key: mx.array) -> mx.array:
 
 
 def likeliest_only(logits: mx.array, count: int) -> tuple[mx.array, mx.array | None]:
-    """Logits (n, V) with -inf for all but the `count` largest of each row, count >= 1, and their ids; lazy.
+    """Logits (n, V) with -inf for all but the `count` >= 1 largest of each row, as a draft may be drawn from any.
 
-    A drafted token may be drawn from any distribution, so from few tokens, too.
-
-    Returns: (n, V) logits and (n, count) ids in any order; None if these are all tokens.
+    Returns: (n, V) logits and (n, count) ids in any order, None if these are all tokens; lazy.
     """
     if count >= logits.shape[-1]:
         return logits, None

@@ -347,9 +347,8 @@ def policy_for(
 ) -> Policy:
     """The policy that a setting asks for.
 
-    `rule` tells acceptance rules apart: the drafter's confidence means something else under each. `work_ahead` says
-    whether to draft while a verdict is due: "auto" decides by prices, and so does "always" unless the lookahead is
-    fixed.
+    `rule` tells acceptance rules apart, under which confidence differs; `work_ahead` says whether to draft while a
+    verdict is due: "auto" by prices, and so does "always" unless the lookahead is fixed.
     """
     if lookahead == "auto":
         calibration = prices.calibration(rule)

@@ -20,8 +20,7 @@ class FeedPlan:
 class CachedTokens:
     """The tokens that one cache has processed, in order: a ledger beside the cache itself.
 
-    Whatever happened before, a cache is brought in line with a text by a rewind to the longest common prefix, and by
-    feeding the missing tokens. "All accepted, so the drafter is one token behind" is no special case.
+    A cache is brought in line with a text by a rewind to the longest common prefix, whatever happened before.
     """
 
     def __init__(self) -> None:
@@ -39,9 +38,8 @@ class CachedTokens:
         return tuple(self._tokens)
 
     def plan(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_logits: int = 1) -> FeedPlan:
-        """The shortest way to a cache that has processed exactly `committed + beyond`: the committed text, which only
-        grows, and drafted tokens after it. The last `num_logits` tokens are fed even if they are cached, for the logits
-        after them.
+        """The shortest way to a cache of exactly `committed + beyond`: the committed text, which only grows, and
+        drafted tokens. The last `num_logits` tokens are fed even if they are cached, for their logits.
 
         Raises: ProtocolError: num_logits exceeds the length of the text.
         """

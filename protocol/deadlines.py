@@ -17,8 +17,8 @@ ROUNDS_ALONE = 2  # rounds that the target decodes alone before it decides again
 def prompt_wait_s(prices: Prices) -> float:
     """Seconds, > 0, that a target which has read the prompt waits for a drafter that is still reading it.
 
-    It is what waiting can save: the seconds that a token takes longer in plain decoding than in speculation. So a wait
-    costs at most twice what the better choice in hindsight would have cost (the ski rental argument).
+    What waiting can save: the time that a token takes longer in plain decoding. So a wait costs at most twice what the
+    better choice in hindsight would have cost (the ski rental argument).
     """
     if prices.plain_rate <= 0.0:
         return MIN_PROMPT_WAIT_S

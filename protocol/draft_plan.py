@@ -175,11 +175,8 @@ class Waiting:
 
 
 def next_job(waiting: Sequence[Waiting], most: int, chunk_tokens: int) -> tuple[int, ...]:
-    """The sessions of the next job, the one that has waited longest first; empty if there is nothing to do.
-
-    Caches are opened and closed first. A session that needs a step waits for the running job and `chunk_tokens` that
-    are read at most, unless there are more sessions than the `most` that fit into a step. Short prompts are read before
-    it, so that their sessions share the step.
+    """The sessions of the next job, those that waited longest first: caches are opened and closed at once; a step waits
+    for `chunk_tokens` that are read at most, unless more than `most` sessions draft, so that short prompts join it.
     """
     order = sorted(range(len(waiting)), key=lambda index: (waiting[index].since, waiting[index].task))
     brief = [index for index in order if waiting[index].task.is_brief]

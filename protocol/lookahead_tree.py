@@ -1,9 +1,7 @@
 """The lookahead tree: the tokens that were drafted beyond the committed text.
 
-The root is the last committed token. A node's `reach` is the modelled probability that the committed text will pass
-through it. Running the draft model on a node *expands* it: the model's choice comes after it. Tokens that were copied
-may come after the root without any model. A verdict moves the root along the committed tokens and drops all other
-branches.
+The root is the last committed token. Running the draft model on a node *expands* it: the model's choice comes after it.
+Copied tokens need no model. A verdict moves the root along the committed tokens and drops all other branches.
 """
 
 from __future__ import annotations
@@ -70,10 +68,8 @@ class Node:
 
     @property
     def best(self) -> Guess | None:
-        """What the token would be proposed as: the drafter's guess or the copy, whichever is worth more.
-
-        By worth even if both are the same token. The rejection rule judges a draw and a copy differently, so preferring
-        one because they coincide would bias the text.
+        """What the token would be proposed as: the drafter's guess or the copy, whichever is worth more, also if they
+        are one token. A draw and a copy are judged differently: preferring one as they coincide would bias the text.
         """
         guess, copy = self.guess, self.copy
         return guess if copy is None or (guess is not None and guess.worth >= copy.worth) else copy
@@ -82,8 +78,7 @@ class Node:
     def choice(self) -> Node | None:
         """The node that would be proposed after this one: the drafter's own choice, or a copied token worth more.
 
-        The decision between the two must not depend on which token was drawn. It does not: under the rejection rule
-        the worth of a draw is the same for every draw from its distribution.
+        That must not depend on the drawn token: the worth is the same for every draw from its distribution.
         """
         choice, most = None, (-1.0, False)
         for child in self.children.values():
@@ -105,9 +100,8 @@ class LookaheadTree:
         self.root = Node(last_token, position, further(0, last_token), None)
 
     def expand(self, node: Node, guess: Guess) -> Node:
-        """Put a drafted token after a node, which the draft model has been run on.
+        """Put a drafted token after a node, which the draft model has been run on, and give the token's node.
 
-        Returns: the node of the token.
         Raises: ProtocolError: the node was dropped, or expanded before.
         """
         if not node.alive:
@@ -152,9 +146,8 @@ class LookaheadTree:
             node = node.children.get(token)
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Move the root along committed tokens.
+        """Move the root along committed tokens. True for a hit: the new root was in the tree, with what is below.
 
-        Returns: True for a hit: the new root was in the tree, and keeps the nodes below it. False for a miss.
         Raises: ProtocolError: there are no tokens.
         """
         if not tokens:
@@ -209,8 +202,7 @@ class LookaheadTree:
     def is_stale(self, node: Node) -> bool:
         """Whether a node was drafted without hidden states of the target that have come since.
 
-        The target has given the hidden states of all tokens up to the root. A drafter that had them used none of its
-        own for the node after the root, and one more for each node beyond that one.
+        The target has given those up to the root: none of the drafter's own is needed for the node after it.
         """
         best = node.best
         return best is not None and best.staleness >= max(1, self.depth(node))

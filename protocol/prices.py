@@ -370,11 +370,9 @@ class Prices:
         return best
 
     def works_ahead(self, lookahead: int) -> bool:
-        """Whether drafting while the target verifies is worth more than it takes from the pass, for proposals of
-        `lookahead` tokens, >= 1.
+        """Whether drafting proposals of `lookahead` >= 1 tokens beside a pass is worth more than it takes from it.
 
-        Either way a round verifies as many tokens. A drafter that works ahead has the next proposal at a hit; one that
-        does not drafts it after the verdict, with the whole device.
+        A drafter that works ahead has the next proposal at a hit; any other drafts it later, with the whole device.
         """
         if not (self.is_known and self.hit_rate.is_known) or self._num_rounds % TRIED_EVERY_ROUNDS < TRIED_ROUNDS:
             return True

@@ -1,7 +1,6 @@
 """The target queue: the passes that run and wait at the target, and how long they will keep it busy.
 
-Where several sessions share a target, drafting that happens behind other sessions' passes costs the target nothing. The
-rounds that wait share the next pass, as many as may (see `protocol.pass_plan`).
+Drafting that happens behind other sessions' passes costs the target nothing.
 """
 
 from __future__ import annotations
@@ -61,10 +60,9 @@ class TargetQueue:
         return self.is_busy or max(self._began_s, self._read_until_s) > moment_s
 
     def others_s(self, session: int) -> float:
-        """Seconds for which the target has passes of other sessions to do after the session's own pass, >= 0.
+        """Seconds, >= 0, for which the target has passes of other sessions to do after the session's own one.
 
-        These are the passes of waiting rounds that do not share it. A running pass of other sessions counts as well,
-        because they will have queued their next rounds by then.
+        A running pass of others counts, too: they will have queued their next rounds by then.
         """
         waiting = [num_tokens for other, num_tokens in self._waiting.items() if other != session]
         if session in self._running:

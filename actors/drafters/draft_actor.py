@@ -1,8 +1,4 @@
-"""The drafter with a draft model: grows the lookahead tree, also while the target verifies, and proposes from it.
-
-Its loop finds the next task of each session that has changed, decides on the next job (`protocol.draft_plan`), and has
-it done. All waiting is in one place.
-"""
+"""The drafter with a draft model: grows the lookahead tree, also while the target verifies, and proposes from it."""
 
 from __future__ import annotations
 
@@ -64,11 +60,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         max_batch: int = MAX_BATCH,
         max_drawn_from: int | None = None,
     ) -> None:
-        """As `ModelActor`. `make_policy` makes the policy of each session; `target_queue` is None if the target has
-        only one. At most `max_batch` sessions share one pass. For `max_drawn_from`, see `DraftSteps`.
+        """As `ModelActor`. `make_policy` makes the policy of each session; for `max_drawn_from`, see `DraftSteps`.
 
-        `chains` says whether a step is launched before the token that it starts from is read back. None: on a GPU,
-        which computes while the next step is prepared, and on a CPU while no other model computes.
+        `chains` says whether a step is launched before the token that it starts from is read back. None: on a GPU, and
+        on a CPU while no other model computes.
         """
         super().__init__(
             model, worker, on_event, prices, pass_price=prices.draft_alone, prefix_cache_bytes=prefix_cache_bytes

@@ -74,9 +74,8 @@ class DraftSteps:
     max_drawn_from: int | None = None
 
     def begin(self, start: DraftInput) -> Step[Drafted]:
-        """Draft one token.
+        """Draft one token; gives also the next step if the budget allows one.
 
-        Returns: what came of it, and the next step if the budget allows one.
         Raises: NotANumberError: no token can be chosen from the draft model's logits.
         """
         if (hindrance := self.prepare(start.plan)) is not None:
@@ -165,12 +164,9 @@ class DraftSteps:
     def catch_up(self, plan: FeedPlan, num_rows: int, history: TokenHistory) -> list[tuple[int, float]] | Drafted:
         """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
 
-        Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or what
-            `prepare` returns if nothing may be fed.
-
-        Raises:
-            NotANumberError: no token can be chosen from some row of the draft model's logits.
-            CacheLostError: see `prepare`.
+        Returns: (choice, confidence in it) for each of these, in order; or what `prepare` returns if nothing may be
+        fed.
+            Raises: NotANumberError: no token can be chosen from some row of logits. CacheLostError: see `prepare`.
         """
         if (hindrance := self.prepare(plan)) is not None:
             return hindrance

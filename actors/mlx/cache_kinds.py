@@ -182,8 +182,7 @@ class CacheKind:
         return self.take_state(layer)
 
     def check_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> None:
-        """Check that `layer`, which holds at least `length` tokens, can go back to the prefix checkpoint `taken` at
-        that length. The checkpoint may be anything that a file has; see `put_state`.
+        """Check that `layer` can go back to `length` with a prefix checkpoint from a file; see `put_state`.
 
         Raises: MisfitError: such a cache cannot have had this state at that length.
         """

@@ -123,10 +123,9 @@ class MLXModel(SharedPasses):
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
         """Wrap a model whose weights are evaluated, and feed it two tokens to check it. Messages call it `named`.
-        `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
-        Raises: ModelError: the model would crash the process, does not return logits, or does not fill the cache that
-        it is given; or the options demand something that its caches cannot do. And whatever the model raises.
+        Raises: ModelError: it would crash the process, gives no logits or does not fill its cache; or its caches cannot
+        do what the options demand. And whatever the model raises.
         """
         self._layer_evaluation = layer_evaluation
         for module in model.modules():

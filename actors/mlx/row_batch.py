@@ -40,9 +40,7 @@ class RowBatch(Rows):
     def feed(
         self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None
     ) -> dict[object, mx.array]:
-        """Process tokens of several rows in one pass: by key, at most `widest_row` ids for each that takes part. An id
-        beyond the vocabulary is read as the last id, as in `MLXSequence`. The recorder records the features that a
-        trained drafter reads, if there is one.
+        """Process tokens of rows in one pass: at most `widest_row` ids of each, beyond the vocabulary read as the last.
 
         Returns: by key, (tokens, V) logits of each row that takes part, lazy.
         """

@@ -29,11 +29,7 @@ class _Part:
 
 
 class StoredTokens:
-    """Keys and values of one text, taken out of those of its caches that have a slot for each token.
-
-    Attributes:
-        places: which of the caches these are.
-    """
+    """Keys and values of one text, taken out of the caches (at `places`) that have a slot for each token."""
 
     def __init__(self, caches: Sequence[Any], num_tokens: int) -> None:
         """Take them out of the caches of a text of so many tokens."""

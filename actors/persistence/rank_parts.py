@@ -61,10 +61,9 @@ def receive_record(group: RankGroup) -> SequenceRecord:
 
 
 def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:
-    """Copy the next layer of this rank's part, and send it to rank 0; after the last, also the fingerprint of the
-    rank's part of the model.
+    """Copy the next layer of this rank's part to rank 0; with the last, its model's fingerprint. Gives whether it was.
 
-    Returns: whether that was all. Raises: RankError: the group is broken.
+    Raises: RankError: the group is broken.
     """
     record = recorder.step()
     description = None if record is None else {**record.description, "fingerprint": fingerprint}

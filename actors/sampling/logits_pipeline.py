@@ -139,8 +139,7 @@ class LogitsPipeline:
         return logprobs
 
     def sample(self, logits: mx.array, start: int) -> mx.array | None:
-        """The tokens (n,) that the user's sampler, if there is one, chooses from (n, V) shaped logits, for positions
-        from `start` on.
+        """The ids (n,) that the user's sampler, if any, chooses from (n, V) shaped logits from `start` on.
 
         Raises: ProcessorError: the sampler failed.
         """

@@ -20,11 +20,7 @@ def _nothing() -> None: ...
 
 @attrs.define(eq=False)
 class DrafterLink:
-    """The drafter as the target sees it: a mailbox for messages, and proposals that arrive in the sessions' states.
-
-    Waiting never changes the text. A drafter that is late is left behind for a round or two (`protocol.deadlines`), and
-    one that is gone is not waited for.
-    """
+    """The drafter as the target sees it: a mailbox for messages, and proposals that arrive in the sessions' states."""
 
     _num_sessions: Callable[[], int]  # how many sessions are under way
     _prices: Prices

@@ -54,12 +54,10 @@ class PassPrices:
     def learn_plain(
         self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_rows: int, *, is_ahead: bool
     ) -> None:
-        """Learn from a pass without drafts, which has computed `num_rows` rows, each times the tokens of the longest.
-        `num_sessions` are all whose rounds are run.
+        """Learn from a pass without drafts over `num_rows` rows, which `is_ahead` if it has launched the next one.
 
-        One that was launched ahead began before its job, so it does not show what a pass costs; but it shows what a
-        plain round of several texts costs: nearly all of those are passes ahead. `is_ahead` says whether it has
-        launched the next one.
+        One that was launched ahead began before its job, so it does not show what a pass costs, but what a plain round
+        of several of the `num_sessions` texts costs: nearly all of those are passes ahead.
         """
         was_ahead = self._num_ahead > 0
         self._measures_next = not is_ahead and self._num_ahead >= MEASURED_EVERY

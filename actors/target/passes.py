@@ -1,15 +1,12 @@
 """The target's passes, on its model's thread: rows that feed tokens in one forward pass, and are judged by kind.
 
-A row feeds the committed tokens that its cache lacks, and the drafted tokens of a proposal if there are any. A row
-without drafted tokens is judged like a proposal of no tokens.
+A row feeds the committed tokens that its cache lacks, and the drafted tokens of a proposal if there are any. Rows of
+one kind (`LogitsPipeline.kind`) are judged by one set of array operations, the others each by itself.
 
-A pass of rows without drafted tokens may launch the next one before the tokens that this one feeds are read back from
-the device. So building its graph, and the tokens' way through the event loop, cost nothing while the device computes.
-The cache of a row that is *ahead* has its last committed token already, and the logits of the next one are computed or
-being computed; the row is judged by them before it takes part in any other pass.
-
-Rows of one kind (`LogitsPipeline.kind`) are judged by one set of array operations, the others each by itself. User code
-needs evaluated logits, so after a pass that was launched ahead it is called only in the next step.
+A pass of rows without drafted tokens may launch the next one before its tokens are read back from the device. So
+building its graph, and the tokens' way through the event loop, cost nothing while the device computes. The cache of a
+row that is *ahead* has its last committed token already; the row is judged by the logits after that token before it
+takes part in any other pass. User code needs evaluated logits, so it is called only in the next step.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole. A turn is a
-pass, or several that together read no more tokens, and take no longer, than one may.
+"""Reading prompts at the target: a pass reads a chunk of one prompt, or several short prompts whole.
 
 Tokens that a session scores are read in chunks, too, and scored as they are read.
 """
@@ -49,13 +48,11 @@ class Reading:
         return [session for session in self.prompts if not session.shared.is_unwanted]
 
     async def run(self) -> Sequence[TargetSession]:
-        """Read a chunk of the first wanted prompt, or all of it together with other prompts of similar length; then
-        further prompts whole, as long as the turn has no more tokens than a pass may have, and takes no longer. If
-        those waited for another turn, the texts that were read would have a pass without them first, at nearly the
-        price of one with them.
+        """Read a chunk of the first wanted prompt, or all of it together with prompts of similar length; then further
+        prompts whole, as long as the turn has no more tokens than a pass may have, and takes no longer: if those
+        waited, the texts that were read would first have a pass without them, at nearly the price of one with them.
 
-        An error ends the session of a prompt that was read alone. Prompts that were read together are then read again,
-        each alone.
+        An error ends the session of a prompt that was read alone; those read together are read again, each alone.
 
         Returns: the sessions whose prompts were read. A prompt with much left to read goes behind the others.
         """

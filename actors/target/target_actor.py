@@ -389,11 +389,10 @@ class TargetActor(ModelActor[TargetSession]):
         goes_ahead: bool = False,
         reads_prompt: bool = False,
     ) -> list[TargetSession]:
-        """Run the next pass over sessions whose parts in it are planned, with the times at which they became ready; or
-        up to `num_passes` without drafted tokens in a row, until something changes, the last of which may launch one
-        more. `reads_prompt`: see `_begin_text`.
+        """Run the next pass over sessions that became ready at `ready_s`; or up to `num_passes` without drafted tokens
+        in a row, until something changes, the last of which may launch one more.
 
-        Returns: after passes without drafted tokens, the sessions that can take part in another one at once, in order.
+        Returns: after passes without drafted tokens, the sessions that can take part in another at once, in order.
         """
         shares = [Share(session.id, session.state.round, session.num_planned) for session in sessions]
         is_plain, num_passes = num_passes > 0, max(1, num_passes)
@@ -662,8 +661,7 @@ class TargetActor(ModelActor[TargetSession]):
     async def _end_or_break(self, session: TargetSession, error: JobError) -> None:
         """End a session one of whose jobs failed, and the whole runtime if the model no longer works.
 
-        An error that is not an `OutriderError` may still be caused by this session alone, by a prompt that does not fit
-        into memory or by a processor. So the model counts as failed only if it also fails a probe.
+        A prompt that does not fit into memory, or a processor, may have caused it. So the model is probed.
         """
         cause = error.__cause__
         if isinstance(cause, OutriderError):

@@ -227,11 +227,9 @@ class TargetSession(ActorSession):
         return attrs.evolve(verdict, stop=self.shared.find_stop(self.state.preview(verdict)))
 
     def drop_proposal(self) -> Overdue | None:
-        """Drop the outstanding proposal, because a pass with its tokens has failed.
-
-        The target decodes alone for some rounds: twice as many each time, since a failure may cost a text its cache.
-
-        Returns: the message for the drafter; None if the drafter has left.
+        """Drop the outstanding proposal, because a pass with its tokens has failed, and decode alone for some rounds:
+        twice as many each time, since a failure may cost a text its cache. None, and no message, if the drafter has
+        left.
         """
         overdue = Overdue(self.id, self.state.round + self.rounds_undrafted)
         self.rounds_undrafted *= 2

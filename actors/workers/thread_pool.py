@@ -1,7 +1,6 @@
 """A pool of operating-system threads that workers run on.
 
-A thread that has evaluated on CPU leaves a native thread of MLX's behind, which nothing ends. So a process that opens
-many runtimes runs all of them on the same few threads.
+A thread that has evaluated on CPU leaves a native thread of MLX's behind, which nothing ends. So threads are reused.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A worker that owns an operating-system thread, to which trio tasks hand jobs.
-
-MLX's streams and random state belong to a thread, so a model lives on one thread from load to shutdown. The threads
-themselves come from `actors.workers.thread_pool`.
-"""
+"""A worker that owns an operating-system thread, to which trio tasks hand jobs, from load to shutdown of a model."""
 
 from __future__ import annotations
 
