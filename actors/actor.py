@@ -346,7 +346,6 @@ class Actor(ABC, Generic[S]):
         tokens: tuple[int, ...] = (),
         commit: Commit | None = None,
     ) -> None:
-        """Report a decision to the trace, unless only spans are wanted."""
         if not getattr(self._on_event, "wants_instants", True):
             return
         round = session.state.round if round is None else round

@@ -153,7 +153,6 @@ async def _time_passes(sequence: CachedSequence, worker: Worker, widths: tuple[i
 
 
 async def _time_plain_decoding(model: Model, sequence: CachedSequence, worker: Worker, prices: Prices) -> None:
-    """Time tokens without a drafter, decoded one pass ahead as in a stream."""
     row = Row(sequence, _OPENED, LogitsPipeline(_OPENED), FeedPlan(NUM_TEXT_TOKENS, (0,)))
     step = partial(Passes(model).steps, [row], [Share(0, 0, 1)], NUM_PLAIN_STEPS, goes_ahead=True)
     ended_s: list[float] = []

@@ -340,7 +340,6 @@ def _padded(
 
 
 def _uniforms(proposed: Sequence[ProposedRows], longest: int) -> mx.array:
-    """(texts, longest) draws in [0, 1)."""
     decisions = [(each.seed, each.start + i) for each in proposed for i in range(longest)]
     draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, decisions))
     return draws.reshape(len(proposed), longest)

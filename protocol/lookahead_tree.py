@@ -235,7 +235,6 @@ def withdrawal(session: int, tree: LookaheadTree | None, *, at_once: bool = Fals
 
 
 def _copied_below(node: Node) -> Iterator[Node]:
-    """The chain of copied tokens that follows a node."""
     while (following := next((child for child in node.children.values() if child.copy is not None), None)) is not None:
         yield following
         node = following

@@ -103,7 +103,6 @@ def plan_pass(
 
 
 def _moments(dues_s: Sequence[float]) -> list[float]:
-    """When the pass could begin: now, and then as further rounds become ready."""
     dues_s = sorted(set(dues_s))
     if len(dues_s) >= MAX_MOMENTS:
         dues_s = [dues_s[(len(dues_s) - 1) * i // (MAX_MOMENTS - 2)] for i in range(MAX_MOMENTS - 1)]

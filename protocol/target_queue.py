@@ -77,7 +77,6 @@ class TargetQueue:
         return running_s + self._passes_s((*self._waiting.values(), *joining))
 
     def _passes_s(self, num_tokens: Iterable[int]) -> float:
-        """Seconds of the passes over rounds with these numbers of tokens."""
         left, total_s = list(num_tokens), 0.0
         while left:
             shared, left = left[: self.max_batch], left[self.max_batch :]

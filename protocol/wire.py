@@ -166,7 +166,6 @@ class Codec(Generic[M]):
         return message
 
     def _form(self, hint: Any) -> Form:
-        """The form of a type, as fields are annotated with it."""
         origin, inner = get_origin(hint) or hint, get_args(hint)
         if (simple := self._simple.get(hint)) is not None:
             return simple

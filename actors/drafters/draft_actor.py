@@ -11,9 +11,17 @@ import outcome
 
 from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
-from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps
+from actors.drafters.draft_steps import (
+    Drafted,
+    DraftInput,
+    DraftPart,
+    DraftSteps,
+    PartResult,
+    PartResults,
+    SharedSteps,
+    num_rows,
+)
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
-from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CacheLostError, Model
 from actors.prefill import prefill_chunk
 from actors.session import Session

@@ -283,7 +283,6 @@ class Drafter(Actor[S]):
             self._leave(session)
 
     def _leave(self, session: S) -> None:
-        """Draft no more for a session, and leave it to the target as soon as that is allowed."""
         session.is_leaving = True
         self._withdraw(session)
 

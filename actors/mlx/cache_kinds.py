@@ -545,7 +545,6 @@ def _num_bytes(state: State) -> int:
 
 
 def _cut(state: State, num_rows: int) -> State:
-    """The state with the first `num_rows` rows of keys and values."""
     if isinstance(state, (tuple, list)):
         return tuple(_cut(inner, num_rows) for inner in state)
     return state[..., :num_rows, :] if isinstance(state, mx.array) else state

@@ -266,7 +266,6 @@ class Passes:
         return results
 
     def _launch(self, feeds: dict[Row, Feed | None], failed: dict[Row, RowResult]) -> list[_Judged]:
-        """Feed the rows that are not ahead, and judge all; lazy, except for user code."""
         rows, ahead = tuple(feeds), self._ahead
         self._ahead = None
         if ahead is not None and ahead.rows == rows:

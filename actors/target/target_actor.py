@@ -156,7 +156,6 @@ class TargetActor(ModelActor[TargetSession]):
         self._idle_since_s = self.worker.clock()
 
     def _take_in(self) -> None:
-        """Look at the sessions that have changed."""
         while self._changed:
             changed, self._changed = self._changed, {}
             for session in changed:
@@ -327,7 +326,6 @@ class TargetActor(ModelActor[TargetSession]):
             await self._run([session], [self.worker.clock()], 1, reads_prompt=True)
 
     async def _decode(self, sessions: Sequence[TargetSession], view: TargetView) -> None:
-        """Decode sessions that nobody drafts for, in one pass or several in a row."""
         are_all = view.all_are_plain and len(sessions) == len(view.turns)
         num_rounds = min(session.num_plain_rounds for session in sessions)
         # A pass ahead would only delay a chunk of a prompt, which comes next.
@@ -355,7 +353,6 @@ class TargetActor(ModelActor[TargetSession]):
                 self._ready[session] = Turn(round, is_plain=True, is_ahead=session.is_ahead, since_s=now_s)
 
     async def _verify(self, sessions: Sequence[TargetSession], num_drafted: Sequence[int]) -> None:
-        """Run a pass over sessions, some of which have proposals."""
         planned, ready_s = [], []
         for session, number in zip(sessions, num_drafted, strict=True):
             turn = self._ready.pop(session)
@@ -507,7 +504,6 @@ class TargetActor(ModelActor[TargetSession]):
         return False
 
     def _commit(self, session: TargetSession, result: RowResult) -> Commit:
-        """Commit the tokens of a round, and tell the drafter."""
         state, verdict = session.state, session.verdict(result)
         is_drafted, proposal = state.phase is not SessionPhase.UNDRAFTED, state.outstanding
         commit = state.apply(verdict)
@@ -540,7 +536,6 @@ class TargetActor(ModelActor[TargetSession]):
             self._pass_limit.fail(len(sessions))
 
     async def _read_again(self, session: TargetSession) -> None:
-        """Feed some of the tokens that a session's cache has lost, in one pass of bounded size."""
         del self._ready[session]
         self._begin_job([session])
         try:
@@ -560,7 +555,6 @@ class TargetActor(ModelActor[TargetSession]):
             self._target_queue.leave(session.id, now_s)
 
     def _deliver(self) -> None:
-        """Hand the consumers the commits of the last pass. Never waits."""
         for session in self._texts.values():
             session.shared.deliver_nowait()
             if session.is_blocked and not session.shared.is_blocked:
@@ -568,7 +562,6 @@ class TargetActor(ModelActor[TargetSession]):
                 self._look_at(session)
 
     def _end(self, session: TargetSession, error: Exception) -> None:
-        """End a session with an error, once it can be looked at."""
         session.failure = session.failure or error
         self._look_at(session)
 
@@ -603,7 +596,6 @@ class TargetActor(ModelActor[TargetSession]):
         on_done()
 
     async def _end_prompt(self, session: TargetSession) -> None:
-        """Begin the rounds or the scoring, now that the prompt is read."""
         opened, session.has_read_prompt = session.shared.opened, True
         await self._give_prompt_features(session)
         if opened.num_scored > 0:
