@@ -240,7 +240,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 await self._catch_up(session)
             case Task.READ_PROMPT:
                 # A trained drafter reads it with the features that have come.
-                opened = session.shared.opened
+                opened = session.opened
                 read = await prefill_chunk(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
             case Task.READ:
                 # The last token is left to the draft step, which needs the logits.

@@ -78,7 +78,7 @@ class DraftSession(DrafterSession):
     @property
     def awaits_features(self) -> bool:
         """Whether features of the prompt are missing: neither given by the target, nor cached with the prompt."""
-        reader, num_read = self._reader, self.shared.opened.num_read
+        reader, num_read = self._reader, self.opened.num_read
         return reader is not None and reader.awaits_features and reader.num_given < max(1, num_read)
 
     @property
@@ -115,7 +115,7 @@ class DraftSession(DrafterSession):
             self.notice_loss()
             self.has_lost_tokens = self.has_lost_tokens and self.num_behind > MAX_BEHIND_WHEN_READY
             self.has_read_prompt = self.has_read_prompt or (
-                len(self.cached_tokens) >= self.shared.opened.num_read and not self.awaits_features
+                len(self.cached_tokens) >= self.opened.num_read and not self.awaits_features
             )
         is_idle = self.only_copies or self.state.phase is SessionPhase.RESTING
         if not is_idle:
@@ -166,7 +166,7 @@ class DraftSession(DrafterSession):
         """Calibrate the drafter's confidence with the guesses that a commit has proved right or wrong."""
         if not isinstance(self.policy, AutoPolicy):
             return
-        by_match = self.shared.opened.settings.rule == "match"
+        by_match = self.settings.rule == "match"
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
             # A draw that was not judged might have been accepted even if it differs from the committed token.
             if by_match or index < num_judged:
@@ -175,7 +175,7 @@ class DraftSession(DrafterSession):
     def learn_caught_up(self, start: int, guessed: Sequence[tuple[int, float]]) -> None:
         """Likewise with what the drafter would have guessed from a position on: tokens, and its confidence in each."""
         assert isinstance(self.policy, AutoPolicy)
-        by_match = self.shared.opened.settings.rule == "match"
+        by_match = self.settings.rule == "match"
         # The token after the last guess is not committed yet, so that guess is left out.
         for (token, raw), actual in zip(guessed, self.state.committed[start:], strict=False):
             if by_match:

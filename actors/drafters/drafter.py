@@ -48,16 +48,15 @@ class DrafterSession(ActorSession):
     ) -> None:
         """Of a session that has just begun; with `grammar_only`, nothing is copied."""
         super().__init__(shared)
-        opened = shared.opened
         self.policy = policy  # decides how far to draft and what to propose
         self.target_vocab_size = target_vocab_size  # the width of the target's logits
         self.has_model = has_model  # whether it can go on where a copy ends
         self.search = self._new_search() if self.copies and not grammar_only else None
-        processors = opened.settings.logits_processors
+        processors = self.settings.logits_processors
         # What the text's grammar forces; None without one.
         self.forced = next((each.forced_text() for each in processors if isinstance(each, Forcing)), None)
         # The guesses that continue the committed text.
-        self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
+        self.tree = LookaheadTree(self.opened.prompt[-1], len(self.opened.prompt) - 1)
         self.standing = Standing.NEW  # whether the target waits for its proposals
         # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.lookahead_tree.withdrawal`).
         self.is_leaving = False
@@ -89,7 +88,7 @@ class DrafterSession(ActorSession):
 
     def _new_search(self) -> CopySearch:
         """The search in the prompt; before it, in the user's prediction, if there is one."""
-        prompt, prediction = self.shared.opened.prompt, self.shared.opened.settings.prediction
+        prompt, prediction = self.opened.prompt, self.settings.prediction
         search = CopySearch()
         if prediction:
             # With the end of the prompt before it, the prediction is found as soon as the answer begins.
@@ -152,7 +151,7 @@ class DrafterSession(ActorSession):
     def _guesses(self, tokens: Iterable[Forced | Copied]) -> Iterator[Guess]:
         for found in itertools.islice(tokens, self._max_copied):
             yield Guess(found.token, found.confidence, raw=found.confidence, copy_kind=found.kind)
-            if found.token in self.shared.opened.stop_tokens:
+            if found.token in self.opened.stop_tokens:
                 return
 
     def _chained(self, num_tokens: int) -> Iterator[Forced | Copied]:
@@ -203,7 +202,7 @@ class DrafterSession(ActorSession):
 
     def can_continue(self, node: Node) -> bool:
         """Whether a node's token does not end the text."""
-        return node is self.tree.root or node.token not in self.shared.opened.stop_tokens
+        return node is self.tree.root or node.token not in self.opened.stop_tokens
 
     def num_to_feed(self, node: Node) -> int:
         """How many tokens must be fed to draft after a node."""
@@ -227,10 +226,10 @@ class DrafterSession(ActorSession):
         """A proposal of a chain of nodes."""
         state = self.state
         guesses = [node.best for node in nodes if node.best is not None]
-        probs = () if state.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
+        probs = () if self.settings.rule == "match" else tuple(guess.probs for guess in guesses)
         # A fixed lookahead is what the user wants verified, whatever it costs. Under the rejection rule, whether a
         # token is judged must not depend on the tokens after it, which were drafted because of it.
-        may_cut = isinstance(self.policy, AutoPolicy) and state.opened.settings.rule == "match"
+        may_cut = isinstance(self.policy, AutoPolicy) and self.settings.rule == "match"
         reach = tuple(node.reach for node in nodes) if may_cut else ()
         tokens = tuple(guess.token for guess in guesses)
         num_stale = sum(1 for _ in itertools.takewhile(self.tree.is_stale, nodes))

@@ -74,7 +74,7 @@ class DrafterLink:
         """Seconds to wait for a proposal."""
         if not session.is_drafter_ready:
             return prompt_wait_s(self._prices)
-        lookahead = session.shared.opened.settings.lookahead
+        lookahead = session.settings.lookahead
         num_steps = MAX_LOOKAHEAD if lookahead == "auto" else max(1, lookahead)
         return proposal_wait_s(self._prices, num_steps, self._num_sessions())
 
@@ -89,4 +89,4 @@ class DrafterLink:
     def can_hurry(self, session: TargetSession) -> bool:
         """Whether a drafter that is waited for can be asked for what it has drafted by now."""
         # A fixed lookahead is what the user wants, however long it takes.
-        return session.is_drafter_ready and not session.was_asked and session.state.opened.settings.lookahead == "auto"
+        return session.is_drafter_ready and not session.was_asked and session.settings.lookahead == "auto"

@@ -79,9 +79,7 @@ class Reading:
             await self._begin_text(session)
             return
         await self._read_chunk(session)
-        assert session.sequence is not None
-        is_auto = tokens_per_pass(session.shared.opened.settings.prefill_step_size, session.sequence) == "auto"
-        goes_on = is_auto and session.failure is None
+        goes_on = tokens_per_pass(session) == "auto" and session.failure is None
         if goes_on and 0 < session.num_to_read <= MAX_CHUNKS_IN_A_ROW * self._chunk_size():
             self.prompts = {session: None, **self.prompts}
 
@@ -89,13 +87,11 @@ class Reading:
         """The sessions of the next pass; none if none is wanted: another thread may set `is_unwanted` at any time."""
         if not (wanted := self.wanted):
             return []
-        first, *others = wanted
-        if self._max_batch == 1 or not _can_share(first):
-            return [first]
-        fitting = [first, *filter(_can_share, others)]
-        indices = read_together(
-            [each.num_to_read for each in fitting], self._chunk_size.most_tokens, self._model.widest_row
-        )
+        fitting = [each for each in wanted if not each.reads_alone and can_read_together(each)]
+        if self._max_batch == 1 or wanted[0] not in fitting:
+            return wanted[:1]
+        lengths = [each.num_to_read for each in fitting]
+        indices = read_together(lengths, self._chunk_size.most_tokens, self._model.widest_row)
         return [fitting[index] for index in indices[: self._max_batch]]
 
     def _can_begin(self, session: TargetSession) -> bool:
@@ -103,7 +99,7 @@ class Reading:
 
         Not if the first round is to verify a proposal, as of a draft model, which reads the prompt at the same time.
         """
-        opened, num_left, phase = session.shared.opened, session.num_to_read, session.state.phase
+        opened, num_left, phase = session.opened, session.num_to_read, session.state.phase
         assert session.sequence is not None
         waits = phase in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) and not session.records_features
         reads_alone = self._max_batch == 1 and not opened.drafted  # then the text is decoded as `generate_step` does
@@ -116,7 +112,7 @@ class Reading:
 
     async def _read_chunk(self, session: TargetSession) -> None:
         try:
-            opened = session.shared.opened
+            opened = session.opened
             # What was scored already may have to be read again.
             if len(session.cached_tokens) < (end := opened.num_read + len(session.shared.scores)):
                 await prefill_chunk(self._worker, session, opened.prompt[:end], self._chunk_size)
@@ -127,15 +123,15 @@ class Reading:
 
     async def _score_chunk(self, session: TargetSession) -> None:
         """Feed the next of the tokens to score, and score the token after each. The tokens before them were read."""
-        sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
+        sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.opened
         assert sequence is not None
-        pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
+        pass_tokens = tokens_per_pass(session)
         size = self._score_size() if pass_tokens == "auto" else pass_tokens
         begin = len(cached_tokens)
         end = begin + min(size, max(1, MAX_SCORED_LOGITS // self._model.vocab_size))
         plan = cached_tokens.plan(opened.prompt[: min(end, len(opened.prompt) - 1)], num_logits=0)
         scored = opened.prompt[begin + 1 : begin + 1 + len(plan.feed)]
-        call = partial(_score, sequence, plan.feed, scored, opened.settings.logprobs, begin)
+        call = partial(_score, sequence, plan.feed, scored, session.settings.logprobs, begin)
         job = Job("prefill", call, session.id, len(plan.feed))
         scores = await self._worker.run(job)
         session.shared.scores += scores
@@ -144,7 +140,7 @@ class Reading:
 
     async def _read_whole(self, sessions: Sequence[TargetSession]) -> None:
         plans = [
-            session.cached_tokens.plan(session.shared.opened.prompt[: session.shared.opened.num_read], num_logits=0)
+            session.cached_tokens.plan(session.opened.prompt[: session.opened.num_read], num_logits=0)
             for session in sessions
         ]
         sequences = [session.sequence for session in sessions if session.sequence is not None]
@@ -182,8 +178,3 @@ def _score(
     if (num_sound := check.num_sound()) < len(tokens):
         check.check(num_sound, begin + 1 + num_sound, "target")
     return scores
-
-
-def _can_share(session: TargetSession) -> bool:
-    assert session.sequence is not None
-    return not session.reads_alone and can_read_together(session.sequence, session)

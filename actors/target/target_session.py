@@ -158,7 +158,7 @@ class TargetSession(ActorSession):
         return Expected(
             awaits_drafter,
             self.is_drafter_ready,
-            self.state.opened.settings.lookahead,
+            self.settings.lookahead,
             None if self.ended_s is None else self.last_ready,
             0.0 if self.ended_s is None else self.ended_s + self.turnaround_s.value,
             can_hurry=awaits_drafter and can_hurry,
@@ -170,7 +170,7 @@ class TargetSession(ActorSession):
         """Prepare the row for its next pass, with the drafter's proposal if there is one; once, unless it is plain."""
         assert self.sequence is not None
         if self.row is None or self.row.sequence is not self.sequence:
-            self.row = Row(self.sequence, self.shared.opened, self.shared.logits_pipeline)
+            self.row = Row(self.sequence, self.opened, self.shared.logits_pipeline)
         row, committed, proposal = self.row, self.state.committed, self.state.outstanding
         row.plan = self.cached_tokens.plan(committed, num_logits=0 if row.is_ahead else 1)
         row.proposal, row.alone = proposal, self.goes_alone
