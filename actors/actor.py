@@ -149,10 +149,10 @@ class ActorSession:
 
 
 class Actor(ABC, Generic[S]):
-    """A mailbox, and the sessions that it works on, in one loop.
+    """A mailbox, and the sessions that it works on, in one loop, which has the next job done. All waiting is in one
+    place.
 
-    Messages are taken in as they come: by the loop while it waits, and by a second task while a job runs. The loop
-    looks at the sessions that have changed, and has the next job done. All waiting is in one place.
+    Messages are taken in as they come: by the loop while it waits, and by a second task while a job runs.
     """
 
     name: ActorName

@@ -33,13 +33,10 @@ class CachedSequence(ABC):
 
     @abstractmethod
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """Process tokens after the cached ones.
+        """Process tokens, at least one id, after the cached ones.
 
-        Args:
-            tokens: at least one id.
-            num_logits: rows of logits wanted, for the last `num_logits` tokens; in [0, len(tokens)].
-
-        Returns: (num_logits, V) logits, which may be lazy; None for 0 rows, and then the cache is evaluated.
+        Returns: (num_logits, V) logits for the last `num_logits` tokens, in [0, len(tokens)], which may be lazy; None
+        for 0 rows, and then the cache is evaluated.
         """
 
     @abstractmethod
@@ -48,12 +45,10 @@ class CachedSequence(ABC):
 
     @abstractmethod
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """Prepare to undo the next feed, if possible.
+        """Prepare to undo the next feed, of `num_tokens`, if possible.
 
         Args:
-            num_tokens: how many tokens will be fed.
-            settled: no rewind goes below this length, such as the length of the committed text. Checkpoints that only
-                lead below it are dropped.
+            settled: no rewind goes below this length. Checkpoints that only lead below it are dropped.
 
         Returns: how the feed can be undone. After `RewindMode.SINGLE`, only committed tokens may be fed.
         """
@@ -62,9 +57,9 @@ class CachedSequence(ABC):
     def rewind(self, length: int) -> int:
         """Drop tokens until at most the first `length` are cached.
 
-        Returns: how many tokens are cached now: `length`, or fewer if only a checkpoint below could be restored. The
-            tokens between must be fed again then.
-        Raises: RewindError: the cache cannot be rewound so far, or was not.
+        Returns: how many are: `length`, or fewer if only a checkpoint below could be restored; those between must be
+        fed again.
+            Raises: RewindError: the cache cannot be rewound so far, or was not.
         """
 
     @abstractmethod
@@ -152,8 +147,9 @@ class ReusableSequence(CachedSequence):
         return {id(self): self.num_bytes}
 
     def share(self, other: ReusableSequence, num_common: int) -> None:
-        """Keep the memory of the first tokens, which another sequence of the model holds, too, only once, if possible.
-        Nobody works on either. To be called if both were opened alike.
+        """Keep the memory of the first tokens only once, if possible, which another idle sequence holds, too.
+
+        Both must have been opened alike.
         """
 
     @abstractmethod
@@ -182,16 +178,13 @@ class ReusableSequence(CachedSequence):
 
     @abstractmethod
     def copy(self, length: int) -> ReusableSequence:
-        """A new sequence with the first tokens of this one, which goes on as if nothing had happened, also as a row of
-        a batch or while it is still being read or generated. To be called only if `can_copy`. Length and errors: as of
-        `reuse`.
+        """A new sequence with the first tokens of this one, which goes on, in use or not. Only if `can_copy`.
+
+        Length and errors: as of `reuse`.
         """
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
-        """Read as much of a finished text as can be read with the features that were given, all of which are its own.
-
-        Returns: the cached tokens now; the same `tokens`, unless it is a trained drafter's.
-        """
+        """Read what can be read of a finished text with features that were given. Gives the cached tokens now."""
         return tokens
 
     @property

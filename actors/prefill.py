@@ -44,13 +44,9 @@ def _prefix_checkpoints(session: ActorSession) -> set[int]:
 async def prefill_chunk(
     worker: Worker, session: ActorSession, text: Sequence[int], chunk_size: PrefillChunkSize
 ) -> Job[int]:
-    """Feed the next part of the session's text that its cache lacks, in one pass, and update `chunk_size`, which is
-    used if the setting is "auto". Returns: the pass.
+    """Feed the next part of `text`, a beginning of the session's, that its cache lacks, in one pass, which it returns.
 
-    Args:
-        text: the prompt or a beginning of the committed text; the cache lacks some of it, or holds too much.
-
-    Cancellation: strikes after the pass.
+    `chunk_size` is updated, and used if the setting is "auto". Cancellation: strikes after the pass.
     """
     session.notice_loss()
     sequence, cached_tokens = session.sequence, session.cached_tokens

@@ -33,14 +33,11 @@ class ReasoningLimit(Protocol):
         """Tokens that may follow the text that was read before its reasoning is to be closed, >= 0; None for any."""
 
     def num_to_judge(self, drafted: Sequence[int], num_certain: int, num_closing: int = 0) -> int:
-        """How many of some drafted tokens, from the front, one pass may judge: behind none of them is the reasoning to
-        be closed already, or else the token that follows would be the model's own.
+        """How many of some drafted tokens, from the front, one pass may judge: behind none is the reasoning to be
+        closed already, by `num_closing` tokens that are forced next.
 
-        Args:
-            drafted: after the text that was read.
-            num_certain: how many of them, from the front, were not drawn at random, or are compared with what the
-                target draws. Of the others, none may be left out for what it is: that would change the distribution.
-            num_closing: how many tokens are forced next, because they close the reasoning.
+        Of those after the first `num_certain`, which were drawn at random, none may be left out for what it is: that
+        would change the distribution.
         """
 
     def closing(self, committed: Sequence[int]) -> tuple[int, ...]:

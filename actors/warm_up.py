@@ -42,11 +42,9 @@ _OPENED = Open(session=0, prompt=(0,), settings=Settings(), seed=0, stop_tokens=
 
 
 async def warm_up(target: tuple[Model, Worker], draft: tuple[Model, Worker] | None, prices: Prices) -> None:
-    """Time both models, each alone and both at once; and plain decoding, if its price is not known yet. If prices of a
-    first measurement are implausible, all is measured again. `time_drafter` times a drafter in another process.
+    """Time both models, alone and at once, and plain decoding, if its price is not known; again if implausible.
 
-    Cancellation: strikes after the running passes.
-    Raises: JobError: a model failed.
+    Cancellation: strikes after the running passes. Raises: JobError: a model failed.
     """
     if _is_short(target[0]) or (draft is not None and _is_short(draft[0])):
         return

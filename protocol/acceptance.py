@@ -153,10 +153,7 @@ def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[
 
 
 def _highest(rows: mx.array, num: int) -> mx.array:
-    """(n, num) ids of the highest entries of each row, in any order; of equal ones, those with the lower ids.
-
-    Two partitions: sorting rows as wide as a vocabulary takes five times as long.
-    """
+    """(n, num) ids of the highest entries of each row; of equal ones the lower ids. A sort takes five times as long."""
     width = rows.shape[-1]
     begin = max(0, width - num)
     lowest = mx.min(mx.take_along_axis(rows, mx.argpartition(rows, begin, axis=-1)[:, begin:], axis=-1), axis=-1)
@@ -286,9 +283,9 @@ def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.a
 
 
 def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """The residual distribution, from which a recovered token is drawn: max(0, p - q), not normalised; (…, V), lazy.
+    """The residual distribution, of which a recovered token is drawn: max(0, p - q), not normalised; (…, V), lazy.
 
-    With zeros for q it is p, which is how a bonus token is drawn. If rounding leaves nothing, it is p, too.
+    With zeros for q it is p, as for a bonus token; also where rounding leaves nothing.
     """
     difference = mx.maximum(target_probs - draft_probs, 0)
     return mx.where(difference.sum(axis=-1, keepdims=True) > 0, difference, target_probs)

@@ -69,10 +69,7 @@ INSTEAD = {
 
 
 def meant(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The argument that a user may have meant by a name that does not exist: what it is an alias of, or a similar one.
-
-    `cutoff` is how similar that must be; see `difflib.get_close_matches`.
-    """
+    """The known argument that a name is an alias of, or similar to by `cutoff` (`difflib.get_close_matches`)."""
     known = tuple(known)
     if (here := ALIASES.get(name)) in known:
         return here

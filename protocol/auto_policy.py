@@ -90,10 +90,9 @@ class AutoPolicy:
     def _num_worthwhile(self, chain: Sequence[Node]) -> int:
         """How many tokens of a chain to propose.
 
-        Whether a token is proposed depends on its reach and on the reaches before it, never on what was drafted after
-        it: that depends on which token was drawn, so the rejection rule would not be exact. The tokens after it are
-        assumed to be as likely as tokens are on average; only those of a copy, which are not drawn, have their own
-        reach. So a token that makes a pass much more expensive is proposed if those after it should make up for that.
+        This depends on a token's reach and those before it, never on what was drafted after it, since that depends on
+        which token was drawn. Those after it are assumed to be as likely as on average; only a copy's have their own
+        reach. So a token that makes a pass dearer is proposed if those after it should make up for that.
         """
         if not chain:
             return 0
@@ -195,9 +194,7 @@ class AutoPolicy:
         return best_gain
 
     def _target_delay_s(self, view: PolicyView, drafting_s: float, core_hold_s: float = 0.0) -> float:
-        """Seconds by which drafting delays the target. One with passes of other sessions is only slowed down, also for
-        as long as it lacks the cores that the drafter has taken.
-        """
+        """Seconds by which drafting delays a target, which other sessions' passes hide, but for the cores it lacks."""
         hidden_s = min(drafting_s, view.queue_slack_s)
         slowed_s = hidden_s + core_hold_s if hidden_s > 0.0 else 0.0
         return drafting_s - hidden_s + self.prices.verify.target_slowdown * slowed_s

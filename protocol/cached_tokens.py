@@ -84,9 +84,9 @@ class ReplayDebt:
     _rent_s: float = attrs.field(default=0.0, init=False)
 
     def should_settle(self, num_pending: int, price: Callable[[float], float], seconds_per_token: float) -> bool:
-        """Decide whether this round feeds only committed tokens, and charge the round to the debt. `num_pending` of
-        them must be fed again, without the last one. A settling round commits one token, which costs
-        `seconds_per_token` at present.
+        """Whether this round feeds only committed tokens, of which `num_pending` besides the last are fed again.
+
+        Such a round commits one token, which costs `seconds_per_token` at present.
         """
         if num_pending == 0:
             self._rent_s = 0.0

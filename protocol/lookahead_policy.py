@@ -141,15 +141,14 @@ class Policy(Protocol):
         return False
 
     def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
-        """Whether to prolong a rest of `num_rounds`, counted since it began or was prolonged. Called shortly before it
-        ends; if False, speculating begins again, once the drafter has read the `num_behind` tokens that it lacks.
+        """Whether to prolong a rest, asked shortly before its end; `num_rounds` since it began or was prolonged.
+
+        If not, speculating begins again, once the drafter has read the `num_behind` tokens that it lacks.
         """
         return False
 
     def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
-        """Whether to read, during a rest, the `num_behind` committed tokens that the drafter lacks, of which
-        `num_generated` are not in the prompt, in order to see what the drafter would have guessed.
-        """
+        """Whether to read `num_behind` tokens in a rest, `num_generated` of them new, to see what would be guessed."""
         return False
 
 

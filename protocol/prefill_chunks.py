@@ -74,9 +74,7 @@ class PrefillChunkSize:
         return max(size, int(min(MAX_RATIO * size, self._max_pass_s / price if price > 0.0 else 0.0)))
 
     def may_go_on(self, num_read: int, seconds: float, num_more: int) -> bool:
-        """Whether a turn that has read `num_read` >= 1 tokens, in so many seconds, may read more in a further pass.
-        That takes as long for each token as those before it, and no less than a pass of one token.
-        """
+        """Whether a turn that has read `num_read` >= 1 tokens may read more, at the pace so far or a pass's least."""
         more_s = max(seconds * num_more / num_read, self._expected_s(1))
         return num_read + num_more <= self.most_tokens and seconds + more_s <= self._max_pass_s
 
@@ -107,9 +105,10 @@ class PrefillChunkSize:
 
 
 def read_together(lengths: Sequence[int], max_tokens: int, max_width: int) -> list[int]:
-    """Which prompts to read in one pass, each whole: the first, and others of like length; indices, ascending. Their
-    lengths are >= 1, in the order in which they came. A pass has at most `max_tokens`, padding included, and the
-    longest prompt of several `max_width`; a first one that is longer has the pass to itself.
+    """Which prompts of these lengths >= 1 to read whole in one pass: the first, and others like it; ascending.
+
+    A pass has at most `max_tokens`, padding included, and the longest of several prompts `max_width`; a longer first
+    one has the pass to itself.
     """
     chosen, longest, total = [0], lengths[0], lengths[0]
     if longest > max_width:

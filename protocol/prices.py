@@ -345,9 +345,7 @@ class Prices:
         return max(self.rate, self.modelled_rate(self._last_calibration.mean_acceptance))
 
     def modelled_rate(self, acceptance: float) -> float:
-        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability, and
-        all texts that can share a pass do so; 0 if passes take no time.
-        """
+        """Tokens per second of the best fixed lookahead for texts that share all passes, at this acceptance; or 0."""
         best, tokens, reach, num_texts = 0.0, 1.0, 1.0, self.num_texts
         step_s = self.draft_share_s(1, beside_target=False)
         hit_rate = self.hit_rate.value if self.hit_rate.is_known else 0.5

@@ -252,7 +252,7 @@ class SessionState:
         )
 
     def apply(self, verdict: Verdict) -> Commit | None:
-        """Commit the tokens of a verdict, and begin the next round. None if it was stale; then nothing changes.
+        """Commit the tokens of a verdict, and begin the next round. None, and no change, if it was stale.
 
         Raises: ProtocolError: no verdict is due; or see `preview`.
         """
@@ -269,7 +269,7 @@ class SessionState:
         return commit
 
     def follow(self, rested: Rested) -> bool:
-        """Commit what the target has committed in some rounds of a rest. False if they are over; then nothing changes.
+        """Commit what the target has committed in some rounds of a rest. False, and no change, if they are over.
 
         Raises: ProtocolError: there is no rest, it ends before these rounds do, or the tokens do not follow the text.
         """

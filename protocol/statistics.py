@@ -338,9 +338,9 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
 
 
 def modelled_speed_up(s: Statistics) -> float | None:
-    """Speed of these rounds, as a multiple of plain decoding's, if the models did nothing else; None if not known.
+    """Speed of these rounds by measured prices, as a multiple of plain decoding's; None if not known.
 
-    It is computed from measured prices, not from the clock: a slow reader or other streams make a stream slow, too.
+    Not by the clock: a slow reader or other streams make a stream slow, too.
     """
     prices, num_verdicts = s.estimates, s.lookahead_hits + s.lookahead_misses
     plain_s = prices.plain_seconds or prices.verify_seconds

@@ -1,7 +1,6 @@
 """A ledger of texts: which tokens a rank has fed to each sequence of a sharded target, as a running checksum.
 
-Rank 0 sends its entries with each pass, and the others compare: a rank that is out of step is noticed before its part
-of the pass is used.
+Rank 0 sends its entries with each pass; a rank that is out of step is noticed before its part is used.
 """
 
 from __future__ import annotations

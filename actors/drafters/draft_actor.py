@@ -208,10 +208,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                     return step
 
     def _begins_with_rest(self, session: DraftSession) -> bool:
-        """Whether a session begins with a rest, in which its prompt is not read: because drafting does not pay, or
-        because so many sessions begin together that reading their prompts here would delay the first tokens of all.
-
-        Never for a drafter that reads features: those come with the prompt, and are read as they come.
+        """Whether a session begins with a rest, in which its prompt is not read: drafting does not pay, or reading the
+        prompts of many sessions would delay all. Not if the drafter reads features, which come with the prompt.
         """
         if not isinstance(session.policy, AutoPolicy) or isinstance(self.model, TrainedDrafter):
             return False

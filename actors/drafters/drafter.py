@@ -1,7 +1,4 @@
-"""The base classes of the drafters: copies, proposals, rests, and leaving a session to the target.
-
-A drafter takes messages in as they come, and answers at once if it can.
-"""
+"""The base classes of the drafters: copies, proposals, rests, and leaving a session to the target."""
 
 from __future__ import annotations
 

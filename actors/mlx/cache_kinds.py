@@ -311,10 +311,7 @@ class RotatingKVCacheKind(CacheKind):
     is_overwritten = True
 
     def working(self, layer: RotatingKVCache) -> RotatingKVCache:
-        """A cache that can be trimmed even when it is full.
-
-        One that keeps its first tokens is not replaced: what it reads depends on the passes, in prompts too.
-        """
+        """A cache that can be trimmed even when it is full; not if it keeps its first tokens, as passes matter then."""
         return SlidingWindowCache(layer.max_size) if layer.keep == 0 else layer
 
     def most_slots(self, layer: RotatingKVCache) -> int:

@@ -85,8 +85,8 @@ def observing(observer: Observer) -> AbstractContextManager[None]:
 
 
 def handing_on_last() -> AbstractContextManager[None]:
-    """While in force, the last layer of this thread's passes hands on its last position alone: only that position's
-    logits are computed, which are as wide as the vocabulary. Only for a model of which `hands_on_rows` is true.
+    """While in force, the last layer of this thread's passes hands on its last position alone, so that no other logits
+    are computed. Only for a model of which `hands_on_rows` is true.
     """
     return _set(_hands_on_last, True)
 

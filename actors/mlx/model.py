@@ -95,7 +95,7 @@ def is_quantized(model: Module) -> bool:
 
 
 def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str, is_partly: bool = False) -> None:
-    """Quantise those weights that `mlx_lm.convert` quantises. (mlx-lm's own function for it prints to stdout.)
+    """Quantise those weights that `mlx_lm.convert` quantises, without printing.
 
     Raises: ModelError: some are quantised already; if a model may be quantised partly (`is_partly`), all are.
     """
@@ -180,8 +180,10 @@ class MLXModel(SharedPasses):
         )
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """From the next pass on, record the inputs of these layers; the number of layers, as an id, means the output of
-        the last one. None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
+        """From the next pass on, record the inputs of these layers (their number stands for the last one's output), or
+        none.
+
+        `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
         self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self.module, layer_ids)
 

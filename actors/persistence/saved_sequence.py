@@ -50,9 +50,8 @@ class FilledSequence:
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...]) -> SavedModelState:
-    """An actor's model, and what its prefix cache has of just this text.
+    """An actor's model, and what its prefix cache has of just this text. Cancellation: waits for the running job.
 
-    Cancellation: waits for the running job.
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
     model = _savable(actor)
@@ -76,9 +75,8 @@ async def identify(actor: ModelActor[Any]) -> Fingerprint:
 
 
 async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
-    """A new sequence of an actor's model with a state from a file. No session can use it before `keep`.
+    """A new sequence of an actor's model with a state from a file, before `keep`. Cancellation: waits for the job.
 
-    Cancellation: waits for the running job.
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     with _misfits_named(actor):

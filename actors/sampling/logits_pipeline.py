@@ -1,8 +1,7 @@
-"""The logits pipeline: from a model's logits to those that tokens are chosen from.
+"""The logits pipeline: from a model's logits to those that tokens are chosen from, in mlx-lm's order and by its parts.
 
-It applies the settings in mlx-lm's order, with mlx-lm's building blocks. First the processors: `logit_bias`, the
-penalties, the user's logits processors. Then, at a temperature above 0, the filters over log-probabilities: top-p,
-min-p, XTC and top-k. The temperature itself belongs to the acceptance rules (`protocol.acceptance`).
+First the processors: `logit_bias`, the penalties, the user's logits processors. Then, at a temperature above 0, the
+filters over log-probabilities: top-p, min-p, XTC and top-k. The temperature itself belongs to `protocol.acceptance`.
 """
 
 from __future__ import annotations
@@ -126,9 +125,9 @@ class LogitsPipeline:
         return self._with_forced(rows[0] if len(rows) == 1 else mx.concatenate(rows), start)
 
     def filter(self, logits: mx.array, start: int) -> mx.array:
-        """Apply the filters to (n, V) processed logits for positions from `start` on.
+        """Apply the filters to (n, V) processed logits for positions from `start` on; lazy.
 
-        Returns: (n, V) log-probabilities, -inf for removed tokens; the unchanged logits if no filter is on. Lazy.
+        Returns: (n, V) log-probabilities, -inf for removed tokens; the unchanged logits if no filter is on.
         """
         if not self._filters:
             return logits

@@ -33,8 +33,7 @@ class UserProcessors:
     def __init__(self, processors: Sequence[LogitsProcessor], prompt_length: int) -> None:
         """Prepare the processors, in trio's thread; never waits.
 
-        Raises: ProcessorError: a processor failed to save its state. If another stream is using it at the moment, its
-            state is saved later, on a model's thread.
+        Raises: ProcessorError: one failed to save its state, which is saved later if another stream uses it now.
         """
         self._processors = [
             _CheckpointedProcessor(processor, prompt_length) if isinstance(processor, Checkpointed) else processor
@@ -47,12 +46,11 @@ class UserProcessors:
         return len(self._processors)
 
     def __call__(self, rows: list[mx.array], histories: Sequence[tuple[int, ...]]) -> list[mx.array]:
-        """Apply all processors to (1, V) logits after each of n texts. Synchronises with the device once, and once more
-        for each processor. Returns: n arrays (1, V), evaluated.
+        """Apply all processors to (1, V) logits after each of n texts. Synchronises once, and once for each.
 
-        Raises:
-            ProcessorError: a processor raised, or did not return logits that can be evaluated.
-            Exception: what the evaluation of `rows` raises: the model's error.
+        Returns: n arrays (1, V), evaluated.
+            Raises: ProcessorError: a processor raised, or gave no logits. Also what the evaluation of `rows` raises:
+                the model's error.
         """
         if self._last is not None and self._last[0] == len(histories[-1]):
             return self._last[1]
@@ -104,11 +102,9 @@ class UserSampler:
         self._last: tuple[int, mx.array] | None = None  # a position, and what was chosen for it
 
     def __call__(self, logits: mx.array, start: int) -> mx.array:
-        """Choose a token for each row of (n, V) shaped logits, for positions from `start` on, in order. Synchronises
-        with the device twice.
+        """Choose a token for each row of (n, V) shaped logits, for positions from `start` on. Synchronises twice.
 
-        Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen (see `LogitCheck`).
-        Raises: as `UserProcessors`.
+        Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen. Raises: as `UserProcessors`.
         """
         if self._last is not None and self._last[0] == start:
             return self._last[1]
@@ -144,7 +140,7 @@ class UserSampler:
 
 
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
-    """Evaluate arrays that user code, named `who`, returned. All that they depend on besides is evaluated already.
+    """Evaluate arrays that user code, named `who`, returned; what else they depend on is evaluated already.
 
     Raises: ProcessorError: an array cannot be evaluated.
     """

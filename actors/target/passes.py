@@ -78,8 +78,8 @@ class Row:
     def prepare(self) -> Feed | None:
         """Decide what is fed; None if nothing is, since the row is ahead.
 
-        If drafted tokens could not be undone (`RewindMode.SINGLE`), they are not fed: the pass predicts one token, and
-        the first drafted token is compared with it. The same holds with `settle`.
+        With `settle`, or if drafted tokens could not be undone (`RewindMode.SINGLE`), they are not fed: the pass
+        predicts one token, and the first drafted token is compared with it.
 
         Raises: CacheLostError: a pass that the sequence shared has failed since this one was planned.
         """
@@ -206,12 +206,10 @@ class Passes:
     def steps(
         self, rows: Sequence[Row], shares: Sequence[Share], num_passes: int, *, goes_ahead: bool
     ) -> Step[list[RowResult]]:
-        """Run a pass in each step, fewer if a text ends or a row fails; `shares` are the rows' parts in the first pass.
+        """Run a pass in each step, fewer if a text ends or a row fails; `shares` are the rows' parts in the first.
 
-        Args:
-            num_passes: >= 1. If more than 1, no row may have drafted tokens, or processors that depend on its tokens.
-            goes_ahead: whether each row goes on with one more token after these, whatever they are; then none may have
-                drafted tokens.
+        If `num_passes` is more than 1, or each row `goes_ahead` with one more token after these, no row may have
+        drafted tokens, nor in passes in a row processors that depend on its tokens.
         """
         results = self._pass(rows, goes_ahead=goes_ahead or num_passes > 1)
         if num_passes == 1 or any(

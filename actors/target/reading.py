@@ -95,10 +95,7 @@ class Reading:
         return [fitting[index] for index in indices[: self._max_batch]]
 
     def _can_begin(self, session: TargetSession) -> bool:
-        """Whether the next pass can read all that is left of a prompt and give the first token, too.
-
-        Not if the first round is to verify a proposal, as of a draft model, which reads the prompt at the same time.
-        """
+        """Whether the next pass can read the rest of a prompt and give the first token; not for a proposal's round."""
         opened, num_left, phase = session.opened, session.num_to_read, session.state.phase
         assert session.sequence is not None
         waits = phase in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) and not session.records_features

@@ -51,8 +51,7 @@ class HangError(OutriderError):
 class ThreadWorker:
     """A worker with a thread of its own, as an async context manager, to be left when nobody waits for a job any more.
 
-    Leaving it waits for the running job and gives the thread back to the pool, also under cancellation and when
-    interrupted.
+    Leaving it, even if cancelled or interrupted, waits for the running job and gives the thread back to the pool.
     """
 
     def __init__(

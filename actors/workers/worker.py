@@ -54,10 +54,9 @@ class Step(Generic[T]):
 
 @attrs.define(eq=False)
 class Steps(Generic[T]):
-    """Several jobs in a row, each of which names the next one. The worker runs them without returning to trio between.
+    """Several jobs in a row, each of which names the next one, without a return to trio in between.
 
-    They end early, after the running one, if they are interrupted, if the call that waits for them is cancelled, or if
-    another job waits for the worker.
+    They end early, after the running one, if they are interrupted, cancelled, or another job waits for the worker.
     """
 
     kind: SpanKind
