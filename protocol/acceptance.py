@@ -305,7 +305,9 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     # So no such token is accepted.
     was_drawn = exists & (of_draft > 0)
     of_target, of_draft = mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
-    num_accepted = count_accepted(of_target, of_draft, _uniforms(proposed, longest))
+    places = [(each.seed, each.start + i) for each in proposed for i in range(longest)]
+    uniforms: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, places))
+    num_accepted = count_accepted(of_target, of_draft, uniforms.reshape(len(proposed), longest))
     # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
     # a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
@@ -334,12 +336,6 @@ def _padded(
     exists = mx.arange(longest) < lengths
     rows = mx.array(list(begins))[:, None] + mx.where(exists, mx.arange(longest), 0)
     return rows, mx.array([each.drafted + (0,) * (longest - len(each.drafted)) for each in proposed]), exists
-
-
-def _uniforms(proposed: Sequence[ProposedRows], longest: int) -> mx.array:
-    decisions = [(each.seed, each.start + i) for each in proposed for i in range(longest)]
-    draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, decisions))
-    return draws.reshape(len(proposed), longest)
 
 
 def _draft_rows(proposed: Sequence[ProposedRows], begins: Sequence[int], *, like: mx.array) -> mx.array:

@@ -95,18 +95,15 @@ def plan_pass(
     """
     num_rows = num_other_rows + sum(each.is_row for each in rounds)
     best, best_rate = PassPlan({}, 0), -1.0
-    for wait_s in _moments([each.due_s for each in rounds if 0.0 < each.due_s <= max_wait_s]):
+    # When the pass could begin: now, and then as further rounds become ready.
+    dues_s = sorted({each.due_s for each in rounds if 0.0 < each.due_s <= max_wait_s})
+    if len(dues_s) >= MAX_MOMENTS:
+        dues_s = [dues_s[(len(dues_s) - 1) * i // (MAX_MOMENTS - 2)] for i in range(MAX_MOMENTS - 1)]
+    for wait_s in (0.0, *dues_s):
         plan, rate = _plan_at(wait_s, rounds, seconds, max_batch, num_rows)
         if not best.num_drafted or rate > MIN_GAIN_OF_WAITING * best_rate:
             best, best_rate = plan, rate
     return best
-
-
-def _moments(dues_s: Sequence[float]) -> list[float]:
-    dues_s = sorted(set(dues_s))
-    if len(dues_s) >= MAX_MOMENTS:
-        dues_s = [dues_s[(len(dues_s) - 1) * i // (MAX_MOMENTS - 2)] for i in range(MAX_MOMENTS - 1)]
-    return [0.0, *dues_s]
 
 
 def _plan_at(
