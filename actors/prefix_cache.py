@@ -29,21 +29,15 @@ MIN_SHARED = 256  # tokens of the shortest beginning that texts have in memory o
 
 @attrs.frozen
 class CacheHit:
-    """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence.
-
-    Attributes:
-        num_common: tokens that the prompt has in common with the most similar text that it may reuse; >= `num_cached`,
-            since some caches can go back only to certain lengths.
-        num_mismatched: tokens beyond these that it has in common with a text that the settings do not let it reuse.
-        num_evicted: tokens beyond all these that it has in common with a text whose sequence had to leave for want of
-            room.
-    """
+    """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence."""
 
     sequence: CachedSequence
     num_cached: int
+    # Tokens that the prompt has in common with the most similar text that it may reuse; >= `num_cached`, since some
+    # caches can go back only to certain lengths.
     num_common: int = 0
-    num_mismatched: int = 0
-    num_evicted: int = 0
+    num_mismatched: int = 0  # further tokens in common with a text that the settings do not let it reuse
+    num_evicted: int = 0  # further ones in common with a text whose sequence had to leave for want of room
 
 
 @attrs.frozen(eq=False)
@@ -57,19 +51,13 @@ class PrefixMatch:
 
 @attrs.define(eq=False)
 class Source:
-    """A sequence that other texts can copy, or take, if it is in the cache.
-
-    Attributes:
-        packed: the tokens that it holds, or the first ones of them.
-        beside_another: as it was opened; see `PrefixCache.open`.
-        pass_tokens: see `ReusableSequence.reusable_length`; of its own text.
-        has_read_same: whether it holds just what the present prompt needs, read in the same passes.
-    """
+    """A sequence that other texts can copy, or take, if it is in the cache."""
 
     sequence: ReusableSequence
-    packed: bytes
-    beside_another: bool
-    pass_tokens: int
+    packed: bytes  # the tokens that it holds, or the first ones of them
+    beside_another: bool  # as it was opened; see `PrefixCache.open`
+    pass_tokens: int  # see `ReusableSequence.reusable_length`; of its own text
+    # Whether it holds just what the present prompt needs, read in the same passes.
     has_read_same: bool = attrs.field(default=False, kw_only=True)
 
 
@@ -102,14 +90,11 @@ class PrefixStore(Protocol):
 
 
 class PrefixCache:
-    """The cached sequences of one model that no session uses. All methods run on the model's thread.
-
-    Attributes:
-        store: gets the sequences that leave for want of room, or at the end; None to drop them.
-    """
+    """The cached sequences of one model that no session uses. All methods run on the model's thread."""
 
     def __init__(self, model: Model, max_bytes: int) -> None:
         """Make an empty cache. The oldest entries are closed when it exceeds `max_bytes`."""
+        # Gets the sequences that leave for want of room, or at the end; None to drop them.
         self.store: PrefixStore | None = None
         self._model = model
         self._max_bytes = max_bytes
@@ -224,10 +209,8 @@ class PrefixCache:
         except RewindError:
             sequence.close()
             raise
-        num_tokens = len(cached_tokens)
+        num_tokens, packed, memory = len(cached_tokens), pack(cached_tokens), reusable.memory
         num_prompt = num_tokens if num_prompt is None else num_prompt
-        packed = pack(cached_tokens)
-        memory = reusable.memory
         entry = _Entry(reusable, packed, beside_another, pass_tokens, cached_tokens, num_prompt, memory)
         if reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
             sequence.close()

@@ -363,13 +363,11 @@ class SharedSteps:
             if part not in guesses:
                 results.append(PartResult(part, cast("outcome.Outcome[Drafted]", hindrance), False))
                 continue
-            guess = guesses[part]
-            conclude = partial(part.draft_steps.conclude, part.start)
-            concluded = outcome.capture(conclude, guess.value) if isinstance(guess, outcome.Value) else guess
+            concluded = outcome.capture(_conclude, part, guesses[part])
             if isinstance(concluded, outcome.Error):
                 results.append(PartResult(part, concluded, False))
                 continue
-            drafted, following = concluded.value
+            drafted, following = concluded.unwrap()
             continues = following is not None and not part.is_interrupted
             part.start = following or part.start
             results.append(PartResult(part, outcome.Value(drafted), continues))
@@ -432,6 +430,10 @@ def _read(parts: Sequence[DraftPart], found: outcome.Outcome[LazyGuesses]) -> It
     for row, (part, guess) in enumerate(zip(parts, lazy.read(), strict=True)):
         checked = outcome.capture(lazy.logit_check.check, row, part.start.position, "draft")
         yield outcome.Value(guess) if isinstance(checked, outcome.Value) else checked
+
+
+def _conclude(part: DraftPart, guess: outcome.Outcome[Guess]) -> tuple[Drafted, DraftInput | None]:
+    return part.draft_steps.conclude(part.start, guess.unwrap())
 
 
 def num_rows(job: Job[Any]) -> int:
