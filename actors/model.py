@@ -157,10 +157,8 @@ class ReusableSequence(CachedSequence):
         """How many tokens another text can reuse, with the same result as if they were fed again: the largest length in
         [0, num_common] that `reuse` and `copy` can go back to. Changes nothing.
 
-        Args:
-            num_common: tokens at the beginning that both texts have in common.
-            num_read: tokens of the other text that will be fed without looking at logits, >= `num_common`.
-            pass_tokens: tokens of a pass in which the other text is read, if its cache depends on passes.
+        The other text has `num_common` tokens in common, and feeds `num_read` >= `num_common` without looking at
+        logits; in passes of `pass_tokens`, if its cache depends on passes.
         """
 
     @abstractmethod

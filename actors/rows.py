@@ -100,11 +100,8 @@ class Rows:
     def run(self, widths: Mapping[object, int], forward: Callable[[list[Any]], T]) -> T:
         """Run a pass that reads tokens of some rows: by key how many, >= 0, at most `widest_row`.
 
-        Args:
-            forward: computes the pass of the given caches, over as many tokens of each row in `keys` as of the widest;
-                what is beyond a row's own is padding.
-
-        Returns: what `forward` returns.
+        `forward` computes it with the given caches, over as many tokens of each row in `keys` as of the widest; what is
+        beyond a row's own is padding. Returns: what `forward` returns.
         """
         self._settle()
         read = [widths.get(key, 0) for key in self.keys]

@@ -1,9 +1,7 @@
 """Lookahead policies: how far to draft ahead, when to send a proposal, and when not to speculate at all.
 
-A policy decides over a lookahead tree. Unless the rule is match, its decisions may depend on the text before a token,
-on the distribution that the token was drawn from, and on time, but never on the drawn token itself. So a proposal
-consists of the drafter's own draws alone, and `reach` is computed from what any draw from that distribution may
-expect (see `actors.drafters.draft_actor`).
+Unless the rule is match, a policy's decisions may depend on the text before a token, on the distribution that the token
+was drawn from, and on time, but never on the drawn token itself. So `reach` is computed from what any draw may expect.
 """
 
 from __future__ import annotations
@@ -36,12 +34,9 @@ class StepWorth:
 
 @attrs.frozen
 class DraftBudget:
-    """The policy's decisions about the next draft steps, made in advance: permission to go on drafting after the
-    drafter's own choices, once the draft step under way is done.
-
-    Asking the policy after each step costs a trip from the model thread to the event loop and back, during which nobody
-    drafts. So it hands out its decision as a function of the drafter's confidence in a step, never of the token that
-    was drawn, and the model thread applies it. Where a decision cannot be told in advance, the drafter asks.
+    """The policy's decisions about the next draft steps, made in advance as a function of the drafter's confidence,
+    never of a drawn token: asking after each step would cost a trip from the model thread to the event loop and back,
+    during which nobody drafts. Where a decision cannot be told in advance, the drafter asks.
     """
 
     max_steps: int  # how many more steps may follow, >= 0

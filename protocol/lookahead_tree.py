@@ -220,16 +220,15 @@ def withdrawal(session: int, tree: LookaheadTree | None, *, at_once: bool = Fals
     """The message by which a drafter leaves a session; None as long as it must stay.
 
     Unless the rule is match, a text is exact only if the decision to propose a token does not depend on which token was
-    drawn. But a drafter may fail because of a token that it drew, when it reads that token. If it left without
-    proposing it, that token would be rarer in texts than under the target's distribution. So a drafter that has to
-    leave draws no new tokens, but proposes and rests as before until verdicts have consumed those that it drew.
+    drawn. But a drafter may fail because of a token that it drew. If it left without proposing it, that token would be
+    rarer in texts. So it draws no new tokens, but proposes and rests as before until verdicts have consumed those that
+    it drew.
 
     Args:
-        tree: what was drafted for it; None for a drafter in another process that has withdrawn, or whose link is lost:
-            all that has arrived from it was proposed, and the loss is taken to be independent of what was drawn.
-        at_once: whether all that was drawn is dropped. The reason must be one that is independent of which tokens were
-            drawn; and if it is the drafter's turn, it must have proposed first, because a chain that ends the text, or
-            that makes the drafter fail, is proposed earlier than others.
+        tree: what was drafted for it; None for a drafter in another process, whose loss does not depend on what was
+            drawn.
+        at_once: whether all that was drawn is dropped, for a reason that is independent of which tokens were drawn; if
+            it is the drafter's turn, it must have proposed first, as a chain that ends the text is proposed earlier.
     """
     return None if tree is not None and tree.has_draws and not at_once else Withdraw(session)
 

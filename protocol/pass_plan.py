@@ -1,15 +1,11 @@
 """The pass plan: which rounds share the target's next forward pass, how many tokens of each it reads, and when.
 
 A pass over B texts is as wide as the widest of them, W: the others are padded, so that it costs the time of B·W rows.
-Texts that have shared a pass are rows of one batch, and a pass computes every row, whether or not its text takes part.
-Each text must feed its missing committed tokens, and may feed drafted tokens, each of which is worth the probability
-that it is accepted. The plan is the one with most tokens a second: Σ expected tokens / (wait + T(B·W)). Therefore:
-
-* rows that cost nothing, on a plateau of T, are used; rows that cost much, beyond a step of T, only if they gain much;
-* a text that is no row yet is left out of a wide pass, where padding would make it expensive;
-* a pass waits for a round that is about to be ready if the target would otherwise compute that round alone.
-
-A round that is left out takes part in the next pass, whatever that costs: no round is left out twice.
+Rows of one batch are computed whether or not their texts take part. Each text must feed its missing committed tokens,
+and may feed drafted tokens, each worth the probability that it is accepted. The plan is the one with most tokens a
+second: Σ expected tokens / (wait + T(B·W)). So rows that cost nothing, on a plateau of T, are used; a text that is no
+row yet is left out of a wide pass; and a pass waits for a round that is about to be ready if the target would otherwise
+compute that round alone. A round that is left out takes part in the next pass, whatever that costs.
 
 `next_pass` decides what the target does next: it may also read prompts or wait. Chunks of prompts and passes over texts
 take turns, so that no text waits for more than a pass and a chunk.

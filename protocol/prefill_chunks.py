@@ -31,10 +31,9 @@ FIXED_CHUNK_TOKENS = 2048  # the size if the text depends on how the prompt is c
 class PrefillChunkSize:
     """The size of the next pass: the largest that was measured to be cheap and to take no longer than a pass should.
 
-    The first pass is the smallest, or if passes have an expected price, up to as large as that was measured for: only
-    larger sizes are tried later. The one after it may be much larger; from then on, the next larger size is tried as
-    long as it would fit at the present price per token. It never takes longer than that, and mostly less: in short
-    passes, most of the time is that of reading the weights.
+    The first pass is the smallest, or up to as large as an expected price was measured for. The one after it may be
+    much larger; then the next larger size is tried as long as it would fit at the present price per token, which is
+    mostly too high: in short passes, most of the time is that of reading the weights.
     """
 
     _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known

@@ -239,8 +239,7 @@ class Counts(ShownCounts):
         """The statistics of these counters.
 
         Args:
-            elapsed: seconds since the stream or the runtime began.
-            generation_seconds: the part of `elapsed` in which tokens were generated.
+            elapsed: seconds since the stream or the runtime began, `generation_seconds` of them generating tokens.
             num_untimed: generated tokens that had come before that part began.
             lookahead: see `advise`.
         """

@@ -2,11 +2,10 @@
 
 A *trim* drops the tail of a cache, to any length. A *checkpoint* keeps the state from before a feed, and restores it.
 What mlx-lm's classes say of themselves is not reliable: `is_trimmable` is about the present moment, so a rotating cache
-that fills in the middle of a round cannot be trimmed back; `ConcatenateKVCache.trim` lowers its count of tokens, but
-keeps the tokens.
+that fills in the middle of a round cannot be trimmed back; `ConcatenateKVCache.trim` keeps the tokens.
 
-A file never chooses a class: a state goes into a cache of the class that the model makes for itself, once every number
-and shape in the file has been compared with such a cache.
+A file never chooses a class: a state goes into a cache of the class that the model makes, once it was compared with
+one.
 """
 
 from __future__ import annotations
@@ -118,8 +117,8 @@ class CacheKind:
     def snapshot(self, layer: Any) -> Restore:
         """Keep the state. Returns a function that restores it, as often as it is called.
 
-        Arrays are kept by reference. Those that the cache assigns into are kept as views, since assignments show
-        through every reference; a view costs a copy of the buffer when the array is next written.
+        Arrays are kept by reference, or as views if the cache assigns into them: a view costs a copy of the buffer at
+        the next write.
         """
         state = {name: self._kept(getattr(layer, name)) for name in self.kept}
 
@@ -165,9 +164,7 @@ class CacheKind:
         """A new cache with the state `taken`, which comes from a file and may be anything.
 
         It is compared with two caches of the model's layer: `like` holds one token, and `longer` some more, so that the
-        two show which shapes depend on the length.
-
-        Raises: MisfitError: this is not the state of such a cache.
+        two show which shapes depend on the length. Raises: MisfitError: this is not the state of such a cache.
         """
         if not self.can_keep_state:
             raise MisfitError(f"the model has a {type(like).__name__}, a cache class that is not known")

@@ -23,11 +23,9 @@ STEP = 256  # slots by which a buffer grows until then
 class SlidingWindowCache(RotatingKVCache):
     """Keys and values of the last tokens of a text, in order. A model computes the same with it as with mlx-lm's.
 
-    Its buffers, (1, heads, slots, width of a head), grow with the text to `NUM_SPARE` slots more than the window. Only
-    a wide pass makes them larger, until they are next replaced: the window, `MAX_TRIM` and the pass's width together.
-
-    A slot is written once, unless a trim has dropped its token. So a reference to the buffers, with the offset, is a
-    checkpoint until the cache is trimmed to below that offset.
+    Its buffers, (1, heads, slots, width of a head), grow to `NUM_SPARE` slots more than the window; or for a wide pass
+    to window, `MAX_TRIM` and its width together, until they are next replaced. A slot is written once, unless a trim
+    has dropped its token: a reference to the buffers, with the offset, is a checkpoint until a trim to below it.
     """
 
     keys: mx.array | None

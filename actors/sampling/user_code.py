@@ -1,8 +1,7 @@
 """User code on the models' threads: calls a user's logits processors and sampler, and evaluates their results.
 
-A processor's error must end its own stream only, and not look like the model's. But MLX is lazy, so an error in a
-processor's result would come up in the middle of a pass. So the logits are evaluated before a processor gets them, and
-its result right after the call: an error in that second evaluation is the processor's.
+A processor's error must end its own stream only. But MLX is lazy, so an error in its result would come up in the middle
+of a pass. So the logits are evaluated before a processor gets them, and its result right after the call.
 
 Unmarked code is called once for each token of the text. So its last result is kept until the next token: a pass that
 fails after the call, even one launched ahead, has the same token chosen again.
