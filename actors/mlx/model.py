@@ -179,6 +179,10 @@ class MLXModel(SharedPasses):
             recorder_slot=self.recorder_slot,
         )
 
+    @property
+    def records_features(self) -> bool:
+        return self.recorder_slot.recorder is not None
+
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
         """From the next pass on, record the inputs of these layers (their number stands for the last one's output), or
         none.
