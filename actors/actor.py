@@ -82,11 +82,9 @@ class ActorSession:
         self.id = shared.opened.session
         self.state = SessionState(shared.opened)
         self.cached_tokens = CachedTokens()
-        # The text in the model's cache, while the actor works on the session.
-        self.sequence: CachedSequence | None = None
+        self.sequence: CachedSequence | None = None  # the text in the model's cache, while the actor works on it
         self.beside_another = True  # see `Model.open_sequence`
-        # Set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
-        self.is_over = trio.Event()
+        self.is_over = trio.Event()  # set when its work is ended, and the cached sequence closed or kept
         self.is_broken = False  # whether the content of the cache is unknown, so that no other session may use it
         self.may_open = False  # whether nothing is waited for before its sequence is opened
         self.has_read_prompt = False  # whether the cache has held all of the prompt that is read without logits

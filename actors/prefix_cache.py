@@ -94,8 +94,7 @@ class PrefixCache:
 
     def __init__(self, model: Model, max_bytes: int) -> None:
         """Make an empty cache. The oldest entries are closed when it exceeds `max_bytes`."""
-        # Gets the sequences that leave for want of room, or at the end; None to drop them.
-        self.store: PrefixStore | None = None
+        self.store: PrefixStore | None = None  # gets the sequences that leave for want of room, or at the end
         self._model = model
         self._max_bytes = max_bytes
         self._entries: list[_Entry] = []  # least recently used first

@@ -74,8 +74,7 @@ class Session:
     # Called when the target should look at the session: the consumer has made room for a commit that did not fit, or
     # the reasoning is to end. Must not wait.
     on_change: Callable[[], None] | None = None
-    # Of the tokens that the session is to score, as far as the target has come.
-    scores: list[TokenScore] = attrs.field(factory=list)
+    scores: list[TokenScore] = attrs.field(factory=list)  # of the tokens to score, as far as the target has come
     num_reserved: float = math.inf  # tokens, prompt included, for which there is memory
     # Called once the text has nearly as many; must not wait. It either raises `num_reserved`, or sets `awaits_memory`.
     on_full: Callable[[], None] | None = None

@@ -186,8 +186,7 @@ class AutoPolicy:
             expected += reach
             cost_s = extra_s(length) + self._target_delay_s(view, drafted_s, self.prices.core_hold_s)
             best_gain = max(best_gain, expected - rate * cost_s)
-            # An upper bound: all further tokens to expect, at no cost.
-            further = reach * acceptance / max(1.0 - acceptance, 1e-9)
+            further = reach * acceptance / max(1.0 - acceptance, 1e-9)  # an upper bound: all further tokens, at no cost
             if reach < MIN_REACH or expected + further - rate * cost_s <= best_gain:
                 break
             drafted_s += step_beside_target_s if drafted_s < view.queue_slack_s else step_s

@@ -90,8 +90,7 @@ class Facts:
 
     turn: SessionPhase = SessionPhase.PROPOSING
     standing: Standing = Standing.READY  # see `Standing`
-    # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.lookahead_tree.withdrawal`).
-    is_leaving: bool = False
+    is_leaving: bool = False  # whether nothing more is drafted; see `protocol.lookahead_tree.withdrawal`
     is_past_context: bool = False  # whether the text has outgrown the drafter
     is_open: bool = True  # whether the session has a cache
     begins_with_rest: bool = False  # whether its prompt is not to be read before a rest is over

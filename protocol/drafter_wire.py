@@ -48,8 +48,7 @@ class LoadDrafter:
     """The drafter to load at the other end."""
 
     version: Version
-    # What to load, as `runtime.remote.draft_process` says it; None where the other end knows.
-    target: dict[str, Any] | None
+    target: dict[str, Any] | None  # what to load, as by `runtime.remote.draft_process`; None where the other end knows
     draft: dict[str, Any] | None
     vocab_size: int  # width of the target's logits
     cache_options: dict[str, Any]  # of the drafter's caches, by name
@@ -88,8 +87,7 @@ class DraftNews:
 
     measured: tuple[Measurement, ...] = ()  # as in `TargetNews`, of the drafter
     events: tuple[Event, ...] = ()  # of the drafter since the last news; moments are how many seconds ago
-    # Of some sessions, (session, what its `COUNTED` have grown by since the last news).
-    counts: tuple[tuple[int, ...], ...] = ()
+    counts: tuple[tuple[int, ...], ...] = ()  # (session, growth of its `COUNTED` since the last news), of some
     acceptance: float = 0.0
     hit_rate: float | None = None
     drafts_together: bool = False

@@ -24,8 +24,7 @@ class Guess:
     confidence: float  # modelled probability, in [0, 1], that the committed text has the token there
     # The distribution that it was drawn from, as in a `Proposal`; None if it was not drawn.
     probs: Distribution | None = attrs.field(default=None, eq=False, repr=False)
-    # Of a token that was copied or is forced, see `protocol.copying`; None if a model drafted it.
-    copy_kind: int | None = None
+    copy_kind: int | None = None  # if copied or forced, see `protocol.copying`; None if a model drafted it
     raw: float = 0.0  # the drafter's own confidence, before calibration, in [0, 1]
     # How many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for a drafter
     # that reads none of the target's.
@@ -55,8 +54,7 @@ class Node:
         self.position = position  # absolute position of the token in the text
         self.trail = trail  # a hash of the text up to and including this token; see `protocol.randomness.further`
         self.parent = parent
-        # The drafter's guess; None if the token was only copied, and at a root that was not drafted.
-        self.guess: Guess | None = None
+        self.guess: Guess | None = None  # the drafter's; None if only copied, and at a root that was not drafted
         self.copy: Guess | None = None  # the guess of the copy; None if the token was not copied
         self.children: dict[int, Node] = {}  # by token
         self.is_expanded = False  # whether the draft model has been run on it

@@ -155,8 +155,7 @@ class Turn:
     # other pass.
     is_ahead: bool = False
     is_alone: bool = False  # whether it must have a pass to itself
-    # Whether the text needs a job that reads again the tokens that its cache has lost, before any pass.
-    reads_again: bool = False
+    reads_again: bool = False  # whether it needs a job that reads again what its cache has lost, before any pass
     is_due: bool = False  # whether a chunk of a prompt was read since the round became ready
     since_s: float = 0.0  # when it became ready, in seconds
 

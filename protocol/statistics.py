@@ -174,9 +174,8 @@ class Statistics(ShownCounts):
 class Counts(ShownCounts):
     """Counters that only grow, and that can be added up over streams; see `Statistics`."""
 
-    # Accepted and judged tokens by place in the proposal, from 0 on.
-    accepted_at: Counter[int] = attrs.field(factory=Counter)
-    proposed_at: Counter[int] = attrs.field(factory=Counter)
+    accepted_at: Counter[int] = attrs.field(factory=Counter)  # accepted tokens by place in the proposal
+    proposed_at: Counter[int] = attrs.field(factory=Counter)  # judged ones likewise
     pass_shares: float = 0.0  # passes that the rounds took: a round in a pass of n streams took 1/n of it
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0

@@ -237,8 +237,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 session.catches_up = False
                 await self._catch_up(session)
             case Task.READ_PROMPT:
-                # A trained drafter reads it with the features that have come.
-                opened = session.opened
+                opened = session.opened  # a trained drafter reads it with the features that have come
                 read = await prefill_chunk(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
             case Task.READ:
                 # The last token is left to the draft step, which needs the logits.

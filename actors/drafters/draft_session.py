@@ -31,17 +31,14 @@ class DraftSession(DrafterSession):
         self.can_look_ahead = True
         self.has_lost_tokens = False  # whether the cache has lost some of the text because a shared pass has failed
         self.catches_up = False  # whether the drafter is to read, during a rest, what the target has committed
-        # Whether the model rests because drafting does not pay, and only copied tokens are proposed.
-        self.only_copies = False
+        self.only_copies = False  # whether the model rests as drafting does not pay, and only copies are proposed
         self.was_prompt_cached = False  # whether the target had the whole prompt cached, and so has no features of it
-        # Whether it begins with a rest, in which its prompt is not read; None until that is decided.
-        self.begins_with_rest: bool | None = None
+        self.begins_with_rest: bool | None = None  # whether a rest, and no reading, comes first; None until decided
         self.task: Task | None = None  # the next job for it, as of the last look; None for none until something changes
         self.node: Node | None = None  # the node to draft after next, as of the last look
         self.part: DraftPart | None = None  # its part in the draft steps under way; None between them
         self.goes_alone = False  # whether its next draft step is its own, because one that it shared has failed
-        # How many jobs the drafter had done, and tokens it had read, when `task` arose.
-        self.since = self.num_read_before = 0
+        self.since = self.num_read_before = 0  # jobs the drafter had done, and tokens it had read, when `task` arose
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
 

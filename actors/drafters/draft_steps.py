@@ -70,8 +70,7 @@ class DraftSteps:
     sequence: CachedSequence
     settled: int  # length of the committed text. The text to draft after may go beyond it.
     shared: Session
-    # The width of the target's logits. Ids beyond it are not drafted: they only pad the draft model's embedding.
-    vocab_size: int
+    vocab_size: int  # the width of the target's logits; ids beyond it, which pad the draft's embedding, are not drafted
     clock: Callable[[], float]  # returns seconds
     chains: bool | None  # see `DraftActor`
     # Unless the rule is match, tokens are drawn from this many of the likeliest ones; None for all. The rules are exact

@@ -55,8 +55,7 @@ class DrafterSession(ActorSession):
         # The guesses that continue the committed text.
         self.tree = LookaheadTree(self.opened.prompt[-1], len(self.opened.prompt) - 1)
         self.standing = Standing.NEW  # whether the target waits for its proposals
-        # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.lookahead_tree.withdrawal`).
-        self.is_leaving = False
+        self.is_leaving = False  # whether nothing more is drafted; see `protocol.lookahead_tree.withdrawal`
         self.num_rested = 0  # rounds of the last rest
         self.num_idle_rounds = 0  # rounds in a row in which the target judged no copied token
         self.verdict_due_s = 0.0  # when the verdict on the last proposal was expected, in seconds on the actors' clock
@@ -122,8 +121,7 @@ class DrafterSession(ActorSession):
             return
         before = self._copied
         self._copied = policy.copied(self._guesses(self._chained(self._max_copied)), then_drafts=self.has_model)
-        # A session that rests takes part in no pass over proposals.
-        is_awake = self.state.phase is not SessionPhase.RESTING
+        is_awake = self.state.phase is not SessionPhase.RESTING  # one that rests takes part in no pass over proposals
         self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
         if before or self._copied:
             self.tree.copy(self._copied)
@@ -172,8 +170,7 @@ class DrafterSession(ActorSession):
         if self.forced is None:
             return []
         max_doubt = 1 if self.has_model and not isinstance(self.policy, AutoPolicy) else 2
-        # A tokenizer may have more tokens than the model.
-        size = self.target_vocab_size
+        size = self.target_vocab_size  # a tokenizer may have more tokens than the model
         return list(
             itertools.takewhile(lambda each: each.doubt <= max_doubt and each.token < size, self.forced.after(beyond))
         )

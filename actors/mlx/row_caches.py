@@ -33,8 +33,7 @@ class RowKVCache:
     keeps_all = True
 
     def __init__(self) -> None:
-        # (B, heads, slots, width of a head); None while there is no row.
-        self.keys: mx.array | None = None
+        self.keys: mx.array | None = None  # (B, heads, slots, width of a head); None while there is no row
         self.values: mx.array | None = None
         # (B,) for mlx-lm's models: the tokens in each row, those of the pass included once they are written.
         self.offset = mx.zeros((0,), mx.int32)

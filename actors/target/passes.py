@@ -121,8 +121,7 @@ class RowResult:
     fed: FeedPlan = NOTHING_FED  # the feed that the cache has carried out
     length: int = 0  # number of cached tokens after the rewind that followed
     single_step: bool = False  # whether only committed tokens were fed, although there were drafted ones
-    # Of the accepted tokens and the one after them, if the session asks for them.
-    likelihoods: tuple[Likelihood, ...] = ()
+    likelihoods: tuple[Likelihood, ...] = ()  # of what is accepted and the next token, if the session asks
     features: Features | None = None  # of the tokens that were fed and accepted, if they are recorded
 
 

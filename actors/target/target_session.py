@@ -23,8 +23,7 @@ class TargetSession(ActorSession):
 
     def __init__(self, shared: Session) -> None:
         super().__init__(shared)
-        # The sequence's row in passes; None before the first one, and after its cache was lost.
-        self.row: Row | None = None
+        self.row: Row | None = None  # its row in passes; None before the first, and after its cache was lost
         self.replay = ReplayDebt()  # decides when replayed tokens are settled
         self.verify_seconds = 0.0  # spent on verify passes so far
         self.reads_until = 0  # length of the part of the prompt that is to be read
