@@ -59,7 +59,7 @@ class CachedSequence(ABC):
 
         Returns: how many are: `length`, or fewer if only a checkpoint below could be restored; those between must be
         fed again.
-            Raises: RewindError: the cache cannot be rewound so far, or was not.
+        Raises: RewindError: the cache cannot be rewound so far, or was not.
         """
 
     @abstractmethod

@@ -15,7 +15,7 @@ import mlx.core as mx
 import outcome
 
 from actors.model import CachedSequence, CacheLostError, Feed, Model, RewindMode, feed_each
-from actors.sampling.logits_pipeline import LogitCheck, TokenHistory, by_kind, pad
+from actors.sampling.logits_pipeline import NO_HISTORY, LogitCheck, TokenHistory, by_kind, pad
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.core_sharing import CORES
@@ -139,20 +139,7 @@ class DraftSteps:
 
     def guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
         """A guess at the token at a position, from the draft model's logits (1, V)."""
-        opened, pipeline = self.shared.opened, self.shared.logits_pipeline
-        logits = pipeline.shape(pad(rows, self.vocab_size), history, position)
-        # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text
-        # that will never be committed, which is not a failure of the drafter.
-        logit_check = LogitCheck.of(rows, rows)
-        if (chosen := pipeline.sample(logits, position)) is not None:
-            confidences = mx.softmax(logits[0].astype(mx.float32))[chosen]
-            lazy = LazyGuesses(chosen, confidences, logit_check)
-        elif opened.settings.rule == "match":
-            decisions = [(opened.seed, position)]
-            lazy = guesses_by_match(logits, logit_check, opened.settings, decisions, self.vocab_size)
-        else:
-            lazy = self._drawn(logits, logit_check, position, trail)
-        return lazy.of([self.sequence])
+        return guesses_together([self], [rows], [position], trail, history)
 
     def _drawn(self, logits: mx.array, logit_check: LogitCheck, position: int, trail: int) -> LazyGuesses:
         opened, kept = self.shared.opened, None
@@ -170,8 +157,8 @@ class DraftSteps:
         """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
 
         Returns: (choice, confidence in it) for each of these, in order; or what `prepare` returns if nothing may be
-        fed.
-            Raises: NotANumberError: no token can be chosen from some row of logits. CacheLostError: see `prepare`.
+            fed.
+        Raises: NotANumberError: no token can be chosen from some row of logits. CacheLostError: see `prepare`.
         """
         if (hindrance := self.prepare(plan)) is not None:
             return hindrance
@@ -281,13 +268,29 @@ def guesses_by_match(
     return LazyGuesses(tokens + 0, confidences, logit_check)
 
 
-def guesses_together(steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]) -> LazyGuesses:
-    """Guesses for sessions of one kind, each as if alone, at these positions, from (1, V) logits of each."""
-    first, shared = steps[0], steps[0].shared
+def guesses_together(
+    steps: Sequence[DraftSteps],
+    logits: Sequence[mx.array],
+    positions: Sequence[int],
+    trail: int = 0,
+    history: TokenHistory = NO_HISTORY,
+) -> LazyGuesses:
+    """Guesses for sessions of one kind, each as if alone, or for one of no kind, at these positions, from (1, V) logits
+    of each.
+    """
+    first, opened, pipeline = steps[0], steps[0].shared.opened, steps[0].shared.logits_pipeline
     rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]
-    decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
-    filtered = shared.logits_pipeline.filter(pad(rows, first.vocab_size), 0)
-    lazy = guesses_by_match(filtered, LogitCheck.of(rows, rows), shared.opened.settings, decisions, first.vocab_size)
+    shaped = pipeline.shape(pad(rows, first.vocab_size), history, positions[0])
+    # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text that
+    # will never be committed, which is not a failure of the drafter.
+    logit_check = LogitCheck.of(rows, rows)
+    if (chosen := pipeline.sample(shaped, positions[0])) is not None:
+        lazy = LazyGuesses(chosen, mx.softmax(shaped[0].astype(mx.float32))[chosen], logit_check)
+    elif opened.settings.rule == "match":
+        decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
+        lazy = guesses_by_match(shaped, logit_check, opened.settings, decisions, first.vocab_size)
+    else:
+        lazy = first._drawn(shaped, logit_check, positions[0], trail)
     return lazy.of([each.sequence for each in steps])
 
 
@@ -412,12 +415,10 @@ def _lazies(
     lazies: list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]] = []
     for kind, indices in by_kind([part.draft_steps.kind for part in parts]).items():
         together, rows = [parts[index] for index in indices], [logits[index] for index in indices]
-        if isinstance(kind, int):
-            start, guess = together[0].start, together[0].draft_steps.guess
-            lazies.append((together, outcome.capture(guess, rows[0], start.position, start.trail, start.history)))
-            continue
         steps, positions = [part.draft_steps for part in together], [part.start.position for part in together]
-        lazies.append((together, outcome.Value(guesses_together(steps, rows, positions))))
+        start = together[0].start
+        guesses = partial(guesses_together, steps, rows, positions, start.trail, start.history)
+        lazies.append((together, outcome.capture(guesses) if isinstance(kind, int) else outcome.Value(guesses())))
     return lazies
 
 

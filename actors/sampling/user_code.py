@@ -48,7 +48,7 @@ class UserProcessors:
         """Apply all processors to (1, V) logits after each of n texts. Synchronises once, and once for each.
 
         Returns: n arrays (1, V), evaluated.
-            Raises: ProcessorError: a processor raised, or gave no logits. Also what the evaluation of `rows` raises:
+        Raises: ProcessorError: a processor raised, or gave no logits. Also what the evaluation of `rows` raises:
                 the model's error.
         """
         if self._last is not None and self._last[0] == len(histories[-1]):
