@@ -9,9 +9,9 @@ time. The modules, each of which says what it is:
 * acceptance of drafted tokens: `acceptance`, `randomness`
 * drafting: `lookahead_tree`, `lookahead_policy`, `auto_policy`, `draft_plan`, `copying`, `calibration`,
   `vocabulary_map`
-* prices and time: `prices`, `pass_price`, `pass_plan`, `target_queue`, `deadlines`, `prefill_chunks`
+* prices and time: `prices`, `pass_price`, `pass_plan`, `deadlines`, `prefill_chunks`
 * texts and settings: `settings`, `settings_keywords`, `open_options`, `options`, `validation`, `argument_aliases`,
   `logits_processors`, `stop_strings`
 * reporting: `statistics`, `scores`, `trace`, `errors`, `reprs`
-* between processes: `wire`, `drafter_wire`, `rank_messages`, `tensor`, `text_ledger`
+* between processes: `wire`, `drafter_wire`, `rank_messages`, `tensor`
 """

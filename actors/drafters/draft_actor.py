@@ -34,9 +34,9 @@ from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy
 from protocol.lookahead_tree import Node
 from protocol.messages import Close, Due, Message, Overdue, PromptFeatures, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
+from protocol.pass_plan import TargetQueue
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
-from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
 MAX_ROWS = 32  # most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.

@@ -49,7 +49,7 @@ class UserProcessors:
 
         Returns: n arrays (1, V), evaluated.
         Raises: ProcessorError: a processor raised, or gave no logits. Also what the evaluation of `rows` raises:
-                the model's error.
+            the model's error.
         """
         if self._last is not None and self._last[0] == len(histories[-1]):
             return self._last[1]
