@@ -139,6 +139,10 @@ class Rows:
                 rows.restore(self._goes_back)
             self._goes_back = [False] * len(self)
 
+    def features(self, key: object) -> mx.array | None:
+        """(tokens, width) features of a row's part in the last pass, lazy; None if they are not recorded."""
+        return None
+
     @property
     def state(self) -> list[Any]:
         """The arrays of all rows, to be evaluated."""

@@ -16,7 +16,6 @@ from actors.mlx.cache_kinds import LayerState, MisfitError, Restore, State, kind
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating, handing_on_last, hands_on_rows
 from actors.mlx.memory import release_buffers
-from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
 from actors.model import ReusableSequence, RewindMode
 from actors.rows import Rows, RowText
@@ -92,7 +91,7 @@ class MLXSequence(RowText, StatefulSequence):
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
-        assert isinstance(self.batch, RowBatch)
+        assert self.batch is not None
         self.features.add(self.length, self.batch.features(self))
         super().count_row()
 

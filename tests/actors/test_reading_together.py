@@ -17,8 +17,8 @@ from sweeps import sweep
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence import MLXSequence
+from actors.mlx.shared_passes import RowBatch
 from actors.model import Feed
 from actors.workers.worker import Job
 from protocol.errors import RuntimeClosedError, StreamFailedError
