@@ -58,12 +58,13 @@ class LogitsPipeline:
         self._settings = settings
         self._bias = make_logits_processors(logit_bias=dict(settings.logit_bias))
         self._penalties = _penalties(settings)
-        self._own = UserProcessors(settings.logits_processors, len(opened.prompt))
+        processors = settings.logits_processors
+        self._own = UserProcessors(processors, len(opened.prompt)) if processors else None
         self._filters = _filters(settings) if settings.temperature > 0 else []
         self._sampler = None if settings.sampler is None else UserSampler(settings.sampler)
         # How many tokens before a position the processors need; None for all.
         sizes = [size for _, size in self._penalties]
-        self._look_back = None if len(self._own) > 0 or None in sizes else max(filter(None, sizes), default=0)
+        self._look_back = None if self._own is not None or None in sizes else max(filter(None, sizes), default=0)
         # Processors depend on the text, and XTC draws from its seed.
         self._kind: Hashable | None = None
         self._forced: tuple[int, tuple[int, ...]] = (0, ())  # the first position, and the tokens from there on
@@ -88,7 +89,7 @@ class LogitsPipeline:
     @property
     def runs_user_code(self) -> bool:
         """Whether there is a user's processor or sampler, called with evaluated arrays and evaluated at once."""
-        return len(self._own) > 0 or self._sampler is not None
+        return self._own is not None or self._sampler is not None
 
     @property
     def needs_text(self) -> bool:
@@ -120,7 +121,7 @@ class LogitsPipeline:
             texts = [mx.concatenate([text, last.astype(text.dtype)]) for text in texts]
         # Slices, since penalties write into the array that they are given, and the logit check reads the model's own.
         rows = [self._penalised(logits[i : i + 1], text) for i, text in enumerate(texts)]
-        if len(self._own) > 0:
+        if self._own is not None:
             rows = self._own(rows, histories)
         return self._with_forced(rows[0] if len(rows) == 1 else mx.concatenate(rows), start)
 

@@ -41,9 +41,6 @@ class UserProcessors:
         self._are_called_once = not all(map(can_be_speculated_with, processors))
         self._last: tuple[int, list[mx.array]] | None = None  # tokens of the text, and the result after them
 
-    def __len__(self) -> int:
-        return len(self._processors)
-
     def __call__(self, rows: list[mx.array], histories: Sequence[tuple[int, ...]]) -> list[mx.array]:
         """Apply all processors to (1, V) logits after each of n texts. Synchronises once, and once for each.
 
