@@ -17,8 +17,7 @@ from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.stop_strings import Stop
 
-# Tokens by which a text may grow while memory for more is asked for: those of passes that were launched already, with a
-# proposal, or in a row without any.
+# Tokens by which a text may grow while memory for more is asked for, in passes launched already or in a row.
 ASK_BEFORE = 192
 
 
@@ -52,8 +51,7 @@ class Session:
     """One generation, as the runtime gives it to the actors, in trio's thread only. What it calls must not raise."""
 
     opened: Open
-    # Where the target puts committed tokens. Bounded, so that a slow consumer slows down the models instead of filling
-    # the memory; closed when nothing more comes.
+    # Where the target puts committed tokens. Bounded, so that a slow consumer slows down the models; closed at the end.
     commits: trio.MemorySendChannel[Commit]
     counts: Counts = attrs.field(factory=Counts)  # statistics that the actors count; the consumer's side counts tokens
     unsent: Commit | None = None  # the last commit, while the channel has no space for it
@@ -66,13 +64,11 @@ class Session:
     logits_pipeline: LogitsPipeline = attrs.field(
         init=False, default=attrs.Factory(lambda self: LogitsPipeline(self.opened), takes_self=True)
     )
-    # Reads each round's tokens before they are committed, once and in order, and returns where a stop string ends the
-    # text, if one does.
+    # Reads each round's tokens before they are committed, once and in order: where a stop string ends the text.
     find_stop: Callable[[Commit], Stop | None] | None = None
     # Of the answer; None if it may reason as long as it wants. The target follows the text with it.
     reasoning_limit: ReasoningLimit | None = None
-    # Called when the target should look at the session: the consumer has made room for a commit that did not fit, or
-    # the reasoning is to end. Must not wait.
+    # Called when the target should look again: a commit fits now, or the reasoning is to end. Must not wait.
     on_change: Callable[[], None] | None = None
     scores: list[TokenScore] = attrs.field(factory=list)  # of the tokens to score, as far as the target has come
     num_reserved: float = math.inf  # tokens, prompt included, for which there is memory

@@ -39,8 +39,8 @@ class Judgement:
     """The target's decision about one proposal."""
 
     num_accepted: int  # drafted tokens that are accepted
-    # The token after them: recovered after a rejection, the bonus after a full acceptance. None if all are accepted and
-    # the forward pass had no row for a bonus (the N=1 fallback).
+    # The token after them: recovered or bonus. None if all are accepted and there was no row for a bonus (N=1
+    # fallback).
     token: int | None
 
 
@@ -301,15 +301,13 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     q = _draft_rows(proposed, begins, like=p)
     rows, drafted, exists = _padded(proposed, begins, longest)
     of_target, of_draft = p[rows, drafted], q[rows, drafted]
-    # 0 where a text was filled up, and where the drafter had nothing to draw from, since a processor left it no token.
-    # So no such token is accepted.
+    # 0 where a text was filled up, or a processor left nothing to draw from. So no such token is accepted.
     was_drawn = exists & (of_draft > 0)
     of_target, of_draft = mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
     places = [(each.seed, each.start + i) for each in proposed for i in range(longest)]
     uniforms: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, places))
     num_accepted = count_accepted(of_target, of_draft, uniforms.reshape(len(proposed), longest))
-    # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
-    # a second synchronisation.
+    # Only the device knows from which row the next token is drawn: reading that here would be a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
     keys = keys_for(Purpose.RECOVER, decisions)[row]
     left = residual(p[row], q[row])

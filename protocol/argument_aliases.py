@@ -12,8 +12,7 @@ class _Missing:
         return "MISSING"
 
 
-# The default of an argument that must be given. Without a default, Python would reject a call that uses the argument's
-# alias (`target_model`) before the alias could get its hint.
+# The default of an argument that must be given: without one, Python would reject an alias before it could get its hint.
 MISSING: Any = _Missing()
 
 # From each alias to the setting or option of `open` that it stands for.

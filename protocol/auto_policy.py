@@ -20,13 +20,12 @@ MIN_REACH = 0.02  # nodes with a smaller reach are not drafted after: they would
 # How many draft steps of a budget have a price each; later steps have the last one's. That will do: whether to propose
 # is decided after each step in any case, and what is drafted beyond the proposal is drafted ahead.
 MAX_PRICED_STEPS = 16
-# A rest begins when speculating was worse than plain decoding by the first factor, and ends when it promises to be
-# better by the second.
+# A rest begins when speculating was worse than plain decoding by the first factor, and ends at the promise of the
+# other.
 REST_BELOW, RESUME_ABOVE = 0.99, 1.02
 CATCH_UP_HORIZON = 100.0  # tokens over which catching up with the text must pay for itself
 MAX_EMPTY_PROPOSALS = 8  # a rest begins after this many proposals in a row with nothing in them
-# In a rest, the drafter catches up once so many unread tokens were generated, and reading delays the target by at most
-# this share of the time in which they were.
+# Unread tokens with which a resting drafter catches up, if that delays the target by at most this share of their time.
 MIN_CATCH_UP, PROBE_SHARE = 6, 0.02
 # If more than this share of the recent proposals were copied, the measured rate says little about the drafter.
 MAX_COPIED_SHARE = 0.1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from protocol.prices import Prices
 
-# The shortest wait for a drafter that is still reading the prompt. A user does not notice so short a delay of the first
-# token.
+# The shortest wait for a drafter that is reading the prompt: no user notices so short a delay of the first token.
 MIN_PROMPT_WAIT_S = 0.1
 # The shortest wait for a proposal. A shorter delay may be due to a busy machine, and not to the drafter.
 MIN_PROPOSAL_WAIT_S = 1.0

@@ -97,8 +97,7 @@ class Facts:
     awaits_features: bool = False  # whether the drafter reads hidden states of the target, and has none of the prompt
     lacks_features: bool = False  # whether the target has none of the prompt either, because it had cached it
     has_read_prompt: bool = True  # whether the cache has held all of the prompt that is read without logits
-    # Whether the cache has lost so many tokens, because a shared pass has failed, that it must read them before it
-    # drafts.
+    # Whether it must read before it drafts what its cache has lost in a shared pass that failed.
     has_lost_tokens: bool = False
     is_idle: bool = False  # whether the drafter rests, or only proposes copies
     catches_up: bool = False  # whether it is to read, while it is idle, what the target has committed
@@ -149,8 +148,8 @@ def next_step(facts: Facts) -> Task | Notice | None:
 
 def _next_reading(facts: Facts) -> Task | Notice | None:
     if facts.awaits_features:
-        # Only the next verdicts bring features, so the target must not wait for this drafter. If it verifies, that is
-        # the empty proposal of a drafter that was late.
+        # Only the next verdicts bring features: the target must not wait. If it verifies, that is a late, empty
+        # proposal.
         may_rest = not facts.is_ready and facts.turn is not SessionPhase.VERIFYING
         return Notice.REST_WITHOUT_FEATURES if facts.lacks_features and may_rest else None
     if not facts.has_read_prompt:

@@ -32,8 +32,7 @@ from protocol.wire import Codec, Form, whole
 
 Version = NewType("Version", int)  # both ends must speak the same version
 VERSION = Version(10)
-# How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
-# the recovered token is drawn from the residual.
+# How many tokens a drafted one is drawn from under the rejection rule: the residual needs all of the distribution.
 MAX_DRAWN_FROM = 1024
 MAX_VOCAB_SIZE = 2**24  # a vocabulary of more tokens is nonsense
 MAX_MISSING = 1e-2  # by how much the sum of a distribution may differ from 1

@@ -41,11 +41,10 @@ class DraftBudget:
 
     max_steps: int  # how many more steps may follow, >= 0
     reach: float = 1.0  # of the node that is being drafted after, in [0, 1]
-    # For each of the steps that may follow, the reach at which, or below which, the drafter asks instead; the last one
-    # holds for all further steps.
+    # For each step that may follow, the reach up to which the drafter asks instead; the last one holds for all further
+    # ones.
     min_reaches: tuple[float, ...] = (0.0,)
-    # The greatest reach among the other nodes that could be drafted after, per time of a step of width 1. While the
-    # target works, the next step must beat it.
+    # The greatest reach to draft after elsewhere, per time of a step, which the next step beside the target must beat.
     best_other_reach: float = 0.0
     # The test that a step must pass while the target works; None where the target waits for the drafter.
     step_worth: StepWorth | None = None

@@ -26,8 +26,7 @@ class Guess:
     probs: Distribution | None = attrs.field(default=None, eq=False, repr=False)
     copy_kind: int | None = None  # if copied or forced, see `protocol.copying`; None if a model drafted it
     raw: float = 0.0  # the drafter's own confidence, before calibration, in [0, 1]
-    # How many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for a drafter
-    # that reads none of the target's.
+    # How many hidden states of the drafter's own stood for the target's where it was drafted; 0 if it reads none.
     staleness: int = 0
     # Tokens to expect of a proposal from this one on, itself included. If the token was drawn, it must not depend on
     # which one was drawn, nor on what was drafted after it.

@@ -32,8 +32,7 @@ MIN_GAIN_OF_WAITING = 1.02
 MAX_WAIT, PATIENCE, PATIENCE_WITH_HURRIED = 1.0, 0.02, 0.5
 # The longest wait for all texts of a fixed lookahead, in units of the time that drafting for all of them takes.
 PATIENCE_FOR_ALL = 3.0
-# Passes of fewer sessions than are open, after one that has failed, before more share one again: a failure may cost all
-# texts in the pass their caches.
+# Passes of few sessions after one that has failed, which may cost texts their caches, before more share one again.
 SMALL_PASSES = 256
 
 
@@ -41,8 +40,7 @@ SMALL_PASSES = 256
 class ReadyRound:
     """A round that could take part in the next pass."""
 
-    # Tokens that it must feed, >= 1: those committed tokens that its cache lacks. Its first new token comes from the
-    # last of them.
+    # Committed tokens that its cache lacks and it must feed, >= 1: its first new token comes from the last of them.
     num_needed: int
     # For each drafted token, the probability that it and all before it are accepted; each in [0, 1], falling.
     reach: tuple[float, ...] = ()
@@ -151,8 +149,7 @@ class Turn:
     round: ReadyRound = ReadyRound(1)  # what it would feed
     lookahead: int | Literal["auto"] = 0  # the session's setting
     is_plain: bool = False  # whether the round is one token of the target's own
-    # Whether the pass for that token was launched already. The text must get its result before it takes part in any
-    # other pass.
+    # Whether the pass for that token was launched already, whose result must come before any other pass of the text.
     is_ahead: bool = False
     is_alone: bool = False  # whether it must have a pass to itself
     reads_again: bool = False  # whether it needs a job that reads again what its cache has lost, before any pass

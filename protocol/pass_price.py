@@ -21,8 +21,7 @@ PRIOR_SLOPE, PRIOR_SLOPE_VARIANCE = 0.1, 0.1
 # Likewise the relative variance of a pass's time, and the target's slowdown, each with its weight in observations.
 PRIOR_NOISE, PRIOR_NOISE_WEIGHT = 0.01, 1.0
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_WEIGHT = 0.1, 0.1
-# A measurement counts for at most this many times what was expected: a pass during which the machine did something else
-# must not bend the prices.
+# A measurement counts for at most this many times what was expected: the machine may have done something else.
 MAX_SURPRISE = 3.0
 
 # Passes with up to so many rows have an entry each; beyond, entries are a constant factor apart.

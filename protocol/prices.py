@@ -93,8 +93,7 @@ class Measurement:
 
 IMPLAUSIBLE = 10.0  # a price that is off by this factor is not plausible
 LAST_ROW_OF_SLOPE = 5  # the row up to which `Estimates.verify_seconds_per_token` averages
-# How many acceptance rules have a calibration that is remembered. Clients choose temperatures as they like, and each
-# temperature makes a rule of its own.
+# How many rules' calibrations are remembered: clients choose temperatures as they like, and each makes a rule.
 MAX_RULES = 16
 # In the first few of this many rounds, a fixed lookahead works ahead whatever the prices say, to keep them current.
 TRIED_EVERY_ROUNDS, TRIED_ROUNDS = 512, 8
@@ -142,8 +141,8 @@ class Prices:
         elif (expected_s := self.draft_alone(width)) > 0:
             self.draft_slowdown.observe(min(seconds / expected_s, MAX_SURPRISE))
             if self.draft_slowdown.value < 1.0:
-                # No step is faster beside the target than alone, so the price of a step alone is too high. It may be
-                # from a time at which the machine did something else.
+                # No step is faster beside the target than alone: the price of a step alone is too high, from a busier
+                # time.
                 self.draft_alone.observe(width, 0.0, seconds)
         self._note_drafting(began_s, ended_s, beside_target=beside_target)
 

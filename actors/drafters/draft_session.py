@@ -26,8 +26,7 @@ class DraftSession(DrafterSession):
         super().__init__(shared, policy, target_vocab_size, has_model=True)
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length  # of the draft model; see `Model.context_length`
-        # Whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and only one token
-        # beyond them is guessed.
+        # Whether the cache can drop uncommitted tokens. If not, only one token beyond the committed ones is guessed.
         self.can_look_ahead = True
         self.has_lost_tokens = False  # whether the cache has lost some of the text because a shared pass has failed
         self.catches_up = False  # whether the drafter is to read, during a rest, what the target has committed

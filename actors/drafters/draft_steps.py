@@ -55,8 +55,7 @@ class DraftInput:
 class Drafted:
     """What came of one draft step."""
 
-    # The drafter's choice. None if nothing was fed, because the cache could only restore a checkpoint, or could not
-    # drop uncommitted tokens again.
+    # The drafter's choice; None if nothing was fed, as the cache could not be rewound, or could not be after the feed.
     guess: Guess | None
     fed: FeedPlan  # what was done to the cache. Includes the choice if the step after it was launched.
     can_look_ahead: bool  # whether the cache could take an uncommitted token now, and drop it again
@@ -73,9 +72,8 @@ class DraftSteps:
     vocab_size: int  # the width of the target's logits; ids beyond it, which pad the draft's embedding, are not drafted
     clock: Callable[[], float]  # returns seconds
     chains: bool | None  # see `DraftActor`
-    # Unless the rule is match, tokens are drawn from this many of the likeliest ones; None for all. The rules are exact
-    # for any distribution that the token was really drawn from, and a distribution of few tokens is short to send to
-    # another process.
+    # Unless the rule is match, tokens are drawn from this many of the likeliest; None for all. The rules are exact for
+    # any distribution, and one of few tokens is short to send to another process.
     max_drawn_from: int | None = None
 
     def begin(self, start: DraftInput) -> Step[Drafted]:
@@ -202,8 +200,8 @@ class DraftSteps:
 
     def _may_chain(self) -> bool:
         """Whether a step may be launched before the choice that it starts from is read back."""
-        # Unless the rule is match, the random key depends on the text before; some processors depend on it, too. A
-        # user's sampler is called with evaluated arrays.
+        # The random key and some processors depend on the text before. A user's sampler is called with evaluated
+        # arrays.
         logits_pipeline = self.shared.logits_pipeline
         if self.shared.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
             return False
@@ -223,8 +221,7 @@ class LazyGuesses:
     # The distribution that the choice was drawn from, (V,) or sparse; None under the match rule. n is 1.
     probs: Distribution | None = None
     staleness: Sequence[int] | None = None  # of each session; see `Guess`. None if all are 0.
-    # (n,) the drafter's own estimate of how likely its choice is accepted, used as its confidence in it; None if it
-    # makes none. It does not depend on which token is chosen.
+    # (n,) the drafter's own estimate of how likely its choice is accepted, whichever that is; None if it makes none.
     acceptance: mx.array | None = None
 
     def of(self, sequences: Sequence[CachedSequence]) -> LazyGuesses:
@@ -391,8 +388,8 @@ class SharedSteps:
             lazies = _lazies(parts, logits)
             mx.eval([lazy.value.arrays() for _, lazy in lazies if isinstance(lazy, outcome.Value)])
         except BaseException:
-            # What is in the caches now is not known. No token that was drawn from these logits was used, so drawing
-            # again does not bias the texts.
+            # What is in the caches is not known. No token that was drawn was used, so drawing again does not bias the
+            # texts.
             self._model.abandon_shared()
             for part in parts:
                 part.draft_steps.sequence.forget()

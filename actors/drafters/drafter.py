@@ -24,8 +24,7 @@ from protocol.settings import MAX_LOOKAHEAD, Settings
 
 logger = logging.getLogger("outrider")
 
-# A drafter that only copies rests after this many rounds in a row without a copy. In a rest, the target goes on without
-# waiting for an answer, but the next proposal may come a little late.
+# A drafter that only copies rests after this many rounds without a copy; the target then goes on without waiting.
 MAX_IDLE_ROUNDS = 8
 LIKELY = 0.5  # a session counts as having something to copy if the first copied token is at least this likely
 
@@ -178,8 +177,8 @@ class DrafterSession(ActorSession):
     def _copies(self, num_tokens: int, beyond: Sequence[int]) -> Iterator[Copied]:
         if self.search is None:
             return iter(())
-        # A match of one token is seldom right. Only a policy that weighs its price should propose it, and only if there
-        # is no model, which would guess better.
+        # A match of one token is seldom right: only for a policy that weighs its price, without a model that guesses
+        # better.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
         return self.search.lookup(num_tokens, beyond, shortest=shortest)
 

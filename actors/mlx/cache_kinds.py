@@ -328,8 +328,8 @@ class RotatingKVCacheKind(CacheKind):
         if num_rows == offset:
             fits = _is_number(index, num_rows, num_rows) or (num_rows == max_size and _is_number(index, keep, max_size))
         else:
-            # It has wrapped round: the next row to write is any after the first `keep`; or, after a feed of several
-            # tokens, there are more rows than the window has, in order.
+            # Wrapped round: the next row is any after the first `keep`; or there are more rows than the window has, in
+            # order.
             has_wrapped = max_size <= num_rows and _is_number(offset, num_rows, 2**31 - 1)
             fits = has_wrapped and _is_number(index, keep if num_rows == max_size else num_rows, num_rows)
         self._require_length(fits)

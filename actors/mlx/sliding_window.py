@@ -14,8 +14,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 # Tokens by which a full window can be trimmed: more than a drafter is ever ahead of its target, two proposals and one.
 MAX_TRIM = 160
-# Slots beyond the window's. When all are taken, every `NUM_SPARE - MAX_TRIM` tokens, the last tokens are copied to a
-# new buffer.
+# Slots beyond the window's. When all are taken, the last tokens are copied to a new buffer.
 NUM_SPARE = 256
 STEP = 256  # slots by which a buffer grows until then
 

@@ -21,8 +21,7 @@ from protocol.scores import TokenScore, token_scores
 from protocol.session_state import SessionPhase
 from protocol.trace import Share
 
-# A prompt that was begun is read to its end before others if at most this many more chunks are left: only prompts that
-# were not begun can be read together.
+# A prompt is read to its end if at most this many more chunks are left: only unread ones can be read together.
 MAX_CHUNKS_IN_A_ROW = 4
 # Most logits of a pass that scores: 64 MiB in float32. A long text with a large vocabulary would take gigabytes.
 MAX_SCORED_LOGITS = 2**24

@@ -63,8 +63,8 @@ class PooledThread:
                     result = synchronized
                 self._thread.name = IDLE
                 if isinstance(result, outcome.Error):
-                    # The thread's state is unknown, so it takes no other work. Whoever is told may end the process,
-                    # whose end has to wait until this thread has released its streams.
+                    # The thread's state is unknown, so it takes no other work. The end of the process waits until its
+                    # streams are released.
                     with _lock:
                         _abandoned.append(self)
                     on_end(result)

@@ -158,8 +158,7 @@ def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome
 
 def job_error(job: Job[Any], error: BaseException) -> JobError:
     """The error of a job, with what its call raised as the cause."""
-    # A user may keep the error for long. The frames that it passed through may hold arrays, such as those that did not
-    # fit into memory.
+    # A user may keep the error for long, and the frames that it passed through may hold arrays.
     traceback.clear_frames(error.__traceback__)
     wrapped = JobError(f"{job.kind} failed: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
