@@ -102,9 +102,7 @@ class ActorSession:
         return pack(self.opened.prompt[: self.opened.num_read])
 
     def num_common(self, other: ActorSession) -> int:
-        """Tokens that both prompts have in common at their beginnings. Compared once: it is asked for after each pass
-        over a prompt, of all pairs of sessions.
-        """
+        """Tokens that both prompts begin with. Compared once: it is asked of all pairs after each pass over a prompt."""
         if other.id not in self._num_common:
             self._num_common[other.id] = common_length(self.packed_prompt, other.packed_prompt)
         return self._num_common[other.id]
@@ -134,11 +132,7 @@ class ActorSession:
         )
 
     def notice_loss(self) -> bool:
-        """Have the ledger say what the cache holds, before a plan feeds the text: a failed pass empties all its rows'
-        caches.
-
-        Returns: whether cached tokens were lost.
-        """
+        """Have the ledger say what the cache holds, before a plan: a failed pass empties it. Returns: if it had."""
         sequence, cached_tokens = self.sequence, self.cached_tokens
         if sequence is None or sequence.length >= len(cached_tokens):
             return False

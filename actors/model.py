@@ -147,10 +147,7 @@ class ReusableSequence(CachedSequence):
         return {id(self): self.num_bytes}
 
     def share(self, other: ReusableSequence, num_common: int) -> None:
-        """Keep the memory of the first tokens only once, if possible, which another idle sequence holds, too.
-
-        Both must have been opened alike.
-        """
+        """Keep the first tokens in memory only once, if possible, with an idle sequence that was opened alike."""
 
     @abstractmethod
     def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
@@ -163,10 +160,7 @@ class ReusableSequence(CachedSequence):
 
     @abstractmethod
     def reuse(self, length: int) -> None:
-        """Rewind to a length that `reusable_length` returned, for another text. Drops checkpoints of rounds.
-
-        Raises: RewindError: some layer's cache holds another number of tokens afterwards.
-        """
+        """Rewind to a `reusable_length`, for another text. Drops checkpoints of rounds. Raises: RewindError."""
 
     can_copy = True
 
@@ -176,10 +170,7 @@ class ReusableSequence(CachedSequence):
 
     @abstractmethod
     def copy(self, length: int) -> ReusableSequence:
-        """A new sequence with the first tokens of this one, which goes on, in use or not. Only if `can_copy`.
-
-        Length and errors: as of `reuse`.
-        """
+        """A new sequence with the first tokens of this one, if `can_copy`, which goes on. Otherwise as `reuse`."""
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
         """Read what can be read of a finished text with features that were given. Gives the cached tokens now."""
@@ -234,17 +225,14 @@ class Model(Protocol):
         """Whether a drafter reads its hidden states; see `TextFeatures`."""
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """Process tokens of different sequences, in one pass as far as their caches can share one.
-
-        Returns: (num_logits, V) logits of each, which may be lazy.
-        """
+        """Process tokens of sequences, in one pass if possible. Returns: (num_logits, V) logits of each, maybe lazy."""
 
     @property
     def widest_row(self) -> int:
         """Most tokens of one text in a pass that texts share."""
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """Process the first tokens, at most `widest_row`, of empty sequences; in one pass if no obstacle.
+        """Process the first tokens, at most `widest_row`, of empty sequences without logits, in one pass if possible.
 
         Raises: whatever the model raises; what the sequences hold is not known then.
         """

@@ -12,10 +12,7 @@ PROBED = (0, 0)
 
 
 def probe(model: Model) -> None:
-    """Feed two tokens to a new sequence, which is closed again. NaN and infinite logits pass.
-
-    Raises: ModelError: the model cannot process them (see the cause), or returns something else than their logits.
-    """
+    """Feed two tokens to a new sequence. Raises: ModelError: the model fails (see the cause), or gives no logits."""
     try:
         sequence = model.open_sequence(beside_another=False)
         try:

@@ -184,9 +184,7 @@ def _gumbel(keys: mx.array, size: int) -> mx.array:
 
 
 def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions: Decisions) -> mx.array:
-    """The tokens that texts choose by (n, V) logits, as one set of array operations: (n,) ids, lazy; each as for its
-    text alone. They are argmaxes of `scores` under the match rule, and bonus tokens under the other.
-    """
+    """The tokens (n,) that texts choose by (n, V) logits, as if alone; bonus tokens under the rejection rule; lazy."""
     if rule == "match":
         return mx.argmax(scores(logits, temperature, decisions, logits.shape[1]), axis=-1)
     # As `draw`: the largest sum of log-probability and noise.
@@ -327,9 +325,7 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
 def _padded(
     proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """(texts, longest) each, filled up: the row of logits that judges a drafted token, the token, and whether it
-    exists.
-    """
+    """(texts, longest) each, filled up: the row that judges a drafted token, the token, and whether it exists."""
     lengths = mx.array([len(each.drafted) for each in proposed])[:, None]
     exists = mx.arange(longest) < lengths
     rows = mx.array(list(begins))[:, None] + mx.where(exists, mx.arange(longest), 0)

@@ -84,10 +84,7 @@ class ReplayDebt:
     _rent_s: float = attrs.field(default=0.0, init=False)
 
     def should_settle(self, num_pending: int, price: Callable[[float], float], seconds_per_token: float) -> bool:
-        """Whether this round feeds only committed tokens, of which `num_pending` besides the last are fed again.
-
-        Such a round commits one token, which costs `seconds_per_token` at present.
-        """
+        """Whether this round feeds only committed tokens, `num_pending` of them again, and commits one token."""
         if num_pending == 0:
             self._rent_s = 0.0
             return False

@@ -36,9 +36,7 @@ class Copied:
 
     @property
     def confidence(self) -> float:
-        """The prior probability, in (0, 1), that the token is right if those before it are, by the text before the
-        copy.
-        """
+        """The prior probability, in (0, 1), that it is right if those before it are, by the text before the copy."""
         if self.num_agreeing < self.num_occurrences:
             return _PRIOR_OF_DISAGREEING * self.num_agreeing / self.num_occurrences
         once = _PRIORS[min(self.match_length, len(_PRIORS)) - 1]

@@ -180,10 +180,7 @@ _CODEC: Codec[LinkMessage] = Codec(
 
 
 def encode(message: LinkMessage) -> bytes:
-    """A message as bytes. To be called on a thread that may evaluate the features in it, if there are any.
-
-    Raises: SettingsError: it has a value that JSON cannot represent.
-    """
+    """A message as bytes, on a thread that may evaluate its features. Raises: SettingsError: JSON lacks a value."""
     try:
         return _CODEC.encode(message)
     except TypeError as error:

@@ -97,10 +97,7 @@ class LookaheadTree:
         self.root = Node(last_token, position, further(0, last_token), None)
 
     def expand(self, node: Node, guess: Guess) -> Node:
-        """Put a drafted token after a node, which the draft model has been run on, and give the token's node.
-
-        Raises: ProtocolError: the node was dropped, or expanded before.
-        """
+        """Put a drafted token after a node, and give its node. Raises: ProtocolError: the node is gone or expanded."""
         if not node.alive:
             raise ProtocolError(f"{node!r} is no longer in the tree")
         if node.is_expanded:
@@ -143,10 +140,7 @@ class LookaheadTree:
             node = node.children.get(token)
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Move the root along committed tokens. True for a hit: the new root was in the tree, with what is below.
-
-        Raises: ProtocolError: there are no tokens.
-        """
+        """Move the root along committed tokens, at least one (else a ProtocolError). True for a hit."""
         if not tokens:
             raise ProtocolError("the root moves by at least one token, got none")
         old, trail = self.root, self.root.trail
@@ -197,10 +191,7 @@ class LookaheadTree:
         return node.position - self.root.position
 
     def is_stale(self, node: Node) -> bool:
-        """Whether a node was drafted without hidden states of the target that have come since.
-
-        The target has given those up to the root: none of the drafter's own is needed for the node after it.
-        """
+        """Whether a node was drafted without hidden states of the target, given up to the root, that have come since."""
         best = node.best
         return best is not None and best.staleness >= max(1, self.depth(node))
 

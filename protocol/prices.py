@@ -250,9 +250,7 @@ class Prices:
         self._drafting.clear()
 
     def calibration(self, rule: object) -> Calibration:
-        """The drafter's calibration under an acceptance rule, by any hashable name of it. The `MAX_RULES` rules that
-        were asked for last are remembered.
-        """
+        """The drafter's calibration under a rule, by any hashable name; the last `MAX_RULES` are remembered."""
         known = self._calibrations.pop(rule) if rule in self._calibrations else Calibration()
         self._last_calibration = self._calibrations[rule] = known
         if len(self._calibrations) > MAX_RULES:

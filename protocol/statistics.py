@@ -336,10 +336,7 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
 
 
 def modelled_speed_up(s: Statistics) -> float | None:
-    """Speed of these rounds by measured prices, as a multiple of plain decoding's; None if not known.
-
-    Not by the clock: a slow reader or other streams make a stream slow, too.
-    """
+    """Speed of these rounds by measured prices, not the clock, as a multiple of plain decoding's; None if unknown."""
     prices, num_verdicts = s.estimates, s.lookahead_hits + s.lookahead_misses
     plain_s = prices.plain_seconds or prices.verify_seconds
     if plain_s <= 0 or prices.verify_seconds <= 0 or s.rounds == 0:

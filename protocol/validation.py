@@ -99,10 +99,7 @@ def check_flag(name: str, value: Any) -> None:
 
 @attrs.frozen
 class Check:
-    """A validator of an attrs field: a check of a name and a value, with its bounds and options.
-
-    Servers describe fields of requests by the `bounds` of their numbers.
-    """
+    """A validator of an attrs field: a check with its `bounds`, by which servers describe fields, and options."""
 
     check: Callable[..., None]
     bounds: tuple[Any, ...]

@@ -77,10 +77,7 @@ class DraftSteps:
     max_drawn_from: int | None = None
 
     def begin(self, start: DraftInput) -> Step[Drafted]:
-        """Draft one token; gives also the next step if the budget allows one.
-
-        Raises: NotANumberError: no token can be chosen from the draft model's logits.
-        """
+        """Draft one token, and name the next step if there is one. Raises: NotANumberError: of the model's logits."""
         if (hindrance := self.prepare(start.plan)) is not None:
             return Step(hindrance)
         rows = self.sequence.feed(start.plan.feed, 1)
@@ -272,9 +269,7 @@ def guesses_together(
     trail: int = 0,
     history: TokenHistory = NO_HISTORY,
 ) -> LazyGuesses:
-    """Guesses for sessions of one kind, each as if alone, or for one of no kind, at these positions, from (1, V) logits
-    of each.
-    """
+    """Guesses for sessions of one kind, each as if alone, or for one session, from (1, V) logits of each."""
     first, opened, pipeline = steps[0], steps[0].shared.opened, steps[0].shared.logits_pipeline
     rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]
     shaped = pipeline.shape(pad(rows, first.vocab_size), history, positions[0])

@@ -179,10 +179,7 @@ class CacheKind:
         return self.take_state(layer)
 
     def check_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> None:
-        """Check that `layer` can go back to `length` with a prefix checkpoint from a file; see `put_state`.
-
-        Raises: MisfitError: such a cache cannot have had this state at that length.
-        """
+        """Check that `layer` can go back to `length` so; see `put_state`. Raises: MisfitError: it cannot."""
         put_length = self.length(self.put_state(taken, like, longer))
         self._require(put_length in (length, None), "another length in a prefix checkpoint")
 

@@ -85,16 +85,12 @@ def observing(observer: Observer) -> AbstractContextManager[None]:
 
 
 def handing_on_last() -> AbstractContextManager[None]:
-    """While in force, the last layer of this thread's passes hands on its last position alone, so that no other logits
-    are computed. Only for a model of which `hands_on_rows` is true.
-    """
+    """While in force, compute only the last position's logits. Only for a model of which `hands_on_rows` is true."""
     return _set(_hands_on_last, True)
 
 
 def hands_on_rows(model: Module) -> bool:
-    """Whether the last layer was run once in the last pass, with a (B, tokens, width) array as its result; False before
-    the first one, or if `evaluating_layers` is not in force. May be asked in any thread between two passes.
-    """
+    """Whether the last layer ran once in the last pass, and gave a (B, tokens, width) array; asked between passes."""
     layers = list(getattr(model, "layers", ()))
     return bool(layers) and getattr(type(layers[-1]), "hands_on_rows", False)
 

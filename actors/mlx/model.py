@@ -95,10 +95,7 @@ def is_quantized(model: Module) -> bool:
 
 
 def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str, is_partly: bool = False) -> None:
-    """Quantise those weights that `mlx_lm.convert` quantises, without printing.
-
-    Raises: ModelError: some are quantised already; if a model may be quantised partly (`is_partly`), all are.
-    """
+    """Quantise what `mlx_lm.convert` does. Raises: ModelError: some are already; or all are, if `is_partly`."""
     modules = [module for module in model.modules() if hasattr(module, "to_quantized")]
     if is_quantized(model) and not (is_partly and modules):
         raise ModelError("its weights are quantised already; leave quantize out, or give the original model")

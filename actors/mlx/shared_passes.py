@@ -61,10 +61,7 @@ class RowBatch(Rows):
     def feed(
         self, tokens: Mapping[object, tuple[int, ...]], recorder: FeatureRecorder | None = None
     ) -> dict[object, mx.array]:
-        """Process tokens of rows in one pass: at most `widest_row` ids of each, beyond the vocabulary read as the last.
-
-        Returns: by key, (tokens, V) logits of each row that takes part, lazy.
-        """
+        """Process at most `widest_row` ids of some rows. Returns: by key, (tokens, V) logits of each of these, lazy."""
         last_id = self._vocab_size - 1
         fed = [tuple(min(token, last_id) for token in tokens.get(key, ())) for key in self.keys]
         widths = {key: len(row) for key, row in zip(self.keys, fed, strict=True)}

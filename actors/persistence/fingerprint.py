@@ -47,10 +47,7 @@ class Fingerprint:
 
 
 def fingerprint(model: Module, others: Sequence[mx.array] = (), beside: Any = None) -> Fingerprint:
-    """The fingerprint of a model, made on its thread in some milliseconds, whatever the model's size.
-
-    `others` count among the weights; `beside` is what else its caches depend on, as a value for JSON.
-    """
+    """The fingerprint of a model and `others`, made on its thread in milliseconds; caches depend on `beside`, too."""
     # `parameters` would leave out names that begin with an underscore, such as the frequencies of a rotary embedding.
     leaves = cast(list[tuple[str, Any]], tree_flatten(dict(model)))
     leaves += [(f"others.{i}", array) for i, array in enumerate(others)]

@@ -126,10 +126,7 @@ class LogitsPipeline:
         return self._with_forced(rows[0] if len(rows) == 1 else mx.concatenate(rows), start)
 
     def filter(self, logits: mx.array, start: int) -> mx.array:
-        """Apply the filters to (n, V) processed logits for positions from `start` on; lazy.
-
-        Returns: (n, V) log-probabilities, -inf for removed tokens; the unchanged logits if no filter is on.
-        """
+        """Filter (n, V) processed logits for positions from `start` on: log-probabilities, -inf if removed; lazy."""
         if not self._filters:
             return logits
         logits = logits.astype(mx.float32)
@@ -139,10 +136,7 @@ class LogitsPipeline:
         return logprobs
 
     def sample(self, logits: mx.array, start: int) -> mx.array | None:
-        """The ids (n,) that the user's sampler, if any, chooses from (n, V) shaped logits from `start` on.
-
-        Raises: ProcessorError: the sampler failed.
-        """
+        """The ids (n,) that the user's sampler, if any, chooses from (n, V) shaped logits. Raises: ProcessorError."""
         return None if self._sampler is None else self._sampler(logits, start)
 
     def shape(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:

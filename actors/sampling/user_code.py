@@ -136,10 +136,7 @@ class UserSampler:
 
 
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
-    """Evaluate arrays that user code, named `who`, returned; what else they depend on is evaluated already.
-
-    Raises: ProcessorError: an array cannot be evaluated.
-    """
+    """Evaluate arrays that user code, named `who`, returned. Raises: ProcessorError: one cannot be evaluated."""
     try:
         mx.eval(arrays)
     # MLX carries out the user's computations only now, and they may raise anything.

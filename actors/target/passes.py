@@ -331,9 +331,7 @@ def _of_rows(logits: mx.array, counts: Sequence[int], indices: Sequence[int]) ->
 def _judged_together(
     rows: Sequence[Row], counts: Sequence[int], logits: mx.array, before: mx.array | None = None
 ) -> _Judged:
-    """Judge rows of one kind, whose logits no processor changes; or one row by itself. An error of rows that run no
-    user code is a failure of the pass.
-    """
+    """Judge rows of one kind, or a row by itself. Where no user code is run, an error is a failure of the pass."""
     first, is_ahead = rows[0], before is not None
     settings, pipeline, position = first.opened.settings, first.logits_pipeline, first.position + is_ahead
     processed = pipeline.process(logits, first.history, position, before)
