@@ -102,7 +102,7 @@ class ActorSession:
         return pack(self.opened.prompt[: self.opened.num_read])
 
     def num_common(self, other: ActorSession) -> int:
-        """Tokens that both prompts begin with. Compared once: it is asked of all pairs after each pass over a prompt."""
+        """Tokens that both prompts begin with. Compared once: it is asked often, of all pairs."""
         if other.id not in self._num_common:
             self._num_common[other.id] = common_length(self.packed_prompt, other.packed_prompt)
         return self._num_common[other.id]

@@ -191,7 +191,7 @@ class LookaheadTree:
         return node.position - self.root.position
 
     def is_stale(self, node: Node) -> bool:
-        """Whether a node was drafted without hidden states of the target, given up to the root, that have come since."""
+        """Whether a node was drafted without hidden states of the target, given up to the root, that came since."""
         best = node.best
         return best is not None and best.staleness >= max(1, self.depth(node))
 
