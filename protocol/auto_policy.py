@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -248,7 +249,8 @@ class AutoPolicy:
         if not self.prices.is_known or any(best is not None and best.worth > expected_worth for best in bests):
             # The best token after the node may be a copied one, not the drafter's choice.
             return EMPTY_BUDGET
-        calibration = self.calibration.snapshot()
+        calibration, acceptance = self.calibration.snapshot(), self.calibration.mean_acceptance
+        budget = partial(DraftBudget, reach=node.reach, calibrate=calibration, mean_acceptance=acceptance)
         num_drafted = view.tree.depth(node) + 1
         if view.verdict_due_s is None:
             # Up to a proposal: for as long as `_gain_by_drafting` will say to wait for another token.
@@ -261,22 +263,13 @@ class AutoPolicy:
             longest = num_drafted + max(1, min(max_steps, MAX_PRICED_STEPS))
             extras_s = map(self.prices.extra_seconds(only_copies=False), range(num_drafted, longest + 1))
             costs_s = [longer_s - extra_s + delay_s for extra_s, longer_s in itertools.pairwise(extras_s)]
-            worth = self.prices.rate / max(calibration.mean_acceptance, 1e-9)
-            return DraftBudget(
-                max_steps,
-                node.reach,
-                min_reaches=tuple(worth * cost_s for cost_s in costs_s),
-                calibrate=calibration,
-                mean_acceptance=calibration.mean_acceptance,
-            )
-        return DraftBudget(
+            worth = self.prices.rate / max(acceptance, 1e-9)
+            return budget(max_steps, min_reaches=tuple(worth * cost_s for cost_s in costs_s))
+        return budget(
             view.max_depth - num_drafted,
-            node.reach,
-            (MIN_REACH,),
-            self._best_other_reach(view, node),
-            self._step_worth(view, 1, view.verdict_due_s),
-            calibration,
-            calibration.mean_acceptance,
+            min_reaches=(MIN_REACH,),
+            best_other_reach=self._best_other_reach(view, node),
+            step_worth=self._step_worth(view, 1, view.verdict_due_s),
         )
 
     def _best_other_reach(self, view: PolicyView, node: Node) -> float:
