@@ -53,10 +53,7 @@ class Mailbox(Protocol):
 
 
 class LocalMailbox:
-    """The mailbox of an actor in this process: a memory channel, and an event that is set when a message comes.
-
-    It is unbounded, so that actors never wait for each other, and yet short: a proposal and a verdict a session.
-    """
+    """An actor's mailbox in this process: an unbounded channel, and an event that each message sets."""
 
     def __init__(self, event: trio.Event) -> None:
         self.event = event  # set by each message. The actor swaps it, so that its loop or its receiver wakes.
@@ -165,10 +162,7 @@ class Actor(ABC, Generic[S]):
     # A Ctrl-C belongs to the user's task, and must never strike while session state is being changed.
     @trio.lowlevel.enable_ki_protection
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Take sessions and messages until cancelled.
-
-        Cancellation: running jobs finish, and the sessions' caches are closed, before this returns.
-        """
+        """Take sessions and messages until cancelled; before it returns, running jobs end, and caches are closed."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._loop)

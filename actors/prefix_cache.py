@@ -288,10 +288,7 @@ def packed_beginning(packed: bytes, num_tokens: int) -> bytes:
 
 
 def common_length(one: bytes, other: bytes) -> int:
-    """How many tokens two packed texts have in common at their beginnings, by a galloping search.
-
-    Comparing slices of bytes takes microseconds; a loop over tokens holds the GIL for milliseconds.
-    """
+    """How many tokens two packed texts begin with alike; by slices, as a loop would hold the GIL for long."""
     low, high, width = 0, min(len(one), len(other)) // _ID_BYTES, 1024
     while low < high:
         end = min(low + width, high)

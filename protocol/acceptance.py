@@ -281,10 +281,7 @@ def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.a
 
 
 def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """The residual distribution, of which a recovered token is drawn: max(0, p - q), not normalised; (…, V), lazy.
-
-    With zeros for q it is p, as for a bonus token; also where rounding leaves nothing.
-    """
+    """The residual distribution max(0, p - q), of recovered tokens, not normalised; p where it is 0; (…, V), lazy."""
     difference = mx.maximum(target_probs - draft_probs, 0)
     return mx.where(difference.sum(axis=-1, keepdims=True) > 0, difference, target_probs)
 

@@ -18,10 +18,7 @@ class FeedPlan:
 
 
 class CachedTokens:
-    """The tokens that one cache has processed, in order: a ledger beside the cache itself.
-
-    A cache is brought in line with a text by a rewind to the longest common prefix, whatever happened before.
-    """
+    """The tokens that one cache has processed, in order: a ledger, by which it is brought in line with a text."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []

@@ -135,10 +135,7 @@ class Policy(Protocol):
         return False
 
     def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
-        """Whether to prolong a rest, asked shortly before its end; `num_rounds` since it began or was prolonged.
-
-        If not, speculating begins again, once the drafter has read the `num_behind` tokens that it lacks.
-        """
+        """Whether to prolong a rest of `num_rounds`, near its end; else the drafter reads `num_behind` tokens first."""
         return False
 
     def should_catch_up(self, num_behind: int, num_generated: int) -> bool:

@@ -73,10 +73,7 @@ class Node:
 
     @property
     def choice(self) -> Node | None:
-        """The node that would be proposed after this one: the drafter's own choice, or a copied token worth more.
-
-        That must not depend on the drawn token: the worth is the same for every draw from its distribution.
-        """
+        """The node to propose after this one, drawn or copied, by a worth that is the same for every draw."""
         choice, most = None, (-1.0, False)
         for child in self.children.values():
             best = child.best

@@ -386,10 +386,7 @@ class TargetQueue:
         return self.is_busy or max(self._began_s, self._read_until_s) > moment_s
 
     def others_s(self, session: int) -> float:
-        """Seconds, >= 0, for which the target has passes of other sessions to do after the session's own one.
-
-        A running pass of others counts, too: they will have queued their next rounds by then.
-        """
+        """Seconds of other sessions' passes after the session's own one, >= 0, and of a running pass's next rounds."""
         waiting = [num_tokens for other, num_tokens in self._waiting.items() if other != session]
         if session in self._running:
             return self._passes_s(waiting)

@@ -365,10 +365,7 @@ class Prices:
         return best
 
     def works_ahead(self, lookahead: int) -> bool:
-        """Whether drafting proposals of `lookahead` >= 1 tokens beside a pass is worth more than it takes from it.
-
-        A drafter that works ahead has the next proposal at a hit; any other drafts it later, with the whole device.
-        """
+        """Whether drafting `lookahead` >= 1 tokens beside a pass is worth more at hits than it takes from the pass."""
         if not (self.is_known and self.hit_rate.is_known) or self._num_rounds % TRIED_EVERY_ROUNDS < TRIED_ROUNDS:
             return True
         # Until something is measured, texts that share passes have one answer, which is computed once.

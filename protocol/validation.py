@@ -1,7 +1,4 @@
-"""Checks of whole numbers and numbers that a user gives, with one form of message: name, bounds, value and remedy.
-
-A bool is not a number here: Python takes it for one, and nobody means it.
-"""
+"""Checks of numbers that a user gives, with one form of message: name, bounds, value and remedy. A bool is no number."""
 
 from __future__ import annotations
 

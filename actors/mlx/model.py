@@ -181,10 +181,9 @@ class MLXModel(SharedPasses):
         return self.recorder_slot.recorder is not None
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """From the next pass on, record the inputs of these layers (their number stands for the last one's output), or
-        none.
+        """From the next pass on, record the inputs of these layers (their number stands for the last one's output).
 
-        `evaluating_layers` must be in force. See also `TextFeatures.want`.
+        None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
         self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self.module, layer_ids)
 

@@ -114,9 +114,7 @@ class PassPrices:
 
 
 def passes_in_a_row(sessions: Sequence[TargetSession], num_rounds: float) -> int:
-    """Most passes over sessions without drafts in a row, at most `num_rounds`: each commit must fit into its channel,
-    even if the consumer takes nothing meanwhile, and prices are to be measured now and then.
-    """
+    """Most passes in a row, at most `num_rounds`: commits must fit into channels, and prices be measured."""
     if any(session.shared.logits_pipeline.needs_text for session in sessions):
         return 1
     room = min(session.shared.room for session in sessions)
