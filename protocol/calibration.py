@@ -54,8 +54,7 @@ class Calibration:
     memory: float = 30.0  # observations over which `mean_acceptance` is averaged
     # How often, recently, the drafter's own choice was right, whatever its confidence; in [0, 1].
     mean_acceptance: float = PRIOR_ACCEPTANCE
-    # The measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in [0, 1];
-    # 1 if it was not measured.
+    # The measured gain of speculating, as a share of what was predicted, in [0, 1]; 1 if it was not measured.
     trust: float = 1.0
     _weight: float = PRIOR_WEIGHT
     _curves: dict[tuple[int | None, int], _Curve] = attrs.field(factory=dict)
