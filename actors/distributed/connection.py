@@ -56,19 +56,16 @@ class Connection:
             self._sends.release()
 
     def receive(self) -> RankMessage:
-        """Wait for a message.
-
-        Raises:
-            OSError: the connection is lost, or nothing came in time.
-            ProtocolError: what came is not a message.
+        """Wait for a message. Raises: OSError: the connection is lost, or nothing came in time. ProtocolError: it is no
+        message.
         """
         while (data := self._frames.take()) is None:
             self._read()
         return decode(data)
 
     def receive_first(self, deadline: float) -> RankMessage:
-        """Wait for the first message of somebody who may be a stranger. All of it must arrive by the deadline, a
-        `time.monotonic`. Changes the timeout of the socket. Raises: as `receive`.
+        """As `receive`, for the first message of somebody who may be a stranger. All of it must arrive by the deadline,
+        a `time.monotonic`. Changes the timeout of the socket.
         """
         while (data := self._frames.take(MAX_FIRST_BYTES)) is None:
             if (left_s := deadline - time.monotonic()) <= 0.0:

@@ -48,7 +48,6 @@ def _zeros(value: Any) -> Any:
 
 def time_exchange(sequence: MLXSequence, width: int, repeats: int) -> Exchange:
     """Run a pass of `width` tokens, and then its collectives alone, `repeats` times. All ranks do so at the same time.
-
     The sequence must be empty; it is fed and closed.
     """
     with _recording() as collectives:

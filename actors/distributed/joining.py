@@ -95,7 +95,6 @@ def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: floa
 
 
 def _listener(address: RankAddress) -> socket.socket:
-    """Raises: OSError: the address is unknown here, or taken."""
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     # A name may have addresses of both families, and not every other rank may reach IPv6.
     family, *_, where = min(found, key=lambda each: each[0] != socket.AF_INET)

@@ -57,8 +57,8 @@ class Announcer:
         reads: Sequence[int] = (),
         holds_back: bool = False,
     ) -> Iterator[bool]:
-        """Announce the operation that the block runs; see `Operation`. What that calls in turn is not announced: each
-        rank calls it. `reads` are the sequences that a pass reads. With `holds_back`, the announcement may wait for the
+        """Announce the operation that the block runs; see `Operation`. Those inside it are not announced: each rank
+        calls them. `reads` are the sequences that a pass reads. With `holds_back`, the announcement may wait for the
         next one.
 
         Yields: whether this is the outermost operation. Raises: RankError: the group is broken, or the operation has
@@ -347,11 +347,8 @@ class FollowingModel:
         self._recorders: dict[int, Recorder] = {}
 
     def run(self, operation: Operation) -> None:
-        """Repeat an operation. Logits are not computed: only rank 0 chooses tokens.
-
-        Raises:
-            RankError: this rank is out of step with rank 0.
-            Whatever the model raises.
+        """Repeat an operation, without logits: only rank 0 chooses tokens. Raises: RankError: this rank is out of step
+        with rank 0; and whatever the model raises.
         """
         for text in operation.texts:
             own, length = self._model.ledger.entry(text.sequence), self._sequences[text.sequence].length
@@ -436,7 +433,6 @@ class FollowingModel:
 
     def _put_state(self, sequence: ShardedSequence, tokens: tuple[int, ...], kept: int | None = None) -> str | None:
         """Put this rank's part of a state into a sequence: what it has `kept` under a number, or what rank 0 sends.
-
         Returns: why it is not a part for this model; None if it is.
         """
         try:

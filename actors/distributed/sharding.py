@@ -52,8 +52,7 @@ def load_shard(
     `find_folder` returns where the files are, once they are loaded; the options are those of
     `mlx_lm.utils.sharded_load`.
 
-    Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises, also if the model
-    supports neither.
+    Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises.
     """
     model, tokenizer = sharded_load(str(path_or_hub_id), **options)
     folder = find_folder()
@@ -65,9 +64,8 @@ def load_shard(
 
 
 def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.distributed.Group) -> Shard:
-    """Shard a model that each rank has built with the same weights. The first call changes the model itself.
-
-    Raises: ModelError: the model cannot be sharded, or not over so many ranks.
+    """Shard a model that each rank has built with the same weights. The first call changes the model itself. Raises:
+    ModelError: it cannot be sharded, or not over so many ranks.
     """
     if (sharded := getattr(model, _SHARDED, None)) is None:
         # Before it is sharded: afterwards ranks have few weights in common.
@@ -120,8 +118,8 @@ def _check_heads(named: str, config: dict[str, Any], size: int) -> None:
 def _in_order(model: Module) -> Module:
     """Have each pass of the model submit its collectives when it is called.
 
-    All ranks must run the same collectives in the same order, but MLX evaluates a graph in an order of its own, and
-    only what somebody reads. So the output of the last layer, which depends on all collectives, is submitted at once.
+    All ranks must run the same ones in the same order, but MLX evaluates a graph in an order of its own, and only what
+    somebody reads. The output of the last layer depends on all collectives.
     """
     modules = (module for _, module in model.named_modules() if module is not model)
     if (inner := next((module for module in modules if isinstance(module.get("layers"), list)), None)) is None:

@@ -38,8 +38,8 @@ FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
 
 
 class DraftingEnd:
-    """The end of a link at which a drafter works: the mailbox that the drafter's actor sends its messages to, and the
-    function that the actor and its worker call with their events.
+    """The end of a link at which a drafter works: the mailbox to which its actor sends, and the function that actor and
+    worker call with their events.
     """
 
     def __init__(self, link: Link, clock: Callable[[], float]) -> None:
@@ -100,9 +100,8 @@ class DraftingEnd:
         max_batch: int,
         cache_bytes: int,
     ) -> None:
-        """Draft until the link is closed; args as of `DraftActor`. Raises: as `receive`.
-
-        Cancellation: the running jobs finish, and the sessions' caches are closed.
+        """Draft until the link is closed; args as of `DraftActor`. Raises: as `receive`. Cancellation: the running jobs
+        finish, and the sessions' caches are closed.
         """
         self._actor = actor = DraftActor(
             model,

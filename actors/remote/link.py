@@ -47,9 +47,8 @@ class Link(Protocol):
         """Whether the other end has yet to take some of what was sent."""
 
     async def receive(self) -> bytes:
-        """Wait for the next message. Cancellation: loses none.
-
-        Raises: LinkLostError: there are no more. ProtocolError: what came is not a message.
+        """Wait for the next message. Cancellation: loses none. Raises: LinkLostError: there are no more. ProtocolError:
+        what came is none.
         """
 
     async def run(self) -> None:

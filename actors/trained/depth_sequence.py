@@ -163,7 +163,6 @@ class DepthSequence(TrainedSequence):
         return self._begin + self._texts[module].length
 
     def _restart(self) -> None:
-        """Forget what was read."""
         self._begin = self._hidden[0].begin
         for text in self._texts:
             text.clear()

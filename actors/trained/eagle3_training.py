@@ -41,7 +41,6 @@ def logits_of_steps(model: Eagle3, features: mx.array, embedded: mx.array, num_s
 
 
 def _attend(attention: Any, inputs: mx.array, cache: _LayerSteps) -> mx.array:
-    """The attention of a step, whose keys and values join the cache."""
     batch, length, _ = inputs.shape
     step = len(cache)
     queries = _heads(attention.q_proj(inputs), attention.n_heads, getattr(attention, "q_norm", None))

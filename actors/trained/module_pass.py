@@ -23,13 +23,9 @@ class FeatureReader(DrafterReader, Protocol):
         """(n, features) → (n, hidden size): the hidden states that stand for features; lazy."""
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """Process tokens of B texts, after those in the caches, which may be `RowCache`s.
-
-        Args:
-            hidden: (B, n, hidden size), of the positions before the (B, n) tokens.
-
-        Returns: (B, n, hidden size) hidden states, which stand for the features of the tokens' positions, and (B, n, V)
-            logits; lazy.
+        """Process tokens of B texts, after those in the caches, which may be `RowCache`s: (B, n) ids, and (B, n, hidden
+        size) of the positions before. Returns: hidden states of that shape, for the next positions, and (B, n, V)
+        logits; lazy.
         """
 
 

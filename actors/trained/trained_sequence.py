@@ -34,9 +34,8 @@ class DrafterReader(Protocol):
 
 
 class TrainedSequence(StatefulSequence, FeatureInput):
-    """A `CachedSequence` that takes features, in any thread, and can go back to any length.
-
-    Features that are given wait until the sequence is next fed, reused or saved.
+    """A `CachedSequence` that takes features, in any thread, and can go back to any length. Features wait until it is
+    next fed, reused or saved.
     """
 
     def __init__(self, feature_width: int) -> None:
@@ -183,11 +182,8 @@ def check_state(state: SequenceState, *, num_layers: int, has_features: bool) ->
 
 
 def put_layers(state: SequenceState, grown: Callable[[int], Sequence[Any]]) -> tuple[list[Any], int]:
-    """New caches with the layers of a sequence's state, and their number of rows.
-
-    Shapes are compared with those of caches that `grown` makes, with a given number of rows.
-
-    Raises: MisfitError: these are not the states of such caches.
+    """New caches with the layers of a sequence's state, and their number of rows. `grown` makes caches with a given
+    number of rows, to compare shapes with. Raises: MisfitError: these are not the states of such caches.
     """
     like = [*zip(grown(1), grown(8), strict=True)]
     cache = [kind_of(pair[0]).put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]

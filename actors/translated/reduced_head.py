@@ -1,8 +1,6 @@
-"""A draft model's head for part of its vocabulary.
+"""A draft model's head for part of its vocabulary: a large vocabulary makes it a fifth to two thirds of a small model.
 
-The head is a fifth to two thirds of a small model with a large vocabulary, and a draft step is as slow as the weights
-that it reads. A draft model may leave tokens out: the acceptance rules are exact for any distribution that drafts are
-drawn from. Only the draft model's head is reduced; it still reads all tokens.
+The acceptance rules are exact for any distribution that drafts are drawn from, so a draft model may leave tokens out.
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ _SPACES = "▁Ġ"  # how vocabularies write the space before a word
 def reduce_head(model: Module, tokenizer: TokenizerWrapper | None, num_tokens: int, named: str) -> None:
     """Have a model compute logits for part of its vocabulary only; those of the other tokens are -inf from then on.
 
-    The part is the first `num_tokens` ids, which are the most frequent tokens in vocabularies that were learnt by
-    merging (BPE); single characters, which SentencePiece puts at the end; and the tokenizer's added tokens, such as the
-    end of an answer or of a tool call.
-
-    Raises: ModelError: the model's logits are not what one of its layers computes; the model is left as it was.
+    The part is the first `num_tokens` ids, which are the most frequent tokens in vocabularies learnt by merging (BPE);
+    single characters, which SentencePiece puts at the end; and the tokenizer's added tokens, such as the end of an
+    answer. Raises: ModelError: no layer computes the model's logits alone; the model is left as it was.
     """
     before = _logits(model)
     vocab_size = before.size
@@ -86,7 +82,6 @@ class _TiedHead(_Head):
 
 
 def _logits(model: Module) -> mx.array:
-    """(V,) float32 logits after one token."""
     logits: mx.array = model(mx.array([[0]]))
     return logits[0, -1].astype(mx.float32)
 

@@ -40,8 +40,7 @@ class TokenTables:
 
     def translated(self, rows: mx.array) -> mx.array:
         """(n, own V) logits of the model's own tokens to (n, V) float32 ones of the target's; -inf for those it lacks.
-
-        The probabilities of all the model's tokens that stand for the same token of the target are added.
+        Probabilities of tokens that stand for the same one of the target are added.
         """
         rows = rows.astype(mx.float32)
         top = mx.max(rows, axis=-1, keepdims=True)
@@ -61,9 +60,8 @@ class Reading:
 
 
 class TranslatedSequence(ReusableSequence):
-    """See `CachedSequence`. Lengths and tokens are the target's.
-
-    Each token of the target is translated by itself, so a text always has the same tokens of the model's own.
+    """See `CachedSequence`. Lengths and tokens are the target's. Each token is translated by itself, so a text always
+    has the same tokens of the model's own.
     """
 
     def __init__(

@@ -35,9 +35,7 @@ class Text:
 
 def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[Text]:
     """The texts of some files, in order: of `.jsonl`, a "text" or "messages" in each line, and perhaps its "category";
-    any other is one text.
-
-    Raises: SettingsError: a file cannot be read, or a line is no such text.
+    any other is one text. Raises: SettingsError: a file cannot be read, or a line is no such text.
     """
     for file in files:
         try:
@@ -152,10 +150,9 @@ class Windows:
         mx.eval(self.learnt)
 
     def batch(self, index: int, size: int, seed: int) -> mx.array:
-        """(size, length) windows: the `index`-th batch of an endless series. Each epoch has its own order.
-
-        The series depends on the arguments alone, so that training can continue where it was interrupted. If there are
-        fewer windows than `size`, a batch has all.
+        """(size, length) windows: the `index`-th batch of an endless series, in which each epoch has its own order. It
+        depends on the arguments alone, so that training can continue. If there are fewer windows than `size`, a batch
+        has all.
         """
         num_windows = self.learnt.shape[0]
         per_epoch = max(1, num_windows // size)

@@ -1,7 +1,6 @@
 """Distillation of a drafter for a target: cutting texts into windows, training until it no longer helps, writing files.
 
-Every method is one job for the thread that the models are on. Progress is kept in the output folder, so that the same
-call continues where another was interrupted.
+Progress is kept in the output folder, so that the same call continues where another was interrupted.
 """
 
 from __future__ import annotations
@@ -55,15 +54,13 @@ DECAY_SHARE = 0.3
 
 
 class Distillation:
-    """The training of one drafter. It is made on the thread on which all its methods are called."""
+    """The training of one drafter. Every method is one job for the thread on which it is made."""
 
     def __init__(self, options: DistillOptions, target: Module, tokenizer: Any) -> None:
         """Read the texts.
 
-        Raises:
-            ModelError: the target's hidden states cannot be recorded, or it has no embedding that is known.
-            SettingsError: a window is longer than the target's context, a file cannot be read, there is too little
-                text, or the output folder has another training or cannot be made.
+        Raises: ModelError: the target's hidden states cannot be recorded, or it has no embedding that is known.
+        SettingsError: an option does not fit, a file cannot be read, or the output folder has another training.
         """
         if options.init is None:
             check_states(target, feature_layers(len(target.layers)))
@@ -115,10 +112,8 @@ class Distillation:
     def begin(self) -> bool:
         """Make the drafter, or continue its training. Returns: whether training had begun before.
 
-        Raises:
-            ModelError: the drafter to begin with cannot be loaded or is for another target, or the target's hidden
-                states cannot be recorded.
-            SettingsError: the output folder has another training.
+        Raises: ModelError: the drafter to begin with cannot be loaded or is for another target, or the target's hidden
+        states cannot be recorded.
         """
         options = self._options
         if batches := self._continuations.batches:
@@ -163,7 +158,6 @@ class Distillation:
         return config, LoadedEagle3(model, ids, None)
 
     def _identity(self) -> dict[str, Any]:
-        """What a training must share to continue another one."""
         options = self._options
         return {
             "target": options.target,
@@ -337,10 +331,7 @@ class Distillation:
 
 
 def load_target(name: str) -> tuple[Module, Any]:
-    """The target and its tokenizer. On the CPU in float32, in which MLX multiplies faster there.
-
-    Raises: whatever mlx-lm raises, which is of many kinds.
-    """
+    """The target and its tokenizer. On the CPU in float32, in which MLX multiplies faster there. Raises: as mlx-lm."""
     model, tokenizer = read_model(name)
     if mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)

@@ -34,9 +34,8 @@ def check_states(target: Module, feature_layers: Sequence[int]) -> None:
 
 
 class StateFiles:
-    """Hidden states of windows, a file for each; an interruption loses at most the one that is being written.
-
-    A file is found by the target, the layers and the tokens, so that it never stands for another window.
+    """Hidden states of windows, a file for each, found by the target, the layers and the tokens. An interruption loses
+    at most the one that is being written.
     """
 
     def __init__(self, folder: Path, max_bytes: int, identity: str) -> None:
@@ -79,8 +78,6 @@ class StateFiles:
 
 @attrs.define
 class _Cost:
-    """What it took to get the states of some windows."""
-
     seconds: float = 0.0
     num_windows: int = 0
 
@@ -97,10 +94,9 @@ class HiddenStates:
     """The features and logits of a target for batches of windows. All methods run on one thread."""
 
     def __init__(self, target: Module, feature_layers: Sequence[int], files: StateFiles | None = None) -> None:
-        """Of layers as `FeatureRecorder` has them, ascending. Without files everything is computed each time, and also
-        if the target does more with its last hidden state than its norm and head, such as a cap on the logits.
-
-        Raises: ModelError: the hidden states cannot be recorded.
+        """Of layers as `FeatureRecorder` has them, ascending. Everything is computed each time without files, and if
+        the target does more with its last hidden state than its norm and head. Raises: ModelError: they cannot be
+        recorded.
         """
         self._target = target
         self._recorder = FeatureRecorder(target, feature_layers)

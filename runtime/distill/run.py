@@ -26,12 +26,8 @@ async def distill(
 ) -> None:
     """Train a drafter until it learns nothing more, and write it to `options.out`.
 
-    A cancellation ends the training after the current batch, and saves its state: the same call continues from there.
-
-    Raises:
-        ModelError: a model cannot be loaded, or the target's hidden states cannot be recorded.
-        SettingsError: a file cannot be read, there is too little text, or the output folder has another training or
-            cannot be written.
+    Cancellation: ends the training after the current batch, and saves its state: the same call continues from there.
+    Raises: ModelError, SettingsError: see `Distillation`; or a model cannot be loaded, or the folder not be written.
     """
     async with ThreadWorker("target") as worker:
 

@@ -109,9 +109,9 @@ class Training:
         *,
         learning_rate: float = 1e-3,
     ) -> None:
-        """Begin, or continue after `restore`. `states` are those of the drafter's target, whose weights do not change,
-        nor does the (vocab_size, hidden size) embedding that the drafter reads. `target_ids` has the target's id of
-        each of the drafter's tokens; None if they are the same.
+        """Begin, or continue after `restore`. The target of the `states` and the (vocab_size, hidden size) embedding
+        that the drafter reads do not change. `target_ids` has the target's id of each of the drafter's tokens; None for
+        the same.
         """
         self._states = states
         self.drafter = drafter
@@ -122,11 +122,8 @@ class Training:
         self._added: _Added | None = None
 
     def add(self, tokens: mx.array, last_decay: float | None = None) -> float:
-        """Add the gradient of a part of a batch. Returns: the seconds that it took.
-
-        Args:
-            tokens: (B, L) ids, L > `NUM_STEPS` + 1.
-            last_decay: of the last part: then the batch is learnt, as by `learn`; None for others.
+        """Add the gradient of a part of a batch, (B, L) ids, L > `NUM_STEPS` + 1; the last part has a `last_decay`,
+        with which the batch is learnt. Returns: the seconds that it took.
         """
         began = time.monotonic()
         lesson, num_windows = self._lesson(tokens), tokens.shape[0]
@@ -153,11 +150,7 @@ class Training:
         return self._added is not None
 
     def learn(self, decay: float = 1.0) -> float:
-        """Learn from the batch that was added. Returns: its mean loss.
-
-        Args:
-            decay: factor on the learning rate, in [0, 1].
-        """
+        """Learn from the batch that was added, with a factor in [0, 1] on the learning rate. Returns: its mean loss."""
         assert self._added is not None
         added, self._added = self._added, None
         gradients = tree_map(lambda gradient: gradient / added.num_windows, added.gradients)
@@ -177,9 +170,8 @@ class Training:
         return value
 
     def draft(self, tokens: mx.array) -> list[Drafted]:
-        """Draft `NUM_STEPS` tokens at each position of some windows. `tokens` are as for `add`.
-
-        A token that the drafter cannot propose counts as rejected.
+        """Draft `NUM_STEPS` tokens at each position of some windows, (B, L). One that the drafter cannot propose is
+        rejected.
         """
         began = time.monotonic()
         lesson = self._lesson(tokens, is_drafted_for=True)

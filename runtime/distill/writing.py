@@ -27,9 +27,8 @@ def writing(file: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield the path to write to, with the same suffix, which takes the file's place when the block ends.
-
-    Raises: SettingsError: it cannot be written.
+    """Yield the path to write to, with the same suffix, which takes the file's place when the block ends. Raises:
+    SettingsError: it cannot be written.
     """
     partial = file.with_name(f"partial-{file.name}")
     with writing(file):

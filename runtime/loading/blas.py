@@ -38,8 +38,8 @@ _ALLOWED = f'"{OPENBLAS}", "{SYSTEM}" or the path of a library'
 
 
 def candidates(machine: str) -> tuple[str, ...]:
-    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first, for a
-    `platform.machine()` such as "x86_64" or "aarch64".
+    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first, by
+    `platform.machine()`.
     """
     triplet = f"/usr/lib/{machine}-linux-gnu"
     return (
@@ -59,12 +59,8 @@ def choose(
     exists: Callable[[str], bool] = os.path.exists,
     search: Callable[[str], str | None] = ctypes.util.find_library,
 ) -> str | None:
-    """The library that "openblas", "system" (or ""), or a path stands for.
-
-    Args:
-        search: finds a library by its short name with the system's linker; called last, since it starts processes.
-
-    Returns: a path, or a name that the linker knows; None to keep MLX's own.
+    """The library that "openblas", "system" (or ""), or a path stands for: a path, or a name that the linker knows;
+    None to keep MLX's own. `search` finds a library by its short name; called last, since it starts processes.
 
     Raises: SettingsError: `wanted` is none of these, or there is no such library.
     """
@@ -109,12 +105,11 @@ _loaded = _LoadedBlas()
 
 
 def load_before_mlx(wanted: str) -> None:
-    """Load a BLAS, as `choose` finds it, so that MLX uses it in this process. To be called before mlx is imported.
+    """Load a BLAS, as `choose` finds it, so that MLX, which is imported later, uses it in this process. Models that
+    compute at the same time then share the cores; see `shares_cores`.
 
-    The models that compute at the same time then share the cores; see `shares_cores`.
-
-    Raises: SettingsError: this is not Linux, mlx is imported already, there is no such library or it is not a BLAS, or
-        another one was loaded before.
+    Raises: SettingsError: this is not Linux, mlx is imported already, it is no such library, or another was loaded
+    before.
     """
     if wanted not in ("", SYSTEM) and sys.platform != "linux":
         raise SettingsError(
@@ -195,8 +190,8 @@ def blas_in_use() -> str | None:
 
 
 def describe(files: Sequence[str], threads: int | None = None) -> str | None:
-    """The BLAS among the names of some library files, as text; None if there is none. If the reference BLAS and another
-    one are loaded, the other one is used.
+    """The BLAS among the names of library files, as text; None if there is none. The reference BLAS is used only if
+    alone.
     """
     counted = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     for mark, name in _NAMES:

@@ -77,9 +77,8 @@ def device_memory() -> int:
 
 
 def default_memory_limit(model_bytes: int) -> int:
-    """The default of `memory_limit`. Imports mlx.
-
-    A part is left to passes and to other programs. Models that take nearly all have room for some caches, too.
+    """The default of `memory_limit`. Imports mlx. A part is left to passes and to other programs; models that take
+    nearly all have room for some caches, too.
     """
     import mlx.core as mx
 

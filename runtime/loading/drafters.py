@@ -18,7 +18,7 @@ from huggingface_hub import parse_local_safetensors_file_metadata, scan_cache_di
 from huggingface_hub.errors import CacheNotFound, SafetensorsParsingError
 from tokenizers import Tokenizer
 
-from actors.trained.kinds.attach import SUPPORTED
+from actors.trained.drafter_model import SUPPORTED
 from actors.trained.kinds.mtp import names_a_layer
 from actors.trained.kinds.recognition import kind_of
 from protocol.errors import ModelError, SettingsError

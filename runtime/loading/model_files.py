@@ -103,10 +103,9 @@ def num_bytes_in(folder: Path) -> int:
 
 
 def sampling_defaults(folder: Path | None) -> dict[str, Any]:
-    """The settings that generation_config.json in a model's folder gives, by name; empty if there is no such file.
-
-    `"do_sample": false` is greedy decoding. If it is true, the temperature is 1 unless the file says another. A value
-    that is no valid setting is left out.
+    """The settings that generation_config.json in a model's folder gives, by name; empty if there is no such file. A
+    value that is no valid setting is left out. If `do_sample` is false, decoding is greedy; if true, the temperature is
+    1 unless the file says another.
     """
     if folder is None:
         return {}
@@ -145,9 +144,9 @@ def _is_valid(name: str, value: Any) -> bool:
 
 
 def check_folder(role: str, name: str, folder: Path) -> None:
-    """Check the files of a model, which the user calls `name`, as far as they tell without loading it.
+    """Check the files of a model, which the user calls `name`, without loading it.
 
-    Raises: ModelError: the folder is none, has no readable weights, or is of a family that mlx-lm does not have.
+    Raises: ModelError: it is no folder, has no readable weights, or is of a family that mlx-lm does not have.
     """
     if not folder.is_dir():
         raise ModelError(f"{role} {shown_path(name)} is a file; give a directory in Hugging Face layout")

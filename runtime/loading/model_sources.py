@@ -1,7 +1,4 @@
-"""Model sources: checks what a user names as a model, and its options, and loads it on its thread.
-
-A trained drafter (EAGLE, Medusa and the like) is recognised by its configuration.
-"""
+"""Model sources: checks what a user names as a model, and its options, and loads it on its thread."""
 
 from __future__ import annotations
 
@@ -25,8 +22,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import MLXModel
-from actors.trained.drafter_model import TrainedDrafter
-from actors.trained.kinds.attach import SUPPORTED
+from actors.trained.drafter_model import SUPPORTED, TrainedDrafter
 from actors.trained.kinds.recognition import kind_of, nearest_to
 from actors.translated.reduced_head import reduce_head
 from actors.translated.translated_model import TranslatedModel
@@ -117,9 +113,8 @@ class DraftedTarget(Protocol):
 def check_source(role: str, source: Any) -> Source:
     """A model source, checked as far as possible without loading it.
 
-    Raises:
-        SettingsError: it is missing, or neither a path, a hub id nor a pair (model, tokenizer).
-        ModelError: there is no model at the path.
+    Raises: SettingsError: it is missing, or neither a path, a hub id nor a pair (model, tokenizer). ModelError: there
+    is no model at the path.
     """
     if source is MISSING:
         raise SettingsError(f"{role} is missing; give a path, a hub id or a pair (model, tokenizer)")
@@ -228,9 +223,7 @@ def _trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
 def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
     """The kind of the trained drafter in a directory; None for a language model.
 
-    Raises:
-        ModelError: it is of a kind that cannot be used.
-        SettingsError: it is given options that only a language model has.
+    Raises: ModelError: it cannot be used. SettingsError: it is given options that only a language model has.
     """
     if (kind := trained_drafter_at(directory)) is None:
         return None
@@ -301,9 +294,8 @@ def layer_evaluation_by_environment() -> LayerEvaluation | None:
 async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
     """Load a model on a worker's thread.
 
-    Raises:
-        ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model.
-        SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
+    Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model. SettingsError:
+    `OUTRIDER_LAYER_EVALUATION` is not one of its values.
     """
     layer_evaluation = layer_evaluation_by_environment()
     named, read = f"{role} {name_of(source)!r}", None
@@ -356,11 +348,10 @@ async def load_draft_onto(
     worker: Worker, source: Source, options: CacheOptions, loaded_target: DraftedTarget
 ) -> LoadedDraft:
     """Load a drafter on a worker's thread: a language model, translated if it has another vocabulary, or a drafter that
-    was trained for the target. From then on the target records what that reads; see `MLXModel.record_features`.
+    was trained for the target, which then records what that reads.
 
-    Raises: as `load_onto`, and
-        ModelError: it was trained for another target.
-        VocabularyMismatchError: its vocabulary differs, and cannot be translated.
+    Raises: as `load_onto`, and ModelError: it was trained for another target. VocabularyMismatchError: its vocabulary
+    differs, and cannot be translated.
     """
     target, is_targets_own = loaded_target.model, not isinstance(source, tuple) and str(source) == MTP
     folder: Path | None
@@ -391,8 +382,8 @@ async def load_auto_onto(
 ) -> T | None:
     """Load the best drafter on this disk that fits a target, for the draft "auto", and log which one, and why.
 
-    Nothing is downloaded: what `load` gets is the MTP layer in the target's own files, or a folder. Where it raises
-    ModelError or VocabularyMismatchError, what it has put on its stack is released, and the next drafter is tried.
+    `load` gets the MTP layer in the target's own files, or a folder. Where it raises ModelError or
+    VocabularyMismatchError, what it has put on its stack is released, and the next drafter is tried.
 
     Returns: what `load` has returned; None if no drafter fits.
     """

@@ -38,9 +38,8 @@ class NamedModel:
 
 
 def named_model(name: object) -> NamedModel | None:
-    """The model with a name; None for anything that is not one of the names, such as a path or a hub id.
-
-    Raises: ModelError: its package is not installed.
+    """The model with a name; None for anything else, such as a path or a hub id. Raises: ModelError: it is not
+    installed.
     """
     if name == DEMO:
         return NamedModel(DEMO, DEMO_TARGET, DEMO_DRAFT, "the bundled demo pair")

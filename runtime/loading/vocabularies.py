@@ -28,8 +28,7 @@ def vocabulary_map(
 
     To be called in the thread of the draft model, whose tokenizer is used. Takes a second for large vocabularies.
 
-    Raises: VocabularyMismatchError: the vocabularies differ, and one of the tokenizers does not tell the bytes of its
-        tokens, or they share no token.
+    Raises: VocabularyMismatchError: they differ and share no token, or a tokenizer does not tell its tokens' bytes.
     """
     if (difference := _difference(target, draft)) is None:
         return None
@@ -67,10 +66,8 @@ def _difference(target: TokenizerWrapper, draft: TokenizerWrapper) -> str | None
 
 
 def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
-    """The tokens of a tokenizer, for a model whose logits have a width of `size`.
-
-    Returns: None if the tokenizer does not tell the bytes of its tokens: it is not from the library `tokenizers`, or
-        neither byte-level nor like SentencePiece.
+    """The tokens of a tokenizer, for a model whose logits have a width of `size`; None if it does not tell their bytes:
+    it is not from the library `tokenizers`, or neither byte-level nor like SentencePiece.
     """
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
@@ -127,7 +124,6 @@ class _Spelling:
         return cls(metaspace or _BLANK, "ByteFallback" in kinds)
 
     def piece(self, name: str) -> bytes:
-        """The bytes that a token adds to a text."""
         if self.blank is not None:
             return name.replace(self.blank, " ").encode()
         piece = byte_level_piece(name)
@@ -135,7 +131,6 @@ class _Spelling:
 
 
 def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a decoder."""
     if decoder["type"] == "Sequence":
         for part in decoder["decoders"]:
             yield from _parts(part)

@@ -48,9 +48,8 @@ def check_sharded(source: Source) -> None:
 
 
 def check_drafter(draft: Source | None, target: Source | None = None) -> None:
-    """Check a draft model for a target that is given, or is open already.
-
-    Raises: SettingsError: its passes would need all ranks, and only rank 0 drafts.
+    """Raises: SettingsError: the passes of a draft model, for a target that is given or is open already, would need all
+    ranks, and only rank 0 drafts.
     """
     if not isinstance(draft, tuple):
         return
@@ -86,9 +85,7 @@ def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
 async def load_target_onto(worker: Worker, source: Source, options: CacheOptions, group: RankGroup | None) -> Loaded:
     """Load a target on a worker's thread: all of it, or rank 0's part while the other ranks load theirs.
 
-    Raises:
-        ModelError: the model cannot be loaded or sharded; the other ranks are told.
-        RankError: another rank cannot load its part, or has loaded another model.
+    Raises: ModelError: it cannot be loaded or sharded. RankError: another rank cannot, or has loaded another model.
     """
     if group is not None:
         group.send(OpenTarget(attrs.asdict(options), group.draft_rank))
@@ -126,10 +123,7 @@ def _compare(shard: Shard, group: RankGroup) -> None:
 
 
 def _from_each(group: RankGroup, kind: type[M], do_it: str) -> Iterator[tuple[int, M]]:
-    """Wait for each other rank of the target to send a message of a kind, and log which have not done so for long.
-
-    Raises: RankError: a rank has failed.
-    """
+    """Wait for each other rank of the target to send a message of a kind, and log which have not done so for long."""
     missing = set(group.target_ranks(group.draft_rank)) - {0}
     while missing:
         try:

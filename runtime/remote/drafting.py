@@ -40,9 +40,7 @@ async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError
     """Have the other end of a link load a drafter. That end speaks first, with a heartbeat.
 
     Raises: SettingsError, ModelError, VocabularyMismatchError: it cannot. `lost`: the link is lost, or the other end
-        speaks another version.
-
-    Cancellation: the link can no longer be used.
+    speaks another version. Cancellation: the link can no longer be used.
     """
     news: list[tuple[float, DraftNews]] = []
     answer: DrafterLoaded | DrafterNotLoaded

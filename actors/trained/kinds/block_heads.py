@@ -20,10 +20,8 @@ from mlx.nn.layers.linear import Linear
 
 
 class MarkovHead(Module):
-    """The head of DSpark: adds to the logits what a matrix of low rank makes of the token before.
-
-    A "gated" head has a gate that reads the hidden state; one of the form "rnn" has a state that goes on from position
-    to position; a "vanilla" one has neither.
+    """The head of DSpark: adds to the logits what a matrix of low rank makes of the token before. The form "gated" has
+    a gate that reads the hidden state, "rnn" a state that goes on from position to position, "vanilla" neither.
     """
 
     def __init__(self, rank: int, form: str, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
@@ -100,9 +98,8 @@ def _ids(tokens: Sequence[int], embedding: Module) -> mx.array:
 
 
 class BlockConvolution(Module):
-    """The convolutions of DFlash 2 around a sublayer: mix its input, and its output, with those of positions before.
-
-    A part of the kernels depends on the hidden state that the sublayer reads. Groups of channels share that part.
+    """The convolutions of DFlash 2, which mix a sublayer's input, and its output, with those of positions before. A
+    part of the kernels depends on the hidden state that the sublayer reads; groups of channels share it.
     """
 
     def __init__(self, kernel_size: int, group_size: int, hidden_size: int) -> None:

@@ -97,9 +97,8 @@ class DFlashConfig:
 
 
 def read_config(config: Mapping[str, Any]) -> DFlashConfig:
-    """The configuration of a drafter, from its `config.json`, in the form of Speculators or of the authors.
-
-    Raises: ModelError: something is missing, or is not supported.
+    """The configuration from a drafter's `config.json`, in either form. Raises: ModelError: some is missing, or not
+    supported.
     """
     of_speculators = "transformer_layer_config" in config
     kind = kind_of(config) or "DFlash"
@@ -398,8 +397,8 @@ def _context(layer: Any, num_context: int) -> tuple[mx.array, mx.array]:
 
 
 class BlockSequence(ContextSequence):
-    """See `TrainedSequence`. The pass over a block, whose anchor is the last token that the target has committed,
-    drafts all tokens after a text. Some kinds correct each by the token before it.
+    """The pass over a block, whose anchor is the last token that the target has committed, drafts all tokens after a
+    text.
     """
 
     def __init__(self, reader: DFlashReader) -> None:
@@ -453,9 +452,8 @@ class BlockSequence(ContextSequence):
 
 
 def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
-    """A drafter, and its `target_ids_of`, from a folder with `config.json` and safetensors.
-
-    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
+    """A drafter from its folder, and its `target_ids_of`. Raises: ModelError: a file is missing, damaged or does not
+    fit.
     """
     config = read_config(files.config)
     named = {name.removeprefix("model."): value for name, value in files.weights().items()}
@@ -474,7 +472,7 @@ def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
 
 
 def attach_dflash(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     model, target_ids = load_dflash(files)
     config = model.config
     num_layers, named = len(target.layers), files.named

@@ -96,9 +96,8 @@ class Eagle3Config:
 
 
 def read_config(config: Mapping[str, Any]) -> Eagle3Config:
-    """The configuration of a drafter, from its `config.json`, in the form of Speculators or of the authors.
-
-    Raises: ModelError: something is missing, or is not supported.
+    """The configuration from a drafter's `config.json`, in either form. Raises: ModelError: some is missing, or not
+    supported.
     """
     speculators = "transformer_layer_config" in config
     layer = dict(config["transformer_layer_config"] if speculators else config)
@@ -154,10 +153,8 @@ def _masks(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _entered(ids: Any, *, is_of_speculators: bool) -> tuple[int, ...] | None:
-    """The layers whose inputs a configuration means; None if it names none.
-
-    Most files name the layer that a hidden state enters. SpecForge's name the layer that gives it, beginning with 1:
-    its output is the input of layer 2, with which the paper begins.
+    """The layers whose inputs a configuration means; None if it names none. Most files name the layer that a hidden
+    state enters; SpecForge's the layer that gives it, beginning with 1, whose output enters layer 2, the paper's first.
     """
     if not ids:
         return None
@@ -212,8 +209,7 @@ class Eagle3(Module):
         """Process positions after the cached ones: (B, W, hidden size) projected features, or the drafter's own hidden
         states, and embeddings of the tokens one position further on.
 
-        Returns: hidden states of the same shape, which stand for the features of the next positions, and (B, W,
-        draft_vocab_size) logits; lazy.
+        Returns: hidden states of the same shape, for the next positions, and (B, W, draft_vocab_size) logits; lazy.
         """
         mask = create_attention_mask(embedded, cache[0])
 
@@ -252,8 +248,8 @@ class Eagle3Reader:
     """An EAGLE-3 drafter with its target's embedding and vocabulary; see `FeatureReader`."""
 
     def __init__(self, loaded: LoadedEagle3, embed: Layer | None = None, final_norm: Layer | None = None) -> None:
-        """Make a reader, with the target's embedding for a drafter that has none of its own, and with the target's norm
-        before the head for one that reads what the head reads.
+        """`embed` is the target's, for a drafter without one; `final_norm`, for one that reads what the target's head
+        reads.
         """
         own: Any = loaded.embedding
         if own is not None:
@@ -289,10 +285,7 @@ class Eagle3Reader:
 
 
 def load_eagle3(files: DrafterFiles) -> LoadedEagle3:
-    """Load a drafter from a folder with `config.json` and safetensors.
-
-    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
-    """
+    """A drafter from its folder. Raises: ModelError: a file is missing or damaged, or the weights do not fit."""
     config = read_config(files.config)
     named = {_renamed(name): value for name, value in files.weights().items() if not name.startswith(_OF_TARGET)}
     of_embedding = {name: named.pop(name) for name in [*named] if name.startswith(_EMBEDDING)}
@@ -311,7 +304,7 @@ def load_eagle3(files: DrafterFiles) -> LoadedEagle3:
 
 
 def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     loaded = load_eagle3(files)
     config = loaded.model.config
     feature_layers = config.feature_layers_of(len(target.layers))

@@ -112,15 +112,13 @@ class Gemma4Assistant(Module):
     def __call__(
         self, hidden: mx.array, embedded: mx.array, position: int, context: Mapping[str, KeysAndValues]
     ) -> tuple[mx.array, mx.array]:
-        """Process successive positions.
+        """Process successive positions, the last of which is `position`.
 
         Args:
-            hidden: (n, target's hidden size) of the positions.
-            embedded: of the same shape, of the tokens one position further on.
-            position: the last one.
-            context: by type of layer, keys and values of the positions up to that one, at least n.
+            hidden, embedded: (n, target's hidden size) of the positions, and of the tokens one position further on.
+            context: by type of layer, keys and values of the positions up to the last one, at least n.
 
-        Returns: hidden states of the same shape that stand for those of the next positions, and (n, V) logits; lazy.
+        Returns: hidden states of the same shape, for the next positions, and (n, V) logits; lazy.
         """
         num_rows = hidden.shape[0]
         given = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))[None]
@@ -236,9 +234,8 @@ class Gemma4AssistantSequence(ContextSequence):
 
 
 def load_gemma4_assistant(files: DrafterFiles) -> Gemma4Assistant:
-    """An assistant from a folder with `config.json` and safetensors.
-
-    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
+    """An assistant from its folder. Raises: ModelError: a file is missing or damaged, or does not fit the
+    configuration.
     """
     config = read_config(files.config)
     head, unused = (_EMBEDDING, _HEAD) if config.ties_head else (_HEAD, _EMBEDDING)
@@ -259,7 +256,7 @@ def load_gemma4_assistant(files: DrafterFiles) -> Gemma4Assistant:
 
 
 def attach_gemma4_assistant(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     text_model: Any = target.get("language_model", target)
     if type(text_model).__module__ != gemma4_text.__name__:
         family = type(text_model).__module__.rpartition(".")[2]
@@ -287,10 +284,7 @@ def attach_gemma4_assistant(files: DrafterFiles, target: Module, target_vocab_si
 
 
 def _sources(model: Gemma4Assistant, layers: Sequence[Any], named: str) -> dict[str, int]:
-    """For each type of layer that an assistant has, the target's last layer of that type that makes keys and values.
-
-    Raises: ModelError: the target has no such layer, or its heads have another size.
-    """
+    """For each type of layer that an assistant has, the target's last layer of that type that makes keys and values."""
     last = {layer.layer_type: index for index, layer in enumerate(layers) if layer.self_attn.has_kv}
     found = {}
     for layer in model.layers:

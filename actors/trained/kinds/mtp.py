@@ -236,7 +236,7 @@ class MTPLayers(Module):
 
 
 def load_mtp(files: DrafterFiles, target: Module) -> MTPLayers:
-    """Load the MTP layers in the target's own folder, or in one with the layers alone, with the target's arguments.
+    """The MTP layers in the target's own folder, or in one with the layers alone, with the target's arguments.
 
     Raises: ModelError: the target's family has no such layer, the files have none, or the layer is another target's.
     """
@@ -264,7 +264,6 @@ def _layer(
     weights: dict[str, mx.array],
     is_converted: bool,
 ) -> MTP:
-    """One of the layers, from what `_weights` has found."""
     named, hidden_size = files.named, int(args["hidden_size"])
     norm = weights.get(f"{family.hidden_norm}.weight")
     if norm is not None and norm.size != hidden_size:
@@ -302,7 +301,7 @@ def names_a_layer(names: Iterable[str], model_type: str) -> bool:
 
 
 def attach_mtp(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     model = load_mtp(files, target)
     parts = final_norm_of(target, files.named), embedding_of(target, files.named), head_of(target, files.named)
     passes = ModulePass.each(MTPReader(layer, *parts, target_vocab_size) for layer in model.depths)
@@ -348,7 +347,6 @@ def _weights(files: DrafterFiles, family: _Family) -> list[tuple[int, dict[str, 
 
 
 def _renamed(family: _Family, name: str) -> str:
-    """The name of a weight as the rest of the family has it."""
     for pattern, other in family.renamed:
         name = re.sub(pattern, other, name)
     return name

@@ -63,9 +63,8 @@ class Container:
         return shown_path(str(self.path))
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a key, which must be of a type; a whole number may stand for a float.
-
-        Raises: ModelError: it is of another type.
+        """The value of a key, or a default; a whole number may stand for a float. Raises: ModelError: it is of another
+        type.
         """
         if (value := self.metadata.get(key)) is None:
             return default

@@ -41,9 +41,10 @@ def models_among(names: Iterable[str]) -> list[str]:
 
 
 def only_model(named: str, names: Iterable[str], *, prefix: str) -> str | None:
-    """The name of the only model among files; None if there is none. Messages call the place `named`.
+    """The name of the only model among files; None if there is none.
 
-    Raises: ModelError: there are several. The message lists them; one is named by `prefix` and its name.
+    Raises: ModelError: there are several. The message names the place, lists them, and names one by `prefix` and its
+    name.
     """
     found = models_among(names)
     if len(found) > 1:
@@ -53,10 +54,7 @@ def only_model(named: str, names: Iterable[str], *, prefix: str) -> str | None:
 
 
 def model_in(folder: Path, role: str) -> Path | None:
-    """The GGUF file of a folder that has a GGUF model and no other; None if it has safetensors, or no GGUF file.
-
-    Raises: ModelError: it has several.
-    """
+    """The GGUF file of a folder; None if it has safetensors, or no GGUF file. Raises: ModelError: it has several."""
     names = [file.name for file in folder.iterdir()]
     if any(name.endswith(".safetensors") for name in names):
         return None

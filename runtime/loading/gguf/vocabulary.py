@@ -34,7 +34,6 @@ _SPACE = "▁"
 
 def tokenizer_of(container: Container, options: Mapping[str, Any] | None = None) -> TokenizerWrapper:
     """The tokenizer of a model, made by mlx-lm's loader, which finds out how the template calls tools and thinks.
-
     Raises: ModelError: it is of a kind that is not known, or damaged.
     """
     vocabulary = _vocabulary(container)
@@ -63,8 +62,6 @@ def tokenizer_of(container: Container, options: Mapping[str, Any] | None = None)
 
 @attrs.frozen
 class _Vocabulary:
-    """Tokens by id, their types, the ids of special tokens by name ("bos"), and the ids that end an answer."""
-
     tokens: list[str]
     types: list[int]
     special: dict[str, int]

@@ -57,8 +57,6 @@ def load_gguf(
     Args:
         path: the file, or any part of a split one.
         adapter: the directory of an adapter to apply to the model.
-        quantize: `bits`, `group_size` and `mode` of a quantisation.
-        tokenizer_config: keyword arguments of the tokenizer.
         model_config: values that replace those of the configuration, and two of its own: "dtype", that of the
             activations; and "expand", whether all blocks become floats.
 
