@@ -23,7 +23,7 @@ from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
-from actors.model import Feed, ReusableSequence, RewindMode
+from actors.model import Feed, ReusableSequence
 from actors.persistence.fingerprint import fingerprint
 from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
@@ -114,6 +114,19 @@ class TakenParts:
         yield tuple(parts.values())
 
 
+def _announced(name: str, *, holds_back: bool = False) -> Any:
+    """`MLXSequence`'s method of a name, announced. It feeds nothing, and may drop tokens."""
+    method = getattr(MLXSequence, name)
+
+    def announced(self: ShardedSequence, *arguments: Any) -> Any:
+        with self._announcer.announced(name, self.number, *arguments, holds_back=holds_back):
+            result = method(self, *arguments)
+            self._announcer.ledger.cut(self.number, self.length)
+            return result
+
+    return announced
+
+
 class ShardedSequence(MLXSequence):
     """One rank's part of a sequence; see `CachedSequence`. Made by `ShardedModel.open_sequence`."""
 
@@ -135,26 +148,17 @@ class ShardedSequence(MLXSequence):
                 self._announcer.ledger.feed(self.number, tokens)
             return logits
 
-    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        with self._announcer.announced("prepare", self.number, num_tokens, settled, holds_back=True):
-            return super().prepare(num_tokens, settled)
-
-    def rewind(self, length: int) -> int:
-        with self._announcer.announced("rewind", self.number, length):
-            kept = super().rewind(length)
-            self._announcer.ledger.cut(self.number, kept)
-            return kept
+    prepare = _announced("prepare", holds_back=True)
+    rewind = _announced("rewind")
+    forget = _announced("forget")
+    add_prefix_checkpoint = _announced("add_prefix_checkpoint")
+    reuse = _announced("reuse")
 
     def leave_batch(self) -> None:
         """Announced only if it changes something."""
         if self.is_row:
             with self._announcer.announced("leave_batch", self.number):
                 super().leave_batch()
-
-    def forget(self) -> None:
-        with self._announcer.announced("forget", self.number):
-            super().forget()
-            self._announcer.ledger.cut(self.number, 0)
 
     def close(self) -> None:
         if self._announcer.group.error is not None:
@@ -163,15 +167,6 @@ class ShardedSequence(MLXSequence):
         with self._announcer.announced("close", self.number):
             super().close()
             self._announcer.ledger.close(self.number)
-
-    def add_prefix_checkpoint(self) -> None:
-        with self._announcer.announced("add_prefix_checkpoint", self.number):
-            super().add_prefix_checkpoint()
-
-    def reuse(self, length: int) -> None:
-        with self._announcer.announced("reuse", self.number, length):
-            super().reuse(length)
-            self._announcer.ledger.cut(self.number, length)
 
     def copy(self, length: int, number: int | None = None) -> ShardedSequence:
         """`number` is that of the copy at rank 0, if this is another rank."""
@@ -200,16 +195,11 @@ class ShardedSequence(MLXSequence):
         """The other ranks put their parts, which they have kept or are sent now."""
         announcer, others = self._announcer, state.others
         followers = announcer.followers
-        records: tuple[SequenceRecord, ...] = ()
-        kept: tuple[int, ...] = ()
-        if isinstance(others, TakenParts):
-            kept = (others.number,)
-        elif isinstance(others, tuple) and len(others) == len(followers):
-            records = others
-        else:
-            num_parts = len(others) + 1 if isinstance(others, tuple) else 1
+        kept = (others.number,) if isinstance(others, TakenParts) else ()
+        records = others if isinstance(others, tuple) else ()
+        if not kept and len(records) != len(followers):
             raise MisfitError(
-                f"its number of parts is {num_parts}, and the target is sharded over {len(followers) + 1} ranks"
+                f"its number of parts is {len(records) + 1}, and the target is sharded over {len(followers) + 1} ranks"
             )
         with announcer.announced("put_state", self.number, state.tokens, *kept):
             for rank, record in zip(followers, records, strict=False):

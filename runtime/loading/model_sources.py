@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import attrs
 import mlx.core as mx
@@ -69,6 +69,12 @@ class Loaded:
     tokenizer: TokenizerWrapper | None
     folder: Path | None = None
 
+    @property
+    def drafted(self) -> DraftedTarget:
+        """The model as the target of a drafter."""
+        model = self.model
+        return DraftedTarget(model.module, model.vocab_size, self.tokenizer, self.folder, model.record_features)
+
 
 @attrs.frozen
 class LoadedDraft:
@@ -79,35 +85,15 @@ class LoadedDraft:
     kind: str | None = None
 
 
-class DraftedModel(Protocol):
-    """What loading a drafter needs from its target; an `MLXModel` has it."""
+@attrs.frozen
+class DraftedTarget:
+    """What loading a drafter needs of its target, which may be in another process."""
 
-    @property
-    def module(self) -> Module:
-        """mlx-lm's model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """See `Model.vocab_size`."""
-
-    def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """See `MLXModel.record_features`."""
-
-
-class DraftedTarget(Protocol):
-    """A `DraftedModel` with its tokenizer and folder; see `Loaded`."""
-
-    @property
-    def model(self) -> DraftedModel:
-        """The model."""
-
-    @property
-    def tokenizer(self) -> TokenizerWrapper | None:
-        """Its tokenizer, if it has one."""
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder with its files, if it was loaded from one."""
+    module: Module | None  # mlx-lm's model; None if it is elsewhere, and was given as a model
+    vocab_size: int
+    tokenizer: TokenizerWrapper | None
+    folder: Path | None
+    record_features: Callable[[Sequence[int]], None]  # see `MLXModel.record_features`
 
 
 def check_source(role: str, source: Any) -> Source:
@@ -344,32 +330,30 @@ def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
     return built, wrapped(tokenizer, f"target {name_of(source)!r}")
 
 
-async def load_draft_onto(
-    worker: Worker, source: Source, options: CacheOptions, loaded_target: DraftedTarget
-) -> LoadedDraft:
+async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions, target: DraftedTarget) -> LoadedDraft:
     """Load a drafter on a worker's thread: a language model, translated if it has another vocabulary, or a drafter that
     was trained for the target, which then records what that reads.
 
     Raises: as `load_onto`, and ModelError: it was trained for another target. VocabularyMismatchError: its vocabulary
     differs, and cannot be translated.
     """
-    target, is_targets_own = loaded_target.model, not isinstance(source, tuple) and str(source) == MTP
-    folder: Path | None
-    if is_targets_own:
-        if loaded_target.folder is None:
-            raise ModelError(
-                f'draft "{MTP}" is the MTP layer in the target\'s files, and the target was given as a model; give the '
-                "folder of the original model, or one with the layer alone, as draft"
-            )
-        folder = loaded_target.folder
-    else:
-        folder = await folder_of_trained_drafter(worker, source)
+    is_targets_own = not isinstance(source, tuple) and str(source) == MTP
+    folder = target.folder if is_targets_own else await folder_of_trained_drafter(worker, source)
+    if folder is None and is_targets_own:
+        raise ModelError(
+            f'draft "{MTP}" is the MTP layer in the target\'s files, and the target was given as a model; give the '
+            "folder of the original model, or one with the layer alone, as draft"
+        )
     if folder is None:
         loaded = await load_onto(worker, "draft", source, options)
-        return LoadedDraft(await _with_the_targets_tokens(worker, loaded_target, loaded), loaded.tokenizer)
-    named = f"draft {str(source)!r}"
+        return LoadedDraft(await _with_the_targets_tokens(worker, target, loaded), loaded.tokenizer)
+    if target.module is None:
+        raise ModelError(
+            "a drafter that was trained for its target reads weights of the target, which was given as a model; "
+            "give the folder of the target, or draft in the target's process"
+        )
+    named, sizes = f"draft {str(source)!r}", (target.module, target.vocab_size)
     quantize = source.quantization if isinstance(source, ModelSpec) else None
-    sizes = target.module, target.vocab_size
     make = partial(TrainedDrafter, folder, *sizes, named, is_targets_own=is_targets_own, quantize=quantize)
     with load_errors("draft", source):
         drafter = await worker.run(Job("load", make))
@@ -378,9 +362,9 @@ async def load_draft_onto(
 
 
 async def load_auto_onto(
-    stack: AsyncExitStack, target: DraftedTarget, load: Callable[[AsyncExitStack, Source], Awaitable[T]]
+    stack: AsyncExitStack, target: Path | None, load: Callable[[AsyncExitStack, Source], Awaitable[T]]
 ) -> T | None:
-    """Load the best drafter on this disk that fits a target, for the draft "auto", and log which one, and why.
+    """Load the best drafter on this disk for a target in a folder, for the draft "auto", and log which one, and why.
 
     `load` gets the MTP layer in the target's own files, or a folder. Where it raises ModelError or
     VocabularyMismatchError, what it has put on its stack is released, and the next drafter is tried.
@@ -403,13 +387,13 @@ async def load_auto_onto(
     return None
 
 
-def _fitting(target: DraftedTarget) -> tuple[list[tuple[Source, str]], str]:
+def _fitting(target: Path | None) -> tuple[list[tuple[Source, str]], str]:
     """What on this disk fits a target: the sources with descriptions, the best first; and what to say if none is taken.
     Reads many files.
     """
-    if target.folder is None:
+    if target is None:
         return [], "the target was given as a model, and drafters are looked for beside the target's folder"
-    suggestions = suggest_draft(target.folder)
+    suggestions = suggest_draft(target)
     fitting: list[tuple[Source, str]] = [
         (MTP if each.model == MTP else each.folder, each.described) for each in suggestions if each.folder is not None
     ]
@@ -446,8 +430,7 @@ async def _with_the_targets_tokens(worker: Worker, target: DraftedTarget, draft:
     """A draft model with its target's tokens: itself, unless its vocabulary is another one."""
     if target.tokenizer is None or draft.tokenizer is None:
         return draft.model
-    sizes = target.model.vocab_size, draft.model.vocab_size
-    compare = partial(vocabulary_map, target.tokenizer, sizes[0], draft.tokenizer, sizes[1])
+    compare = partial(vocabulary_map, target.tokenizer, target.vocab_size, draft.tokenizer, draft.model.vocab_size)
     try:
         if (found := await worker.run(Job("load", compare))) is None:
             return draft.model

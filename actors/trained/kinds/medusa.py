@@ -81,7 +81,7 @@ class HeadPass(SharedPass[mx.array]):
 
     def together(self, parts: Sequence[mx.array]) -> list[mx.array]:
         ends = [*accumulate(part.shape[0] for part in parts)]
-        return mx.split(self._head(mx.concatenate([*parts])), ends[:-1])
+        return list(mx.split(self._head(mx.concatenate([*parts])), ends[:-1]))
 
 
 class HeadSequence(TrainedSequence):
