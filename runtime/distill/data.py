@@ -87,14 +87,7 @@ class _Encoded:
 
 
 class Windows:
-    """Windows of equal length, cut from texts that follow one another.
-
-    Attributes:
-        held_out, learnt: (n, length) int32.
-        held_out_categories: the category of each window that is held out.
-        num_tokens: number of tokens in all texts.
-        digest: identifies the texts and the length of a window, in hexadecimal.
-    """
+    """Windows of equal length, cut from texts that follow one another: `held_out` and `learnt`, (n, length) int32."""
 
     def __init__(self, texts: Iterator[Text], tokenizer: Any, length: int) -> None:
         """Cut texts, with the end-of-text token between them, into windows of `length` tokens, >= 8. Whole texts are
@@ -112,7 +105,7 @@ class Windows:
         encoded = [_Encoded(encode(text), text.category) for text in texts]
         self.num_tokens = sum(len(text.tokens) for text in encoded)
         names = [str(length), *(text.digest + text.category for text in encoded)]
-        self.digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+        self.digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]  # of the texts and the length
         by_category: dict[str, list[_Encoded]] = {}
         for text in encoded:
             by_category.setdefault(text.category, []).append(text)

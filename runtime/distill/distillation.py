@@ -188,11 +188,6 @@ class Distillation:
     # --- training ---------------------------------------------------------------------------------
 
     @property
-    def _drafter(self) -> Eagle3:
-        assert self._made is not None
-        return self._made.model
-
-    @property
     def training(self) -> Training:
         """The training, once it has begun."""
         assert self._training is not None

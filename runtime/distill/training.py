@@ -32,11 +32,7 @@ PATIENCE, LEAST_GAIN, REDUCTION, MAX_REDUCTIONS = 4, 0.004, 0.3, 3
 
 @attrs.frozen
 class Progress:
-    """How far the training has come; kept in checkpoints.
-
-    Attributes:
-        num_since, loss_since, seconds_since: batches since the last evaluation; sums of their losses and times.
-    """
+    """How far the training has come; kept in checkpoints."""
 
     num_batches: int = 0
     num_tokens: int = 0  # learnt from; a token counts each time
@@ -45,7 +41,7 @@ class Progress:
     best: float = 0.0  # tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation
     num_without_gain: int = 0  # evaluations since then, and since the last reduction of the learning rate
     num_reductions: int = 0  # how often the learning rate was reduced
-    num_since: int = 0
+    num_since: int = 0  # batches since the last evaluation; and the sums of their losses and times
     loss_since: float = 0.0
     seconds_since: float = 0.0
 
@@ -71,15 +67,11 @@ class Progress:
 
 @attrs.frozen
 class Lesson:
-    """The target's hidden states and probabilities for a batch.
-
-    Attributes:
-        probs: (B, T + steps - 1, draft_vocab_size) the target's distribution of the tokens at positions 2 …, among
-            those that the drafter can propose.
-    """
+    """The target's hidden states and probabilities for a batch."""
 
     features: mx.array  # (B, T, width) of positions 0 … T - 1
     embedded: mx.array  # (B, T + steps - 1, hidden size) of the tokens after them
+    # (B, T + steps - 1, draft_vocab_size): its distribution from position 2 on, of tokens that the drafter can propose.
     probs: mx.array
     # Only to draft for, (B, T + steps - 1) and (B, T + steps - 1, draft_vocab_size): among all tokens, the target's
     # likeliest ones at these positions, and its distribution at the temperature of an evaluation.

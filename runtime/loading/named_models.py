@@ -24,17 +24,12 @@ SMOLLM2_DRAFT: Path | str = Path(__file__).parent.parent / "smollm2_drafter"
 
 @attrs.frozen
 class NamedModel:
-    """A target with a name.
-
-    Attributes:
-        draft: what drafts for it where nothing else is asked for: the folder of a drafter, or a word such as "ngram".
-        described: the model as a noun phrase.
-    """
+    """A target with a name."""
 
     name: str
     target: Path
-    draft: Path | str
-    described: str
+    draft: Path | str  # what drafts for it if nothing else is asked for: a drafter's folder, or a word such as "ngram"
+    described: str  # the model as a noun phrase
 
 
 def named_model(name: object) -> NamedModel | None:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 import runtime
-from actors.translated.translated_sequence import TokenTables, TranslatedSequence
+from actors.translated.translated_model import TokenTables, TranslatedSequence
 from protocol.vocabulary_map import VocabularyMap
 
 

@@ -21,9 +21,7 @@ from protocol.errors import ModelError
 from protocol.reprs import shown
 from runtime.loading.device import physical_memory
 from runtime.loading.gguf.architectures import (
-    LONG_FACTORS,
-    ROPE_FACTORS,
-    SHORT_FACTORS,
+    ROPE_TENSORS,
     Architecture,
     architecture_of,
     config_of,
@@ -31,13 +29,8 @@ from runtime.loading.gguf.architectures import (
     is_on_cpu,
 )
 from runtime.loading.gguf.blocks import GROUP_SIZE, floats_of, packed
-from runtime.loading.gguf.container import AGAIN, Container, Tensor, read
+from runtime.loading.gguf.container import AGAIN, Container, read
 from runtime.loading.gguf.vocabulary import tokenizer_of
-
-# mlx-lm's names of modules where gguf's table knows only those of transformers.
-_RENAMED = (("switch_mlp", "experts"),)
-
-_NOT_WEIGHTS = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
 
 
 def load_gguf(
@@ -111,10 +104,9 @@ def _names_of(name: str, config: Mapping[str, Any], model: Module) -> dict[str, 
     table: TensorNameMap = get_tensor_name_map(arch, config["num_hidden_layers"])
     names = {}
     for leaf, _ in _leaves(model):
-        ours = their = leaf.rpartition(".")[0]
-        for mlx_name, other in _RENAMED:
-            their = their.replace(mlx_name, other)
-        if (found := table.get_name(their)) is not None:
+        ours = leaf.rpartition(".")[0]
+        # gguf's table knows the names of transformers.
+        if (found := table.get_name(ours.replace("switch_mlp", "experts"))) is not None:
             names[found] = ours
     return names
 
@@ -132,7 +124,7 @@ def _weights(
     bits: dict[str, int] = {}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in container.tensors.values():
-        if tensor.name in _NOT_WEIGHTS:
+        if tensor.name in ROPE_TENSORS:
             continue
         their, _, kind = tensor.name.rpartition(".")
         if (ours := names.get(their)) is None:
@@ -172,12 +164,8 @@ def _check(container: Container, model: Module, weights: Mapping[str, mx.array],
         if (found := weights.get(leaf)) is None:
             raise ModelError(f"{path} has no tensor {named}; {AGAIN}, or give another conversion of the model")
         if found.shape != value.shape:
-            shape = _shape(container.tensors.get(named)) or list(found.shape)
+            shape = list((container.tensors.get(named) or found).shape)
             raise ModelError(
                 f"{path} has the tensor {named} in the shape {shape}, which does not fit its metadata: mlx-lm's "
                 f"{leaf} is {list(value.shape)}; give another conversion of the model"
             )
-
-
-def _shape(tensor: Tensor | None) -> list[int] | None:
-    return None if tensor is None else list(tensor.shape)
