@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import sharded_load
 
 from actors.mlx.cache_kinds import kind_of
 from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import weights_of
 from protocol.errors import ModelError
 from protocol.tensor import Tensor
 
@@ -69,8 +69,7 @@ def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.
     """
     if (sharded := getattr(model, _SHARDED, None)) is None:
         # Before it is sharded: afterwards ranks have few weights in common.
-        leaves = cast(list[tuple[str, Any]], tree_flatten(model.parameters()))
-        sharded = {name: _digest(weight) for name, weight in leaves if isinstance(weight, mx.array)}
+        sharded = {name: _digest(weight) for name, weight in weights_of(model).items()}
         args = getattr(model, "args", None)
         if hasattr(model, "shard"):
             _check_heads(type(model).__module__, vars(args) if args is not None else {}, group.size())

@@ -15,10 +15,9 @@ import mlx.core as mx
 import mlx_lm.models
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize as quantize_modules
-from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from actors.mlx.model import quantize_weights
+from actors.mlx.model import quantize_weights, weights_of
 from protocol.errors import ModelError
 
 # How MLX quantises without biases, by bits and group size.
@@ -91,8 +90,7 @@ class DrafterFiles:
             return {"bits": bits, "group_size": group_size, "mode": mode}
 
         quantize_modules(module, class_predicate=settings)
-        own: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
-        if misfit := _misfit(own, weights):
+        if misfit := _misfit(weights_of(module), weights):
             raise ModelError(f"{self.named} in {self.folder} is not what its configuration says: {misfit}")
         module.load_weights(list(weights.items()))
         if self.quantize is not None:
@@ -184,6 +182,12 @@ def widened(logits: mx.array, target_ids: mx.array | None, vocab_size: int) -> m
         return logits
     nothing = mx.full((*logits.shape[:-1], vocab_size), -mx.inf, dtype=logits.dtype)
     return mx.put_along_axis(nothing, mx.broadcast_to(target_ids, logits.shape), logits, axis=-1)
+
+
+def split_heads(projected: mx.array, num_heads: int, norm: Module | None = None) -> mx.array:
+    """(B, T, heads · width) → (B, heads, T, width), normalised if there is a norm; lazy."""
+    split = projected.reshape(*projected.shape[:2], num_heads, -1)
+    return (split if norm is None else norm(split)).swapaxes(1, 2)
 
 
 def check_named_target(config: Mapping[str, Any], target: Module, named: str) -> None:

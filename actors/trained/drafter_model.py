@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
+from actors.mlx.model import weights_of
 from actors.mlx.row_caches import MAX_WIDTH, STEP
 from actors.mlx.shared_passes import is_close
 from actors.model import Feed, FeedsEach
@@ -161,5 +161,4 @@ class TrainedDrafter(FeedsEach):
     @cached_property
     def num_bytes(self) -> int:  # type: ignore[override]
         """Memory of the weights, without those that it shares with the target."""
-        weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self.module.parameters())]
-        return sum(array.nbytes for array in [*weights, *self.arrays])
+        return sum(array.nbytes for array in (*weights_of(self.module).values(), *self.arrays))

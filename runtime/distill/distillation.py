@@ -9,14 +9,13 @@ import json
 import math
 import shutil
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
-from actors.mlx.model import context_length_of, is_quantized
+from actors.mlx.model import context_length_of, is_quantized, weights_of
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import Eagle3, LoadedEagle3, load_eagle3, read_config
 from actors.trained.kinds.target_parts import embedding_of
@@ -336,12 +335,10 @@ def load_target(name: str) -> tuple[Module, Any]:
 
 def initialize(model: Eagle3, seed: int) -> None:
     """Give a drafter random weights, drawn as MLX's layers draw theirs, but from a seed of their own."""
-    flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
-    drawn = []
-    for i, (name, value) in enumerate(flat):
+    weights = weights_of(model)
+    for i, (name, value) in enumerate(weights.items()):
         if value.ndim == 2:
-            bound = value.shape[1] ** -0.5
-            value = mx.random.uniform(-bound, bound, value.shape, key=mx.random.key(seed * len(flat) + i))
-        drawn.append((name, value))
-    model.load_weights(drawn)
+            bound, key = value.shape[1] ** -0.5, mx.random.key(seed * len(weights) + i)
+            weights[name] = mx.random.uniform(-bound, bound, value.shape, key=key)
+    model.load_weights([*weights.items()])
     mx.eval(model.state)

@@ -9,19 +9,18 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import attrs
 import mlx.core as mx
 import trio
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
-from actors.mlx.model import MLXModel
+from actors.mlx.model import MLXModel, weights_of
 from actors.trained.drafter_model import SUPPORTED, TrainedDrafter
 from actors.trained.kinds.recognition import kind_of, nearest_to
 from actors.translated.reduced_head import reduce_head
@@ -307,8 +306,8 @@ def _advise_on_blas(module: Module) -> None:
     """Advise on a faster BLAS, once in a process, if a model's matrices are float32 and computed on a CPU."""
     if mx.default_device().type != mx.DeviceType.cpu or _ADVISED:
         return
-    weights = [cast(mx.array, pair[1]) for pair in tree_flatten(module.parameters())]
-    num_parameters = sum(weight.size for weight in weights if weight.ndim > 1 and weight.dtype == mx.float32)
+    matrices = [weight for weight in weights_of(module).values() if weight.ndim > 1 and weight.dtype == mx.float32]
+    num_parameters = sum(matrix.size for matrix in matrices)
     if num_parameters >= MIN_ADVISED_PARAMETERS and (advice := advice_for_float32()) is not None:
         _ADVISED.append(advice)
         logger.warning("%s", advice)

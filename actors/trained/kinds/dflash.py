@@ -30,6 +30,7 @@ from actors.trained.drafter_files import (
     check_feature_layers,
     flatten_rope,
     reading_config,
+    split_heads,
     target_ids_of,
     widened,
 )
@@ -227,20 +228,15 @@ class DFlashAttention(Module):
             max_position_embeddings=layer["max_position_embeddings"],
         )
 
-    def keys_and_values(self, hidden: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """(1, heads, n, width of a head) each, lazy; from (n, hidden size) hidden states of the context or a block."""
-        keys, values = self._keys_and_values(hidden[None])
-        return self.rope(keys, offset=position), values
-
-    def _keys_and_values(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """Those of B texts, without positions."""
-        keys = _heads(self.k_norm, self.k_proj(hidden), self._num_kv_heads)
-        return keys, _heads(None, self.v_proj(hidden), self._num_kv_heads)
+    def keys_and_values(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """(B, n, hidden size) → (B, heads, n, width of a head) each, without positions; lazy."""
+        keys = split_heads(self.k_proj(hidden), self._num_kv_heads, self.k_norm)
+        return keys, split_heads(self.v_proj(hidden), self._num_kv_heads)
 
     def __call__(self, blocks: mx.array, positions: Sequence[int], contexts: Contexts) -> mx.array:
         """Texts share the projections. Attention reads no weights, so that of each text is computed by itself."""
-        queries = _heads(self.q_norm, self.q_proj(blocks), self._num_heads)
-        parts = (mx.split(part, len(positions)) for part in (queries, *self._keys_and_values(blocks)))
+        queries = split_heads(self.q_proj(blocks), self._num_heads, self.q_norm)
+        parts = (mx.split(part, len(positions)) for part in (queries, *self.keys_and_values(blocks)))
         attended = [self._attend(*each) for each in zip(*parts, positions, contexts, strict=True)]
         result: mx.array = self.o_proj(mx.concatenate(attended).swapaxes(1, 2).reshape(*blocks.shape[:2], -1))
         return result
@@ -260,11 +256,6 @@ class DFlashAttention(Module):
             mask=mask,
             sinks=self.get("attention_sink_bias"),
         )
-
-
-def _heads(norm: RMSNorm | None, projected: mx.array, num_heads: int) -> mx.array:
-    split = projected.reshape(*projected.shape[:2], num_heads, -1)
-    return (split if norm is None else norm(split)).swapaxes(1, 2)
 
 
 class DFlashLayer(Module):
@@ -353,9 +344,10 @@ class DFlashReader(SharedPass[Anchor]):
         return [KVCache() for _ in self._model.layers]
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
-        hidden = self._model.hidden_norm(self._model.fc(features))
+        hidden = self._model.hidden_norm(self._model.fc(features))[None]
         for layer, of_layer in zip(self._model.layers, cache, strict=True):
-            of_layer.update_and_fetch(*layer.self_attn.keys_and_values(hidden, position))
+            keys, values = layer.self_attn.keys_and_values(hidden)
+            of_layer.update_and_fetch(layer.self_attn.rope(keys, offset=position), values)
 
     def alone(self, part: Anchor) -> Block:
         [block] = self.together([part])

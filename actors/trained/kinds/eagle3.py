@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import attrs
 import mlx.core as mx
@@ -25,11 +25,11 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
-from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
+from actors.mlx.model import weights_of
 from actors.trained.depth_sequence import DepthSequence, Masks
 from actors.trained.drafter_files import (
     DrafterFiles,
@@ -314,7 +314,7 @@ def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -
     final_norm = final_norm_of(target, files.named) if config.reads_output else None
     arrays = [] if loaded.target_ids is None else [loaded.target_ids]
     if loaded.embedding is not None:
-        arrays += [cast(mx.array, pair[1]) for pair in tree_flatten(loaded.embedding.parameters())]
+        arrays += weights_of(loaded.embedding).values()
     reader = Eagle3Reader(loaded, embed, final_norm)
     passes = ModulePass.each([reader])
     return Attached(

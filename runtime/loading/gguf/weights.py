@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize as quantize_modules
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters
 
-from actors.mlx.model import quantize_weights
+from actors.mlx.model import quantize_weights, weights_of
 from protocol.errors import ModelError
 from protocol.reprs import shown
 from runtime.loading.device import physical_memory
@@ -94,16 +93,12 @@ def _expands(container: Container, wanted: Any) -> bool:
     return is_on_cpu() and 4 * num_values <= physical_memory() // 2
 
 
-def _leaves(model: Module) -> Iterator[tuple[str, mx.array]]:
-    yield from cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-
-
 def _names_of(name: str, config: Mapping[str, Any], model: Module) -> dict[str, str]:
     """mlx-lm's names of modules, by those in the file."""
     arch = next(arch for arch, arch_name in MODEL_ARCH_NAMES.items() if arch_name == name)
     table: TensorNameMap = get_tensor_name_map(arch, config["num_hidden_layers"])
     names = {}
-    for leaf, _ in _leaves(model):
+    for leaf in weights_of(model):
         ours = leaf.rpartition(".")[0]
         # gguf's table knows the names of transformers.
         if (found := table.get_name(ours.replace("switch_mlp", "experts"))) is not None:
@@ -158,7 +153,7 @@ def _halves(rows: mx.array, num_heads: int) -> mx.array:
 def _check(container: Container, model: Module, weights: Mapping[str, mx.array], names: Mapping[str, str]) -> None:
     theirs = {ours: their for their, ours in names.items()}
     path = container.named
-    for leaf, value in _leaves(model):
+    for leaf, value in weights_of(model).items():
         module, _, kind = leaf.rpartition(".")
         named = f"{theirs.get(module, module)}.{'weight' if kind in ('scales', 'biases') else kind}"
         if (found := weights.get(leaf)) is None:
