@@ -86,9 +86,7 @@ def _intermediate_size(target: Module, hidden_size: int) -> int:
     return given if isinstance(given, int) and given >= hidden_size else 8 * hidden_size // 3
 
 
-def model_card(
-    options: DistillOptions, *, acceptance: Mapping[str, Acceptance], num_tokens: int, num_windows: int
-) -> str:
+def model_card(options: DistillOptions, acceptance: Mapping[str, Acceptance], num_tokens: int, num_windows: int) -> str:
     """The model card of a drafter; `acceptance` is that of an `Evaluation`."""
     target_name, files = Path(options.target).name, [file.name for file in options.data]
     num_more = len(files) - MAX_FILES_SHOWN

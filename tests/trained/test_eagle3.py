@@ -12,10 +12,9 @@ import pytest
 from sweeps import sweep
 from trained_drafters import expected_of
 
-from actors.trained.depth_sequence import DepthSequence
+from actors.trained.depth_sequence import DepthSequence, ModulePass
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import Eagle3Config, Eagle3Reader, LoadedEagle3, load_eagle3, read_config
-from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 from runtime.distill.training import logits_of_steps
 

@@ -30,7 +30,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
 from actors.mlx.model import weights_of
-from actors.trained.depth_sequence import DepthSequence, Masks
+from actors.trained.depth_sequence import DepthSequence, Masks, ModulePass
 from actors.trained.drafter_files import (
     DrafterFiles,
     check_feature_layers,
@@ -41,7 +41,6 @@ from actors.trained.drafter_files import (
 )
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
-from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
 # By `model_type`: the arguments of a layer and the layer.

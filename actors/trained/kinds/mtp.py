@@ -45,10 +45,9 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import MODEL_REMAPPING
 
-from actors.trained.depth_sequence import DepthSequence
+from actors.trained.depth_sequence import DepthSequence, ModulePass
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.target_parts import Attached, Layer, embedding_of, final_norm_of, head_of
-from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
 
