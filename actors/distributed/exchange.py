@@ -47,8 +47,8 @@ def _zeros(value: Any) -> Any:
 
 
 def time_exchange(sequence: MLXSequence, width: int, repeats: int) -> Exchange:
-    """Run a pass of `width` tokens, and then its collectives alone, `repeats` times. All ranks do so at the same time.
-    The sequence must be empty; it is fed and closed.
+    """Run a pass of `width` tokens over an empty sequence, and then its collectives alone, `repeats` times, on all
+    ranks at the same time. Closes the sequence.
     """
     with _recording() as collectives:
         mx.eval(sequence.feed((1,) * width, width))

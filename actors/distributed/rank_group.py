@@ -126,10 +126,8 @@ class RankGroup:
         self.mlx, self._mlx_without = group, draft_rank
 
     def run(self, name: str, work: Callable[[], T], timeout_s: float | None = None, late: str = LATE) -> T:
-        """Do a piece of work on a thread, and wait for its result until it ends or the group is broken.
-
-        Raises: what the work raises, and RankError: the group is broken, or the time is up, which breaks it for the
-        reason `late`. The thread may be stuck then.
+        """Do a piece of work on a thread, and wait for its result until it ends or the group is broken. Raises: what
+        the work raises, and RankError: the group is broken, or the time is up, which breaks it for the reason `late`.
         """
         results: list[T] = []
         ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
@@ -151,9 +149,7 @@ class RankGroup:
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
-        """Send a message to rank 0, or from rank 0 to all others, to those of the target, or to one of them. Raises:
-        RankError: the group is broken.
-        """
+        """Send a message to rank 0, or from there to all, the target's ranks, or one. Raises: RankError."""
         self.check()
         for rank, connection in self._connections.items():
             if to not in (None, rank) or (to_target and rank == self.draft_rank):
@@ -166,7 +162,7 @@ class RankGroup:
                     raise lost from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Wait for the next `RankMessage`, and the rank that sent it; in one thread at a time.
+        """The next `RankMessage`, and the rank that sent it; in one thread at a time.
 
         Raises: RankError: the group is broken, and all messages from before are received. TimeoutError: none has come.
         """

@@ -58,11 +58,10 @@ class Announcer:
         holds_back: bool = False,
     ) -> Iterator[bool]:
         """Announce the operation that the block runs; see `Operation`. Those inside it are not announced: each rank
-        calls them. `reads` are the sequences that a pass reads. With `holds_back`, the announcement may wait for the
-        next one.
+        calls them. `reads` are the sequences that a pass reads. With `holds_back`, it may wait for the next one.
 
-        Yields: whether this is the outermost operation. Raises: RankError: the group is broken, or the operation has
-        failed, which breaks it: the other ranks have done their part.
+        Yields: whether this is the outermost one. Raises: RankError: the group is broken, or the operation has failed,
+        which breaks it: the others have done their part.
         """
         if self._is_inside:
             yield False
@@ -337,9 +336,7 @@ class FollowingModel:
         self._recorders: dict[int, Recorder] = {}
 
     def run(self, operation: Operation) -> None:
-        """Repeat an operation, without logits: only rank 0 chooses tokens. Raises: RankError: this rank is out of step
-        with rank 0; and whatever the model raises.
-        """
+        """Repeat an operation, without logits: only rank 0 chooses tokens. Raises: RankError: it is out of step."""
         for text in operation.texts:
             own, length = self._model.ledger.entry(text.sequence), self._sequences[text.sequence].length
             if own != text or length != text.length:

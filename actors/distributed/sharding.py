@@ -49,10 +49,8 @@ def load_shard(
     path_or_hub_id: str | Path, group: mx.distributed.Group, find_folder: Callable[[], Path | None], **options: Any
 ) -> Shard:
     """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline if the model supports only that.
-    `find_folder` returns where the files are, once they are loaded; the options are those of
-    `mlx_lm.utils.sharded_load`.
-
-    Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises.
+    `find_folder` returns where the files are afterwards. Raises: ModelError: its heads cannot be divided among the
+    ranks; and whatever mlx-lm raises.
     """
     model, tokenizer = sharded_load(str(path_or_hub_id), **options)
     folder = find_folder()
@@ -64,9 +62,7 @@ def load_shard(
 
 
 def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.distributed.Group) -> Shard:
-    """Shard a model that each rank has built with the same weights. The first call changes the model itself. Raises:
-    ModelError: it cannot be sharded, or not over so many ranks.
-    """
+    """Shard a model that each rank has built with the same weights; the first call changes it. Raises: ModelError."""
     if (sharded := getattr(model, _SHARDED, None)) is None:
         # Before it is sharded: afterwards ranks have few weights in common.
         sharded = {name: _digest(weight) for name, weight in weights_of(model).items()}

@@ -38,9 +38,7 @@ FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
 
 
 class DraftingEnd:
-    """The end of a link at which a drafter works: the mailbox to which its actor sends, and the function that actor and
-    worker call with their events.
-    """
+    """The end of a link at which a drafter works: the mailbox to which its actor sends; called with their events."""
 
     def __init__(self, link: Link, clock: Callable[[], float]) -> None:
         """Make the end of a link to the runtime; `clock` is the drafter's worker's, in seconds."""
@@ -100,9 +98,7 @@ class DraftingEnd:
         max_batch: int,
         cache_bytes: int,
     ) -> None:
-        """Draft until the link is closed; args as of `DraftActor`. Raises: as `receive`. Cancellation: the running jobs
-        finish, and the sessions' caches are closed.
-        """
+        """Draft until the link is closed. Cancellation: running jobs finish, and sessions' caches are closed."""
         self._actor = actor = DraftActor(
             model,
             worker,

@@ -50,9 +50,8 @@ class FeatureReader(DrafterReader, Protocol):
         """(n, features) → (n, hidden size): the hidden states that stand for features; lazy."""
 
     def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """Process tokens of B texts, after those in the caches, which may be `RowCache`s: (B, n) ids, and (B, n, hidden
-        size) of the positions before. Returns: hidden states of that shape, for the next positions, and (B, n, V)
-        logits; lazy.
+        """Process (B, n) tokens after those in the caches, which may be `RowCache`s; `hidden`, (B, n, width), is that
+        of the positions before. Returns: hidden states for the next positions, and (B, n, V) logits; lazy.
         """
 
 

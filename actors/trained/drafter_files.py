@@ -63,8 +63,8 @@ class DrafterFiles:
         return list(loaded)
 
     def fill(self, module: Module, weights: Mapping[str, mx.array]) -> None:
-        """Load weights into a module and evaluate them. Layers are quantised as the shapes of their arrays tell; on the
-        CPU they become float32, in which MLX multiplies several times faster. Raises: ModelError: they do not fit.
+        """Load weights into a module and evaluate them; quantised layers as the shapes of their arrays tell, or, on the
+        CPU, in float32, in which MLX multiplies several times faster. Raises: ModelError: they do not fit.
         """
         if foreign := next((name for name in weights if name.endswith(_OF_OTHERS)), None):
             how = self.config.get("quantization_config")
@@ -154,9 +154,8 @@ def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:
 
 
 def target_ids_of(offsets: mx.array | None, draft_vocab_size: int, vocab_size: int, folder: Path) -> mx.array | None:
-    """(draft_vocab_size,) int32: the target's id for each of a drafter's ids, from a file's `d2t`, the differences;
-    None if the vocabularies are the same. Raises: ModelError: they differ, and `d2t` is missing or cannot be meant for
-    them.
+    """(draft_vocab_size,) int32: the target's id for each of a drafter's, by the differences that a file has as `d2t`;
+    None if the vocabularies are the same. Raises: ModelError: `d2t` is missing, or cannot be meant for them.
     """
     if draft_vocab_size == vocab_size:
         return None

@@ -64,11 +64,9 @@ class TrainedDrafter(FeedsEach):
         is_targets_own: bool = False,
         quantize: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the drafter in a folder, of the kind that its `config.json` says, for mlx-lm's model, whose weights are
-        evaluated and whose logits have a width of `target_vocab_size`. Messages call the drafter `named`.
-
-        If `is_targets_own`, the folder is the target's, and the drafter the MTP layer in it. To `quantize` its weights
-        takes `bits`, `group_size` and `mode`.
+        """Load the drafter in a folder, which messages call `named`, for mlx-lm's model, whose weights are evaluated
+        and whose logits have a width of `target_vocab_size`. If `is_targets_own`, it is the MTP layer in the target's
+        own folder. To `quantize` its weights takes `bits`, `group_size` and `mode`.
 
         Raises: ModelError: it cannot be loaded, or was made for another target; the message says what differs.
         """

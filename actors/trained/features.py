@@ -97,9 +97,7 @@ class FeatureRecorder:
             self._seen[last] = result[0] if isinstance(result, tuple) else result
 
     def take(self, shape: tuple[int, int]) -> mx.array:
-        """(B, W, layers · hidden size) features of the last pass, over (B, W) tokens; lazy. Raises: ModelError: it has
-        none.
-        """
+        """(B, W, layers · hidden size) features of the last pass, over (B, W) tokens; lazy. Raises: ModelError."""
         seen, self._seen = self._seen, {}
         parts = [seen.get(layer) for layer in self._layer_ids]
         fitting = [part for part in parts if isinstance(part, mx.array) and part.ndim == 3 and part.shape[:2] == shape]

@@ -202,10 +202,8 @@ class TranslatedSequence(ReusableSequence):
 
 
 class TranslatedModel:
-    """A draft model on its thread, on which it must also be made.
-
-    Tokens and logits are the target's. The logits are a distribution over the tokens that both vocabularies have, and
-    drafts are drawn from it, so all acceptance rules stay exact.
+    """A draft model on its thread, on which it must also be made. Its logits are a distribution over the target's
+    tokens that both vocabularies have, from which drafts are drawn: acceptance rules stay exact.
     """
 
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:

@@ -173,11 +173,7 @@ class Distillation:
         return missing - batch.shape[0]
 
     def begin(self) -> bool:
-        """Make the drafter, or continue its training. Returns: whether training had begun before.
-
-        Raises: ModelError: the drafter to begin with cannot be loaded or is for another target, or the target's hidden
-        states cannot be recorded.
-        """
+        """Make the drafter, or continue its training. Returns: whether it had begun. Raises: ModelError: none fits."""
         options = self._options
         if batches := self._continuations.batches:
             self._windows.add(mx.concatenate(batches))

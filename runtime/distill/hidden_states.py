@@ -34,9 +34,7 @@ def check_states(target: Module, feature_layers: Sequence[int]) -> None:
 
 
 class StateFiles:
-    """Hidden states of windows, a file for each, found by the target, the layers and the tokens. An interruption loses
-    at most the one that is being written.
-    """
+    """Hidden states of windows, a file for each, by target, layers and tokens; written whole or not at all."""
 
     def __init__(self, folder: Path, max_bytes: int, identity: str) -> None:
         """The files in a folder, of at most `max_bytes` in all; `identity` names the target and the layers."""
@@ -157,8 +155,8 @@ def _passed(target: Module, recorder: FeatureRecorder, tokens: mx.array) -> tupl
 
 
 def _output_of(target: Module, tokens: mx.array) -> Layer | None:
-    """What makes (…, V) logits of (…, width) states that end with the result of the last layer, as the target does for
-    some tokens; None if the target does more there than a norm and a head.
+    """What makes (…, V) logits of (…, width) states that end with the last layer's result, as the target does for some
+    tokens; None if the target does more there than a norm and a head.
     """
     last = FeatureRecorder(target, [len(target.layers)])
     try:

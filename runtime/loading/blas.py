@@ -105,11 +105,10 @@ _loaded = _LoadedBlas()
 
 
 def load_before_mlx(wanted: str) -> None:
-    """Load a BLAS, as `choose` finds it, so that MLX, which is imported later, uses it in this process. Models that
-    compute at the same time then share the cores; see `shares_cores`.
+    """Load a BLAS, as `choose` finds it, so that MLX, which is imported later, uses it in this process; see
+    `shares_cores`.
 
-    Raises: SettingsError: this is not Linux, mlx is imported already, it is no such library, or another was loaded
-    before.
+    Raises: SettingsError: this is not Linux, mlx or another BLAS was loaded before, or it is no such library.
     """
     if wanted not in ("", SYSTEM) and sys.platform != "linux":
         raise SettingsError(
@@ -142,8 +141,8 @@ def load_before_mlx(wanted: str) -> None:
 
 
 def load_from_environment() -> None:
-    """Load the BLAS that the environment variable names. An error is kept for `check_environment`, so that the command
-    line can report it in one line; if mlx is imported already, there is only a warning.
+    """Load the BLAS that the environment variable names. An error is kept for `check_environment`; if mlx is imported
+    already, there is only a warning.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", SYSTEM) and sys.platform == "linux" and is_mlx_imported():
@@ -190,9 +189,7 @@ def blas_in_use() -> str | None:
 
 
 def describe(files: Sequence[str], threads: int | None = None) -> str | None:
-    """The BLAS among the names of library files, as text; None if there is none. The reference BLAS is used only if
-    alone.
-    """
+    """The BLAS among the names of library files, as text; None if there is none. The reference one is used if alone."""
     counted = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     for mark, name in _NAMES:
         if found := sorted(file for file in files if file.startswith(mark)):
@@ -207,9 +204,7 @@ def num_loaded_threads() -> int | None:
 
 
 def shares_cores() -> bool:
-    """Whether the models that compute at the same time share the cores: the loaded library lets its number of threads
-    be changed, and the user has not set one.
-    """
+    """Whether the models that compute at the same time share the cores: the library can, and the user set no number."""
     has_set = any(os.environ.get(name) for name in THREAD_VARIABLES)
     return not has_set and hasattr(_loaded.handle, "openblas_set_num_threads")
 

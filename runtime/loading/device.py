@@ -17,8 +17,8 @@ _SYSCTL = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
 
 
 def use_device(device: str | None, option: str = "--device") -> None:
-    """Make "cpu" or "gpu" the default of MLX, and so of this process; None leaves it. Messages name the `option` that
-    asked for it. Raises: SettingsError: the device is not available.
+    """Make "cpu" or "gpu" the default of MLX, and so of this process; None leaves it. Messages name the `option`.
+    Raises: SettingsError: the device is not available.
     """
     if device is None:
         return

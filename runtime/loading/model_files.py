@@ -144,9 +144,8 @@ def _is_valid(name: str, value: Any) -> bool:
 
 
 def check_folder(role: str, name: str, folder: Path) -> None:
-    """Check the files of a model, which the user calls `name`, without loading it.
-
-    Raises: ModelError: it is no folder, has no readable weights, or is of a family that mlx-lm does not have.
+    """Check the files of a model, which the user calls `name`, without loading it. Raises: ModelError: it is no folder,
+    has no readable weights, or is of a family that mlx-lm does not have.
     """
     if not folder.is_dir():
         raise ModelError(f"{role} {shown_path(name)} is a file; give a directory in Hugging Face layout")

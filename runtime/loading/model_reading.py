@@ -19,9 +19,8 @@ def read_model(
     path_or_hub_id: str | Path, *, revision: str | None = None, is_lazy: bool = False, **options: Any
 ) -> tuple[Module, TokenizerWrapper]:
     """As `actors.mlx.model.load`, for a GGUF file as well, which is always read at once: its path,
-    "owner/name/file.gguf" on the hub, or the hub id of a repository that has one and no model in Hugging Face layout.
-
-    Raises: as `load`, and ModelError: the GGUF file cannot be loaded, or a repository has several.
+    "owner/name/file.gguf" on the hub, or a hub id with one and no model in Hugging Face layout. Raises: as `load`;
+    ModelError: it cannot be loaded.
     """
     name = str(path_or_hub_id)
     if is_gguf(name):

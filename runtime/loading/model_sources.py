@@ -96,10 +96,8 @@ class DraftedTarget:
 
 
 def check_source(role: str, source: Any) -> Source:
-    """A model source, checked as far as possible without loading it.
-
-    Raises: SettingsError: it is missing, or neither a path, a hub id nor a pair (model, tokenizer). ModelError: there
-    is no model at the path.
+    """A model source, checked as far as possible without loading it. Raises: SettingsError: it is missing, or neither a
+    path, a hub id nor a pair (model, tokenizer). ModelError: there is no model at the path.
     """
     if source is MISSING:
         raise SettingsError(f"{role} is missing; give a path, a hub id or a pair (model, tokenizer)")
@@ -206,9 +204,8 @@ def _trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
 
 
 def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
-    """The kind of the trained drafter in a directory; None for a language model.
-
-    Raises: ModelError: it cannot be used. SettingsError: it is given options that only a language model has.
+    """The kind of the trained drafter in a directory; None for a language model. Raises: ModelError: it cannot be used.
+    SettingsError: it is given options that only a language model has.
     """
     if (kind := trained_drafter_at(directory)) is None:
         return None
@@ -277,10 +274,8 @@ def layer_evaluation_by_environment() -> LayerEvaluation | None:
 
 
 async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
-    """Load a model on a worker's thread.
-
-    Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model. SettingsError:
-    `OUTRIDER_LAYER_EVALUATION` is not one of its values.
+    """Load a model on a worker's thread. Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is
+    no language model. SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
     """
     layer_evaluation = layer_evaluation_by_environment()
     named, read = f"{role} {name_of(source)!r}", None

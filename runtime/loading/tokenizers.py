@@ -41,8 +41,8 @@ def check_template_args(args: Any) -> None:
 def copy_of(
     tokenizer: TokenizerWrapper | None, chat_template_args: Mapping[str, Any] = MappingProxyType({})
 ) -> TokenizerWrapper | None:
-    """A private copy of a tokenizer, which several threads may use at once to encode and decode; the original if it
-    cannot be copied. Takes a second if the vocabulary is large.
+    """A private copy of a tokenizer, which several threads may use at once; the original if it cannot be copied. Takes
+    a second if the vocabulary is large.
 
     Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes. All uses
     of the copy want the same, so its state is never set. Its chat template gets the `chat_template_args`.

@@ -25,10 +25,9 @@ def vocabulary_map(
     target: TokenizerWrapper, target_size: int, draft: TokenizerWrapper, draft_size: int
 ) -> VocabularyMap | None:
     """How a draft model reads its target's tokens; None if the vocabularies are the same. Sizes are widths of logits.
+    For the thread of the draft model, whose tokenizer is used. Takes a second for large vocabularies.
 
-    To be called in the thread of the draft model, whose tokenizer is used. Takes a second for large vocabularies.
-
-    Raises: VocabularyMismatchError: they differ and share no token, or a tokenizer does not tell its tokens' bytes.
+    Raises: VocabularyMismatchError: they share no token, or a tokenizer does not tell its tokens' bytes.
     """
     if (difference := _difference(target, draft)) is None:
         return None

@@ -105,9 +105,7 @@ def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Calla
 
 @contextmanager
 def breaking(group: RankGroup, doing: Callable[[], str]) -> Iterator[None]:
-    """Break the group if anything is raised inside, where this rank was `doing` something: it is out of step then.
-    Raises: RankError: why the group is broken.
-    """
+    """Break the group if anything is raised inside, where this rank was `doing` something: it is out of step then."""
     try:
         yield
     except RankError as error:

@@ -48,9 +48,7 @@ def check_sharded(source: Source) -> None:
 
 
 def check_drafter(draft: Source | None, target: Source | None = None) -> None:
-    """Raises: SettingsError: the passes of a draft model, for a target that is given or is open already, would need all
-    ranks, and only rank 0 drafts.
-    """
+    """Raises: SettingsError: a draft model's passes would need all ranks, and only rank 0 drafts."""
     if not isinstance(draft, tuple):
         return
     if is_sharded_in_place(draft[0]) or (isinstance(target, tuple) and draft[0] is target[0]):
@@ -83,9 +81,8 @@ def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
 
 
 async def load_target_onto(worker: Worker, source: Source, options: CacheOptions, group: RankGroup | None) -> Loaded:
-    """Load a target on a worker's thread: all of it, or rank 0's part while the other ranks load theirs.
-
-    Raises: ModelError: it cannot be loaded or sharded. RankError: another rank cannot, or has loaded another model.
+    """Load a target on a worker's thread: all of it, or rank 0's part while the other ranks load theirs. Raises:
+    ModelError: it cannot be loaded or sharded. RankError: another rank cannot, or has loaded another model.
     """
     if group is not None:
         group.send(OpenTarget(attrs.asdict(options), group.draft_rank))

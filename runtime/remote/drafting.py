@@ -35,10 +35,8 @@ OPTIONS = ("max_batch", "prefix_cache_bytes", "work_ahead")
 
 
 async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError]) -> LoadedElsewhere:
-    """Have the other end of a link load a drafter. That end speaks first, with a heartbeat.
-
-    Raises: SettingsError, ModelError, VocabularyMismatchError: it cannot. `lost`: the link is lost, or the other end
-    speaks another version. Cancellation: the link can no longer be used.
+    """Have the other end of a link load a drafter. That end speaks first, with a heartbeat. Raises: why it cannot; or
+    `lost`. Cancellation: the link can no longer be used.
     """
     news: list[tuple[float, DraftNews]] = []
     answer: DrafterLoaded | DrafterNotLoaded
@@ -69,10 +67,8 @@ async def draft_for(
     forwards_warnings: bool = False,
 ) -> None:
     """Load the drafter that a runtime at the other end of a link asks for, and draft until it closes the link.
-
-    Args:
-        sources: gives the target and the drafter of a request; None for one that is not known here.
-        forwards_warnings: whether the runtime logs this end's warnings.
+    `sources` gives the target and the drafter of a request, None for one that is not known here. With
+    `forwards_warnings`, the runtime logs this end's.
 
     Raises: ProtocolError: the other end has sent nonsense; and what `Link.receive` raises.
     """

@@ -1,9 +1,4 @@
-"""What later kinds add to DFlash's blocks.
-
-* DSpark: the logits of each position depend on the token before it (`MarkovHead`), and it estimates how likely a token
-  drafted at a position is accepted, whichever token that is (`AcceptanceHead`).
-* DFlash 2: each position proposes its likeliest tokens, and how well they follow the token before decides between them
-  (`CandidateSelector`); inputs and outputs of sublayers are mixed over neighbouring positions (`BlockConvolution`).
+"""What DSpark and DFlash 2 add to DFlash's blocks.
 
 Sources: Speculators (https://github.com/vllm-project/speculators, `models/dspark`) for DSpark, mlx-vlm
 (https://github.com/Blaizzy/mlx-vlm, `mlx_vlm/speculative/drafters`) for both.
@@ -73,7 +68,7 @@ class AcceptanceHead(Module):
 
 
 class CandidateSelector(Module):
-    """The selector of DFlash 2."""
+    """The selector of DFlash 2: decides between a position's likeliest tokens by how they follow the one before."""
 
     def __init__(self, rank: int, num_candidates: int, vocab_size: int, hidden_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -98,9 +98,7 @@ class DFlashConfig:
 
 
 def read_config(config: Mapping[str, Any]) -> DFlashConfig:
-    """The configuration from a drafter's `config.json`, in either form. Raises: ModelError: some is missing, or not
-    supported.
-    """
+    """The configuration from a drafter's `config.json`. Raises: ModelError: some is missing, or not supported."""
     of_speculators = "transformer_layer_config" in config
     kind = kind_of(config) or "DFlash"
     is_second = kind == "DFlash 2"
@@ -389,9 +387,7 @@ def _context(layer: Any, num_context: int) -> tuple[mx.array, mx.array]:
 
 
 class BlockSequence(ContextSequence):
-    """The pass over a block, whose anchor is the last token that the target has committed, drafts all tokens after a
-    text.
-    """
+    """The pass over a block, whose anchor is the last committed token, drafts all tokens after a text."""
 
     def __init__(self, reader: DFlashReader) -> None:
         super().__init__(reader)
@@ -444,9 +440,7 @@ class BlockSequence(ContextSequence):
 
 
 def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
-    """A drafter from its folder, and its `target_ids_of`. Raises: ModelError: a file is missing, damaged or does not
-    fit.
-    """
+    """A drafter from its folder, and its `target_ids_of`. Raises: ModelError: a file is missing or does not fit."""
     config = read_config(files.config)
     named = {name.removeprefix("model."): value for name, value in files.weights().items()}
     named = {

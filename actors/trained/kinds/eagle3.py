@@ -95,9 +95,7 @@ class Eagle3Config:
 
 
 def read_config(config: Mapping[str, Any]) -> Eagle3Config:
-    """The configuration from a drafter's `config.json`, in either form. Raises: ModelError: some is missing, or not
-    supported.
-    """
+    """The configuration from a drafter's `config.json`. Raises: ModelError: some is missing, or not supported."""
     speculators = "transformer_layer_config" in config
     layer = dict(config["transformer_layer_config"] if speculators else config)
     architecture = layer.get("model_type", "llama")
@@ -205,10 +203,9 @@ class Eagle3(Module):
         return [KVCache() for _ in self.layers]
 
     def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """Process positions after the cached ones: (B, W, hidden size) projected features, or the drafter's own hidden
-        states, and embeddings of the tokens one position further on.
-
-        Returns: hidden states of the same shape, for the next positions, and (B, W, draft_vocab_size) logits; lazy.
+        """Process positions after the cached ones: (B, W, hidden size) projected features or own hidden states, and
+        embeddings of the tokens one position further on. Returns: hidden states for the next positions, and (B, W,
+        draft_vocab_size) logits; lazy.
         """
         mask = create_attention_mask(embedded, cache[0])
 
@@ -247,9 +244,7 @@ class Eagle3Reader:
     """An EAGLE-3 drafter with its target's embedding and vocabulary; see `FeatureReader`."""
 
     def __init__(self, loaded: LoadedEagle3, embed: Layer | None = None, final_norm: Layer | None = None) -> None:
-        """`embed` is the target's, for a drafter without one; `final_norm`, for one that reads what the target's head
-        reads.
-        """
+        """`embed` is the target's, for a drafter without one; `final_norm`, for one that reads what the head reads."""
         own: Any = loaded.embedding
         if own is not None:
             # An index out of bounds would read other memory.

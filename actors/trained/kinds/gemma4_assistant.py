@@ -179,9 +179,9 @@ class Gemma4AssistantReader:
     def read(
         self, tokens: Sequence[int], begin: int, num_context: int, cache: list[Any], hidden: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Read tokens, each with the hidden state of a position. In the caches, which begin at position `begin`, the
-        last of these is position `num_context - 1`. For one token, `hidden` may be given instead: (1, target's hidden
-        size). Returns: as `Gemma4Assistant.__call__`.
+        """Read tokens, each with the hidden state of a position; the last of these is the last of the first
+        `num_context` in the caches, which begin at `begin`. For one token, `hidden` may be given instead: (1, target's
+        hidden size).
         """
         *contexts, states = cache
         if hidden is None:
@@ -234,9 +234,7 @@ class Gemma4AssistantSequence(ContextSequence):
 
 
 def load_gemma4_assistant(files: DrafterFiles) -> Gemma4Assistant:
-    """An assistant from its folder. Raises: ModelError: a file is missing or damaged, or does not fit the
-    configuration.
-    """
+    """An assistant from its folder. Raises: ModelError: a file is missing or damaged, or the weights do not fit."""
     config = read_config(files.config)
     head, unused = (_EMBEDDING, _HEAD) if config.ties_head else (_HEAD, _EMBEDDING)
     named = {name.removeprefix("model."): value for name, value in files.weights().items()}

@@ -178,9 +178,8 @@ class HeadSequence(TrainedSequence):
 
 
 def load_medusa(files: DrafterFiles) -> Medusa:
-    """Heads from a folder with `medusa_lm_head.safetensors` or `.pt`. The weights say how many there are: in some of
-    the authors' folders the configuration has a smaller number. Raises: ModelError: a file is missing, damaged or
-    unfit.
+    """Heads from their folder. The weights say how many there are: some of the authors' configurations have a smaller
+    number. Raises: ModelError: a file is missing or damaged, or does not fit.
     """
     found, config = _weights(files), files.config
     num_heads = 1 + max(int(key["head"]) for key in found)

@@ -53,9 +53,7 @@ def nearest_to(kind: str) -> str:
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """The kind of trained drafter that a config.json, with whatever values, describes, such as "EAGLE-3"; None for
-    none.
-    """
+    """The kind of trained drafter that a config.json, with whatever values, describes; None for none."""
     speculator = config.get("speculators_model_type")
     architectures = config.get("architectures")
     names = [config.get("model_type"), speculator, *(architectures if isinstance(architectures, list) else ())]

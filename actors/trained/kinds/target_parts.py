@@ -1,6 +1,4 @@
-"""Embedding, final norm and head of a target, wherever mlx-lm's classes keep them; and a drafter attached to its
-target.
-"""
+"""Embedding, final norm and head of a target, wherever mlx-lm's classes keep them; and an attached drafter."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def final_norm_of(target: Module, named: str) -> Layer:
 
 
 def head_of(target: Module, named: str) -> Layer:
-    """The head of a target: (…, hidden size) normalised hidden states to (…, V) logits. Raises: ModelError: none is
-    found.
-    """
+    """The head: (…, hidden size) normalised hidden states to (…, V) logits. Raises: ModelError: none can be used."""
     for holder in (target, target.get("language_model"), target.get("model")):
         for name in _HEADS:
             if holder is not None and isinstance(head := holder.get(name), Module):

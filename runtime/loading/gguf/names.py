@@ -41,11 +41,7 @@ def models_among(names: Iterable[str]) -> list[str]:
 
 
 def only_model(named: str, names: Iterable[str], *, prefix: str) -> str | None:
-    """The name of the only model among files; None if there is none.
-
-    Raises: ModelError: there are several. The message names the place, lists them, and names one by `prefix` and its
-    name.
-    """
+    """The only model among files; None if there is none. Raises: ModelError: there are several, listed."""
     found = models_among(names)
     if len(found) > 1:
         listed = ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")

@@ -34,7 +34,7 @@ _SPACE = "▁"
 
 def tokenizer_of(container: Container, options: Mapping[str, Any] | None = None) -> TokenizerWrapper:
     """The tokenizer of a model, made by mlx-lm's loader, which finds out how the template calls tools and thinks.
-    Raises: ModelError: it is of a kind that is not known, or damaged.
+    Raises: ModelError: it is of an unknown kind, or damaged.
     """
     vocabulary = _vocabulary(container)
     try:

@@ -40,17 +40,12 @@ def load_gguf(
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Module, TokenizerWrapper]:
-    """Load a GGUF model and its tokenizer, with the weights evaluated on the calling thread.
+    """Load a GGUF model, by the path of any part, and its tokenizer, with the weights evaluated on the calling thread.
 
     Blocks that MLX can express stay quantised; all others become floats, which `quantize` quantises. On the CPU all
     become float32 if that takes at most half of its memory: MLX multiplies quantised weights there as slowly as no BLAS
-    does, and each further token in a pass costs as much as the first.
-
-    Args:
-        path: the file, or any part of a split one.
-        adapter: the directory of an adapter to apply to the model.
-        model_config: values that replace those of the configuration, and two of its own: "dtype", that of the
-            activations; and "expand", whether all blocks become floats.
+    does, and each further token in a pass costs as much as the first. `model_config` replaces values of the
+    configuration; it may have "dtype", of the activations, and "expand", whether all blocks become floats.
 
     Raises: ModelError: the file is damaged, or has something that cannot be loaded; the message names it.
     """
