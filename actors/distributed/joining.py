@@ -71,7 +71,10 @@ def versions() -> dict[str, str]:
 
 def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> dict[int, Connection]:
     try:
-        listener = _listener(address)
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        # A name may have addresses of both families, and not every other rank may reach IPv6.
+        family, *_, where = min(found, key=lambda each: each[0] != socket.AF_INET)
+        listener = socket.create_server(where, family=family)
     except OSError as error:
         raise RankError(
             f"rank 0 cannot listen at {address.host}:{address.port} for the other ranks: {error.strerror}; set "
@@ -103,13 +106,6 @@ def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: floa
             connection.close()
         raise
     return connections
-
-
-def _listener(address: RankAddress) -> socket.socket:
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    # A name may have addresses of both families, and not every other rank may reach IPv6.
-    family, *_, where = min(found, key=lambda each: each[0] != socket.AF_INET)
-    return socket.create_server(where, family=family)
 
 
 def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, Connection], deadline: float) -> None:

@@ -423,21 +423,20 @@ class FollowingModel:
         Returns: why it is not a part for this model; None if it is.
         """
         try:
-            state = self._received_state(tokens) if kept is None else attrs.evolve(self._states[kept], tokens=tokens)
+            if kept is not None:
+                state = attrs.evolve(self._states[kept], tokens=tokens)
+            else:
+                record = receive_record(self._group)
+                saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
+                if saved != self._identity:
+                    raise MisfitError("its part is that of another rank, or of another model")
+                state = recall(record, tokens)
             with never_computed():
                 MLXSequence.put_state(sequence, state)
         except (MisfitError, RewindError) as error:
             return str(error)
         self._model.ledger.feed(sequence.number, tokens)
         return None
-
-    def _received_state(self, tokens: tuple[int, ...]) -> SequenceState:
-        """The part of a saved text that rank 0 sends to this rank. Raises: MisfitError: it is not one of this model."""
-        record = receive_record(self._group)
-        saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
-        if saved != self._identity:
-            raise MisfitError("its part is that of another rank, or of another model")
-        return recall(record, tokens)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

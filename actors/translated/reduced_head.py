@@ -44,8 +44,7 @@ def reduce_head(model: Module, tokenizer: TokenizerWrapper | None, num_tokens: i
         for part, value in layer.items():
             if isinstance(value, mx.array) and value.shape[0] == vocab_size:
                 head[part] = value[ids]
-        is_tied = isinstance(layer, _EMBEDDINGS)
-        setattr(parent, name, _TiedHead(layer, head, ids, vocab_size) if is_tied else _Head(head, ids, vocab_size))
+        setattr(parent, name, _Head(head, layer if isinstance(layer, _EMBEDDINGS) else None, ids, vocab_size))
         if _is_reduced(_logits(model), before, ids):
             mx.eval(model.parameters())
             return
@@ -54,31 +53,22 @@ def reduce_head(model: Module, tokenizer: TokenizerWrapper | None, num_tokens: i
 
 
 class _Head(Module):
-    def __init__(self, head: Module, ids: mx.array, vocab_size: int) -> None:
+    """A head for some tokens; a tied one is called to embed any token."""
+
+    def __init__(self, head: Module, embedding: Module | None, ids: mx.array, vocab_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.head = head
-        self._ids, self._vocab_size = ids, vocab_size
+        self.head, self._ids, self._vocab_size = head, ids, vocab_size
+        if embedding is not None:
+            self.embedding = embedding
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._widened(self.head(x))
-
-    def _widened(self, logits: mx.array) -> mx.array:
-        return widened(logits, self._ids, self._vocab_size)
-
-
-class _TiedHead(_Head):
-    """The embedding of all tokens, and the head, which has its weights, for some."""
-
-    def __init__(self, embedding: Module, head: Module, ids: mx.array, vocab_size: int) -> None:
-        super().__init__(head, ids, vocab_size)
-        self.embedding = embedding
-
-    def __call__(self, x: mx.array) -> mx.array:
+        if "embedding" not in self:
+            return widened(self.head(x), self._ids, self._vocab_size)
         embedded: mx.array = self.embedding(x)
         return embedded
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self._widened(self.head.as_linear(x))
+        return widened(self.head.as_linear(x), self._ids, self._vocab_size)
 
 
 def _logits(model: Module) -> mx.array:

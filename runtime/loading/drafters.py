@@ -138,7 +138,9 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     ]
     present = {suggestion.model for suggestion in found} | {os.fspath(target)}
     found += [suggestion for suggestion in known if suggestion.model not in present]
-    small = small_models(str(config.get("model_type")), _vocab_size(config), sizes)
+    inner = config.get("text_config")
+    vocab_size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    small = small_models(str(config.get("model_type")), vocab_size if isinstance(vocab_size, int) else 0, sizes)
     found += [each for each in small if each.model not in present and (each.num_bytes or 0) <= max_bytes]
     return tuple(found)
 
@@ -161,12 +163,6 @@ def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, 
         current = [revision for revision in repository.revisions if "main" in revision.refs]
         if repository.repo_type == "model" and current:
             yield repository.repo_id, current[0].snapshot_path.resolve()
-
-
-def _vocab_size(config: dict[str, Any]) -> int:
-    inner = config.get("text_config")
-    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
-    return size if isinstance(size, int) else 0
 
 
 def _shape(config: dict[str, Any]) -> tuple[int, int] | None:

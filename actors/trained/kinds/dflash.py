@@ -357,7 +357,11 @@ class DFlashReader(SharedPass[Anchor]):
         hidden = self._embed(mx.array(tokens)) * config.embedding_scale
         positions = [part.position for part in parts]
         for index, layer in enumerate(self._model.layers):
-            hidden = layer(hidden, positions, [_context(part.cache[index], part.num_context) for part in parts])
+            contexts = [
+                tuple(each[..., : part.num_context, :] for each in (part.cache[index].keys, part.cache[index].values))
+                for part in parts
+            ]
+            hidden = layer(hidden, positions, contexts)
         hidden = self._model.norm(hidden)[:, -config.num_foreseen :]
         logits = self._head(hidden) * config.logit_scale
         if config.logit_cap is not None:
@@ -380,10 +384,6 @@ class DFlashReader(SharedPass[Anchor]):
         logits, head = block.logits[:length], self._model.get("markov_head") or self._model.get("candidate_selector")
         given = logits[-num_rows:] if head is None else head(logits, block.hidden[:length], tokens, num_rows)
         return widened(given, self._target_ids, self.vocab_size)
-
-
-def _context(layer: Any, num_context: int) -> tuple[mx.array, mx.array]:
-    return layer.keys[..., :num_context, :], layer.values[..., :num_context, :]
 
 
 class BlockSequence(ContextSequence):

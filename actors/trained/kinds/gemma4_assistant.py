@@ -29,6 +29,7 @@ from mlx_lm.models import gemma4_text
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
+from actors.prefix_cache import common_length, pack
 from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import DrafterFiles, reading_config
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
@@ -215,16 +216,9 @@ class Gemma4AssistantSequence(ContextSequence):
             num_context = position - 1 + len(tokens) - self._begin
             return self._reader.read(tokens, self._begin, num_context, self._cache)[1]
         yield from ()
-        return self._logits_ahead(self._tokens[self._end : position + 1])
-
-    def _logits_ahead(self, tokens: Sequence[int]) -> mx.array:
-        """(1, V) logits after tokens from the first position without features on."""
-        num_known = 0
+        tokens = self._tokens[self._end : position + 1]
         # The last token is read again, for its logits.
-        for (known, _), token in zip(self._own, tokens[:-1], strict=False):
-            if known != token:
-                break
-            num_known += 1
+        num_known = common_length(pack(tokens[:-1]), pack([known for known, _ in self._own]))
         del self._own[num_known:]
         for token in tokens[num_known:]:
             hidden = self._own[-1][1] if self._own else None
