@@ -146,20 +146,18 @@ class ModulePass(SharedPass[ModulePart]):
         of_rows = self._of_rows({text: by_text[text] for text in rows}) if rows else {}
         return [of_rows[part.text] if part.text in of_rows else self.alone(part) for part in parts]
 
-    def _of_rows(self, parts: Mapping[ModuleText, ModulePart]) -> dict[ModuleText, tuple[mx.array, mx.array]]:
+    def _of_rows(self, parts: Mapping[Any, ModulePart]) -> dict[ModuleText, tuple[mx.array, mx.array]]:
         batch = self._pool.batch
-        widths: dict[object, int] = {text: len(part.tokens) for text, part in parts.items()}
-        width = max(widths.values())
-        any_hidden = next(iter(parts.values())).hidden
-        nothing = mx.zeros((width, any_hidden.shape[1]), any_hidden.dtype)
-        by_key: Mapping[Any, ModulePart] = parts
-        hidden = mx.stack([_padded(by_key[key].hidden, width) if key in by_key else nothing for key in batch.keys])
-        of_rows = [by_key[key].tokens if key in by_key else [] for key in batch.keys]
-        tokens = mx.array([row + [0] * (width - len(row)) for row in of_rows])
+        widths = {text: len(part.tokens) for text, part in parts.items()}
+        width, nothing = max(widths.values()), next(iter(parts.values())).hidden[:0]
+        of_rows = [parts.get(key) for key in batch.keys]
+        read = [(nothing, []) if part is None else (part.hidden, part.tokens) for part in of_rows]
+        hidden = mx.stack([mx.pad(states, [(0, width - states.shape[0]), (0, 0)]) for states, _ in read])
+        tokens = mx.array([ids + [0] * (width - len(ids)) for _, ids in read])
         given, logits = batch.run(widths, lambda caches: self.reader.read(hidden, tokens, caches))
         found = {}
-        for row, key in enumerate(batch.keys):
-            if (part := by_key.get(key)) is not None:
+        for row, part in enumerate(of_rows):
+            if part is not None:
                 part.text.count_row()
                 part.text.cut(part.text.length - part.num_masks)
                 found[part.text] = given[row, : len(part.tokens)], logits[row, : len(part.tokens)]
@@ -170,11 +168,6 @@ class ModulePass(SharedPass[ModulePart]):
 
     def abandon(self) -> None:
         self._pool.abandon()
-
-
-def _padded(hidden: mx.array, width: int) -> mx.array:
-    missing = width - hidden.shape[0]
-    return mx.pad(hidden, [(0, missing), (0, 0)]) if missing else hidden
 
 
 @attrs.frozen
@@ -303,10 +296,6 @@ class DepthSequence(TrainedSequence):
     def _num_known(self) -> int:
         return self._hidden[0].end
 
-    def _end(self, module: int) -> int:
-        """The position after the last one that a module has read."""
-        return self._begin + self._texts[module].length
-
     def _restart(self) -> None:
         self._begin = self._hidden[0].begin
         for text in self._texts:
@@ -354,7 +343,7 @@ class DepthSequence(TrainedSequence):
     def _advance(self, module: int, end: int, num_rows: int = 1) -> Reading[mx.array | None]:
         """Have a module read the positions before `end`. Returns: the last rows of logits; None if nothing was read."""
         rows: mx.array | None = None
-        while (begin := self._end(module)) < end:
+        while (begin := self._begin + self._texts[module].length) < end:
             if module > 0:
                 given_before = self._hidden[module]
                 if not given_before.pieces or begin < given_before.begin:
