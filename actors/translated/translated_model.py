@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from itertools import accumulate, chain
 from typing import cast
 
@@ -12,7 +11,7 @@ import attrs
 import mlx.core as mx
 
 from actors.mlx.model import MLXModel
-from actors.model import CachedSequence, Feed, ReusableSequence, RewindMode
+from actors.model import Feed, FeedsEach, ReusableSequence, RewindMode
 from protocol.errors import ModelError, RewindError
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 from protocol.vocabulary_map import VocabularyMap
@@ -23,25 +22,17 @@ _TOKENS_PER_TOKEN = 2  # a text has about as many tokens in either vocabulary, s
 TOKENS_FORESEEN = 4
 
 
-@attrs.frozen(eq=False)
 class TokenTables:
-    """The vocabulary map as arrays, evaluated."""
+    """A vocabulary map, and what it says as arrays, evaluated."""
 
-    own_ids: mx.array  # (n,) the model's own tokens that stand for one of the target's when they are proposed
-    proposed_ids: mx.array  # (n,) the target's tokens that they stand for
-    last_read: mx.array  # (V,) the model's own token that the target's is read as, or the last of them
-
-    @classmethod
-    def of(cls, vocabulary_map: VocabularyMap) -> TokenTables:
-        """The tables of a map."""
+    def __init__(self, vocabulary_map: VocabularyMap) -> None:
+        self.map = vocabulary_map
         proposed = {own: token for token, own in vocabulary_map.shared.items()} | dict(vocabulary_map.beginnings)
-        tables = cls(
-            mx.array(list(proposed)),
-            mx.array(list(proposed.values())),
-            mx.array([reading[-1] for reading in vocabulary_map.readings]),
-        )
-        mx.eval(tables.own_ids, tables.proposed_ids, tables.last_read)
-        return tables
+        # (n,) the model's own tokens that stand for one of the target's when they are proposed, and these.
+        self.own_ids, self.proposed_ids = mx.array([*proposed]), mx.array([*proposed.values()])
+        # (V,) the model's own token that the target's is read as, or the last of them.
+        self.last_read = mx.array([reading[-1] for reading in vocabulary_map.readings])
+        mx.eval(self.own_ids, self.proposed_ids, self.last_read)
 
     def translated(self, rows: mx.array) -> mx.array:
         """(n, own V) logits of the model's own tokens to (n, V) float32 ones of the target's; -inf for those it lacks.
@@ -69,14 +60,10 @@ class TranslatedSequence(ReusableSequence):
     has the same tokens of the model's own.
     """
 
-    def __init__(
-        self, own: ReusableSequence, vocabulary_map: VocabularyMap, tables: TokenTables, context_length: int | None
-    ) -> None:
+    def __init__(self, own: ReusableSequence, tables: TokenTables, context_length: int | None) -> None:
         """Make an empty sequence around an empty one of the model's; `context_length` is in the model's own tokens."""
         self.own = own  # the text in the model's own tokens
-        self._map = vocabulary_map
-        self._tables = tables
-        self._context_length = context_length
+        self._tables, self._context_length = tables, context_length
         # The length of the text in the model's own tokens, by its length in the target's; ascending.
         self._own_lengths = [0]
 
@@ -101,7 +88,7 @@ class TranslatedSequence(ReusableSequence):
         """What to feed the model for tokens after the cached ones; see `feed`."""
         self._follow_own()
         begin = self._own_lengths[-1]
-        readings = [self._map.read(token, is_first=begin == 0 and i == 0) for i, token in enumerate(tokens)]
+        readings = [self._tables.map.read(token, is_first=begin == 0 and i == 0) for i, token in enumerate(tokens)]
         ends = tuple(accumulate(map(len, readings), initial=begin))[1:]
         self._check_context(ends[-1])
         own_tokens = tuple(chain.from_iterable(readings))
@@ -196,12 +183,12 @@ class TranslatedSequence(ReusableSequence):
 
     def copy(self, length: int) -> TranslatedSequence:
         own = self.own.copy(self._own_lengths[length])
-        copy = TranslatedSequence(own, self._map, self._tables, self._context_length)
+        copy = TranslatedSequence(own, self._tables, self._context_length)
         copy._own_lengths = self._own_lengths[: length + 1]
         return copy
 
 
-class TranslatedModel:
+class TranslatedModel(FeedsEach):
     """A draft model on its thread, on which it must also be made. Its logits are a distribution over the target's
     tokens that both vocabularies have, from which drafts are drawn: acceptance rules stay exact.
     """
@@ -211,6 +198,7 @@ class TranslatedModel:
         self.vocabulary_map = vocabulary_map  # which tokens both have, and how the others are read
         self.vocab_size = len(vocabulary_map.readings)  # the target's; see `Model.vocab_size`
         self.module, self.num_bytes = model.module, model.num_bytes
+        self.evaluating_layers = model.evaluating_layers
         # In the model's own tokens, of which a text may have more than of the target's; its sequence checks that.
         self.context_length = model.context_length
         own = model.cache_size
@@ -220,11 +208,7 @@ class TranslatedModel:
             dense_slot_bytes=_TOKENS_PER_TOKEN * own.dense_slot_bytes,
             windows=tuple((most_slots, _TOKENS_PER_TOKEN * slot_bytes) for most_slots, slot_bytes in own.windows),
         )
-        self._tables = TokenTables.of(vocabulary_map)
-
-    def evaluating_layers(self) -> AbstractContextManager[None]:
-        """See `MLXModel.evaluating_layers`."""
-        return self._model.evaluating_layers()
+        self._tables = TokenTables(vocabulary_map)
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         sequences = [cast(TranslatedSequence, feed.sequence) for feed in feeds]
@@ -238,16 +222,8 @@ class TranslatedModel:
         return [each.take_rows(reading, rows) for each, reading, rows in read]
 
     @property
-    def widest_row(self) -> int:
+    def widest_row(self) -> int:  # type: ignore[override]
         return self._model.widest_row
-
-    def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """See `Model.read_together`. One after another: texts of another vocabulary differ in length."""
-        for sequence, read in zip(sequences, tokens, strict=True):
-            sequence.feed(read, 0)
-
-    def feed_ahead(self, sequences: Sequence[CachedSequence], tokens: mx.array) -> mx.array:
-        return mx.concatenate([sequence.feed_lazy(tokens[i : i + 1]) for i, sequence in enumerate(sequences)])
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
         return self._model.sharing_obstacle(rewinds_passes=rewinds_passes)
@@ -257,4 +233,4 @@ class TranslatedModel:
 
     def open_sequence(self, *, beside_another: bool) -> TranslatedSequence:
         own = self._model.open_sequence(beside_another=beside_another)
-        return TranslatedSequence(own, self.vocabulary_map, self._tables, self._model.context_length)
+        return TranslatedSequence(own, self._tables, self._model.context_length)

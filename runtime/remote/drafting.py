@@ -80,7 +80,7 @@ async def draft_for(
         nursery.start_soon(link.run)
         nursery.start_soon(end.beat)
         try:
-            load = await end.receive()
+            load = decode(await link.receive())
             if not isinstance(load, LoadDrafter):
                 raise ProtocolError(f"a drafter was to be loaded first, and {type(load).__name__} has come")
             end.wants_instants = load.traces
@@ -115,7 +115,7 @@ async def _load_and_draft(
         drafted = DraftedTarget(module, load.vocab_size, tokenizer, folder, record_features=lambda _: None)
         loaded = await load_draft_onto(worker, source, CacheOptions(**load.cache_options), drafted)
     except (OutriderError, KeyError, TypeError) as error:
-        end.answer(DrafterNotLoaded(type(error).__name__, str(error)))
+        end.link.send(encode(DrafterNotLoaded(type(error).__name__, str(error))))
         return
     try:
         await time_drafter((loaded.model, worker), end.prices)
@@ -123,7 +123,7 @@ async def _load_and_draft(
         logger.info("the draft model could not be timed: %s", error)  # its sessions will meet the same error
     # Without `evaluating_layers`: no other model computes in this process.
     layers = loaded.model.feature_layers if isinstance(loaded.model, TrainedDrafter) else None
-    end.answer(DrafterLoaded(loaded.model.vocab_size, loaded.model.context_length, layers))
+    end.link.send(encode(DrafterLoaded(loaded.model.vocab_size, loaded.model.context_length, layers)))
     await end.serve(
         loaded.model,
         worker,
@@ -142,4 +142,4 @@ class _Forwarding(logging.Handler):
         self._end = end
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._end.warn(record.getMessage())
+        self._end.warnings.append(record.getMessage())

@@ -110,12 +110,11 @@ class TranslatedScript(ScriptedModel):
 
     def __init__(self, script: Script, vocabulary_map: VocabularyMap, **changes: Any) -> None:
         super().__init__(script, vocab_size=len(vocabulary_map.readings), **changes)
-        self._map = vocabulary_map
-        self._tables = TokenTables.of(vocabulary_map)
+        self._tables = TokenTables(vocabulary_map)
 
     def open_sequence(self, *, beside_another: bool) -> Any:
         own = super().open_sequence(beside_another=beside_another)
-        return TranslatedSequence(own, self._map, self._tables, self.context_length)
+        return TranslatedSequence(own, self._tables, self.context_length)
 
 
 def own_texts(vocabulary_map: VocabularyMap, text: Sequence[int]) -> list[int]:
