@@ -12,7 +12,7 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.model import load
-from runtime.loading.gguf.names import is_gguf, only_model, parts_of
+from runtime.loading.gguf.names import in_repository, is_gguf, only_model, parts_of
 
 
 def read_model(
@@ -25,11 +25,7 @@ def read_model(
     name = str(path_or_hub_id)
     if is_gguf(name):
         file = Path(name).expanduser()
-        if not file.exists():
-            owner, _, rest = name.partition("/")
-            repository, _, inside = rest.partition("/")
-            file = _from_the_hub(f"{owner}/{repository}", inside, revision)
-        return _read_gguf(file, options)
+        return _read_gguf(file if file.exists() else _from_the_hub(*in_repository(name), revision), options)
     try:
         return load(name, revision=revision, is_lazy=is_lazy, **options)
     # mlx-lm finds no config.json, or no safetensors.

@@ -278,17 +278,13 @@ async def load_onto(worker: Worker, role: str, source: Source, options: CacheOpt
     no language model. SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
     """
     layer_evaluation = layer_evaluation_by_environment()
-    named, read = f"{role} {name_of(source)!r}", None
+    named = f"{role} {name_of(source)!r}"
     if isinstance(source, tuple):
-        built, tokenizer = source
         # On the caller's thread: a lazy array can only be evaluated on the thread that made it. The whole model, since
         # arrays that are no parameters (the frequencies of a scaled rotary embedding) may be lazy, too.
-        mx.eval(built)
-    else:
-        read = partial(read_model, str(source), **(_load_options(source) if isinstance(source, ModelSpec) else {}))
+        mx.eval(source[0])
     with load_errors(role, source):
-        if read is not None:
-            built, tokenizer = await worker.run(Job("load", read))
+        built, tokenizer = await worker.run(Job("load", partial(_read, source)))
         wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
         if isinstance(source, ModelSpec) and (num_tokens := source.draft_vocabulary) is not None:
             await worker.run(Job("load", partial(reduce_head, built, wrapper, num_tokens, named)))
@@ -310,17 +306,13 @@ def _advise_on_blas(module: Module) -> None:
 
 def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
     """Load a model and its tokenizer on this thread. Weights in files are read when they are first used."""
-    if isinstance(source, tuple):
-        built, tokenizer = source
-    else:
-        try:
-            options = _load_options(source) if isinstance(source, ModelSpec) else {}
-            built, tokenizer = read_model(str(source), is_lazy=True, **options)
-        except OutriderError:
-            raise
-        # mlx-lm raises errors of many kinds.
-        except Exception as error:
-            raise load_error("target", source, error) from error
+    try:
+        built, tokenizer = _read(source, is_lazy=True)
+    except OutriderError:
+        raise
+    # mlx-lm raises errors of many kinds.
+    except Exception as error:
+        raise load_error("target", source, error) from error
     return built, wrapped(tokenizer, f"target {name_of(source)!r}")
 
 
@@ -407,17 +399,22 @@ async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | No
         return await worker.run(Job("load", partial(_trained_drafter_on_the_hub, spec)))
 
 
-def _load_options(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of `read_model` beside the path."""
-    trust = {"trust_remote_code": True} if spec.trust_remote_code else {}
-    return {
-        "adapter": None if spec.adapter_path is None else Path(spec.adapter_path),
-        "quantize": spec.quantization,
-        "revision": spec.revision,
-        "tokenizer_config": {**trust, **spec.tokenizer_config},
-        "model_config": dict(spec.model_config),
+def _read(source: Source, *, is_lazy: bool = False) -> tuple[Module, Any]:
+    if isinstance(source, tuple):
+        return source
+    if not isinstance(source, ModelSpec):
+        return read_model(str(source), is_lazy=is_lazy)
+    trust = {"trust_remote_code": True} if source.trust_remote_code else {}
+    return read_model(
+        str(source),
+        is_lazy=is_lazy,
+        adapter=None if source.adapter_path is None else Path(source.adapter_path),
+        quantize=source.quantization,
+        revision=source.revision,
+        tokenizer_config={**trust, **source.tokenizer_config},
+        model_config=dict(source.model_config),
         **trust,
-    }
+    )
 
 
 async def _with_the_targets_tokens(worker: Worker, target: DraftedTarget, draft: Loaded) -> MLXModel | TranslatedModel:

@@ -61,21 +61,16 @@ def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
     """A function that loads this rank's part, to be called on the thread that will use it, once MLX's group is made."""
     if isinstance(source, tuple):
         mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
-    named = f"target {name_of(source)!r}"
 
     def read() -> Shard:
         assert group.mlx is not None
-        if isinstance(source, tuple):
-            built, tokenizer = source
-            return shard_in_place(built, wrapped(tokenizer, named), group.mlx)
-        if is_gguf(source):
-            built, tokenizer = read_lazily(source)
-            return shard_in_place(built, tokenizer, group.mlx)
+        if isinstance(source, tuple) or is_gguf(source):
+            return shard_in_place(*read_lazily(source), group.mlx)
         options: dict[str, Any] = {}
         if isinstance(source, ModelSpec):
             options = {"tokenizer_config": dict(source.tokenizer_config), "trust_remote_code": source.trust_remote_code}
         shard = load_shard(str(source), group.mlx, partial(folder_of, source), **options)
-        return attrs.evolve(shard, tokenizer=wrapped(shard.tokenizer, named))
+        return attrs.evolve(shard, tokenizer=wrapped(shard.tokenizer, f"target {name_of(source)!r}"))
 
     return read
 

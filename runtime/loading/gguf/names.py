@@ -20,6 +20,12 @@ def is_gguf(name: object) -> bool:
     return str(name).lower().endswith(SUFFIX)
 
 
+def in_repository(name: str) -> tuple[str, str]:
+    """The hub repository of a file "owner/name/file.gguf", and the file in it."""
+    owner, repository, file = [*name.split("/", 2), "", ""][:3]
+    return f"{owner}/{repository}", file
+
+
 def parts_of(name: str) -> list[str]:
     """The names of all files of a model, the first one first, by the name of one of them."""
     if (match := _PART.fullmatch(name)) is None:
