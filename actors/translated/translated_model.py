@@ -193,6 +193,8 @@ class TranslatedModel(FeedsEach):
     tokens that both vocabularies have, from which drafts are drawn: acceptance rules stay exact.
     """
 
+    records_features = False  # a draft model's are read by nobody
+
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
         self._model = model
         self.vocabulary_map = vocabulary_map  # which tokens both have, and how the others are read
