@@ -91,9 +91,7 @@ class Windows:
 
     def __init__(self, texts: Iterator[Text], tokenizer: Any, length: int) -> None:
         """Cut texts, with the end-of-text token between them, into windows of `length` tokens, >= 8. Whole texts are
-        held out if a category has at least `HELD_OUT_EVERY`, else windows without a category.
-
-        Raises: SettingsError: there is less than two windows of text.
+        held out if a category has `HELD_OUT_EVERY`, else windows. Raises: SettingsError: there is too little text.
         """
         end = getattr(tokenizer, "eos_token_id", None)
         ends = [] if end is None else [end]
@@ -143,9 +141,8 @@ class Windows:
         mx.eval(self.learnt)
 
     def batch(self, index: int, size: int, seed: int) -> mx.array:
-        """(size, length) windows: the `index`-th batch of an endless series, in which each epoch has its own order. It
-        depends on the arguments alone, so that training can continue. If there are fewer windows than `size`, a batch
-        has all.
+        """(size, length) windows, or all if they are fewer: the `index`-th batch of an endless series, in which each
+        epoch has its own order. It depends on the arguments alone, so that training can continue.
         """
         num_windows = self.learnt.shape[0]
         per_epoch = max(1, num_windows // size)

@@ -78,9 +78,8 @@ class HiddenStates:
     """The features and logits of a target for batches of windows. All methods run on one thread."""
 
     def __init__(self, target: Module, feature_layers: Sequence[int], files: StateFiles | None = None) -> None:
-        """Of layers as `FeatureRecorder` has them, ascending. Everything is computed each time without files, and if
-        the target does more with its last hidden state than its norm and head. Raises: ModelError: they cannot be
-        recorded.
+        """Of layers as `FeatureRecorder` has them, ascending. Without files, or if the target does more with its last
+        hidden state than norm and head, all is computed each time. Raises: ModelError: there are none.
         """
         self._target = target
         self._recorder = FeatureRecorder(target, feature_layers)

@@ -103,9 +103,8 @@ class Training:
         *,
         learning_rate: float = 1e-3,
     ) -> None:
-        """Begin, or continue after `restore`. The target of the `states` and the (vocab_size, hidden size) embedding
-        that the drafter reads do not change. `target_ids` has the target's id of each of the drafter's tokens; None for
-        the same.
+        """Begin, or continue after `restore`. The target and the (vocab_size, hidden size) embedding, which the drafter
+        reads, do not change. `target_ids` has the target's id of each of the drafter's tokens; None for the same.
         """
         self._states = states
         self.drafter = drafter
@@ -159,9 +158,7 @@ class Training:
         self.progress = attrs.evolve(self.progress, **grown)
 
     def draft(self, tokens: mx.array) -> list[Drafted]:
-        """Draft `NUM_STEPS` tokens at each position of some windows, (B, L). One that the drafter cannot propose is
-        rejected.
-        """
+        """Draft `NUM_STEPS` tokens at each position of windows, (B, L). What the drafter cannot propose is rejected."""
         began = time.monotonic()
         lesson = self._lesson(tokens, is_drafted_for=True)
         assert lesson.likeliest is not None

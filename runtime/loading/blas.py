@@ -38,9 +38,7 @@ _ALLOWED = f'"{OPENBLAS}", "{SYSTEM}" or the path of a library'
 
 
 def candidates(machine: str) -> tuple[str, ...]:
-    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first, by
-    `platform.machine()`.
-    """
+    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first, by machine."""
     triplet = f"/usr/lib/{machine}-linux-gnu"
     return (
         f"{triplet}/openblas-pthread/libopenblas.so.0",  # Debian, Ubuntu: libopenblas0-pthread
@@ -60,7 +58,7 @@ def choose(
     search: Callable[[str], str | None] = ctypes.util.find_library,
 ) -> str | None:
     """The library that "openblas", "system" (or ""), or a path stands for: a path, or a name that the linker knows;
-    None to keep MLX's own. `search` finds a library by its short name; called last, since it starts processes.
+    None to keep MLX's own. `search` is called last, since it starts processes.
 
     Raises: SettingsError: `wanted` is none of these, or there is no such library.
     """
@@ -105,10 +103,8 @@ _loaded = _LoadedBlas()
 
 
 def load_before_mlx(wanted: str) -> None:
-    """Load a BLAS, as `choose` finds it, so that MLX, which is imported later, uses it in this process; see
-    `shares_cores`.
-
-    Raises: SettingsError: this is not Linux, mlx or another BLAS was loaded before, or it is no such library.
+    """Load a BLAS, as `choose` finds it, so that MLX, which is imported later, uses it in this process. Raises:
+    SettingsError: this is not Linux, mlx or another BLAS was loaded before, or it is no such library.
     """
     if wanted not in ("", SYSTEM) and sys.platform != "linux":
         raise SettingsError(

@@ -17,9 +17,7 @@ _SYSCTL = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
 
 
 def use_device(device: str | None, option: str = "--device") -> None:
-    """Make "cpu" or "gpu" the default of MLX, and so of this process; None leaves it. Messages name the `option`.
-    Raises: SettingsError: the device is not available.
-    """
+    """Make "cpu" or "gpu" the default of MLX in this process; None leaves it. Raises: SettingsError: there is none."""
     if device is None:
         return
     import mlx.core as mx

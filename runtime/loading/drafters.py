@@ -1,6 +1,4 @@
-"""What can draft for a target: drafters in folders, then in the tables `known_drafters.json` and `small_models.json`.
-Does not use the network.
-"""
+"""What can draft for a target, without the network: in folders, then in tables of known drafters and small models."""
 
 from __future__ import annotations
 
@@ -243,9 +241,9 @@ def _model_name(model: str) -> str:
 
 
 def small_models(model_type: str, vocab_size: int, target_sizes: tuple[int, int] | None = None) -> Iterator[Suggestion]:
-    """The small models of a family whose vocabulary has `vocab_size` embedding rows, padding included; the smallest
-    first, none if the family is not in the table. Leaves out a copy of the target, by its numbers of layers and of
-    features. Their vocabularies are checked when they are opened.
+    """The small models of a family whose vocabulary has `vocab_size` embedding rows, padding included, the smallest
+    first, but for copies of the target, by its numbers of layers and of features. Vocabularies are checked when they
+    are opened.
     """
     for family in _table("small_models"):
         low, high = family["vocab_sizes"]

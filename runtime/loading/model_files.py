@@ -1,6 +1,4 @@
-"""The files of a model: where they are, what is wrong with them if the model cannot be loaded, and the sampling
-settings that its authors recommend.
-"""
+"""The files of a model: where they are, what is wrong with them, and the sampling settings that they recommend."""
 
 from __future__ import annotations
 

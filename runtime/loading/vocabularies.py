@@ -67,8 +67,8 @@ def _difference(target: TokenizerWrapper, draft: TokenizerWrapper) -> str | None
 
 
 def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
-    """The tokens of a tokenizer, for a model whose logits have a width of `size`; None if it does not tell their bytes:
-    it is not from the library `tokenizers`, or neither byte-level nor like SentencePiece.
+    """The tokens of a tokenizer, for logits of a width of `size`; None if it does not tell their bytes: it is not from
+    the library `tokenizers`, or neither byte-level nor like SentencePiece.
     """
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
@@ -105,9 +105,7 @@ def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
 
 
 def _spelling(decoder: dict[str, Any]) -> tuple[Callable[[str], bytes], bool] | None:
-    """What the name of a token spells, and whether some names stand for single bytes, by the description of a
-    tokenizer's decoder; None if it spells in another way.
-    """
+    """What names of tokens spell, and whether some stand for single bytes, by a decoder; None if it has another way."""
     parts = list(_parts(decoder))
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:

@@ -152,10 +152,7 @@ def architecture_of(container: Container) -> tuple[str, Architecture]:
 
 
 def config_of(container: Container) -> dict[str, Any]:
-    """The configuration of a model, as config.json would have it.
-
-    Raises: ModelError: its architecture is not known, or a value is missing or of another type.
-    """
+    """The configuration of a model, as config.json would have it. Raises: ModelError: it is not known, or damaged."""
     name, architecture = architecture_of(container)
     metadata = Metadata(container, name)
     embedding = container.tensors.get("token_embd.weight")
@@ -243,8 +240,6 @@ def is_on_cpu() -> bool:
 def dtype_of(container: Container, architecture: Architecture, wanted: Any) -> mx.Dtype:
     """The dtype of a model's activations and of all weights that are not packed: the `wanted` one by name; else float32
     on the CPU, which is slow in all others; else that of the file, but bfloat16 where float16 may overflow.
-
-    Raises: ModelError: another one is wanted.
     """
     if wanted is not None:
         if wanted not in _DTYPES:

@@ -58,9 +58,7 @@ class Container:
         return shown_path(str(self.path))
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a key, or a default; a whole number may stand for a float. Raises: ModelError: it is of another
-        type.
-        """
+        """The value of a key, or a default; an int may stand for a float. Raises: ModelError: it is of another type."""
         if (value := self.metadata.get(key)) is None:
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -71,9 +69,8 @@ class Container:
 
 
 def read(path: Path, *, with_tensors: bool = True) -> Container:
-    """Read the metadata of a GGUF model, and where its tensors are. `path` may be any part of a split model.
-
-    Raises: ModelError: a file is missing, not GGUF, cut off or damaged; the message names it, and the key or tensor.
+    """Read the metadata of a GGUF model, by any part of it, and where its tensors are. Raises: ModelError: a file is
+    missing, not GGUF, cut off or damaged; the message names it, and the key or tensor.
     """
     names = parts_of(path.name)
     first = _File(path.with_name(names[0])).read(with_tensors=with_tensors)

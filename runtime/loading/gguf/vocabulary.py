@@ -33,9 +33,7 @@ _SPACE = "▁"
 
 
 def tokenizer_of(container: Container, options: Mapping[str, Any] | None = None) -> TokenizerWrapper:
-    """The tokenizer of a model, made by mlx-lm's loader, which finds out how the template calls tools and thinks.
-    Raises: ModelError: it is of an unknown kind, or damaged.
-    """
+    """The tokenizer of a model, made by mlx-lm's loader. Raises: ModelError: it is of an unknown kind, or damaged."""
     vocabulary = _vocabulary(container)
     try:
         backend = _backend(container, vocabulary)
