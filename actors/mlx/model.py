@@ -310,7 +310,9 @@ def context_length_of(model: Module) -> int | None:
             break
     else:
         return None
-    if _scales_positions(model):
+    # mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base.
+    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
+    if not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes):
         lengths = [_scaled_length(each) for each in (given.get("rope_scaling"), given.get("rope_parameters"))]
         length = max(length, *lengths)
     return length
@@ -326,12 +328,6 @@ def _scaled_length(scaling: Any) -> int:
     is_scaled = (scaling.get("type") or scaling.get("rope_type")) != "default"
     is_given = isinstance(original, (int, float)) and isinstance(factor, (int, float))
     return int(original * factor) if is_scaled and is_given else 0  # type: ignore[operator]
-
-
-def _scales_positions(model: Module) -> bool:
-    """Whether mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base."""
-    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
-    return not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes)
 
 
 def _names(layers: Iterable[Any]) -> list[str]:
