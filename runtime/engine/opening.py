@@ -298,7 +298,7 @@ class _DraftLoader:
         Raises: as `load_draft_onto`, and RankError: the rank that drafts is lost.
         """
         if draft == AUTO_DRAFT:
-            return await load_auto_onto(stack, self.target, partial(self.load, group=group))
+            return await load_auto_onto(stack, self.target.folder, partial(self.load, group=group))
         if group is not None and group.drafter is not None:
             elsewhere = await load_elsewhere(group.drafter, self._asked(None, None), RankError)
         elif self.options.has_draft_process:
@@ -308,7 +308,7 @@ class _DraftLoader:
             link.max_silence_s = SILENCE_S
         else:
             worker = await stack.enter_async_context(ThreadWorker("draft", self.events, may_be_given_up=True))
-            drafter = (await load_draft_onto(worker, draft, self.caches, self.target)).model
+            drafter = (await load_draft_onto(worker, draft, self.caches, self.target.drafted)).model
             self._stop_recording_with(stack)
             _warn_if_too_large(self.target.model, drafter)
             stack.enter_context(drafter.evaluating_layers())
