@@ -427,7 +427,6 @@ async def running(
     Cancellation: as `open`.
     """
     events, prices, given = events or Events(), prices or Prices(), OpenOptions(**options)
-    assert given.max_streams != "auto", "decided by who knows the models"
     async with BackgroundNursery() as nursery:
         runtime: Runtime | None = None
 
@@ -486,19 +485,8 @@ async def running(
         if (store := target_actor.prefix_cache.store) is not None:
             nursery.start_soon(store.run)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(
-            target_actor,
-            drafter,
-            tokenizer,
-            events,
-            prices,
-            nursery,
-            given.max_streams,
-            None if given.memory_limit == "auto" else given.memory_limit,
-            tokenizer if shared_tokenizer is None else shared_tokenizer,
-            given.defaults,
-            reads_when_idle=given.idle_reading,
-        )
+        shared_tokenizer = tokenizer if shared_tokenizer is None else shared_tokenizer
+        runtime = Runtime(target_actor, drafter, tokenizer, shared_tokenizer, events, prices, nursery, given)
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
         # A cancellation from further out ends the actors at once, and the block maybe later.
         target_actor.when_over(end)

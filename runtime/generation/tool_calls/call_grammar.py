@@ -114,7 +114,7 @@ def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, i
         parameters["properties"] = properties = {}
     head = writer.text(layout.head.replace("{name}", function["name"]))
     tail = writer.text(layout.tail)
-    if layout.key is None:
+    if not layout.key:
         return writer.rule(f"{head} {writer.schema({'type': 'object'} if is_loose else parameters)} {tail}")
     required = parameters.get("required")
     required = set(required) if isinstance(required, list) else set()
@@ -125,7 +125,6 @@ def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, i
 
 
 def _argument(writer: _Writer, layout: CallLayout, key: str, parameters: Mapping[str, Any], *, is_loose: bool) -> str:
-    assert layout.key is not None
     definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     schema = parameters["properties"][key]
     types = argument_type(schema, parameters).types

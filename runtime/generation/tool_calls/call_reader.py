@@ -204,7 +204,7 @@ class CallReader:
     def _read_calls(self, layout: CallLayout, head: ParsedCall) -> Steps[None]:
         text = self._text
         while True:
-            is_given = layout.key is None
+            is_given = not layout.key
             if layout.is_object:
                 is_given = yield from self._read_object()
             elif is_given:
@@ -287,7 +287,7 @@ class CallReader:
             return ParsedCall("", "") if is_begun else None
         for head in (layout.head, *layout.other_heads):
             parts = yield from self._parts(head)
-            if parts is not None and layout.key is None:
+            if parts is not None and not layout.key:
                 yield from text.space()
                 parts = parts if (yield from text.peek()) == "{" else None
             if parts is not None:
@@ -304,7 +304,6 @@ class CallReader:
 
     def _goes_on(self, layout: CallLayout) -> Steps[bool]:
         """Whether an argument follows the head of a call, or the call's end, or the end of the answer."""
-        assert layout.key is not None
         text = self._text
         place, had_run_out = text.take(), text.has_run_out
         text.has_run_out = False
@@ -407,7 +406,6 @@ class CallReader:
         return arguments
 
     def _read_literals(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
-        assert layout.key is not None
         text = self._text
         self._has_begun = True
         reader = LiteralReader(text, "" if layout.values == "python" else layout.values)
@@ -424,7 +422,6 @@ class CallReader:
             yield from text.space()
 
     def _read_texts(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
-        assert layout.key is not None
         text = self._text
         while True:
             yield from text.space()
@@ -467,7 +464,6 @@ class CallReader:
         self, layout: CallLayout, tool: ToolArguments, values: dict[str, str], key: str, kind: ArgumentType
     ) -> Steps[str]:
         """The text of an argument, and its end marker."""
-        assert layout.key is not None
         text, end, opening = self._text, _stripped(layout.value_end), layout.key.partition("{")[0]
         place = text.take()
         yield from text.space()
@@ -528,7 +524,6 @@ class CallReader:
 
     def _may_lack_end(self, layout: CallLayout, tool: ToolArguments, value: str, known: Collection[str]) -> bool:
         """Whether an argument has begun in a string that may be another one of the call itself."""
-        assert layout.key is not None
         opening, _, rest = layout.key.partition("{key}")
         keys = {part.partition(rest[:1])[0] for part in value.split(opening)[1:]}
         return any(tool.may_have(each) for each in keys.difference(known))
@@ -570,7 +565,6 @@ class CallReader:
 
     def _ends_argument(self, layout: CallLayout) -> Steps[bool]:
         """Whether another argument follows, or the end of the call and of the block."""
-        assert layout.key is not None
         text = self._text
         place = text.take()
         yield from text.space()
