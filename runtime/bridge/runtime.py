@@ -63,7 +63,7 @@ class Conversation:
         self._caller = FunctionCaller(functions)
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._make = make
-        self._made: Call[TrioConversation] = portal.begin(make if conversation is None else lambda: conversation)
+        self._made = Call[TrioConversation](portal.thread, make if conversation is None else lambda: conversation)
         self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
 
     def __repr__(self) -> str:
@@ -151,7 +151,7 @@ class Conversation:
         """Forget everything but the system message. Raises: as `save`."""
         self._portal.thread.check_caller()
         self._check_idle("forget what was said")
-        self._made, self._last = self._portal.begin(self._make), None
+        self._made, self._last = Call(self._portal.thread, self._make), None
 
     async def made(self) -> None:
         """Wait until the conversation was made. Raises: what its chat template does not accept."""

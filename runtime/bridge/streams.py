@@ -40,7 +40,7 @@ class Handle(Generic[S]):
         """
         self._portal = portal
         self._in_use = threading.Lock()
-        self._begun: Call[S] = portal.begin(begin)
+        self._begun = Call[S](portal.thread, begin)
         self._is_closed = False
 
     def __del__(self) -> None:
@@ -86,6 +86,11 @@ class Handle(Generic[S]):
             self._is_closed = True
             self._post(lambda stream: stream.close())
 
+    async def _ask(self, ask: Callable[[S], Awaitable[T]]) -> T:
+        """The result of a coroutine of the stream, once that has begun."""
+        stream = await self._begun.result()
+        return await Call[T](self._portal.thread, lambda: ask(stream)).result()
+
     def _post(self, do: Callable[[S], None]) -> None:
         """Have `do` called with the stream, in trio's thread; not if it could not be begun."""
         begun = self._begun  # alone: nothing in trio's thread may refer to this handle
@@ -94,7 +99,7 @@ class Handle(Generic[S]):
             if begun.value is not None:
                 do(begun.value)
 
-        self._portal.post(do_if_begun)
+        self._portal.thread.run_soon(do_if_begun)
 
 
 class StreamState(ABC):
@@ -245,7 +250,7 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
 
     async def _receive_commits(self, stream: TrioTokenStream) -> None:
         try:
-            await self._portal.start(stream.receive_all).result()
+            await Call[None](self._portal.thread, stream.receive_all).result()
         except RuntimeClosedError:
             stream.receive_rest()
 
@@ -265,16 +270,8 @@ class Completions(Handle[TrioCompletions[C]], Generic[C]):
 
     def __await__(self) -> Generator[Any, None, list[C]]:
         """All completions, in the order of the prompts; see `runtime.Completions.__await__`."""
-        return self._receive(self._gather).__await__()
+        return self._receive(lambda: self._ask(lambda completions: completions.gather())).__await__()
 
     async def __anext__(self) -> tuple[int, C]:
         """The next finished completion, with the index of its prompt. Raises: as when awaited."""
-        return await self._receive(self._next)
-
-    async def _gather(self) -> list[C]:
-        completions = await self._begun.result()
-        return await self._portal.start(completions.gather).result()
-
-    async def _next(self) -> tuple[int, C]:
-        completions = await self._begun.result()
-        return await self._portal.start(completions.__anext__).result()
+        return await self._receive(lambda: self._ask(lambda completions: completions.__anext__()))

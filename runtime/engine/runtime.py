@@ -28,7 +28,7 @@ from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
 from runtime.engine.events import Events
 from runtime.engine.request_validation import RequestValidation
 from runtime.engine.sessions import Sessions
-from runtime.generation.conversation import Account, Conversation, Message, turn_settings
+from runtime.generation.conversation import Conversation, Message, turn_settings
 from runtime.generation.many_prompts import Completions, OnError, Prompts, check_arguments
 from runtime.generation.text import Detokenizer, Prompt, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
@@ -399,9 +399,9 @@ class Runtime:
         check_vocabulary_size(settings_from(keywords), self._target.model.vocab_size)
         return conversation
 
-    async def _save(self, path: SessionFile, account: Account) -> int:
+    async def _save(self, *arguments: Any) -> int:
         with self._sessions.while_open():
-            return await self._models().save(path, account)
+            return await self._models().save(*arguments)
 
     def _models(self) -> SessionSaver:
         # A drafter that has failed for good cannot be asked for anything. A draft model of another vocabulary reads the

@@ -29,16 +29,6 @@ Message = dict[str, Any]
 
 
 @attrs.frozen
-class Account:
-    """A snapshot of a conversation, to be saved; the models may have cached the beginning of its prompt."""
-
-    messages: list[Message]
-    prompt: Prompt
-    thinking: bool | None
-    settings: Settings
-
-
-@attrs.frozen
 class _State:
     """The messages before the last turn, without the system message, and that turn.
 
@@ -84,7 +74,7 @@ class Conversation:
         self,
         open_stream: Callable[..., TokenStream],
         expect: Callable[[Callable[[], Prompt]], None],
-        write: Callable[[SessionFile, Account], Awaitable[int]],
+        write: Callable[..., Awaitable[int]],
         tokenizer: TokenizerWrapper | None,
         *,
         system: str | None,
@@ -93,15 +83,11 @@ class Conversation:
         tools: Functions,
         past: Sequence[Message] = (),
     ) -> None:
-        """See `Runtime.conversation`.
+        """See `Runtime.conversation`; `past` are earlier messages, without the system message.
 
         Args:
             open_stream, expect: `Runtime.stream` and `Runtime.expect`.
-            write: saves the conversation to a file; returns the file's size in bytes.
-            tokenizer: the target's.
-            system, thinking, settings: as for `Runtime.conversation`.
-            tools: the functions that the model may call.
-            past: earlier messages, without the system message.
+            write: `SessionSaver.save`.
         """
         if tokenizer is None:
             raise PromptError(
@@ -126,7 +112,13 @@ class Conversation:
                 "mlx-lm knows no tool calls for this model's tokenizer; leave tools out, or take a model whose chat "
                 "template has tools"
             )
-        self._check_template()
+        if tokenizer.has_chat_template:
+            self._prompt([{"role": "user", "content": "?"}])  # raises what the template does not accept
+        if thinking is not None and not (tokenizer.has_chat_template and thinking_switch(tokenizer)):
+            raise SettingsError(
+                f"thinking={thinking} has no effect on this model: its tokenizer has no chat template with such a "
+                "switch; leave it out"
+            )
 
     def __repr__(self) -> str:
         return f"<outrider Conversation: {len(self.messages)} messages>"
@@ -254,7 +246,10 @@ class Conversation:
         Cancellation: leaves the old file, or, at the very last moment, the complete new one.
         """
         self._check_idle("save the conversation")
-        return await self._write(path, self._snapshot())
+        # Templates end a prompt where an answer begins, so the prompt of the next turn needs some user's message.
+        next_message = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
+        prompt = self._prompt([*self._so_far(), *next_message])
+        return await self._write(path, self.messages, prompt, self._thinking, settings_from(self._settings))
 
     def reset(self) -> None:
         """Forget all messages but the system message. Raises: ConversationBusyError: as `save`."""
@@ -294,12 +289,6 @@ class Conversation:
         reply = reply_message(turn.answer, turn.parts, has_template=self._tokenizer.has_chat_template)
         return [*state.past, *turn.said, reply]
 
-    def _snapshot(self) -> Account:
-        # Templates end a prompt where an answer begins, so the prompt of the next turn needs some user's message.
-        next_message = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
-        prompt = self._prompt([*self._so_far(), *next_message])
-        return Account(self.messages, prompt, self._thinking, settings_from(self._settings))
-
     def _prompt(self, messages: list[Message]) -> Prompt:
         messages = [*self._system, *messages]
         if not self._tokenizer.has_chat_template:
@@ -315,16 +304,6 @@ class Conversation:
     def _next_turn(self) -> Prompt:
         """What the prompt of the next turn will begin with."""
         return begun_turn([*self._system, *self._so_far()], self._tokenizer, **self._switches())
-
-    def _check_template(self) -> None:
-        has_template = self._tokenizer.has_chat_template
-        if has_template:
-            self._prompt([{"role": "user", "content": "?"}])
-        if self._thinking is not None and not (has_template and thinking_switch(self._tokenizer)):
-            raise SettingsError(
-                f"thinking={self._thinking} has no effect on this model: its tokenizer has no chat template with such "
-                "a switch; leave it out"
-            )
 
 
 def turn_settings(settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,31 +49,25 @@ _UNKNOWN = ToolArguments({})
 
 
 class CallReader:
-    """Reads blocks of calls, and gives its calls to `sink`, with the text before the cursor each time.
-
-    Attributes:
-        markers: with which a block may begin.
-        bare_markers: with which calls without a marker may begin, where an answer begins, or after a call.
-        end: with which it ends; "" if nothing marks its end.
-        is_in_call: whether the text so far has the head of a call that is not over.
-        num_retried: characters of the block that were read twice.
-    """
+    """Reads blocks of calls, and gives its calls to `sink`, with the text before the cursor each time."""
 
     def __init__(
         self, text: IncomingText, format: CallFormat, tools: Sequence[Mapping[str, Any]], sink: AnswerReader
     ) -> None:
-        self.is_in_call = self._has_begun = False
-        self.num_retried = 0
         self._text, self._format, self._tools, self._sink = text, format, tools, sink
         self._known = {tool["function"]["name"]: ToolArguments.of(tool["function"]) for tool in tools}
         self._objects = ObjectReader(text, self._known)
         self._layouts = () if format.layout is None else (format.layout, *format.layout.others)
         opening = "" if format.layout is None else format.layout.opening
         start = "" if format.bare == "always" else format.start
+        # With which a block may begin; and calls without a marker, where an answer begins or after a call.
         self.markers = tuple(dict.fromkeys(marker for marker in (start, opening) if marker))
         self.bare_markers = () if format.bare == "never" else ("{", "[", _FENCE)
+        self.end = format.end  # with which a block ends; "" if nothing marks its end
         # Of the block that is being read.
-        self.end = format.end
+        self.is_in_call = False  # whether the text so far has the head of a call that is not over
+        self.num_retried = 0  # characters that were read twice
+        self._has_begun = False
         self._calls: list[ParsedCall] = []  # complete, and not given yet
         self._is_bare = False  # whether it begins without its marker
         self._pairs_markers = True  # whether each argument that begins in a string also ends in it
@@ -166,10 +160,8 @@ class CallReader:
         is_list = yield from text.accept("[")
         is_next = True
         while is_next:
-            place = text.take()
-            if not (yield from self._objects.is_call_next()):
+            if not (yield from text.follows(self._objects.is_call_next())):
                 raise MalformedError
-            text.back(place)
             self.is_in_call = True
             yield from text.space()
             call = yield from self._objects.call()
@@ -179,8 +171,7 @@ class CallReader:
             yield from text.space()
             is_next = (yield from text.accept(",")) if is_list else is_fenced and (yield from text.peek()) == "{"
         if is_list:
-            if not (yield from text.accept("]")):
-                raise MalformedError
+            yield from text.expect("]")
             after = text.take()
         yield from text.space()
         if is_fenced:
@@ -280,11 +271,9 @@ class CallReader:
 
     def _head(self, layout: CallLayout, *, is_bare: bool) -> Steps[ParsedCall | None]:
         text = self._text
-        place = text.take()
         if layout.is_object:
-            is_begun = yield from self._objects.is_next()
-            text.back(place)
-            return ParsedCall("", "") if is_begun else None
+            return ParsedCall("", "") if (yield from text.follows(self._objects.is_next())) else None
+        place = text.take()
         for head in (layout.head, *layout.other_heads):
             parts = yield from self._parts(head)
             if parts is not None and not layout.key:
@@ -392,15 +381,15 @@ class CallReader:
             if whole and (yield from text.accept(whole)):
                 arguments = yield from self._objects.value()
                 yield from text.space()
-                if not (yield from text.accept(end)) or kind_of(arguments) != "object":
+                yield from text.expect(end)
+                if kind_of(arguments) != "object":
                     raise MalformedError
             else:
                 reader = self._read_texts if layout.values == "text" else self._read_literals
                 yield from reader(layout, tool, values)
                 arguments = json_object(values)
             yield from text.space()
-            if not (yield from text.accept(layout.tail.strip())):
-                raise MalformedError
+            yield from text.expect(layout.tail.strip())
         except MalformedError:
             self._fail(attrs.evolve(head, arguments=json_object(values)[:-1]))
         return arguments
@@ -417,8 +406,8 @@ class CallReader:
                 raise MalformedError
             values[key] = value
             yield from text.space()
-            if (yield from text.peek()) != layout.tail and not (yield from text.accept(",")):
-                raise MalformedError
+            if (yield from text.peek()) != layout.tail:
+                yield from text.expect(",")
             yield from text.space()
 
     def _read_texts(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
@@ -492,14 +481,12 @@ class CallReader:
             if found != end:
                 continue
             after = text.take()
-            yield from text.space()
-            following = yield from self._parts(layout.key)
-            text.back(after)
+            following = yield from text.follows(self._next_argument(layout))
             next_key = "" if following is None else following["key"]
             is_possible = next_key not in ("", *values, key) and tool.may_have(next_key)
             if num_open:
                 num_open -= 1
-                is_ambiguous |= is_possible or (yield from self._ends_before_call(layout))
+                is_ambiguous |= is_possible or (yield from text.follows(self._ends_before_call(layout)))
                 continue
             num_ends += 1
             if following is None:
@@ -563,14 +550,15 @@ class CallReader:
             text.at += len(found)
         return True
 
+    def _next_argument(self, layout: CallLayout) -> Steps[dict[str, str] | None]:
+        yield from self._text.space()
+        return (yield from self._parts(layout.key))
+
     def _ends_argument(self, layout: CallLayout) -> Steps[bool]:
         """Whether another argument follows, or the end of the call and of the block."""
         text = self._text
-        place = text.take()
-        yield from text.space()
-        if (yield from self._parts(layout.key)) is not None:
+        if (yield from text.follows(self._next_argument(layout))) is not None:
             return True
-        text.back(place)
         yield from text.space()
         if not (yield from text.accept(layout.tail.strip())):
             return False
@@ -582,18 +570,14 @@ class CallReader:
         return (yield from self._next_head(layout)) is not None
 
     def _ends_before_call(self, layout: CallLayout) -> Steps[bool]:
-        """Whether the end of the call follows, and another call of the block."""
-        text = self._text
-        place = text.take()
-        yield from text.space()
-        has_next = (yield from text.accept(layout.tail.strip())) and (yield from self._next_head(layout)) is not None
-        text.back(place)
-        return has_next
+        """Whether the end of the call comes next, and another call of the block."""
+        yield from self._text.space()
+        has_ended = yield from self._text.accept(layout.tail.strip())
+        return has_ended and (yield from self._next_head(layout)) is not None
 
 
-_TYPES_OF_TEXT = frozenset(("string",))
-_STRING = ArgumentType(_TYPES_OF_TEXT)
-_NO_STRING = ArgumentType(ANY.types - _TYPES_OF_TEXT)
+_STRING = ArgumentType(frozenset(("string",)))
+_NO_STRING = ArgumentType(ANY.types - _STRING.types)
 
 
 def _stripped(text: str) -> str:
