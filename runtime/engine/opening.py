@@ -411,20 +411,16 @@ async def running(
     chains: bool | None = None,
     **options: Unpack[OpenArguments],
 ) -> AsyncIterator[Runtime]:
-    """A runtime over loaded models and running workers.
+    """A runtime over loaded models and their workers, real or in simulated time, which the caller enters and leaves.
 
     Args:
-        target, draft: models and their workers, real or in simulated time, which the caller enters and leaves.
         shared_tokenizer: what `Runtime.tokenizer` returns; `tokenizer` if None.
-        events: where the workers announce their spans.
-        prices: what the models are known to cost; nothing if None.
+        events, prices: where the workers announce their spans, and what the models are known to cost.
         draft_resources: closed once the drafter is detached, or the runtime is left.
         load_draft: loads a drafter to attach; None if none can be attached.
         chains: see `DraftActor`.
         **options: those of `open` that are about streams, prefix caches and memory; `max_streams` is a number or None,
             and "auto" means no `memory_limit`.
-
-    Cancellation: as `open`.
     """
     events, prices, given = events or Events(), prices or Prices(), OpenOptions(**options)
     async with BackgroundNursery() as nursery:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
@@ -31,7 +32,6 @@ from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
-from runtime.engine.idle_reading import IdleReading
 from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
 from runtime.generation.answers.reasoning_limit import ReasoningLimit
@@ -39,6 +39,8 @@ from runtime.generation.reasoning import ReasoningTracker, reader_of
 from runtime.generation.text import GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
+
+logger = logging.getLogger("outrider")
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
@@ -49,6 +51,48 @@ NewReader = Callable[[ReasoningTracker], Reader | None]
 # The readers of answers whose streams are begun in this task, which tell the content, where stop strings are searched
 # for, from the rest. By default by the tokenizer's tags and the stream's tools; a server sets it for each request.
 NEW_READER: ContextVar[NewReader | None] = ContextVar("outrider_new_reader", default=None)
+
+
+@attrs.define(eq=False)
+class IdleReading:
+    """The prompts that are expected, and the task that reads them; see `runtime.open` about `idle_reading`.
+
+    It gives way to anything else: a stream that begins waits for the pass that runs, what was read by then is kept, and
+    what was expected is forgotten, since the stream may be what it was expected for.
+    """
+
+    _is_idle: Callable[[], bool]  # whether the models have nothing to do
+    _expected: list[Callable[[], Awaitable[object]]] = attrs.field(init=False, factory=list)
+    _scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
+    _wakeup: trio.Event = attrs.field(init=False, factory=trio.Event)
+
+    def expect(self, read: Callable[[], Awaitable[object]]) -> None:
+        """Call and await `read`, which reads a prompt and may be cancelled, once there is nothing else to do."""
+        self._expected.append(read)
+        self.look()
+
+    def look(self) -> None:
+        """Note that there may be nothing else to do."""
+        if self._expected:
+            self._wakeup.set()
+
+    def give_way(self) -> None:
+        """Note that there is something else to do. Never waits."""
+        self._expected.clear()
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Read what is expected, until cancelled."""
+        while True:
+            await self._wakeup.wait()
+            self._wakeup = trio.Event()
+            while self._expected and self._is_idle():
+                read = self._expected.pop()
+                with trio.CancelScope() as self._scope:
+                    try:
+                        await read()
+                    except Exception as error:  # of any kind: nobody has asked for it
+                        logger.debug("nothing was read ahead: %s", error)
 
 
 @attrs.define(eq=False)

@@ -22,8 +22,7 @@ from runtime.generation.text import Prompt, apply_chat_template, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.events import Answer, ToolCall
-from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, FunctionCaller, Functions
-from runtime.generation.tool_calls.messages import calls_without_results, reply_message
+from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, Functions
 
 Message = dict[str, Any]
 
@@ -105,8 +104,7 @@ class Conversation:
         self._thinking = thinking
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._state = _State([dict(message) for message in past])
-        self._caller = FunctionCaller(tools)
-        self._schemas = self._caller.functions.schemas
+        self._functions, self._schemas = tools, tools.schemas
         if self._schemas and (not tokenizer.has_chat_template or call_format(tokenizer) is None):
             raise PromptError(
                 "mlx-lm knows no tool calls for this model's tokenizer; leave tools out, or take a model whose chat "
@@ -158,7 +156,7 @@ class Conversation:
         """
         self._check_idle("call its tools")
         in_thread = partial(trio.to_thread.run_sync, abandon_on_cancel=True)
-        results = await self._caller.results(self.pending_calls, in_thread)
+        results = await self._functions.results(self.pending_calls, in_thread)
         self.add_results(results)
         return bool(results)
 
@@ -269,7 +267,7 @@ class Conversation:
             system=system,
             thinking=self._thinking,
             settings=self._settings,
-            tools=self._caller.functions,
+            tools=self._functions,
         )
 
     @property
@@ -279,15 +277,26 @@ class Conversation:
         return None if stream is None or stream.is_closed else stream
 
     def _check_idle(self, what: str) -> None:
-        self._caller.check_idle(what, self._answering is not None, "aclose()")
+        self._functions.check_idle(what, self._answering is not None, "aclose()")
 
     def _so_far(self) -> list[Message]:
         state = self._state
         turn = state.turn
         if turn is None or turn.answer.num_tokens == 0:
             return state.past
-        reply = reply_message(turn.answer, turn.parts, has_template=self._tokenizer.has_chat_template)
-        return [*state.past, *turn.said, reply]
+        return [*state.past, *turn.said, self._reply(turn)]
+
+    def _reply(self, turn: _Turn) -> Message:
+        if turn.parts is not None and turn.parts.calls:
+            return turn.parts.message
+        answer = turn.answer.remembered()
+        if not self._tokenizer.has_chat_template:
+            return {"role": "assistant", "content": answer.text}
+        if thinking := answer.thinking.strip():
+            # Templates write the line breaks around the reasoning themselves.
+            return {"role": "assistant", "content": answer.said.lstrip(), "reasoning_content": thinking}
+        # Empty reasoning leaves its line breaks behind.
+        return {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
 
     def _prompt(self, messages: list[Message]) -> Prompt:
         messages = [*self._system, *messages]
@@ -304,6 +313,13 @@ class Conversation:
     def _next_turn(self) -> Prompt:
         """What the prompt of the next turn will begin with."""
         return begun_turn([*self._system, *self._so_far()], self._tokenizer, **self._switches())
+
+
+def calls_without_results(messages: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls of the last message, if it is an answer that has some."""
+    last = messages[-1] if messages else {}
+    calls = last.get("tool_calls", ()) if last.get("role") == "assistant" else ()
+    return tuple(ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls)
 
 
 def turn_settings(settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from template_families import NEMO, TEMPLATES, templated
 
 import runtime
 from runtime.generation.chat_template import render_chat_template
-from runtime.generation.tool_calls.messages import for_template
+from runtime.generation.chat_template.rendering import for_template
 
 
 def system(text: str = "first") -> dict[str, Any]:

@@ -27,6 +27,14 @@ class MessageReader:
     """
 
     tells_reasoning = True
+    _unread = ""
+    _num_begun = 0  # its first characters that are the prompt's
+    _left_out = ""  # text that belongs to no part of the answer, for the source of the next event
+    _is_first_piece = False  # whether nothing was given of the message
+    _num_calls = _num_before_block = 0
+    _call: ToolCall | None = None
+    _call_source = ""
+    _block: AnswerReader | None = None
 
     def __init__(
         self,
@@ -36,34 +44,19 @@ class MessageReader:
         format: CallFormat | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Read one answer.
-
-        Args:
-            begun: the message that the prompt has begun: its text after `messages.start`.
-            format, tools: as for `AnswerReader`.
-        """
-        self._messages = messages
-        self._format = format
-        self._tools = tools
+        """Read one answer, of which the prompt has begun a message: its text after `messages.start`."""
+        self._messages, self._format, self._tools = messages, format, tools
         self._names = {tool["function"]["name"] for tool in tools} if format is not None else set()
         self._new_id = format.new_id if format is not None else str
         self._end = re.compile("|".join(map(re.escape, messages.ends)))
         self._deltas: list[Delta] = []
-        self._unread = ""
-        self._num_begun = 0
-        self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
         self._given: set[DeltaKind] = set()  # kinds of text that some message had
-        self._is_first_piece = False  # whether nothing was given of the message
-        self._num_calls = self._num_before_block = 0
-        self._call: ToolCall | None = None
-        self._call_source = ""
-        self._block: AnswerReader | None = None
         self._read: Callable[[], bool] = self._read_header
         self._give: Callable[[str], None] = self._give_content
         self.add(begun)
         self._left_out = ""
         self._given.clear()
-        self._num_begun = len(self._unread)  # its first characters, which are the prompt's
+        self._num_begun = len(self._unread)
 
     @property
     def marks(self) -> list[str]:

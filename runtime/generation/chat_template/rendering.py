@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +21,6 @@ from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, 
 from runtime.generation.chat_template.switches import with_known_effort, with_own_switch
 from runtime.generation.chat_template.tags import tags_of
 from runtime.generation.tool_calls.call_format import call_format, calls_as_json, written_calls, written_layout
-from runtime.generation.tool_calls.messages import for_template
 
 
 def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, /, **switches: Any) -> str:
@@ -80,6 +81,38 @@ def _needs(tokenizer: Any, *, has_tools: bool) -> Needs:
         write = calls_as_json if format is None or layout is None else partial(written_calls, format, layout)
         in_content = calls_in_content(write)
     return needs_of(partial(plain, tokenizer, {}), has_tools=has_tools, calls_in_content=in_content)
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A copy of messages as chat templates take them.
+
+    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has its function's name. Empty
+    lists of calls are left out, as some templates take any list for calls.
+    """
+    names: dict[Any, Any] = {}
+    given = [dict(message) for message in messages]
+    for message in given:
+        if isinstance(calls := message.get("tool_calls"), (list, tuple)):
+            message["tool_calls"] = [_call(call, names) for call in calls]
+            if not calls:
+                del message["tool_calls"]
+        id = message.get("tool_call_id")
+        if message.get("role") == "tool" and isinstance(id, str) and id in names:
+            message.setdefault("name", names[id])
+    return given
+
+
+def _call(call: Any, names: dict[Any, Any]) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(id := call.get("id"), str):
+        names[id] = function.get("name")
+    if isinstance(arguments := function.get("arguments"), str):
+        # A malformed call of the model's stays text.
+        with suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(arguments or "{}")
+    return {**call, "function": function}
 
 
 # --- answers that continue a message --------------------------------------------------------------

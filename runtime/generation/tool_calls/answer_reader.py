@@ -32,6 +32,15 @@ class AnswerReader:
 
     """
 
+    _num_calls = _num_long = 0  # calls, and texts above `_SHORT` that were none
+    _left_out = ""  # text that belongs to no part of the answer, for the source of the next event
+    _space = ""  # whitespace at the end of the text so far, which may be left out
+    _may_reason = True  # whether reasoning may begin here
+    _is_unclosed = False  # whether a call has ended the reasoning
+    _follows_call = False  # whether only whitespace has come since a call
+    _call: ToolCall | None = None  # whose arguments are given while they are written
+    _index = 0  # of that call
+
     def __init__(
         self,
         *,
@@ -59,18 +68,10 @@ class AnswerReader:
         self.marks = [mark for mark in (*self._tags, *dropped, *of_calls) if mark]  # all that it knows
         self._is_parallel = format is None or format.is_parallel
         self._new_id = new_id or (format.new_id if format is not None else str)
-        self._num_calls = self._num_long = 0  # calls, and texts above `_SHORT` that were none
         self._deltas: list[Delta] = []
         self.is_reasoning = is_thinking  # whether the text so far ends within the reasoning
-        self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
-        self._space = ""  # whitespace at the end of the text so far, which may be left out
         # Whether to keep leading whitespace: at the beginning of an answer, and after other text, but not after a tag.
         self._keeps_space = not is_thinking
-        self._may_reason = True  # whether reasoning may begin here
-        self._is_unclosed = False  # whether a call has ended the reasoning
-        self._follows_call = False  # whether only whitespace has come since a call
-        self._call: ToolCall | None = None  # whose arguments are given while they are written
-        self._index = 0  # of that call
         self._arguments: list[str] = []  # parts of its arguments
         self._given: list[str] = []  # and of the text of its events
         self._steps = self._read()

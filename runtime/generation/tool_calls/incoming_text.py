@@ -59,16 +59,8 @@ class _JsonValue:
     _is_in_string: bool = False
     _is_escaped: bool = False
 
-    def add(self, text: str, begin: int) -> tuple[int, bool]:
-        """Add the text from `begin` on; returns up to where it belongs to the value, and whether it breaks it there."""
-        for at in range(begin, len(text)):
-            if self.is_over:
-                return at, False
-            if not self._takes(text[at]):
-                return at, True
-        return len(text), False
-
-    def _takes(self, character: str) -> bool:
+    def takes(self, character: str) -> bool:
+        """Add the next character; False if it cannot follow."""
         if self._is_in_string:
             is_escaped, self._is_escaped = self._is_escaped, character == "\\" and not self._is_escaped
             self._is_in_string = is_escaped or character != '"'
@@ -229,7 +221,9 @@ class IncomingText:
         value, is_broken = _JsonValue(), False
         while not value.is_over and not is_broken and (yield from self.more()):
             begin = self.at
-            self.at, is_broken = value.add(self._window, begin)
+            while not value.is_over and not is_broken and self.at < len(self._window):
+                is_broken = not value.takes(self._window[self.at])
+                self.at += not is_broken
             if give is not None and self.at > begin:
                 give()
             else:
