@@ -163,9 +163,9 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
 
     def __del__(self) -> None:
         # A stream that could not be begun is closed.
-        is_dropped_unread = not self._is_closed and self._is_unread and self._is_open
+        was_open = not self._is_closed and self._begun.error is None and (self._stream is None or self._stream.is_open)
         super().__del__()
-        if is_dropped_unread:
+        if was_open and self._is_unread:
             warn_unread(self, self._portal.thread.how_to_close)
 
     async def __anext__(self) -> Token:
@@ -227,17 +227,16 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
     def _stream(self) -> TrioTokenStream | None:
         return self._begun.value
 
-    @property
-    def _is_open(self) -> bool:
-        return self._begun.error is None and (self._stream is None or self._stream.is_open)
-
     async def _next(self) -> Token | None:
         if self._stream is None:
             await self.opened()
         stream = self._stream
         assert stream is not None
         if stream.needs_commits and not self._is_closed:
-            await self._receive_commits(stream)
+            try:
+                await Call[None](self._portal.thread, stream.receive_all).result()
+            except RuntimeClosedError:
+                stream.receive_rest()
         else:
             # One pass of the loop for each token, even if several arrived at once.
             await self._portal.thread.pause()
@@ -247,12 +246,6 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
             if stream.is_closed or stream.finish_reason is not None:
                 self._close()
         return token
-
-    async def _receive_commits(self, stream: TrioTokenStream) -> None:
-        try:
-            await Call[None](self._portal.thread, stream.receive_all).result()
-        except RuntimeClosedError:
-            stream.receive_rest()
 
     def _close(self) -> None:
         if not self._is_closed and self._stream is not None:

@@ -296,8 +296,13 @@ class _Reader:
             yield chunk
 
     def _parsed(self, written: bytes | bytearray | str, what: str) -> Any:
+        def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            if len(table := dict(pairs)) != len(pairs):
+                raise ValueError("a name occurs twice")
+            return table
+
         try:
-            return json.loads(written, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+            return json.loads(written, object_pairs_hook=without_repetition, parse_constant=_no_constant)
         except (ValueError, RecursionError):  # UnicodeDecodeError among them
             self._damaged(f"{what} cannot be read as JSON")
 
@@ -308,13 +313,6 @@ class _Reader:
 
     def _damaged(self, why: str) -> NoReturn:
         raise SessionFileError(f"{named(self.path)} is damaged: {why}; use another copy of it, or save again")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return table
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -15,15 +15,10 @@ from runtime.generation.chat_template.tags import last_index, tags_of
 
 @attrs.frozen
 class AnswerStart:
-    """How a template begins an answer.
+    """How a template begins an answer."""
 
-    Attributes:
-        header: the text before the answer, up to its reasoning.
-        prompts: that text with what the template opens or closes for the answer, for each position of its switch.
-    """
-
-    header: str
-    prompts: tuple[str, ...]
+    header: str  # the text before the answer, up to its reasoning
+    prompts: tuple[str, ...]  # with what the template opens or closes for it, for each position of its switch
 
 
 @once_per_template

@@ -151,11 +151,7 @@ def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def calls_in_content(write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]) -> Repair:
-    """A repair that puts calls behind the content as the model writes them, for templates that write results alone.
-
-    Args:
-        write: returns the text of calls, each a function's name and its arguments.
-    """
+    """A repair that puts calls behind the content as the model writes them, for templates that write results alone."""
 
     @_on_each
     def with_calls_in_content(message: Message) -> Message:
@@ -315,10 +311,7 @@ def neighbours_joined(messages: Sequence[Message]) -> Sequence[Message]:
 
 @_on_messages
 def roles_alternating(messages: Sequence[Message]) -> Sequence[Message]:
-    """Put blank messages in, so that user and assistant alternate, beginning with the user.
-
-    Calls and results do not count.
-    """
+    """Put blank messages in, so that user and assistant alternate, the user first; calls and results do not count."""
     changed: list[Message] = []
     expected = "user"
     for message in messages:

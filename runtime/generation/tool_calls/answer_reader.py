@@ -29,7 +29,6 @@ class AnswerReader:
     marker of calls counts if a call follows, in the reasoning too, which it ends; else it is a word. Calls are given as
     they are written if the format writes arguments as JSON, otherwise whole at the end of their block. A malformed call
     is content. Whitespace before a call, between calls and after the last one is not content.
-
     """
 
     _num_calls = _num_long = 0  # calls, and texts above `_SHORT` that were none

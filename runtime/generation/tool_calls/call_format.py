@@ -40,30 +40,21 @@ class CallLayout:
 
     A reader takes any white space where the layout has some, and at the ends of these texts. Only a newline beside an
     argument's value is exactly one, which may be missing: further white space belongs to the value.
-
-    Attributes:
-        head, tail: around the arguments.
-        key: before each argument; "" if the arguments are one JSON object.
-        values: how an argument is written: "json"; "text": a string as plain text up to `value_end`, anything else as
-            JSON; "python": as in Python; or a quotation mark: a string between two of these, anything else as JSON.
-        block: around the calls of a block.
-        between_calls: None if a model writes each call in a block of its own.
-        quotation: around a text that needs it.
-        whole_arguments: around all arguments as one JSON object, which may stand in place of them.
-        other_heads: which are read, and not written.
-        others: further layouts, which are read, and not written.
     """
 
-    head: str
-    tail: str
-    key: str = ""
+    head: str  # before and
+    tail: str  # after the arguments
+    key: str = ""  # before each argument; "" if the arguments are one JSON object
     value_end: str = ""
     between_arguments: str = ""
+    # How an argument is written: "json"; "text": a string as plain text up to `value_end`, anything else as JSON;
+    # "python": as in Python; or a quotation mark: a string between two of these, anything else as JSON.
     values: Literal["json", "text", "python"] | str = "json"
-    block: tuple[str, str] = ("", "")
-    between_calls: str | None = None
-    quotation: tuple[str, str] = ("", "")
-    whole_arguments: tuple[str, str] = ("", "")
+    block: tuple[str, str] = ("", "")  # around the calls of a block
+    between_calls: str | None = None  # None if a model writes each call in a block of its own
+    quotation: tuple[str, str] = ("", "")  # around a text that needs it
+    whole_arguments: tuple[str, str] = ("", "")  # around all arguments as one JSON object, which may stand for them
+    # Further heads and layouts, which are read, and not written.
     other_heads: tuple[str, ...] = ()
     others: tuple[CallLayout, ...] = ()
 
@@ -135,24 +126,17 @@ _HARMONY = CallLayout("{name} <|constrain|>json<|message|>", "")
 
 @attrs.frozen
 class CallFormat:
-    """The format of a model's calls.
+    """The format of a model's calls."""
 
-    Attributes:
-        name: of mlx-lm's parser: a module of `mlx_lm.tool_parsers`.
-        start, end: the markers around a block of calls; `end` is "" if the block ends with the answer.
-        layout: by which calls are read; None for a parser that is not known here, such as the user's own.
-        bare: whether calls are JSON objects without the markers, where an answer begins or after a call. "always": the
-            markers are ordinary text, for a grammar.
-        is_parallel: whether an answer may have several calls; those after the first are text if not.
-    """
-
-    name: str
-    start: str
-    end: str
-    layout: CallLayout | None
+    name: str  # of mlx-lm's parser: a module of `mlx_lm.tool_parsers`
+    start: str  # the markers around a block of calls
+    end: str  # "" if the block ends with the answer
+    layout: CallLayout | None  # by which calls are read; None for a parser that is not known here, as the user's own
     _parse: Callable[[str, Any], Any]
+    # Whether calls are JSON objects without the markers, where an answer begins or after a call. "always": the markers
+    # are ordinary text, for a grammar.
     bare: Literal["never", "sometimes", "always"] = "never"
-    is_parallel: bool = True
+    is_parallel: bool = True  # whether an answer may have several calls; those after the first are text if not
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall] | None:
         """The calls of a block without its markers, as the format's parser reads them: at least one. None if the text
