@@ -21,13 +21,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.server.admission import RequestAdmission
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
 from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelList, model_of, models_of
-from runtime.server.context import ServerContext
+from runtime.server.context import RequestAdmission, ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.fair_threads import Background, in_thread
 from runtime.server.limits import Limits
 from runtime.server.middleware import ClientPaths, CommonHeaders, Guard, host_error, key_error
 from runtime.server.models.pool import ModelPool
@@ -35,6 +33,7 @@ from runtime.server.models.reports import HealthReport, ModelDescription, ModelL
 from runtime.server.openai import api as openai_api
 from runtime.server.operations import COMMON_ERRORS, Operation, description
 from runtime.server.responses import api as responses_api
+from runtime.tracing.timeline import render, texts_of
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -69,26 +68,19 @@ class Service:
 
 @attrs.frozen
 class Application:
-    """An ASGI application, for a server on trio; made by `application`.
-
-    Attributes:
-        app: answers the requests.
-        admission: limits its requests. A server that is about to stop drains it, and `/health` says so.
-    """
+    """An ASGI application, for a server on trio; made by `application`."""
 
     app: ASGIApp
-    admission: RequestAdmission
+    admission: RequestAdmission  # a server that is about to stop drains it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
 
 
-def application(models: ModelPool, service: Service, *, background: Background = in_thread) -> Application:
-    """The ASGI application, for a server on trio.
-
-    Args:
-        background: runs long work, such as tokenising prompts and encoding responses, in threads.
-    """
+def application(
+    models: ModelPool, service: Service, *, background: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync
+) -> Application:
+    """The ASGI application. `background` runs long work, such as tokenising prompts, in threads."""
     admission = RequestAdmission(lambda: models.max_streams, service.limits.max_waiting, trio.current_time)
     context = ServerContext(models, service.limits, admission, background, service.is_strict)
     described = partial(
@@ -222,8 +214,10 @@ def _version(context: ServerContext, request: Request) -> Version:
 
 async def _timeline(context: ServerContext, request: Request) -> Response:
     for loaded in context.models.in_memory():
-        html = await loaded.timelines.page(request.path_params["id"], loaded.runtime.tokenizer, context.background)
-        if html is not None:
+        if (timeline := loaded.timelines.get(request.path_params["id"])) is not None:
+            events, num_lost = list(timeline.events), timeline.num_lost
+            texts = await texts_of(events, loaded.runtime.tokenizer)
+            html = await context.in_thread(partial(render, events, texts, num_lost=num_lost))
             headers = {"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"}
             return HTMLResponse(html, headers=headers)
     raise ErrorResponse(

@@ -13,8 +13,7 @@ from prometheus_client.registry import Collector
 
 from runtime.engine.runtime import Runtime
 from runtime.generation.token_stream import TokenStream
-from runtime.server.models.loaded_model import LoadedModel
-from runtime.server.models.pool import ModelPool
+from runtime.server.models.pool import LoadedModel, ModelPool
 from runtime.server.models.reports import ModelHealth, health_of
 
 # Upper bounds of the histograms' buckets, in seconds, about as far apart as a person notices.

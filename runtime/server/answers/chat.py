@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,6 @@ from pydantic import AliasChoices, Field
 from protocol.errors import SettingsError
 from runtime.generation.tool_calls.tools import Tools, tools_of
 from runtime.server.answers.body import Body, NoEffect, without_halves
-from runtime.server.answers.client_tools import callable_in_chat, check_choice
 from runtime.server.answers.content import Content, joined
 from runtime.server.answers.request import Chat, GenerationBody
 from runtime.server.errors import ErrorResponse, short_json
@@ -28,6 +28,11 @@ def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
     # JSON in a text, whose escapes those of the body do not include.
     whole = without_halves(arguments.encode()).decode() if "\\u" in arguments else arguments
     return {"id": id, **function_of(name=name, arguments=whole)}
+
+
+def custom_arguments(input: str) -> str:
+    """The arguments of a call of a custom tool."""
+    return json.dumps({"input": input}, ensure_ascii=False)
 
 
 class Thinking(Body):
@@ -189,3 +194,41 @@ def checked_tools(listed: Any, choice: Any, is_parallel: bool | None) -> Tools |
         return tools_of(offered, choice, is_parallel=is_parallel, allowed=allowed)
     except SettingsError as error:
         raise ErrorResponse(400, str(error), param="tools") from error
+
+
+def callable_in_chat(tool: Any) -> bool:
+    """Whether a tool of a chat is a function; one of no known form counts as a function, and is refused later."""
+    return not isinstance(tool, Mapping) or tool.get("type", "function") == "function"
+
+
+def label_of(tool: Any) -> str:
+    """The type of a tool that is left out, and its name where the type does not say it."""
+    type, name = _type_and_name(tool)
+    return f"{type}.{name}" if isinstance(name, str) and name not in str(type) else str(type)
+
+
+def check_choice(choice: Any, offered: Sequence[Any], left_out: Sequence[Any]) -> None:
+    """Check that the call for which a request asks can be written.
+
+    Args:
+        choice: "none", "auto", "required", or a tool's name or type.
+        offered, left_out: the tools of the request that the model may call, and the others.
+
+    Raises: ErrorResponse: it would be the call of a tool that is left out.
+    """
+    if choice in ("none", "auto") or any(choice in ("required", _type_and_name(tool)[1]) for tool in offered):
+        return
+    if asked := [tool for tool in left_out if choice == "required" or choice in _type_and_name(tool)]:
+        raise ErrorResponse(
+            400,
+            f"{', '.join(map(label_of, asked))[:200]} cannot be called here, and tool_choice asks for it: the model "
+            "calls functions, which the client runs; offer a function, or leave tool_choice out",
+            param="tool_choice",
+        )
+
+
+def _type_and_name(tool: Any) -> tuple[Any, Any]:
+    if not isinstance(tool, Mapping):
+        return tool.type, tool.name
+    inner = tool.get("function") or tool.get("custom")
+    return tool.get("type"), tool.get("name") or (inner.get("name") if isinstance(inner, Mapping) else None)

@@ -17,21 +17,19 @@ from typing_extensions import TypedDict
 
 from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.statistics import Statistics
+from runtime.engine.nursery import BackgroundNursery
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import NEW_READER
 from runtime.generation.tokens import Token
-from runtime.server.answers.api import BegunAnswer, Choice, Choices, Event, Serializer
-from runtime.server.answers.body import RequestBody
+from runtime.server.answers.api import BegunAnswer, Choice, Choices, Event, Serializer, end_without_token
+from runtime.server.answers.body import ClientGone, RequestBody, read_body
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.tokens import end_without_token
-from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
 from runtime.server.context import SHORT, ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
 from runtime.server.operations import COMMON_ERRORS, ErrorForm, Operation
-from runtime.server.timelines import Timeline
 
 Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
 """A request, and what makes the serializer of its response, or of one of its choices."""
@@ -85,6 +83,25 @@ def model_of(context: ServerContext, request: RequestBody | GenerationRequest) -
     return context.find_model(None if is_any else request.model, param="model")
 
 
+async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do some work for a client; cancel it when the client leaves, or its connection is closed as it does not read.
+
+    Raises: ClientGone: the client has left, and the work was cancelled; also what the work raises.
+    """
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        there.cancel()
+
+    with trio.CancelScope() as there:
+        async with BackgroundNursery() as nursery:
+            nursery.start_soon(listen)
+            await work()
+    if there.cancelled_caught:
+        raise ClientGone
+
+
 @attrs.frozen
 class TokenizerEndpoint(Generic[R]):
     """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body.
@@ -99,10 +116,7 @@ class TokenizerEndpoint(Generic[R]):
     _context: ServerContext
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected; nothing was sent.
-
-        Cancellation: as for `ServerContext.in_thread`.
-        """
+        """Raises: ErrorResponse: the request is rejected; nothing was sent."""
         with suppress(ClientGone):
             body = await read_request(self._context, self._parse, scope, receive)
             model_name = model_of(self._context, body)
@@ -111,9 +125,8 @@ class TokenizerEndpoint(Generic[R]):
     async def _respond(self, body: R, model_name: str, send: Send) -> None:
         try:
             async with self._context.models.use(model_name) as model:
-                runtime = model.runtime
                 # The JSON of a long result takes a while, too.
-                make = lambda: JSONResponse(self._result(body, runtime))  # noqa: E731
+                make = lambda: JSONResponse(self._result(body, model.runtime))  # noqa: E731
                 response = await self._context.in_thread(make, body.prompt_length)
         except OutriderError as error:
             raise error_response_of(error, body.prompt_field) from error
@@ -136,7 +149,9 @@ class Endpoint:
 
         Cancellation: ends the generation.
         """
-        context, outcome, client = self._context, RequestOutcome(), client_address(scope)
+        context, outcome = self._context, RequestOutcome()
+        # Behind a proxy that is not trusted, the proxy's address.
+        client, _ = scope.get("client") or ("", 0)
         try:
             request, make_serializer = await read_request(context, self._parse, scope, receive)
             outcome.model = model_of(context, request)
@@ -165,7 +180,6 @@ class Endpoint:
         outcome: RequestOutcome,
         send: Send,
     ) -> None:
-        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent."""
         assert outcome.model is not None
         send_answer = send_events if request.stream else send_whole
         try:
@@ -202,7 +216,7 @@ def _begun(
     before: Sequence[Choice],
 ) -> Choice:
     """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
-    model, stream = preparation.model, None
+    model, stream, watch = preparation.model, None, None
     if (read := prompt.read) is not None:
         statistics: Callable[[], Statistics] = lambda: read  # noqa: E731
     else:
@@ -210,11 +224,7 @@ def _begun(
         stream = model.runtime.stream(prompt.ids, prompt.settings_of_text(number))
         outcome.streams.append(stream)
         statistics = stream.statistics
-
-    def watch(id: str) -> Timeline:
-        assert stream is not None, "a request that watches its answer has one"
-        return model.timelines.watch(id, stream.session, stream.began)
-
+        watch = partial(model.timelines.watch, session=stream.session, began=stream.began)
     answer = BegunAnswer(
         preparation.request,
         model.name,
@@ -254,8 +264,6 @@ async def send_whole(
     """Send the response as one body, once all of its generations have ended.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
-
-    Cancellation: ends the streams; the body may have been sent in part.
     """
     tokens: defaultdict[int, list[Token]] = defaultdict(list)
     async with _tokens(choices, _MAX_BUFFERED) as (take, failures):
@@ -286,12 +294,7 @@ async def send_events(
 ) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
-    Args:
-        choices: its generations, the first of which have begun; their serializers make the events.
-
     Returns: the error of a generation, or None; the error was sent as the last event.
-
-    Cancellation: ends the streams; an event may have been sent in part.
     """
     written_at = trio.current_time()
 
@@ -362,16 +365,17 @@ async def _read_in_turn(
     with put:
         try:
             while index is not None:
-                if (stream := choices.begun[index].stream) is not None:
-                    try:
+                stream = choices.begun[index].stream
+                try:
+                    if stream is None:
+                        await put.send((index, end_without_token(None)))
+                    else:
                         async for token in stream:
                             await put.send((index, token))
-                    except RuntimeClosedError:
-                        if not choices.is_cancelled:
-                            raise
-                        await put.send((index, end_without_token(stream)))
-                else:
-                    await put.send((index, end_without_token(None)))
+                except RuntimeClosedError:
+                    if not choices.is_cancelled:
+                        raise
+                    await put.send((index, end_without_token(stream)))
                 index = await choices.begin_next()
         except OutriderError as error:
             failures.append(error)

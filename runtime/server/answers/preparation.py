@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import attrs
@@ -24,18 +23,18 @@ from runtime.generation.answers.message_reader import Reader
 from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
 from runtime.generation.grammar import Grammar
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
-from runtime.generation.text import Detokenizer, check_prompt_length
+from runtime.generation.text import check_prompt_length
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat, call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
 from runtime.generation.tool_calls.events import Answer, ToolCall
 from runtime.generation.tool_calls.tools import Tools, check_callable
+from runtime.server.answers.api import AnswerSplitter, Echo, make_echo
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.tokens import AnswerSplitter
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, short_json
-from runtime.server.models.loaded_model import LoadedModel, tokenizer_of
+from runtime.server.models.pool import LoadedModel, tokenizer_of
 
 # Most tokens that a response may name: those of all answers, and the likely others beside them. Each takes some 60
 # bytes of JSON, and several times that in memory.
@@ -418,32 +417,3 @@ def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
         return mx.where(mx.max(masked) == -mx.inf, logits, masked)
 
     return stateless(forbid)
-
-
-@attrs.frozen
-class Echo:
-    """A prompt as a response repeats it.
-
-    Attributes:
-        tokens: the text of each token, decoded alone.
-        offsets: where in `text` each token begins.
-    """
-
-    text: str
-    tokens: list[str]
-    offsets: list[int]
-
-
-def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrapper) -> Echo:
-    """The echo of a prompt; `prompt` is its text, or None if the request has token ids, which are decoded then."""
-    detokenizer, decoded, ends = Detokenizer(tokenizer), "", [0]
-    for id in ids:
-        decoded += detokenizer.add(id)
-        ends.append(len(decoded))
-    decoded += detokenizer.unread
-    text = decoded if prompt is None else prompt
-    # A tokenizer may put special tokens and a space in front, which the prompt's text does not have, or has in part.
-    num_added = max(0, len(decoded) - len(text))
-    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(decoded, text, strict=False)))
-    offsets = [max(0, end - num_added, min(end, num_same)) for end in ends[:-1]]
-    return Echo(text, [detokenizer.alone(id) for id in ids], offsets)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from runtime.server.answers.body import Body, BoundedList, NoEffect
-from runtime.server.answers.chat import ChatBody, Effort, call_of, function_of
-from runtime.server.answers.client_tools import anthropic_function, check_choice, label_of
+from runtime.server.answers.chat import ChatBody, Effort, call_of, check_choice, function_of, label_of
 from runtime.server.answers.content import (
     CachedBody,
     Content,
@@ -96,6 +95,46 @@ class OutputConfig(Body):
     effort: Effort | None = None
 
 
+def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    """The JSON schema of an object of some properties."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+_TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}
+
+
+def _edits(*further: str, inserted: str, **properties: Any) -> dict[str, Any]:
+    """The arguments of a tool that views and edits files, as Anthropic documents them."""
+    return _object(
+        ("command",),
+        command={"type": "string", "enum": ["view", "create", "str_replace", "insert", *further]},
+        path=_TEXT,
+        view_range={"type": "array", "items": _WHOLE},
+        file_text=_TEXT,
+        old_str=_TEXT,
+        new_str=_TEXT,
+        insert_line=_WHOLE,
+        **({} if inserted == "new_str" else {inserted: _TEXT}),
+        **properties,
+    )
+
+
+# Tools that the client runs, by the beginning of their type: what they do, and their arguments.
+_CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bash_": (
+        "Run a command in a bash session, which goes on from call to call. restart: true begins a new session.",
+        _object((), command=_TEXT, restart={"type": "boolean"}),
+    ),
+    "text_editor_2024": ("View, create and edit files.", _edits("undo_edit", inserted="new_str")),
+    "text_editor_20250124": ("View, create and edit files.", _edits("undo_edit", inserted="new_str")),
+    "text_editor_": ("View, create and edit files.", _edits(inserted="insert_text")),
+    "memory_": (
+        "View, create and edit the files of the memory, which are below /memories.",
+        _edits("delete", "rename", inserted="insert_text", old_path=_TEXT, new_path=_TEXT),
+    ),
+}
+
+
 class MessagesTool(CachedBody):
     """A tool that the client runs. Tools of other types, which Anthropic's service runs, are left out."""
 
@@ -109,10 +148,11 @@ class MessagesTool(CachedBody):
     def function(self) -> dict[str, Any] | None:
         """The tool as a function of a chat; None if it is left out."""
         description, parameters = self.description, self.input_schema
-        if (known := anthropic_function(self.type)) is not None and parameters is None:
-            description, parameters = known
-        elif parameters is None and self.type not in (None, "custom"):
-            return None
+        if parameters is None and self.type not in (None, "custom"):
+            known = (found for begin, found in _CLIENT_TOOLS.items() if (self.type or "").startswith(begin))
+            description, parameters = next(known, (None, None))
+            if parameters is None:
+                return None
         return function_of(name=self.name, description=description, parameters=parameters, strict=self.strict)
 
     def ignored_names(self) -> Iterator[tuple[str, bool]]:

@@ -13,8 +13,7 @@ from typing_extensions import TypedDict
 from protocol.statistics import Statistics
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Event, Serializer
-from runtime.server.answers.tokens import end_reason
+from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.reports import ModelDescription
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,6 @@ import trio
 
 from protocol.errors import OutriderError, SettingsError
 from runtime.server.errors import ErrorResponse
-from runtime.server.fair_threads import Background
 from runtime.server.grammars.checker import GrammarCheck, Outcome
 from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
 
@@ -73,13 +72,13 @@ class Schemas:
     of the check is kept, but not the grammar: grammars grow while they are used.
 
     Attributes:
-        tokenizer: the target's.
+        background: runs a function in a thread, as `trio.to_thread.run_sync`.
         timeout_s: seconds that a schema may wait for its turn, and then again seconds that its check may take.
     """
 
-    _tokenizer: Any
+    _tokenizer: Any  # the target's
     _check: GrammarCheck
-    _background: Background
+    _background: Callable[..., Awaitable[Any]]
     _timeout_s: float
     _any_object: Grammar | None = attrs.field(init=False, default=None)
     _turns: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MAX_COMPILING))
@@ -169,10 +168,10 @@ class Schemas:
 
         async with self._compiling_any_object:
             if self._any_object is None:
-                compile_grammar = partial(Grammar.from_json_schema, ANY_OBJECT, self._tokenizer)
-                self._any_object = await self._background(
-                    compile_grammar, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
-                )
+                make = partial(Grammar.from_json_schema, ANY_OBJECT, self._tokenizer)
+                limiter = trio.CapacityLimiter(1)
+                self._any_object = await self._background(make, abandon_on_cancel=True, limiter=limiter)
+        assert self._any_object is not None
         return self._any_object
 
     async def _grammar_in_turn(self, write: Callable[[], str], name: str, field: str, client: str) -> Grammar:
@@ -185,11 +184,12 @@ class Schemas:
                 waiting.deadline = math.inf
                 # Threads are not abandoned, so that they keep their slots: otherwise a client that asks and leaves
                 # again and again would occupy any number of threads.
-                grammar = await self._background(write, abandon_on_cancel=False, limiter=self._compiling)
+                run = partial(self._background, abandon_on_cancel=False, limiter=self._compiling)
+                grammar: str = await run(write)
                 await self._check_cost(grammar, name)
                 error = partial(ConstraintError, field=field)
-                compile_grammar = partial(Grammar, grammar, self._tokenizer, what=name, error=error)
-                return await self._background(compile_grammar, abandon_on_cancel=False, limiter=self._compiling)
+                compiled: Grammar = await run(partial(Grammar, grammar, self._tokenizer, what=name, error=error))
+                return compiled
         seconds = math.ceil(self._timeout_s)
         raise ErrorResponse(
             429,

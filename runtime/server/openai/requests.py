@@ -14,8 +14,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo
 
 from runtime.generation.text import Prompt
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import ChatBody, call_of
-from runtime.server.answers.client_tools import callable_in_chat, custom_arguments, label_of
+from runtime.server.answers.chat import ChatBody, call_of, callable_in_chat, custom_arguments, label_of
 from runtime.server.answers.content import Content, as_text_or_parts, check_asked, joined, line_of, reasoning_in
 from runtime.server.answers.request import (
     GenerationBody,

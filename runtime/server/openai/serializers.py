@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import secrets
 import time
 from abc import abstractmethod
@@ -16,10 +18,13 @@ from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Answer, Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer
-from runtime.server.answers.preparation import Echo
-from runtime.server.answers.tokens import (
+from runtime.server.answers.api import (
+    BegunAnswer,
+    Choice,
+    Echo,
     EndReason,
+    Event,
+    Serializer,
     TokenLogprob,
     end_reason,
     finite,
@@ -28,7 +33,6 @@ from runtime.server.answers.tokens import (
     tokens_among,
 )
 from runtime.server.errors import ErrorResponse
-from runtime.server.models.reports import fingerprint
 from runtime.server.openai.requests import OpenAIBody, StreamOptions
 from runtime.server.timelines import ModelActivity, Timeline
 
@@ -216,6 +220,12 @@ class ChatCompletion(_Response):
     prompt_logprobs: PromptLogprobs | None
 
 
+@functools.cache
+def _fingerprint() -> str:
+    """The server's version. The text of a seed may depend on it, as on the model."""
+    return f"outrider-{importlib.metadata.version('outrider')}"
+
+
 # The longest time between two chunks with speculation.
 INTERVAL_S = 0.25
 
@@ -275,7 +285,7 @@ class ChunkSerializer(Serializer):
         self._options = body.stream_options or StreamOptions()
         self._num_given = 0
         self._num_reasoning_tokens = 0
-        self._timeline = answer.watch(self.id) if self._options.include_speculation else None
+        self._timeline = answer.watch(self.id) if answer.watch and self._options.include_speculation else None
         if self._timeline is not None:
             self.interval_s = INTERVAL_S
 
@@ -362,7 +372,7 @@ class ChunkSerializer(Serializer):
             "object": kind or self.kind,
             "created": self._created,
             "model": self._answer.model,
-            "system_fingerprint": fingerprint(),
+            "system_fingerprint": _fingerprint(),
             "choices": choices,
         }
 

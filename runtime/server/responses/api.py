@@ -17,9 +17,11 @@ from runtime.server.responses.store import ResponseStore
 
 
 def _store(context: ServerContext) -> ResponseStore:
-    return context.kept(
-        ResponseStore, lambda limits: ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
+    limits = context.limits
+    store: ResponseStore = context.kept.setdefault(
+        ResponseStore, ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
     )
+    return store
 
 
 def _endpoint(context: ServerContext) -> Endpoint:

@@ -9,13 +9,19 @@ from typing import Any, Literal
 import attrs
 
 from runtime.generation.tool_calls.events import ToolCall
-from runtime.server.answers.chat import function_of
-from runtime.server.answers.client_tools import SHELL_ARGUMENTS, check_choice, custom_function, custom_input
+from runtime.server.answers.chat import check_choice, function_of
 
 # The types of tools that a model can call here, besides namespaces of these.
 CALLABLE = ("function", "custom", "local_shell")
 
-_SHELL = SHELL_ARGUMENTS["properties"]
+_TEXT = {"type": "string"}
+_SHELL_ARGUMENTS: dict[str, Any] = {
+    "command": {"type": "array", "items": _TEXT},
+    "working_directory": _TEXT,
+    "timeout_ms": {"type": "integer"},
+    "env": {"type": "object", "additionalProperties": _TEXT},
+    "user": _TEXT,
+}
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _MAX_NAME = 128
 
@@ -45,9 +51,12 @@ class OfferedTool:
         Returns: the first part of its id, and its fields. None if the arguments are not those of such an item.
         """
         if self.type == "custom":
-            named = {"type": "custom_tool_call", "call_id": call.id, **self.place}
-            return "ctc", {**named, "input": custom_input(call.arguments) if is_whole else ""}
-        known = {name: each for name, each in call.values.items() if name in _SHELL} if is_whole else {"command": []}
+            values = call.values if is_whole else {"input": ""}
+            is_text = values.keys() == {"input"} and isinstance(values["input"], str)
+            text = values["input"] if is_text else call.arguments  # all that the model wrote
+            return "ctc", {"type": "custom_tool_call", "call_id": call.id, **self.place, "input": text}
+        values = call.values if is_whole else {"command": []}
+        known = {name: each for name, each in values.items() if name in _SHELL_ARGUMENTS}
         command = known.get("command")
         if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
             return None
@@ -58,9 +67,9 @@ class OfferedTool:
 class OfferedTools:
     """The tools of a request that a model may call, by the names of their functions, and those that are left out."""
 
-    by_name: dict[str, OfferedTool] = attrs.field(factory=dict)
-    listed: Sequence[OfferedTool] = ()
-    left_out: Sequence[Any] = ()
+    by_name: dict[str, OfferedTool]
+    listed: Sequence[OfferedTool]
+    left_out: Sequence[Any]
 
     @classmethod
     def of(cls, tools: Iterable[Any]) -> OfferedTools:
@@ -75,7 +84,11 @@ class OfferedTools:
             name = tool.name or (tool.type if tool.type == "local_shell" else "")
             unique = name
             if namespace is not None:
-                unique = _unique(_full_name(name, namespace), names)
+                full, number = _full_name(name, namespace), 1
+                unique = full
+                while unique in names:
+                    number += 1
+                    unique = f"{full[: _MAX_NAME - 5]}_{number}"
                 names.add(unique)
             listed.append(OfferedTool(tool.type, name, namespace, _function(tool, unique)))
         return cls({tool.offered["function"].get("name"): tool for tool in listed}, listed, left_out)
@@ -136,22 +149,24 @@ def _flat(tools: Iterable[Any]) -> Iterator[tuple[str | None, Any]]:
 
 
 def _function(tool: Any, name: str) -> dict[str, Any]:
-    if tool.type == "custom":
-        return function_of(**custom_function(name, tool.description, tool.format))
+    description = tool.description
+    if tool.type == "function":
+        return function_of(name=name or None, description=description, parameters=tool.parameters, strict=tool.strict)
     if tool.type == "local_shell":
-        return function_of(name=name, description="Run a command on the user's machine.", parameters=SHELL_ARGUMENTS)
-    return function_of(name=name or None, description=tool.description, parameters=tool.parameters, strict=tool.strict)
+        required, properties = "command", _SHELL_ARGUMENTS
+        description = "Run a command on the user's machine."
+    else:
+        # The input is any text. A grammar for it is part of the description: a constrained call is a JSON object,
+        # which the grammar does not describe.
+        required, properties = "input", {"input": _TEXT}
+        match tool.format:
+            case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
+                rule = f"The input must match this grammar ({syntax}):\n{definition}"
+                description = f"{description}\n\n{rule}" if description else rule
+    schema = {"type": "object", "properties": properties, "required": [required], "additionalProperties": False}
+    return function_of(name=name, description=description, parameters=schema)
 
 
 def _full_name(name: str, namespace: str) -> str:
     joint = "" if not namespace or namespace.endswith("_") else "__"
     return _NO_NAME.sub("_", f"{namespace}{joint}{name}")[-_MAX_NAME:]
-
-
-def _unique(name: str, taken: set[Any]) -> str:
-    """The name, or the first one with a number behind it that is not taken."""
-    number, unique = 1, name
-    while unique in taken:
-        number += 1
-        unique = f"{name[: _MAX_NAME - 5]}_{number}"
-    return unique

@@ -10,8 +10,7 @@ import attrs
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack, parse_request
-from runtime.server.answers.chat import ChatBody, Effort, call_of
-from runtime.server.answers.client_tools import custom_arguments, label_of
+from runtime.server.answers.chat import ChatBody, Effort, call_of, custom_arguments, label_of
 from runtime.server.answers.content import (
     Content,
     Part,
