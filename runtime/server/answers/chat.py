@@ -94,11 +94,6 @@ class ChatBody(GenerationBody):
             given["thinking_budget"] = self.thinking.budget_tokens
         return given
 
-    @property
-    def predicted_text(self) -> str:
-        """The text that the answer may resemble; "" for none."""
-        return "" if self.prediction is None else joined(self.prediction.content)
-
     def chat_of(
         self,
         messages: Sequence[dict[str, Any]],
@@ -109,34 +104,41 @@ class ChatBody(GenerationBody):
         effort: str | None = None,
         may_continue: bool = True,
     ) -> Chat:
-        """The chat of some messages and tools.
+        """The chat of some messages and tools; for `tools`, `choice` and `is_parallel`, see `checked_tools`.
 
         Args:
-            tools, choice, is_parallel: see `checked_tools`.
             effort: instead of `reasoning_effort`, for APIs that have it in a form of their own.
             may_continue: whether the answer may continue a last message of the assistant's if no field says so.
 
         Raises: ErrorResponse: fields do not go together, or a tool is invalid.
         """
         last, effort = messages[-1], effort or self.reasoning_effort
-        if self.continue_final_message and (problem := self._problem_of_continuing(last)) is not None:
+        problem = None
+        if self.add_generation_prompt:
+            problem = "cannot go together with add_generation_prompt: true, which begins a new message"
+        elif last["role"] != "assistant":
+            problem = f"needs a last message of the assistant's, got one of {last['role']!r}"
+        elif last.get("tool_calls"):
+            problem = "cannot continue a message with calls, which is complete"
+        if self.continue_final_message and problem is not None:
             message = f"continue_final_message {problem}; leave it out"
             raise ErrorResponse(400, message, param="continue_final_message")
         continues = self.continue_final_message
-        if continues is None:
-            # The default is llama.cpp's.
-            is_open = may_continue and last["role"] == "assistant" and not last.get("tool_calls")
-            continues = is_open and not self.add_generation_prompt
-        reasoning_field = "thinking" if self.thinking is not None else "reasoning_effort" if effort == "none" else None
-        checked = checked_tools(tools, choice, is_parallel)
-        return Chat(messages, continues, self._variables(effort), reasoning_field, bool(tools), checked)
-
-    def _problem_of_continuing(self, last: Mapping[str, Any]) -> str | None:
-        if self.add_generation_prompt:
-            return "cannot go together with add_generation_prompt: true, which begins a new message"
-        if last["role"] != "assistant":
-            return f"needs a last message of the assistant's, got one of {last['role']!r}"
-        return "cannot continue a message with calls, which is complete" if last.get("tool_calls") else None
+        if continues is None:  # the default is llama.cpp's
+            continues = may_continue and problem is None
+        return Chat(
+            messages,
+            continues=continues,
+            variables=self._variables(effort),
+            reasoning_field="thinking"
+            if self.thinking is not None
+            else "reasoning_effort"
+            if effort == "none"
+            else None,
+            predicted_text="" if self.prediction is None else joined(self.prediction.content),
+            has_tools=bool(tools),
+            tools=checked_tools(tools, choice, is_parallel),
+        )
 
     def _variables(self, effort: str | None) -> dict[str, Any]:
         """The variables of the chat template."""

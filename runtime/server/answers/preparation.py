@@ -26,10 +26,10 @@ from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_o
 from runtime.generation.text import check_prompt_length
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.generation.tool_calls.call_format import CallFormat, call_format
+from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
 from runtime.generation.tool_calls.events import Answer, ToolCall
-from runtime.generation.tool_calls.tools import Tools, check_callable
+from runtime.generation.tool_calls.tools import check_callable
 from runtime.server.answers.api import AnswerSplitter, Echo, make_echo
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.context import ServerContext
@@ -49,19 +49,13 @@ _CHARACTERS_OF_KEY = 128
 
 @attrs.frozen
 class PreparedPrompt:
-    """One prompt of a request.
-
-    Attributes:
-        settings: of its generations, completed by the defaults.
-        echo, score: see `BegunAnswer`.
-        read: the statistics of reading it, if nothing is generated.
-    """
+    """One prompt of a request."""
 
     ids: tuple[int, ...]
-    settings: Settings
-    echo: Echo | None = None
-    score: Score | None = None
-    read: Statistics | None = None
+    settings: Settings  # of its generations, completed by the defaults
+    echo: Echo | None  # see `BegunAnswer`
+    score: Score | None  # likewise
+    read: Statistics | None  # of reading it, if nothing is generated
 
     def settings_of_text(self, number: int) -> Settings:
         """The settings of the answer with this number; answer 0 is the one that a request for a single answer gets."""
@@ -71,33 +65,23 @@ class PreparedPrompt:
 
 @attrs.frozen
 class _Encoded:
-    """What the tokenizer makes of a request.
+    """What the tokenizer makes of a request."""
 
-    Attributes:
-        prompts: at least one; a chat is one.
-        ends: tokens that end the answers besides the end of text, if the model fills in the middle.
-    """
-
-    prompts: Sequence[tuple[int, ...]]
+    prompts: Sequence[tuple[int, ...]]  # at least one; a chat is one
     logit_bias: dict[int, float]
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # tokens that end the answers besides the end of text, if the model fills in the middle
 
 
 class Preparation:
-    """Prepares the prompts of one request, and the readers of its answers.
-
-    Attributes:
-        client: the client's address; clients take turns at long prompts and at schemas.
-        tools: those that the model may call; None for none.
-    """
+    """Prepares the prompts of one request, and the readers of its answers."""
 
     def __init__(self, context: ServerContext, model: LoadedModel, request: GenerationRequest, client: str) -> None:
         self.model = model
         self.request = request
-        self.tools = None if request.chat is None else request.chat.tools
+        self.tools = None if request.chat is None else request.chat.tools  # those that the model may call
         self.tokenizer = tokenizer_of(model.runtime)
         self._context = context
-        self._client = client
+        self._client = client  # its address; clients take turns at schemas
 
     async def prompts(self) -> list[PreparedPrompt]:
         """The prompts, at least one, scored if the request asks for their log-probabilities.
@@ -117,11 +101,15 @@ class Preparation:
         prepared = []
         for index, ids in enumerate(encoded.prompts):
             await trio.lowlevel.checkpoint()
-            own = settings
+            own, echo = settings, None
             if self.request.min_tokens:
                 processor = min_tokens(len(ids) + self.request.min_tokens, ends)
                 own = attrs.evolve(settings, logits_processors=(*settings.logits_processors, processor))
-            echo, score = await self._echo(index, ids), await self._score(ids, settings)
+            if self.request.echoes:
+                text = self.request.texts[index]
+                make = partial(make_echo, text if isinstance(text, str) else None, ids, self.tokenizer)
+                echo = await self._context.in_thread(make, len(ids))
+            score = await self._score(ids, settings)
             read = await self._read(ids, settings) if max_tokens == 0 else None
             prepared.append(PreparedPrompt(ids, own, echo, score, read))
         return prepared
@@ -186,7 +174,12 @@ class Preparation:
         (prompt,) = encoded.prompts  # a chat has one
         if constraint is None and not tools.needs_grammar:
             return encoded, None
-        write = partial(self._call_grammar, tools, format, prompt)
+
+        def write(loose: Collection[str]) -> str:
+            answer = ReasoningTracker(self.tokenizer, prompt)
+            content = None if constraint is None or tools.must_call else constraint.schema
+            marks = marks_of(answer) if self._reasons(answer) else NO_REASONING
+            return call_grammar(tools, format, self.tokenizer, **marks, content=content, loose=loose)
 
         def write_one(name: str) -> str:
             return call_grammar(tools.alone(name), format, self.tokenizer)
@@ -194,12 +187,6 @@ class Preparation:
         may_be_loose = tools.not_strict
         grammar = await schemas.grammar_of_calls(write, self._client, may_be_loose=may_be_loose, write_one=write_one)
         return encoded, grammar
-
-    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], loose: Collection[str]) -> str:
-        constraint, answer = self.request.constraint, ReasoningTracker(self.tokenizer, prompt)
-        content = None if constraint is None or tools.must_call else constraint.schema
-        marks = marks_of(answer) if self._reasons(answer) else NO_REASONING
-        return call_grammar(tools, format, self.tokenizer, **marks, content=content, loose=loose)
 
     async def _encoded(self) -> _Encoded:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias)
@@ -247,9 +234,12 @@ class Preparation:
         settings["max_tokens"] = max_tokens or None
         if encoded.logit_bias:
             settings["logit_bias"] = encoded.logit_bias
-        if predicted := self.request.predicted_text:
-            encode_ahead = partial(encode_prediction, predicted, self.tokenizer)
-            settings["prediction"] = await self._context.in_thread(encode_ahead, len(predicted))
+        if self.request.chat is not None and (predicted := self.request.chat.predicted_text):
+            # Cut generously before: in text that is not code, a token has some five characters.
+            cut = predicted[: 16 * _MAX_PREDICTED_TOKENS]
+            encode = partial(self.tokenizer.encode, cut, add_special_tokens=False)
+            tokens = await self._context.in_thread(encode, len(predicted))
+            settings["prediction"] = tokens[:_MAX_PREDICTED_TOKENS]
         if grammar is not None:
             settings["logits_processors"] = [grammar]
         # Before any model work. This adds the server's defaults for what the request leaves out.
@@ -288,7 +278,11 @@ class Preparation:
         return max(1, left // (num_answers * request.num_named))
 
     def _num_named_of(self, prompts: Sequence[tuple[int, ...]]) -> int:
-        return self.request.num_named_with_prompt * sum(map(len, prompts))
+        """How many tokens a response names for the tokens of the prompts."""
+        request = self.request
+        each = request.num_named if request.echoes else 0
+        each += 0 if request.num_prompt_logprobs is None else 1 + request.num_prompt_logprobs
+        return each * sum(map(len, prompts))
 
     def _check_size(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> None:
         """Check how many tokens the response may name."""
@@ -314,15 +308,6 @@ class Preparation:
             return Counts(prompt_tokens=len(ids)).snapshot(estimates=runtime.estimates)
         return await runtime.warm(ids, settings)
 
-    # --- echo and score ---------------------------------------------------------------------------
-
-    async def _echo(self, index: int, ids: tuple[int, ...]) -> Echo | None:
-        if not self.request.echoes:
-            return None
-        prompt = self.request.texts[index]
-        make = partial(make_echo, prompt if isinstance(prompt, str) else None, ids, self.tokenizer)
-        return await self._context.in_thread(make, len(ids))
-
     async def _score(self, ids: tuple[int, ...], settings: Settings) -> Score | None:
         if (num_top := self.request.num_scored) is None or len(ids) == 1:
             return None
@@ -340,10 +325,13 @@ class Preparation:
 
 def encode_prompts(request: GenerationRequest, runtime: Runtime) -> list[tuple[int, ...]]:
     """The prompts of a request as token ids; a chat is one. Raises: PromptError: one cannot be encoded."""
-    tokenizer = tokenizer_of(runtime)
-    has_template = bool(tokenizer.has_chat_template)
-    prompts, variables = request.prompts(has_template=has_template), {}
-    if (chat := request.chat) is not None and has_template:
+    tokenizer, prompts, variables = tokenizer_of(runtime), request.texts, {}
+    if (chat := request.chat) is not None and not tokenizer.has_chat_template:
+        # One text, as a base model continues it.
+        prompts = ["".join(message["content"] for message in chat.messages)]
+    elif chat is not None:
+        *before, last = chat.messages
+        prompts = [[*before, {**last, "prefix": chat.continues}]]
         variables = _variables(request, tokenizer)
         if chat.reasoning_field is not None and lacks_switch(tokenizer):
             request.ignored.add(chat.reasoning_field)
@@ -369,13 +357,6 @@ def _variables(request: GenerationRequest, tokenizer: TokenizerWrapper) -> dict[
     if request.constraint is not None and not asks_for_reasoning(tokenizer, variables):
         variables["enable_thinking"] = False
     return variables
-
-
-def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """The token ids of a prediction, cut to the first 32,768."""
-    # Cut generously before: in text that is not code, a token has some five characters.
-    tokens: list[int] = tokenizer.encode(text[: 16 * _MAX_PREDICTED_TOKENS], add_special_tokens=False)
-    return tokens[:_MAX_PREDICTED_TOKENS]
 
 
 def _biases(by_key: Mapping[str, float], tokenizer: TokenizerWrapper) -> dict[int, float]:

@@ -203,7 +203,6 @@ class MessagesRequest(ChatBody, CachedBody):
             num_logprobs=None,
             stop=self.stop_sequences or None,
             max_tokens=self.max_tokens,
-            predicted_text=self.predicted_text,
         )
 
     def _tools(self) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None, bool | None]:

@@ -7,12 +7,11 @@ asks for something unsupported is an error.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from runtime.generation.text import Prompt
 from runtime.server.answers.body import Body, NoEffect, SentBack
 from runtime.server.answers.chat import ChatBody, call_of, callable_in_chat, custom_arguments, label_of
 from runtime.server.answers.content import Content, as_text_or_parts, check_asked, joined, line_of, reasoning_in
@@ -51,11 +50,6 @@ class StreamOptions(Body):
     include_obfuscation: NoEffect = None
     include_speculation: bool | None = None
 
-    @property
-    def gives_usage_in_each(self) -> bool:
-        """Whether each chunk has the usage so far."""
-        return bool(self.continuous_usage_stats) and self.include_usage is not False
-
 
 # The id of the one call of a message in the older form, which has no ids; the newer form needs one.
 _OLD_CALL_ID = "call_0"
@@ -82,11 +76,6 @@ class Message(Body):
     refusal: SentBack = None
     audio: SentBack = None
     annotations: SentBack = None
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether an answer may continue the message, if it is the last one and the assistant's."""
-        return self.prefix is not False and not self.tool_calls and not self.function_call
 
     @property
     def _other_calls(self) -> list[str]:
@@ -209,8 +198,8 @@ class ChatRequest(ChatBody, OpenAIBody):
         if self.top_logprobs and self.logprobs is None:
             raise _error("top_logprobs needs logprobs: true; add it or leave it out", "top_logprobs")
         is_newer = self.max_completion_tokens is not None
-        messages = [message.plain() for message in self.messages]
-        may_continue = self.messages[-1].may_go_on
+        messages, last = [message.plain() for message in self.messages], self.messages[-1]
+        may_continue = last.prefix is not False and not last.tool_calls and not last.function_call
         chat = self.chat_of(
             messages, self.tools or (), self.tool_choice, self.parallel_tool_calls, may_continue=may_continue
         )
@@ -220,7 +209,6 @@ class ChatRequest(ChatBody, OpenAIBody):
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             max_tokens=self.max_completion_tokens if is_newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if is_newer else "max_tokens",
-            predicted_text=self.predicted_text,
         )
 
 
@@ -238,18 +226,17 @@ class CompletionRequest(OpenAIBody):
     )
     logprobs: _NumTop | None = None
 
-    def generation(self, *, fills_in: bool = False) -> GenerationRequest:
-        """The request in the form of no API.
+    _no_suffix: ClassVar[str | None] = None  # what a missing or empty suffix stands for
 
-        Args:
-            fills_in: whether the answer is written in front of the suffix even if that is empty.
-
-        Raises: ErrorResponse: fields do not go together.
-        """
-        suffix = self.suffix or ("" if fills_in else None)
+    def generation(self) -> GenerationRequest:
+        """The request in the form of no API. Raises: ErrorResponse: fields do not go together."""
+        texts: Any = self.prompt
+        if not (isinstance(texts, list) and texts and isinstance(texts[0], (str, list))):
+            texts = [texts]
+        suffix = self.suffix or self._no_suffix
         request = self.openai_request(
             prompt_field="prompt",
-            texts=self._prompts,
+            texts=texts,
             suffix=suffix,
             echoes=bool(self.echo),
             num_logprobs=self.logprobs,
@@ -267,17 +254,13 @@ class CompletionRequest(OpenAIBody):
             raise _error("a suffix needs prompts that are texts, not token ids", "suffix")
         return request
 
-    @property
-    def _prompts(self) -> Sequence[Prompt]:
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], (str, list)):
-            return self.prompt
-        return [self.prompt]  # type: ignore[list-item]  # the check above has excluded lists of prompts
-
 
 class FimRequest(CompletionRequest):
     """The body of a request to `/v1/fim/completions`, in Mistral's form: fill in between `prompt` and `suffix`."""
 
     prompt: str
+    # The answer is written in front of the suffix even if that is empty.
+    _no_suffix: ClassVar[str | None] = ""
 
 
 def _error(message: str, param: str) -> ErrorResponse:

@@ -397,5 +397,4 @@ def _generation(request: ResponsesRequest, messages: list[dict[str, Any]], tools
         num_logprobs=(request.top_logprobs or 0) if request.has_logprobs else None,
         max_tokens=request.max_output_tokens,
         max_tokens_field="max_output_tokens",
-        predicted_text=request.predicted_text,
     )
