@@ -126,15 +126,12 @@ class ChatBody(GenerationBody):
         continues = self.continue_final_message
         if continues is None:  # the default is llama.cpp's
             continues = may_continue and problem is None
+        reasoning_field = "thinking" if self.thinking is not None else "reasoning_effort" if effort == "none" else None
         return Chat(
             messages,
             continues=continues,
             variables=self._variables(effort),
-            reasoning_field="thinking"
-            if self.thinking is not None
-            else "reasoning_effort"
-            if effort == "none"
-            else None,
+            reasoning_field=reasoning_field,
             predicted_text="" if self.prediction is None else joined(self.prediction.content),
             has_tools=bool(tools),
             tools=checked_tools(tools, choice, is_parallel),

@@ -61,7 +61,8 @@ _IN_OTHER_FORMS = ("max_tokens", "stop", "logit_bias", "logprobs")
 
 def _declared(name: str, hint: Any) -> tuple[Any, Any]:
     option, field = options_of(Settings)[name], attrs.fields_dict(Settings)[name]
-    low, high, *_ = *getattr(field.validator, "bounds", ()), None, None
+    bounds: tuple[Any, ...] = getattr(field.validator, "bounds", ())
+    low, high, *_ = *bounds, None, None
     low = -1 if name in _MINUS_ONE else low
     types: dict[Any, Any] = {
         int: Annotated[int, Field(ge=low, le=high)],
