@@ -50,20 +50,13 @@ _TIMELINE_POLICY = (
 
 @attrs.frozen
 class Service:
-    """Settings of a server: how much it serves, and to whom.
-
-    Attributes:
-        api_key: the key that requests must send, except for web pages and monitoring (`needs_key`); None for no key.
-        hosts: host names that requests may use, or ["*"] for any; see `host_error`.
-        origins: origins whose web pages may use the server although another host serves them (CORS).
-        is_strict: whether unsupported parts of a request are refused instead of ignored; see `ServerContext`.
-    """
+    """Settings of a server: how much it serves, and to whom."""
 
     limits: Limits = attrs.field(factory=Limits)
-    api_key: str | None = attrs.field(default=None, repr=False)
-    hosts: Sequence[str] = ("*",)
-    origins: Sequence[str] = ()
-    is_strict: bool = False
+    api_key: str | None = attrs.field(default=None, repr=False)  # see `key_error`
+    hosts: Sequence[str] = ("*",)  # see `host_error`
+    origins: Sequence[str] = ()  # of web pages that may use the server although another host serves them (CORS)
+    is_strict: bool = False  # see `ServerContext`
 
 
 @attrs.frozen
@@ -174,14 +167,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif path.startswith("/v1/v1/"):
         # From a client that adds /v1 by itself, as Anthropic's do.
         there = "leave /v1 out of the client's base URL"
-    allowed = (error.headers or {}).get("Allow", "another method")
-    messages = {
-        404: f"there is nothing at {path}; {there}",
-        405: f"{path} does not support {request.method}; use {allowed}",
-    }
-    if path.endswith("/embeddings"):
-        messages[404] = "there are no embeddings here: the served model generates text; ask an embedding model"
-    message = messages.get(error.status_code, error.detail)
+    message = error.detail
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{path} does not support {request.method}; use {allowed}"
+    elif error.status_code == 404:
+        message = f"there is nothing at {path}; {there}"
+        if path.endswith("/embeddings"):
+            message = "there are no embeddings here: the served model generates text; ask an embedding model"
     return _error_response(ErrorResponse(error.status_code, message, headers=error.headers), path)
 
 

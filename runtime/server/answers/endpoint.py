@@ -150,8 +150,7 @@ class Endpoint:
         Cancellation: ends the generation.
         """
         context, outcome = self._context, RequestOutcome()
-        # Behind a proxy that is not trusted, the proxy's address.
-        client, _ = scope.get("client") or ("", 0)
+        client, _ = scope["client"]  # behind a proxy that is not trusted, the proxy's address
         try:
             request, make_serializer = await read_request(context, self._parse, scope, receive)
             outcome.model = model_of(context, request)
