@@ -25,11 +25,18 @@ from protocol.errors import (
     RuntimeClosedError,
     SettingsError,
 )
-from runtime.server.grammars.constraint import ConstraintError
 
 
 class ModelLoadError(OutriderError):
     """A model cannot be loaded; the error of the load is the cause."""
+
+
+class ConstraintError(SettingsError):
+    """A constraint, in a `field` of a request, is invalid, or cannot be followed to its end."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ErrorDetail(TypedDict):

@@ -31,7 +31,7 @@ from runtime.server.answers.body import parse_request
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.errors import ErrorResponse
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
+from runtime.server.grammars.schemas import ANY_OBJECT, Constraint
 from runtime.server.limits import Limits
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
@@ -138,24 +137,16 @@ class Choices:
 
     Attributes:
         begins: functions that begin one choice each, given those before it; at least one. They may raise OutriderError.
-        max_at_once: how many may be at work or wait for the models, >= 1; None for all.
         is_cancelled: whether the response ends with what there is by now.
     """
 
     _begins: Iterator[Callable[[Sequence[Choice]], Choice]]
-    _max_at_once: int | None
     begun: list[Choice] = attrs.field(factory=list, init=False)
     is_cancelled: bool = attrs.field(default=False, init=False)
     _is_closed: bool = attrs.field(default=False, init=False)
 
-    async def begin_first(self) -> None:
-        """Begin the first `max_at_once` choices. Raises: OutriderError: one cannot begin."""
-        most = math.inf if self._max_at_once is None else self._max_at_once
-        while len(self.begun) < most and await self.begin_next() is not None:
-            pass
-
     async def begin_next(self) -> int | None:
-        """Begin the next choice, once another has ended. Returns its index; None if none is left. Raises: as above."""
+        """Begin the next choice. Returns its index; None if none is left. Raises: OutriderError: it cannot begin."""
         # Other tasks may run first: with a long prompt, beginning takes a while.
         await trio.lowlevel.checkpoint()
         if self._is_closed or (begin := next(self._begins, None)) is None:
@@ -178,30 +169,20 @@ class Choices:
 
 @attrs.frozen
 class BegunAnswer:
-    """A generation that has begun, as its serializer sees it.
-
-    Attributes:
-        watch: records the models' activity under the response's id from now on, and returns the record; None if
-            nothing is generated.
-        index: of this choice in the response.
-        counts_prompt: whether its usage includes the prompt's tokens, which count once for all choices of a prompt.
-        echo, score: the prompt, if the response repeats it, and the log-probabilities of its tokens, if it has them.
-        first: the serializer of the response's first choice; None if this is the first.
-        defaults: the model's settings, for requests that do not set them.
-    """
+    """A generation that has begun, as its serializer sees it."""
 
     request: GenerationRequest
     model: str
     tokenizer: TokenizerWrapper
     splitter: AnswerSplitter
-    watch: Callable[[str], Timeline] | None
+    watch: Callable[[str], Timeline] | None  # records the models' activity for the response of an id from now on
     prompt: Sequence[int] = ()
-    index: int = 0
-    counts_prompt: bool = True
-    echo: Echo | None = None
-    score: Score | None = None
-    first: Serializer | None = None
-    defaults: Mapping[str, Any] = attrs.field(factory=dict)
+    index: int = 0  # of this choice in the response
+    counts_prompt: bool = True  # whether its usage includes the prompt, which counts once for all choices
+    echo: Echo | None = None  # if the response repeats the prompt
+    score: Score | None = None  # of the prompt, if the response has its log-probabilities
+    first: Serializer | None = None  # that of the response's first choice; None if this is the first
+    defaults: Mapping[str, Any] = attrs.field(factory=dict)  # the model's settings
 
 
 # --- tokens ---------------------------------------------------------------------------------------

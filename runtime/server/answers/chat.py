@@ -154,11 +154,7 @@ class ChatBody(GenerationBody):
 
 
 def checked_tools(listed: Any, choice: Any, is_parallel: bool | None) -> Tools | None:
-    """The tools of a request; None where the model may call nothing.
-
-    Args:
-        listed, is_parallel: see `tools_of`.
-        choice: likewise, also as the type of an object, or a function or the allowed tools as an object.
+    """The tools of a request, as `tools_of`; `choice` may also be an object. None where the model may call nothing.
 
     Raises: ErrorResponse: a tool or the choice is invalid.
     """
@@ -211,7 +207,6 @@ def check_choice(choice: Any, offered: Sequence[Any], left_out: Sequence[Any]) -
 
     Args:
         choice: "none", "auto", "required", or a tool's name or type.
-        offered, left_out: the tools of the request that the model may call, and the others.
 
     Raises: ErrorResponse: it would be the call of a tool that is left out.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
@@ -53,12 +54,7 @@ R = TypeVar("R", bound=TextBody | GenerationRequest)
 
 
 async def read_request(context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive) -> B:
-    """The body of a request, parsed; in another thread if it is long.
-
-    Raises:
-        ErrorResponse: the request is rejected.
-        ClientGone: the client has left.
-    """
+    """The body of a request, parsed; in another thread if it is long. Raises: ErrorResponse or ClientGone."""
     # Before the body is read, so that a client need not send one that cannot be admitted.
     context.admission.check()
     limits = context.limits
@@ -71,23 +67,16 @@ async def read_request(context: ServerContext, parse: Callable[[bytes], B], scop
 
 
 def model_of(context: ServerContext, request: RequestBody | GenerationRequest) -> str:
-    """The name of a request's model.
-
-    A server of one model takes any name, as clients have their own, unless it is strict.
-
-    Raises: ErrorResponse: there is none of that name; or the server is strict, and the request has an unknown field.
-    """
+    """The name of a request's model. Raises: ErrorResponse: there is none, or a strict server refuses the request."""
     if context.is_strict:
         request.ignored.refuse()
+    # A server of one model takes any name, as clients have their own, unless it is strict.
     is_any = len(context.models.specs) == 1 and not context.is_strict
     return context.find_model(None if is_any else request.model, param="model")
 
 
 async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
-    """Do some work for a client; cancel it when the client leaves, or its connection is closed as it does not read.
-
-    Raises: ClientGone: the client has left, and the work was cancelled; also what the work raises.
-    """
+    """Do some work for a client; cancel it and raise ClientGone when the client leaves, or has not read for long."""
 
     async def listen() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -104,19 +93,13 @@ async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> 
 
 @attrs.frozen
 class TokenizerEndpoint(Generic[R]):
-    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body.
+    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body."""
 
-    Attributes:
-        parse: parses and validates a body; may raise ErrorResponse.
-        result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
-    """
-
-    _parse: Callable[[bytes], R]
-    _result: Callable[[R, Runtime], Mapping[str, Any]]
+    _parse: Callable[[bytes], R]  # may raise ErrorResponse
+    _result: Callable[[R, Runtime], Mapping[str, Any]]  # called in another thread; may raise it, or OutriderError
     _context: ServerContext
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected; nothing was sent."""
         with suppress(ClientGone):
             body = await read_request(self._context, self._parse, scope, receive)
             model_name = model_of(self._context, body)
@@ -135,20 +118,12 @@ class TokenizerEndpoint(Generic[R]):
 
 @attrs.frozen
 class Endpoint:
-    """An ASGI application that generates for one type of request.
-
-    Attributes:
-        parse: parses and validates a body, in another thread if it is long; may raise ErrorResponse.
-    """
+    """An ASGI application that generates for one type of request. A cancellation ends the generation."""
 
     _context: ServerContext
-    _parse: Callable[[bytes], Parsed]
+    _parse: Callable[[bytes], Parsed]  # called in another thread if the body is long; may raise ErrorResponse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
-
-        Cancellation: ends the generation.
-        """
         context, outcome = self._context, RequestOutcome()
         client, _ = scope["client"]  # behind a proxy that is not trusted, the proxy's address
         try:
@@ -189,8 +164,10 @@ class Endpoint:
                 outcome.num_texts = request.num_choices * sum(prompt.read is None for prompt in prompts)
                 begin = partial(_begun, preparation, make_serializer, outcome)
                 begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
-                with closing(Choices(begins, model.runtime.max_streams)) as choices:
-                    await choices.begin_first()
+                most = math.inf if model.runtime.max_streams is None else model.runtime.max_streams
+                with closing(Choices(begins)) as choices:
+                    while len(choices.begun) < most and await choices.begin_next() is not None:
+                        pass
                     id = choices.begun[0].serializer.id
                     self._context.running[id] = choices
                     try:
@@ -408,34 +385,27 @@ class EndedAnswer(TypedDict):
     status: Literal["cancelled", "in_progress"]
 
 
-def _running(context: ServerContext, id: str) -> Choices:
-    """The choices of an answer. Raises: ErrorResponse: none with this id is being generated."""
-    if id not in context.running:
+async def _end(context: ServerContext, request: Request, *, is_whole: bool) -> Response:
+    """End an answer, whole or just its reasoning. Raises: ErrorResponse: none with this id is being generated."""
+    id = request.path_params["id"]
+    if (choices := context.running.get(id)) is None:
         raise ErrorResponse(404, "there is no such answer, or it has ended by itself", param="id")
-    return context.running[id]
-
-
-async def _cancelled(context: ServerContext, request: Request) -> Response:
-    id = request.path_params["id"]
-    _running(context, id).cancel()
-    return JSONResponse(EndedAnswer(id=id, status="cancelled"))
-
-
-async def _thought(context: ServerContext, request: Request) -> Response:
-    id = request.path_params["id"]
-    for choice in _running(context, id).begun:
-        if choice.stream is not None:
-            choice.stream.end_thinking()
-    return JSONResponse(EndedAnswer(id=id, status="in_progress"))
+    if is_whole:
+        choices.cancel()
+    else:
+        for choice in choices.begun:
+            if choice.stream is not None:
+                choice.stream.end_thinking()
+    return JSONResponse(EndedAnswer(id=id, status="cancelled" if is_whole else "in_progress"))
 
 
 def endings(path: str, name: str, errors: ErrorForm = COMMON_ERRORS) -> tuple[Operation, ...]:
     """The operations that end answers to requests to a path, which are called `name`."""
 
-    def post(word: str, respond: Callable[..., Awaitable[Response]], summary: str) -> Operation:
+    def ending(word: str, summary: str) -> Operation:
         return Operation(
             f"{path}/{{id}}/{word}",
-            lambda context: partial(respond, context),
+            lambda context: partial(_end, context, is_whole=word == "cancel"),
             f"{word}_{name}",
             summary,
             EndedAnswer,
@@ -445,6 +415,6 @@ def endings(path: str, name: str, errors: ErrorForm = COMMON_ERRORS) -> tuple[Op
         )
 
     return (
-        post("cancel", _cancelled, f"End a {name} that is being generated, with what there is by now"),
-        post("end_thinking", _thought, f"End the reasoning of a {name} that is being generated"),
+        ending("cancel", f"End a {name} that is being generated, with what there is by now"),
+        ending("end_thinking", f"End the reasoning of a {name} that is being generated"),
     )

@@ -18,7 +18,7 @@ from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
 from runtime.server.answers.body import Body, IgnoredFields, NoEffect, RequestBody
 from runtime.server.errors import ErrorResponse
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Kind
+from runtime.server.grammars.schemas import ANY_OBJECT, Constraint, Kind
 
 Id = Annotated[int, Field(ge=0)]
 # Validation stops at the first invalid item: to report each of a million takes seconds.

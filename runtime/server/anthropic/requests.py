@@ -24,7 +24,7 @@ from runtime.server.answers.content import (
 )
 from runtime.server.answers.request import GenerationRequest, MaxTokens, Stops
 from runtime.server.errors import ErrorResponse
-from runtime.server.grammars.constraint import Constraint
+from runtime.server.grammars.schemas import Constraint
 
 
 class ToolUseBlock(CachedBody):

@@ -148,7 +148,7 @@ ITEM: TypeAdapter[Any] = TypeAdapter(Item)
 
 
 def messages_of(items: Iterable[Any], tools: OfferedTools) -> list[dict[str, Any]]:
-    """The messages of a chat that items stand for; there are no references among the items.
+    """The messages of a chat that items stand for, without references among them.
 
     Reasoning, text and calls of one answer are several items, but one message of a chat.
     """
@@ -287,11 +287,6 @@ class ResponsesRequest(ChatBody):
     conversation: Any = Field(None, description="must be null; use `previous_response_id` instead")
     prompt: Any = Field(None, description="must be null; send the text as `input` instead")
 
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
-        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
-
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
         """See `Body`; also `include`, if it asks for anything but log-probabilities."""
         yield from super().ignored_names()
@@ -301,21 +296,13 @@ class ResponsesRequest(ChatBody):
 
 @attrs.frozen
 class ParsedRequest:
-    """A request to `/v1/responses`.
-
-    Attributes:
-        generation: what to generate.
-        tools: of the request, as functions of the chat.
-        messages: the messages of the chat before the answer, without the instructions, as JSON; b"" if the response is
-            not stored.
-        begun: the message that the answer continues; None if it is a new one.
-    """
+    """A request to `/v1/responses`."""
 
     request: ResponsesRequest
     generation: GenerationRequest
     tools: OfferedTools
-    messages: bytes
-    begun: dict[str, Any] | None
+    messages: bytes  # of the chat before the answer, without the instructions, as JSON; b"" if nothing is stored
+    begun: dict[str, Any] | None  # the message that the answer continues
 
 
 def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
@@ -327,9 +314,22 @@ def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
     _check_support(request)
     tools = OfferedTools.of(request.tools or ())
     messages = _messages(request, store, tools)
-    generation = _generation(request, messages, tools)
-    assert generation.chat is not None, "each response answers a chat"
-    begun = messages.pop() if generation.chat.continues else None
+    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    if not (system or messages):
+        raise ErrorResponse(400, "input must have at least one message; add it", param="input")
+    functions, choice = tools.chosen(request.tool_choice)
+    effort = None if request.reasoning is None else request.reasoning.effort
+    has_logprobs = bool(request.top_logprobs) or LOGPROBS in (request.include or ())
+    chat = request.chat_of([*system, *messages], functions, choice, request.parallel_tool_calls, effort=effort)
+    generation = request.request_of(
+        prompt_field="input",
+        chat=chat,
+        format=format_constraint(None if request.text is None else request.text.format),
+        num_logprobs=(request.top_logprobs or 0) if has_logprobs else None,
+        max_tokens=request.max_output_tokens,
+        max_tokens_field="max_output_tokens",
+    )
+    begun = messages.pop() if chat.continues else None
     stored = json.dumps(messages, ensure_ascii=False).encode() if request.store is not False else b""
     return ParsedRequest(request, generation, tools, stored, begun)
 
@@ -369,32 +369,13 @@ def _messages(request: ResponsesRequest, store: ResponseStore, tools: OfferedToo
         messages = json.loads(previous.messages)
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
-    items = [_referenced(item, store) if isinstance(item, ItemReference) else item for item in request.input]
+    items: list[Any] = []
+    for item in request.input:
+        if isinstance(item, ItemReference):
+            if (stored := store.item(item.id)) is None:
+                message = f"the item {short_json(item.id)} is not stored, or no longer; send it as input"
+                raise ErrorResponse(404, message, param="input")
+            item = ITEM.validate_json(stored)
+        items.append(item)
     check_asked(items, "input", lambda item: isinstance(item, ToolOutputItem))
     return messages + messages_of(items, tools)
-
-
-def _referenced(reference: ItemReference, store: ResponseStore) -> Any:
-    item = store.item(reference.id)
-    if item is None:
-        raise ErrorResponse(
-            404, f"the item {short_json(reference.id)} is not stored, or no longer; send it as input", param="input"
-        )
-    return ITEM.validate_json(item)
-
-
-def _generation(request: ResponsesRequest, messages: list[dict[str, Any]], tools: OfferedTools) -> GenerationRequest:
-    if request.instructions:
-        messages = [{"role": "system", "content": request.instructions}, *messages]
-    if not messages:
-        raise ErrorResponse(400, "input must have at least one message; add it", param="input")
-    functions, choice = tools.chosen(request.tool_choice)
-    effort = None if request.reasoning is None else request.reasoning.effort
-    return request.request_of(
-        prompt_field="input",
-        chat=request.chat_of(list(messages), functions, choice, request.parallel_tool_calls, effort=effort),
-        format=format_constraint(None if request.text is None else request.text.format),
-        num_logprobs=(request.top_logprobs or 0) if request.has_logprobs else None,
-        max_tokens=request.max_output_tokens,
-        max_tokens_field="max_output_tokens",
-    )
