@@ -53,9 +53,9 @@ class Operation:
     id: str
     summary: str
     response: type | str = "text/html"  # the type of the body, for JSON; or the content type of any other
-    method: str = "GET"
     request: type | None = None  # the type of the body of a request
     example: Any = None
+    method: str = attrs.Factory(lambda self: "GET" if self.request is None else "POST", takes_self=True)
     is_streamed: bool = False  # whether the response comes as server-sent events with `stream: true`
     errors: ErrorForm = COMMON_ERRORS  # also at further paths below this one
     statuses: Sequence[str] = ()  # of errors, besides those of every operation with a request body

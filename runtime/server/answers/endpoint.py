@@ -409,7 +409,7 @@ def endings(path: str, name: str, errors: ErrorForm = COMMON_ERRORS) -> tuple[Op
             f"{word}_{name}",
             summary,
             EndedAnswer,
-            "POST",
+            method="POST",
             errors=errors,
             statuses=("404",),
         )

@@ -84,20 +84,11 @@ class Preparation:
         self._client = client  # its address; clients take turns at schemas
 
     async def prompts(self) -> list[PreparedPrompt]:
-        """The prompts, at least one, scored if the request asks for their log-probabilities.
-
-        Raises:
-            OutriderError: a setting or a prompt is invalid, or the target has failed.
-            ErrorResponse: a prompt or the possible response is too long, or the JSON schema cannot be compiled.
-        """
+        """The prompts, at least one. Raises: OutriderError or ErrorResponse: the request is invalid, or has failed."""
         max_tokens = self._max_tokens()
         encoded, grammar = await self._encoded_and_grammar()
-        if self.request.max_tokens is None:
-            # Nobody has asked for so many.
-            bounds = (max_tokens, self._max_named_tokens(encoded.prompts))
-            max_tokens = min((bound for bound in bounds if bound is not None), default=None)
+        max_tokens = self._bounded(max_tokens, encoded.prompts)
         settings, ends = await self._settings_and_ends(encoded, grammar, max_tokens)
-        self._check_size(encoded.prompts, max_tokens)
         prepared = []
         for index, ids in enumerate(encoded.prompts):
             await trio.lowlevel.checkpoint()
@@ -261,45 +252,37 @@ class Preparation:
         elif self._context.is_strict and limit is not None and requested > limit:
             field = self.request.max_tokens_field
             raise ErrorResponse(400, f"{field} must be at most {limit} here, got {requested}", param=field)
-        if limit is None:
-            return requested
-        return limit if requested is None else min(requested, limit)
+        return min((bound for bound in (requested, limit) if bound is not None), default=None)
 
-    def _max_named_tokens(self, prompts: Sequence[tuple[int, ...]]) -> int | None:
-        """The most tokens of each answer with which the response names no more than `MAX_NAMED_TOKENS`, at least 1.
+    def _bounded(self, max_tokens: int | None, prompts: Sequence[tuple[int, ...]]) -> int | None:
+        """The most tokens of an answer, lowered so far that the response names no more than `MAX_NAMED_TOKENS`.
 
-        None for any number: there is a single answer without log-probabilities.
+        Raises: ErrorResponse: the request asks for too many.
         """
         request = self.request
-        num_answers = request.num_choices * len(prompts)
-        if num_answers * request.num_named == 1 and request.num_prompt_logprobs is None:
-            return None
-        left = MAX_NAMED_TOKENS - request.num_choices * self._num_named_of(prompts)
-        return max(1, left // (num_answers * request.num_named))
-
-    def _num_named_of(self, prompts: Sequence[tuple[int, ...]]) -> int:
-        """How many tokens a response names for the tokens of the prompts."""
-        request = self.request
-        each = request.num_named if request.echoes else 0
-        each += 0 if request.num_prompt_logprobs is None else 1 + request.num_prompt_logprobs
-        return each * sum(map(len, prompts))
-
-    def _check_size(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> None:
-        """Check how many tokens the response may name."""
-        request = self.request
+        each, num_answers = request.num_named, request.num_choices * len(prompts)
+        if each * num_answers == 1 and request.num_prompt_logprobs is None:
+            return max_tokens
+        with_prompt = each if request.echoes else 0
+        with_prompt += 0 if request.num_prompt_logprobs is None else 1 + request.num_prompt_logprobs
+        of_prompts = with_prompt * sum(map(len, prompts))
+        left = MAX_NAMED_TOKENS - request.num_choices * of_prompts
+        if request.max_tokens is None:
+            # Nobody has asked for so many.
+            fitting = max(1, left // (each * num_answers))
+            max_tokens = fitting if max_tokens is None else min(max_tokens, fitting)
         # No answer is longer than the context.
         bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
-        each, most = request.num_named, min(bounds, default=0)
-        num_answers, of_prompts = request.num_choices * len(prompts), self._num_named_of(prompts)
-        num_named = request.num_choices * of_prompts + each * most * num_answers
-        if num_named > MAX_NAMED_TOKENS and self._max_named_tokens(prompts) is not None:
+        most = min(bounds, default=0)
+        if (num_named := each * num_answers * most) > left:
             raise ErrorResponse(
                 400,
-                f"the response may have {num_named} tokens ({num_answers} answers of up to {most} tokens, each with "
-                f"{each - 1} likely others, and {of_prompts} of prompts), and the most is {MAX_NAMED_TOKENS}; ask "
-                f"for fewer answers or log-probabilities, or lower {request.max_tokens_field}",
+                f"the response may have {MAX_NAMED_TOKENS - left + num_named} tokens ({num_answers} answers of up to "
+                f"{most} tokens, each with {each - 1} likely others, and {of_prompts} of prompts), and the most is "
+                f"{MAX_NAMED_TOKENS}; ask for fewer answers or log-probabilities, or lower {request.max_tokens_field}",
                 param=request.max_tokens_field,
             )
+        return max_tokens
 
     async def _read(self, ids: tuple[int, ...], settings: Settings) -> Statistics:
         """The statistics of a prompt for which nothing is generated: it is read and kept, unless it only comes back."""
@@ -379,14 +362,10 @@ def _is_id(key: str) -> bool:
 
 
 def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
-    """A logits processor that forbids the tokens that end a text until the text has `length` tokens.
+    """A logits processor that forbids the tokens that end a text until the text has `length` tokens, prompt included.
 
     Drafter and target apply it to the same texts, so proposals are drawn and judged by the same rule. Where no other
-    token is allowed, as after complete JSON, the text may end.
-
-    Args:
-        length: in tokens, prompt included.
-        ends: ids of the tokens that end a text; those beyond the model's vocabulary do not matter.
+    token is allowed, as after complete JSON, the text may end. Ids beyond the model's vocabulary do not matter.
     """
     ids = sorted(ends)
 

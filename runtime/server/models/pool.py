@@ -157,10 +157,9 @@ class ModelPool:
     """The models of a server; made by `model_pool`.
 
     A model is in memory from the first request that asks for it until it has been idle for its `idle_s`, its target
-    fails, or another model needs the memory. A request that has begun is never ended for another model.
-
-    If a load needs memory while all models are at work, the least recently used one takes no new requests, and is
-    unloaded after its current ones; new ones wait for its next load. So two models of which only one fits take turns.
+    fails, or another model needs the memory: if all are at work then, the least recently used one takes no new requests
+    and is unloaded after its current ones, which are never ended for another model. New requests wait for its next
+    load. So two models of which only one fits take turns.
     """
 
     _slots: dict[str, ModelSlot]
@@ -221,8 +220,7 @@ class ModelPool:
 
         Raises: ModelLoadError: it cannot be loaded; its next request tries again.
 
-        Cancellation: stops waiting. A load that has begun is finished, for the next request; one that has not, and that
-        nobody else waits for, is forgotten.
+        Cancellation: stops waiting. A load that has begun is finished; one that nobody else waits for is forgotten.
         """
         slot = self._slots[name]
         if (instance := slot.instance) is None:
@@ -304,7 +302,11 @@ class ModelPool:
         """Returns a reference to the model that was unloaded; None if it could not be loaded."""
         slot = instance.slot
         try:
-            self._check_size(slot.spec)
+            if self._memory_limit is not None and slot.spec.num_bytes > self._memory_limit:
+                raise ModelLoadError(
+                    f"its files have {slot.spec.num_bytes:,} bytes, and --memory-limit is {self._memory_limit:,}; "
+                    "raise it, or use a smaller or quantised model"
+                )
             async with self._open_model(slot.spec) as model:
                 instance.model, instance.used_at = model, next(self._uses)
                 self._instances.append(instance)
@@ -334,33 +336,25 @@ class ModelPool:
         unloaded, instance.model = instance.model, None
         return None if unloaded is None else weakref.ref(unloaded)
 
-    def _check_size(self, spec: ServedModel) -> None:
-        if self._memory_limit is not None and spec.num_bytes > self._memory_limit:
-            raise ModelLoadError(
-                f"its files have {spec.num_bytes:,} bytes, and --memory-limit is {self._memory_limit:,}; raise it, or "
-                "use a smaller or quantised model"
-            )
-
     async def _until_dismissed(self, instance: _Instance, model: LoadedModel) -> None:
+        async def dismiss_if_broken() -> None:
+            failure = await model.runtime.wait_broken()
+            if model.spec.is_pinned:
+                self._failure = failure
+                self._is_broken.set()
+            else:
+                self._announce(f"model {model.name} has failed; its next request loads it again")
+                self._dismiss(instance)
+
+        idle_s = math.inf if model.spec.idle_s is None else model.spec.idle_s
         async with BackgroundNursery() as nursery:
-            nursery.start_soon(self._dismiss_if_broken, instance, model)
-            idle_s = instance.slot.spec.idle_s
+            nursery.start_soon(dismiss_if_broken)
             while instance.num_users > 0 or not instance.is_leaving:
                 instance.changed = trio.Event()
-                is_idle = instance.num_users == 0 and idle_s is not None
-                with trio.move_on_after(idle_s if is_idle and idle_s is not None else math.inf) as waiting:
+                with trio.move_on_after(idle_s if instance.num_users == 0 else math.inf) as waiting:
                     await instance.changed.wait()
                 if waiting.cancelled_caught and instance.num_users == 0:
                     self._dismiss(instance)
-
-    async def _dismiss_if_broken(self, instance: _Instance, model: LoadedModel) -> None:
-        failure = await model.runtime.wait_broken()
-        if instance.slot.spec.is_pinned:
-            self._failure = failure
-            self._is_broken.set()
-        else:
-            self._announce(f"model {model.name} has failed; its next request loads it again")
-            self._dismiss(instance)
 
 
 @asynccontextmanager

@@ -18,9 +18,8 @@ from runtime.server.responses.store import ResponseStore
 
 def _store(context: ServerContext) -> ResponseStore:
     limits = context.limits
-    store: ResponseStore = context.kept.setdefault(
-        ResponseStore, ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
-    )
+    empty = ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
+    store: ResponseStore = context.kept.setdefault(ResponseStore, empty)
     return store
 
 
@@ -56,7 +55,6 @@ OPERATIONS = (
         "respond",
         "Answer a conversation in the form of OpenAI's responses",
         ResponseBody,
-        "POST",
         ResponsesRequest,
         {"input": "def quicksort(items):", "max_output_tokens": 32, "stream": True},
         is_streamed=True,
@@ -76,7 +74,7 @@ OPERATIONS = (
         "delete_response",
         "Delete a stored response",
         DeletedResponse,
-        "DELETE",
+        method="DELETE",
         statuses=("404",),
     ),
 )

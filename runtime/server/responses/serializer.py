@@ -23,8 +23,7 @@ from runtime.server.answers.api import (
     token_logprobs,
 )
 from runtime.server.errors import ErrorResponse
-from runtime.server.responses.offered_tools import OfferedTool
-from runtime.server.responses.requests import GIVEN_BACK, ITEM, ParsedRequest, messages_of
+from runtime.server.responses.requests import GIVEN_BACK, ITEM, OfferedTool, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
