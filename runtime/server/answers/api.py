@@ -29,10 +29,6 @@ from runtime.server.timelines import Timeline
 
 # --- the interface --------------------------------------------------------------------------------
 
-# The longest time between two events. Clients and proxies give up a connection that is silent for a minute.
-_KEEP_ALIVE_S = 15.0
-
-
 # In ASCII, since clients may split events at Unicode's line separators.
 event_json = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -56,17 +52,14 @@ class Serializer(ABC):
     For a response as one body, `whole` is called once. For events, `first_events` (of the first choice), then `events`
     for the tokens as they arrive, and at the end `last_events` or `error_events`.
 
-    Attributes:
-        id_header: the header that has the response's id, by the name that the API's clients know.
-        keep_alive: what is sent after `interval_s` without tokens if there are no `idle_events`.
-        id: random, so that other clients cannot guess it.
     """
 
     content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
-    id_header: ClassVar[bytes] = b"x-request-id"
-    keep_alive: ClassVar[str] = ": keep-alive\n\n"
-    id: str = ""
-    interval_s: float = _KEEP_ALIVE_S
+    id_header: ClassVar[bytes] = b"x-request-id"  # the name of the header with the id that the API's clients know
+    keep_alive: ClassVar[str] = ": keep-alive\n\n"  # sent after `interval_s` without tokens and `idle_events`
+    id: str = ""  # random, so that other clients cannot guess it
+    # Clients and proxies give up a connection that is silent for a minute.
+    interval_s: float = 15.0
 
     def __init__(self, answer: BegunAnswer) -> None:
         self._answer = answer
@@ -135,14 +128,12 @@ class Choices:
     The models take up generations in the order in which they began. If a request for many texts began them all at
     once, the requests of others would wait for all of them.
 
-    Attributes:
-        begins: functions that begin one choice each, given those before it; at least one. They may raise OutriderError.
-        is_cancelled: whether the response ends with what there is by now.
     """
 
+    # Functions that begin one choice each, given those before it; at least one. They may raise OutriderError.
     _begins: Iterator[Callable[[Sequence[Choice]], Choice]]
     begun: list[Choice] = attrs.field(factory=list, init=False)
-    is_cancelled: bool = attrs.field(default=False, init=False)
+    is_cancelled: bool = attrs.field(default=False, init=False)  # whether the response ends with what there is by now
     _is_closed: bool = attrs.field(default=False, init=False)
 
     async def begin_next(self) -> int | None:
@@ -194,10 +185,7 @@ _CANCELLED, _NOTHING = "cancelled", "nothing"
 
 
 def end_without_token(stream: TokenStream | None) -> Token:
-    """What ends the text of a cancelled stream, with the text that it withheld, or of a choice without a stream.
-
-    It is no token: see `tokens_among`.
-    """
+    """What ends the text of a cancelled stream or of a choice without one; it is no token, see `tokens_among`."""
     if stream is None:
         return Token(0, "", 0, None, finish_reason="length", stop_reason=_NOTHING)
     index = stream.answer.num_tokens
@@ -219,18 +207,12 @@ def end_reason(token: Token) -> EndReason | None:
 
 @attrs.define
 class AnswerSplitter:
-    """Splits the tokens of one answer into parts, in the order in which they were generated.
-
-    Attributes:
-        num_reasoning_tokens: number of tokens so far that were reasoning, tags included.
-        has_calls: whether a call is complete.
-        required: a call of each function of which the answer must call one, without arguments; () if it need not.
-    """
+    """Splits the tokens of one answer into parts, in the order in which they were generated."""
 
     _reader: Reader
-    required: Sequence[ToolCall] = ()
-    num_reasoning_tokens: int = attrs.field(init=False, default=0)
-    has_calls: bool = attrs.field(init=False, default=False)
+    required: Sequence[ToolCall] = ()  # a call, without arguments, of each function of which the answer must call one
+    num_reasoning_tokens: int = attrs.field(init=False, default=0)  # so far, tags included
+    has_calls: bool = attrs.field(init=False, default=False)  # whether a call is complete
     _has_begun_call: bool = attrs.field(init=False, default=False)
     _has_left: bool = attrs.field(init=False, default=False)  # reasoning that was not closed, by a call
 
@@ -356,12 +338,10 @@ def finite(logprob: float | None) -> float:
 
 
 def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int] | None:
-    """The bytes of a token; `text` is the token decoded alone.
-
-    None if they are unknown: the token is part of a character, in neither byte-level tokens nor byte fallback.
-    """
+    """The bytes of a token, whose decoded text is `text`; None if they are unknown."""
     if "\ufffd" not in text:
         return list(text.encode())
+    # Part of a character, which only a byte-level token or byte fallback names.
     convert = getattr(tokenizer, "convert_ids_to_tokens", None)
     if convert is None or not isinstance(name := convert(token), str):
         return None

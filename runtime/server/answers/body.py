@@ -67,12 +67,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, within_s: fl
 
     A compressed body is decompressed while it arrives; `max_bytes` bounds what comes out of it, too.
 
-    Raises:
-        ErrorResponse: the body is too long, arrives too slowly, cannot be decompressed, or its content type is not
-            JSON; or other bodies took up the memory for all of that time.
-        ClientGone: the client has left.
-
-    Cancellation: part of the body may have been received.
+    Raises: ErrorResponse: the body is rejected, or had to wait for memory for all of that time. Or ClientGone.
     """
     headers = dict(scope["headers"])
     # With any other content type, a browser would let another host's page send the request without asking here first.
@@ -197,10 +192,7 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
     def take_other_names(self) -> None:
-        """Where a field is null under its first name, take the value that was given under one of its other names.
-
-        Raises: pydantic.ValidationError: the value is invalid.
-        """
+        """Where a field is null under its first name, take the value under another name. Raises: ValidationError."""
         for name, field in type(self).model_fields.items():
             if not isinstance(field.validation_alias, AliasChoices) or getattr(self, name) is not None:
                 continue
@@ -238,15 +230,10 @@ _MAX_HEADER_NAMES = 32
 
 @attrs.define
 class IgnoredFields:
-    """The names of a request's fields that are ignored.
+    """The names of a request's fields that are ignored."""
 
-    Attributes:
-        names: dotted within nested objects, with whether the body's type has the field, without effect on any answer.
-        known: names of all fields of the body's type.
-    """
-
-    names: dict[str, bool] = attrs.field(factory=dict)
-    known: Sequence[str] = ()
+    names: dict[str, bool] = attrs.field(factory=dict)  # as from `Body.ignored_names`
+    known: Sequence[str] = ()  # names of all fields of the body's type
 
     def add(self, name: str) -> None:
         """Add a field, as one without effect."""

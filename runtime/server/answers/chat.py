@@ -104,13 +104,12 @@ class ChatBody(GenerationBody):
         effort: str | None = None,
         may_continue: bool = True,
     ) -> Chat:
-        """The chat of some messages and tools; for `tools`, `choice` and `is_parallel`, see `checked_tools`.
+        """The chat of some messages and tools. Raises: ErrorResponse: fields do not go together, or a tool is invalid.
 
         Args:
+            tools, choice, is_parallel: see `checked_tools`.
             effort: instead of `reasoning_effort`, for APIs that have it in a form of their own.
             may_continue: whether the answer may continue a last message of the assistant's if no field says so.
-
-        Raises: ErrorResponse: fields do not go together, or a tool is invalid.
         """
         last, effort = messages[-1], effort or self.reasoning_effort
         problem = None
@@ -203,12 +202,9 @@ def label_of(tool: Any) -> str:
 
 
 def check_choice(choice: Any, offered: Sequence[Any], left_out: Sequence[Any]) -> None:
-    """Check that the call for which a request asks can be written.
+    """Check a choice: "none", "auto", "required", or a tool's name or type.
 
-    Args:
-        choice: "none", "auto", "required", or a tool's name or type.
-
-    Raises: ErrorResponse: it would be the call of a tool that is left out.
+    Raises: ErrorResponse: the call that it asks for would be one of a tool that is left out.
     """
     if choice in ("none", "auto") or any(choice in ("required", _type_and_name(tool)[1]) for tool in offered):
         return

@@ -171,11 +171,7 @@ def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], 
 
     A part that cannot be read is refused unless two texts follow it in the message, of which the first may be the
     question about the part: some clients join what the user says after an error to the message that was refused. What
-    agents say there of their tools is never what the user asks about.
-
-    Args:
-        messages: of the conversation, or its items, in this `field` of the body.
-        is_result: whether a message has results of tools. What stands in it, or behind it, may belong to a result.
+    agents say there of their tools is never what the user asks about; nor is what stands with a result, or behind it.
 
     Raises: ErrorResponse: a part cannot be read. An answer that ignores it would mislead.
     """

@@ -182,31 +182,21 @@ class Chat:
 
 @attrs.frozen(kw_only=True)
 class GenerationRequest:
-    """A request for one or more generations, in the form of no API.
-
-    Attributes:
-        settings: for `Runtime.stream`, without those that need the tokenizer: see `Preparation`.
-        chat: a chat to continue; None for texts.
-        texts: texts or token ids to continue, if there is no chat; at least one.
-        suffix: the text that follows the answers, for fill-in-the-middle; None if they only continue the prompt.
-        num_choices: number of answers to each prompt.
-        num_logprobs: how many of the most probable tokens to return with each token; None for no log-probabilities.
-        max_tokens: -1 for as many as there may be; None if the body says none.
-    """
+    """A request for one or more generations, in the form of no API."""
 
     model: str | None
     stream: bool
     ignored: IgnoredFields
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # without those that need the tokenizer: see `Preparation`
     prompt_field: str  # the name of the body's field that has the prompt
     chat: Chat | None = None
-    texts: Sequence[Prompt] = ()
-    suffix: str | None = None
+    texts: Sequence[Prompt] = ()  # texts or token ids to continue, if there is no chat; at least one
+    suffix: str | None = None  # the text that follows the answers, for fill-in-the-middle
     echoes: bool = False
-    num_choices: int = 1
-    num_logprobs: int | None = None
+    num_choices: int = 1  # answers to each prompt
+    num_logprobs: int | None = None  # most probable tokens to return with each token; None for no log-probabilities
     num_prompt_logprobs: int | None = None
-    max_tokens: int | None
+    max_tokens: int | None  # -1 for as many as there may be; None if the body says none
     max_tokens_field: str = "max_tokens"  # the name that the body has for it
     min_tokens: int
     logit_bias: Mapping[str, float]  # by token ids or texts
@@ -216,7 +206,7 @@ class GenerationRequest:
 
     @property
     def prompt_length(self) -> int:
-        """Number of characters or token ids of the prompts."""
+        """In characters or token ids."""
         if self.chat is not None:
             return sum(len(message["content"]) for message in self.chat.messages)
         return sum(map(len, self.texts)) + len(self.suffix or "")
@@ -270,13 +260,11 @@ class GenerationBody(SettingFields):
     def request_of(
         self, *, format: Constraint | None, num_logprobs: int | None, stop: Sequence[str] | None = None, **more: Any
     ) -> GenerationRequest:
-        """The request that the fields stand for, with `more` fields of `GenerationRequest`.
+        """The request that the fields stand for, with `more` fields. Raises: ErrorResponse: there are two constraints.
 
         Args:
             format: the constraint of the field that each API has in a form of its own.
             stop: stop strings, in place of `stop`.
-
-        Raises: ErrorResponse: there are two constraints.
         """
         constraints = [] if format is None else [format]
         if self.structured_outputs is not None:

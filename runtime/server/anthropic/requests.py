@@ -69,16 +69,9 @@ class InputMessage(Body):
     content: str | BoundedList[Block]
 
     @property
-    def has_results(self) -> bool:
-        """Whether results of tools are among its blocks."""
-        return any(isinstance(block, ToolResultBlock) for block in self.content)
-
-    @property
-    def ends_in_space(self) -> bool:
-        """Whether the message ends with text that ends with white space."""
-        if isinstance(self.content, str):
-            return self.content[-1:].isspace()
-        return any(block.text[-1:].isspace() for block in self.content[-1:] if isinstance(block, TextPart))
+    def blocks(self) -> list[Any]:
+        """Its content, also if that is a text."""
+        return self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content)]
 
 
 class JsonFormat(Body):
@@ -187,7 +180,8 @@ class MessagesRequest(ChatBody, CachedBody):
     def check_last(self) -> None:
         """Raises: ErrorResponse: the message to continue ends with white space, which Anthropic's API refuses."""
         last = self.messages[-1]
-        if last.role == "assistant" and last.ends_in_space:
+        ends = [block.text[-1:] for block in last.blocks[-1:] if isinstance(block, TextPart)]
+        if last.role == "assistant" and any(end.isspace() for end in ends):
             message = "messages: final assistant content cannot end with trailing whitespace; take it away"
             raise ErrorResponse(400, message, param="messages")
 
@@ -209,29 +203,36 @@ class MessagesRequest(ChatBody, CachedBody):
         """The functions that are offered, which of them the model may call, and whether it may call several."""
         known = [(tool, tool.function) for tool in self.tools or ()]
         functions = [function for _, function in known if function is not None]
-        if self.tool_choice is None:
+        if (given := self.tool_choice) is None:
             return functions, None, None
-        choice = _tool_choice(self.tool_choice)
-        left_out = [tool for tool, function in known if function is None]
-        check_choice(self.tool_choice.name if isinstance(choice, dict) else choice, functions, left_out)
-        alone = self.tool_choice.disable_parallel_tool_use
-        return functions, choice, None if alone is None else not alone
+        choice = {"any": "required", "tool": given.name}.get(given.type, given.type)
+        if choice is None:
+            raise ErrorResponse(400, "tool_choice.name is missing; add the name of the tool", param="tool_choice.name")
+        check_choice(choice, functions, [tool for tool, function in known if function is None])
+        alone = given.disable_parallel_tool_use
+        is_parallel = None if alone is None else not alone
+        return functions, function_of(name=choice) if given.type == "tool" else choice, is_parallel
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if system := joined(self.system or "", is_system=True):
             yield {"role": "system", "content": system}
-        check_asked(self.messages, "messages", lambda message: message.has_results)
+        check_asked(
+            self.messages, "messages", lambda message: any(isinstance(each, ToolResultBlock) for each in message.blocks)
+        )
         for message in self.messages:
             yield from _messages_of(message)
 
 
 def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
     """The messages of a chat that a message stands for: in a chat, results of tools are messages of their own."""
-    blocks = message.content if isinstance(message.content, list) else [TextPart(type="text", text=message.content)]
+    blocks = message.blocks
     calls = [call_of(block.id, block.name, block.arguments) for block in blocks if isinstance(block, ToolUseBlock)]
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     for result in results:
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": _result(result)}
+        text = joined(result.content or "")
+        # Chats have no field for errors.
+        text = f"Error: {text}" if result.is_error else text
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
     rest = [block for block in blocks if not isinstance(block, (ToolUseBlock, ToolResultBlock))]
     if rest or calls or not results:
         plain: dict[str, Any] = {"role": message.role, "content": joined(rest, is_system=message.role == "system")}
@@ -240,17 +241,3 @@ def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
         if calls:
             plain["tool_calls"] = calls
         yield plain
-
-
-def _result(block: ToolResultBlock) -> str:
-    text = joined(block.content or "")
-    # Chats have no field for errors.
-    return f"Error: {text}" if block.is_error else text
-
-
-def _tool_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
-    if choice.type == "tool":
-        if choice.name is None:
-            raise ErrorResponse(400, "tool_choice.name is missing; add the name of the tool", param="tool_choice.name")
-        return function_of(name=choice.name)
-    return "required" if choice.type == "any" else choice.type

@@ -1,9 +1,4 @@
-"""The bodies of requests for chats, completions and fill-in-the-middle, in OpenAI's format.
-
-Some fields are also accepted under other names. Any other field is ignored and named
-in a header of the response; a strict server refuses unknown ones. A value that has the wrong type, is out of bounds, or
-asks for something unsupported is an error.
-"""
+"""The bodies of requests for chats, completions and fill-in-the-middle, in OpenAI's format."""
 
 from __future__ import annotations
 

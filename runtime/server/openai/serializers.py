@@ -313,10 +313,7 @@ class ChunkSerializer(Serializer):
 
     @abstractmethod
     def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
-        """The choice of a chunk with some tokens.
-
-        Also the fields to replace in it if the chunk only ends the text, and whether it has more than a finish reason.
-        """
+        """The choice of a chunk; the fields to replace if it only ends the text; whether it has more than the end."""
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], kind: str | None = None) -> dict[str, Any]:
         return {

@@ -170,17 +170,12 @@ ITEM: TypeAdapter[Any] = TypeAdapter(Item)
 
 @attrs.frozen
 class OfferedTool:
-    """A tool of a request, which the model calls as a function.
-
-    Attributes:
-        name, namespace: as in the request.
-        offered: the function; its name differs from every other one's.
-    """
+    """A tool of a request, which the model calls as a function."""
 
     type: Literal["function", "custom", "local_shell"]
-    name: str
-    namespace: str | None
-    offered: dict[str, Any]
+    name: str  # as in the request
+    namespace: str | None  # likewise
+    offered: dict[str, Any]  # the function; its name differs from every other one's
 
     @property
     def place(self) -> dict[str, str]:
@@ -243,10 +238,7 @@ class OfferedTools:
         return name if namespace is None else _full_name(name, namespace)
 
     def chosen(self, choice: Any) -> tuple[list[dict[str, Any]], Any]:
-        """The functions of the chat and its `tool_choice`.
-
-        Raises: ErrorResponse: the choice asks for a call of a tool that is left out.
-        """
+        """The functions of the chat and its `tool_choice`. Raises: ErrorResponse: see `check_choice`."""
         functions = [tool.offered for tool in self.listed]
         found = [] if choice is None or isinstance(choice, str) else self._chosen_by(choice)
         named = [function_of(name=tool.offered["function"]["name"]) for tool in found]
@@ -476,10 +468,7 @@ class ParsedRequest:
 
 
 def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
-    """Parse and validate the body of a request, and look up the response that it continues.
-
-    Raises: ErrorResponse: the body is invalid, or a response or an item that it names is not stored.
-    """
+    """Parse a body, and look up the response that it continues. Raises: ErrorResponse: it is invalid, or not stored."""
     request = parse_request(ResponsesRequest, body)
     _check_support(request)
     tools = OfferedTools.of(request.tools or ())
