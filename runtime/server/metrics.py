@@ -139,7 +139,7 @@ class Metrics(Collector):
         self._models = models
         # Counts of runtimes that are gone, by model.
         self._past: dict[str, _Counts] = dict.fromkeys((spec.name for spec in models.specs), _ZERO)
-        models.when_unloaded(self._keep)
+        models.on_unloading = self._keep
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self.registry.register(self)

@@ -94,17 +94,6 @@ _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-r
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
 
 
-def with_headers(send: Send, headers: Sequence[tuple[bytes, bytes]]) -> Send:
-    """`send` of ASGI, with further headers in the response."""
-
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), *headers]}
-        await send(message)
-
-    return send_with_headers
-
-
 @attrs.frozen
 class CommonHeaders:
     """Adds the headers that every response has."""
@@ -112,7 +101,12 @@ class CommonHeaders:
     _app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, with_headers(send, _HEADERS))
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
 
 
 @attrs.frozen

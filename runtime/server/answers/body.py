@@ -12,10 +12,9 @@ from typing import Annotated, Any, TypeVar
 import attrs
 import trio
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope
 
 from runtime.server.errors import ErrorResponse, error_response_of_body, unknown_field
-from runtime.server.middleware import with_headers
 
 # --- receiving ------------------------------------------------------------------------------------
 
@@ -253,15 +252,10 @@ class IgnoredFields:
             if not is_known:
                 raise unknown_field(name, self.known)
 
-    def named_by(self, send: Send) -> Send:
-        """`send` of ASGI that adds the header to the response, if any field is ignored by then."""
-
-        async def send_naming_ignored(message: Message) -> None:
-            value = self.header if message["type"] == "http.response.start" else None
-            headers = [] if value is None else [(IGNORED_HEADER.lower().encode(), value.encode())]
-            await with_headers(send, headers)(message)
-
-        return send_naming_ignored
+    @property
+    def raw_headers(self) -> list[tuple[bytes, bytes]]:
+        """That header for ASGI, if any field is ignored by now."""
+        return [] if self.header is None else [(IGNORED_HEADER.lower().encode(), self.header.encode())]
 
 
 class RequestBody(Body):

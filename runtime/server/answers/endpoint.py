@@ -103,7 +103,7 @@ class TokenizerEndpoint(Generic[R]):
         with suppress(ClientGone):
             body = await read_request(self._context, self._parse, scope, receive)
             model_name = model_of(self._context, body)
-            await while_there(receive, partial(self._respond, body, model_name, body.ignored.named_by(send)))
+            await while_there(receive, partial(self._respond, body, model_name, send))
 
     async def _respond(self, body: R, model_name: str, send: Send) -> None:
         try:
@@ -113,7 +113,7 @@ class TokenizerEndpoint(Generic[R]):
                 response = await self._context.in_thread(make, body.prompt_length)
         except OutriderError as error:
             raise error_response_of(error, body.prompt_field) from error
-        await _send_response(response, send)
+        await _send_response(response, body, send)
 
 
 @attrs.frozen
@@ -130,8 +130,7 @@ class Endpoint:
             request, make_serializer = await read_request(context, self._parse, scope, receive)
             outcome.model = model_of(context, request)
             with context.admission.admit():
-                named = request.ignored.named_by(send)
-                await while_there(receive, partial(self._respond, request, make_serializer, client, outcome, named))
+                await while_there(receive, partial(self._respond, request, make_serializer, client, outcome, send))
         except ErrorResponse as error:
             outcome.status = error.status
             raise
@@ -228,11 +227,6 @@ SHORT_RESPONSE = 512
 # 5 MB. An answer within this bound ends and makes room for the next stream whether or not its client reads.
 _MAX_BUFFERED = 2**14
 
-_EVENT_HEADERS = [
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
-]
-
 
 async def send_whole(
     choices: Choices, request: GenerationRequest, send: Send, context: ServerContext
@@ -256,12 +250,13 @@ async def send_whole(
     def make() -> Response:
         return JSONResponse(first.whole_of(choices.begun), headers={first.id_header.decode(): first.id})
 
-    await _send_response(await context.in_thread(make) if is_long else make(), send)
+    await _send_response(await context.in_thread(make) if is_long else make(), request, send)
     return None
 
 
-async def _send_response(response: Response, send: Send) -> None:
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+async def _send_response(response: Response, request: RequestBody | GenerationRequest, send: Send) -> None:
+    headers = [*response.raw_headers, *request.ignored.raw_headers]
+    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body})
 
 
@@ -291,7 +286,13 @@ async def send_events(
     has_logprobs = request.num_logprobs is not None
     begun: set[int] = set()  # choices some of whose events were written
     first = choices.begun[0].serializer
-    headers = [(b"content-type", first.content_type), (first.id_header, first.id.encode()), *_EVENT_HEADERS]
+    headers = [
+        (b"content-type", first.content_type),
+        (first.id_header, first.id.encode()),
+        (b"cache-control", b"no-store"),
+        (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
+        *request.ignored.raw_headers,
+    ]
     max_at_once = max(1, SHORT_RESPONSE // request.num_named)
     async with _tokens(choices, max(1, _MAX_BUFFERED // request.num_named)) as (take, failures):
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -176,7 +176,8 @@ class ModelPool:
     _changed: trio.Event = attrs.field(factory=trio.Event)
     _is_broken: trio.Event = attrs.field(factory=trio.Event)
     _failure: RuntimeBrokenError | None = None
-    _when_unloaded: list[Callable[[LoadedModel], None]] = attrs.field(factory=list)
+    # Called with each model that nobody uses any more, before it is unloaded.
+    on_unloading: Callable[[LoadedModel], None] = lambda _: None
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -207,10 +208,6 @@ class ModelPool:
         await self._is_broken.wait()
         assert self._failure is not None
         return self._failure
-
-    def when_unloaded(self, call: Callable[[LoadedModel], None]) -> None:
-        """Register a function that is called with each model that nobody uses any more, before it is unloaded."""
-        self._when_unloaded.append(call)
 
     # --- use --------------------------------------------------------------------------------------
 
@@ -320,8 +317,7 @@ class ModelPool:
                     self._announce(message)
                 await self._until_dismissed(instance, model)
                 instance.is_over = True
-                for call in self._when_unloaded:
-                    call(model)
+                self.on_unloading(model)
         except Exception as error:  # of any kind: the failure of one model must not affect the others
             if instance.model is not None:
                 raise
