@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, Field
 
 from protocol.errors import SettingsError
-from runtime.generation.tool_calls.tools import Tools, tools_of
+from runtime.generation.tool_calls.tools import tools_of
 from runtime.server.answers.body import Body, NoEffect, without_halves
 from runtime.server.answers.content import Content, joined
 from runtime.server.answers.request import Chat, GenerationBody
-from runtime.server.errors import ErrorResponse, short_json
+from runtime.server.errors import ErrorResponse
 
 Effort = Annotated[str, Field(max_length=100)]
 
@@ -98,16 +98,17 @@ class ChatBody(GenerationBody):
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Any],
-        choice: Any,
+        choice: str | None,
         is_parallel: bool | None,
         *,
+        allowed: Sequence[Any] | None = None,
         effort: str | None = None,
         may_continue: bool = True,
     ) -> Chat:
         """The chat of some messages and tools. Raises: ErrorResponse: fields do not go together, or a tool is invalid.
 
         Args:
-            tools, choice, is_parallel: see `checked_tools`.
+            tools, choice, is_parallel, allowed: see `tools_of`.
             effort: instead of `reasoning_effort`, for APIs that have it in a form of their own.
             may_continue: whether the answer may continue a last message of the assistant's if no field says so.
         """
@@ -126,14 +127,19 @@ class ChatBody(GenerationBody):
         if continues is None:  # the default is llama.cpp's
             continues = may_continue and problem is None
         reasoning_field = "thinking" if self.thinking is not None else "reasoning_effort" if effort == "none" else None
+        variables = self._variables(effort)
+        try:
+            checked = tools_of(tools, choice or "auto", is_parallel=is_parallel, allowed=allowed)
+        except SettingsError as error:
+            raise ErrorResponse(400, str(error), param="tools") from error
         return Chat(
             messages,
             continues=continues,
-            variables=self._variables(effort),
+            variables=variables,
             reasoning_field=reasoning_field,
             predicted_text="" if self.prediction is None else joined(self.prediction.content),
             has_tools=bool(tools),
-            tools=checked_tools(tools, choice, is_parallel),
+            tools=checked,
         )
 
     def _variables(self, effort: str | None) -> dict[str, Any]:
@@ -150,49 +156,6 @@ class ChatBody(GenerationBody):
             is_on = self.thinking if isinstance(self.thinking, bool) else self.thinking.type != "disabled"
             variables["enable_thinking"] = is_on
         return {**variables, **(self.chat_template_kwargs or {})}
-
-
-def checked_tools(listed: Any, choice: Any, is_parallel: bool | None) -> Tools | None:
-    """The tools of a request, as `tools_of`; `choice` may also be an object. None where the model may call nothing.
-
-    Raises: ErrorResponse: a tool or the choice is invalid.
-    """
-    allowed: list[Any] | None = None
-    if isinstance(choice, Mapping) and set(choice) == {"type"}:
-        choice = choice["type"]
-    match choice:
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
-            choice = mode
-            allowed = [
-                (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else tool
-                for tool in allowed
-                if callable_in_chat(tool)
-            ]
-        case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
-            choice = name
-        case str() | None:
-            # "any" is Mistral's name.
-            choice = {None: "auto", "any": "required"}.get(choice, choice)
-        case _:
-            raise ErrorResponse(
-                400,
-                'tool_choice must be "none", "auto", "required", '
-                '{"type": "function", "function": {"name": "…"}} or '
-                '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}, '
-                f"got {short_json(choice)}",
-                param="tool_choice",
-            )
-    offered = [tool for tool in listed or () if callable_in_chat(tool)]
-    check_choice(choice, offered, [tool for tool in listed or () if not callable_in_chat(tool)])
-    try:
-        return tools_of(offered, choice, is_parallel=is_parallel, allowed=allowed)
-    except SettingsError as error:
-        raise ErrorResponse(400, str(error), param="tools") from error
-
-
-def callable_in_chat(tool: Any) -> bool:
-    """Whether a tool of a chat is a function; one of no known form counts as a function, and is refused later."""
-    return not isinstance(tool, Mapping) or tool.get("type", "function") == "function"
 
 
 def label_of(tool: Any) -> str:

@@ -199,7 +199,7 @@ class MessagesRequest(ChatBody, CachedBody):
             max_tokens=self.max_tokens,
         )
 
-    def _tools(self) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None, bool | None]:
+    def _tools(self) -> tuple[list[dict[str, Any]], str | None, bool | None]:
         """The functions that are offered, which of them the model may call, and whether it may call several."""
         known = [(tool, tool.function) for tool in self.tools or ()]
         functions = [function for _, function in known if function is not None]
@@ -210,8 +210,7 @@ class MessagesRequest(ChatBody, CachedBody):
             raise ErrorResponse(400, "tool_choice.name is missing; add the name of the tool", param="tool_choice.name")
         check_choice(choice, functions, [tool for tool, function in known if function is None])
         alone = given.disable_parallel_tool_use
-        is_parallel = None if alone is None else not alone
-        return functions, function_of(name=choice) if given.type == "tool" else choice, is_parallel
+        return functions, choice, None if alone is None else not alone
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if system := joined(self.system or "", is_system=True):

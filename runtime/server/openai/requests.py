@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import ChatBody, call_of, callable_in_chat, custom_arguments, label_of
+from runtime.server.answers.chat import ChatBody, call_of, check_choice, custom_arguments, label_of
 from runtime.server.answers.content import Content, as_text_or_parts, check_asked, joined, line_of, reasoning_in
 from runtime.server.answers.request import (
     GenerationBody,
@@ -19,7 +19,7 @@ from runtime.server.answers.request import (
     ResponseFormat,
     format_constraint,
 )
-from runtime.server.errors import ErrorResponse
+from runtime.server.errors import ErrorResponse, short_json
 
 # Most answers of one request, to all of its prompts.
 MAX_ANSWERS = 128
@@ -118,6 +118,34 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
     return call
 
 
+def _is_callable(tool: Any) -> bool:
+    """Whether a tool is a function; one of no known form counts as a function, and is refused later."""
+    return not isinstance(tool, dict) or tool.get("type", "function") == "function"
+
+
+def _choice(choice: Any) -> tuple[str, list[Any] | None]:
+    """The choice of a tool as a word or a name, and the names of the tools that are allowed, if not all are."""
+    if isinstance(choice, dict) and set(choice) == {"type"}:
+        choice = choice["type"]
+    match choice:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            tools = [tool for tool in tools if _is_callable(tool)]
+            return mode, [
+                (tool.get("function") or tool).get("name") if isinstance(tool, dict) else tool for tool in tools
+            ]
+        case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
+            return name, None
+        case None:
+            return "auto", None
+        case str():
+            return "required" if choice == "any" else choice, None  # "any" is Mistral's name
+    raise _error(
+        'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": "…"}} or '
+        f'{{"type": "allowed_tools", "allowed_tools": {{"mode": "auto", "tools": […]}}}}, got {short_json(choice)}',
+        "tool_choice",
+    )
+
+
 class OpenAIBody(GenerationBody):
     """The fields that requests for chats and completions share."""
 
@@ -185,7 +213,7 @@ class ChatRequest(ChatBody, OpenAIBody):
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
         """See `Body`; also the tools that are left out."""
         yield from super().ignored_names()
-        yield from ((f"tools.{label_of(tool)}", False) for tool in self.tools or () if not callable_in_chat(tool))
+        yield from ((f"tools.{label_of(tool)}", False) for tool in self.tools or () if not _is_callable(tool))
 
     def generation(self) -> GenerationRequest:
         """The request in the form of no API. Raises: ErrorResponse: fields do not go together."""
@@ -195,9 +223,11 @@ class ChatRequest(ChatBody, OpenAIBody):
         is_newer = self.max_completion_tokens is not None
         messages, last = [message.plain() for message in self.messages], self.messages[-1]
         may_continue = last.prefix is not False and not last.tool_calls and not last.function_call
-        chat = self.chat_of(
-            messages, self.tools or (), self.tool_choice, self.parallel_tool_calls, may_continue=may_continue
-        )
+        choice, allowed = _choice(self.tool_choice)
+        offered = [tool for tool in self.tools or () if _is_callable(tool)]
+        check_choice(choice, offered, [tool for tool in self.tools or () if not _is_callable(tool)])
+        is_parallel = self.parallel_tool_calls
+        chat = self.chat_of(messages, offered, choice, is_parallel, allowed=allowed, may_continue=may_continue)
         return self.openai_request(
             prompt_field="messages",
             chat=chat,

@@ -237,25 +237,22 @@ class OfferedTools:
             return str(found[0].offered["function"]["name"])
         return name if namespace is None else _full_name(name, namespace)
 
-    def chosen(self, choice: Any) -> tuple[list[dict[str, Any]], Any]:
-        """The functions of the chat and its `tool_choice`. Raises: ErrorResponse: see `check_choice`."""
+    def chosen(self, choice: Any) -> tuple[list[dict[str, Any]], str, list[str] | None]:
+        """The functions of the chat, its choice, and the allowed ones. Raises: ErrorResponse: see `check_choice`."""
         functions = [tool.offered for tool in self.listed]
-        found = [] if choice is None or isinstance(choice, str) else self._chosen_by(choice)
-        named = [function_of(name=tool.offered["function"]["name"]) for tool in found]
         if choice is None or isinstance(choice, str):
             wanted = choice or "auto"
-        elif choice.type == "allowed_tools":
-            wanted = choice.mode or "auto"
-            if named:
-                return functions, {"type": choice.type, choice.type: {"mode": wanted, "tools": named}}
-            # All that is allowed is left out.
-            functions = []
-        elif len(named) == 1:
-            return functions, named[0]
         else:
-            wanted = choice.name or choice.type
+            names = [tool.offered["function"]["name"] for tool in self._chosen_by(choice)]
+            if choice.type != "allowed_tools":
+                wanted = names[0] if len(names) == 1 else choice.name or choice.type
+            elif names:
+                return functions, choice.mode or "auto", names
+            else:
+                # All that is allowed is left out.
+                functions, wanted = [], choice.mode or "auto"
         check_choice(wanted, functions, self.left_out)
-        return functions, wanted
+        return functions, wanted, None
 
     def _chosen_by(self, choice: Any) -> list[OfferedTool]:
         """The tools that a choice, or an entry of one, names."""
@@ -476,10 +473,11 @@ def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     if not (system or messages):
         raise ErrorResponse(400, "input must have at least one message; add it", param="input")
-    functions, choice = tools.chosen(request.tool_choice)
+    functions, choice, allowed = tools.chosen(request.tool_choice)
     effort = None if request.reasoning is None else request.reasoning.effort
     has_logprobs = bool(request.top_logprobs) or LOGPROBS in (request.include or ())
-    chat = request.chat_of([*system, *messages], functions, choice, request.parallel_tool_calls, effort=effort)
+    is_parallel = request.parallel_tool_calls
+    chat = request.chat_of([*system, *messages], functions, choice, is_parallel, allowed=allowed, effort=effort)
     generation = request.request_of(
         prompt_field="input",
         chat=chat,
