@@ -51,7 +51,6 @@ class Serializer(ABC):
 
     For a response as one body, `whole` is called once. For events, `first_events` (of the first choice), then `events`
     for the tokens as they arrive, and at the end `last_events` or `error_events`.
-
     """
 
     content_type: ClassVar[bytes] = b"text/event-stream; charset=utf-8"
@@ -127,7 +126,6 @@ class Choices:
 
     The models take up generations in the order in which they began. If a request for many texts began them all at
     once, the requests of others would wait for all of them.
-
     """
 
     # Functions that begin one choice each, given those before it; at least one. They may raise OutriderError.
