@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Sequence
@@ -223,18 +222,14 @@ async def test_steps_are_expected_to_end_when_they_do_however_many_share_them(au
             parts = [session.part for session in simulation.runtime._draft._sessions.values()]
             errors.extend(part.expected_end_s - event.ended for part in parts if part is not None)
 
-    async with (
-        simulated(
-            ScriptedModel(truthful),
-            ScriptedModel(truthful),
-            price=lambda job: 1.0 + job.num_tokens,
-            make_policy=lambda *_: ChainPolicy(2, overlaps=False),
-            listener=listen,
-        ) as simulation,
-        trio.open_nursery() as nursery,
-    ):
-        for prompt in ([1, 2, 3], [2, 3, 4]):
-            nursery.start_soon(functools.partial(simulation.runtime.generate, prompt, max_tokens=80))
+    async with simulated(
+        ScriptedModel(truthful),
+        ScriptedModel(truthful),
+        price=lambda job: 1.0 + job.num_tokens,
+        make_policy=lambda *_: ChainPolicy(2, overlaps=False),
+        listener=listen,
+    ) as simulation:
+        await simulation.runtime.generate_many([[1, 2, 3], [2, 3, 4]], max_tokens=80)
     assert len(errors) > 30
     assert max(map(abs, errors)) < 0.5  # a step takes 3 s or more
 

@@ -85,21 +85,12 @@ async def sample(
     num_sessions: int, draft: Any, seed: int, *, target: int = 1, draft_part: float = 0.1, **settings: Any
 ) -> list[Any]:
     """Completions under one grammar, with the seeds 0, 1, …; three at a time."""
-    completions: dict[int, Any] = {}
-    seeds, constraint = iter(range(num_sessions)), grammar(seed)
+    asked = {"temperature": 1.0, "stop_tokens": (END,), "logits_processors": [grammar(seed)], **settings}
     model = ScriptedModel(scripted(draft), vocab_size=VOCAB_SIZE) if isinstance(draft, int) else draft
     prices = {"price": random_price(seed), "draft_price": random_price(seed + 1, draft_part)}
     async with simulated(ScriptedModel(scripted(target), vocab_size=VOCAB_SIZE), model, **prices) as simulation:
-
-        async def work() -> None:
-            for each in seeds:
-                asked = {"temperature": 1.0, "stop_tokens": (END,), "logits_processors": [constraint], **settings}
-                completions[each] = await simulation.runtime.generate(PROMPT, seed=each, **asked)
-
-        async with trio.open_nursery() as nursery:
-            for _ in range(3):
-                nursery.start_soon(work)
-    return [completions[each] for each in range(num_sessions)]
+        requests = [(PROMPT, {"seed": each}) for each in range(num_sessions)]
+        return await simulation.runtime.generate_many(requests, max_concurrent=3, **asked)
 
 
 @pytest.mark.slow

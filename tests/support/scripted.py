@@ -382,6 +382,28 @@ class ScriptedModel(FeedsEach):
             raise kind(f"{call} {self.num_calls[call]} failed")
 
 
+class RefusingModel(ScriptedModel):
+    """A model that has no memory for the passes for which `refuses` is true; notes of how many texts these were."""
+
+    def __init__(self, script: Script, refuses: Callable[[Sequence[Feed]], bool], **options: Any) -> None:
+        super().__init__(script, **options)
+        self.refuses = refuses
+        self.failures: list[int] = []
+
+    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
+        if self.refuses(feeds):
+            self.failures.append(len(feeds))
+            raise MemoryError("no room for this one")
+        return feed_each(feeds)
+
+    def abandon_shared(self) -> None:
+        """Empty all open sequences, also those that had no part in the pass, as the rows of a batch."""
+        if self.failures[-1] > 1:  # a text alone is no row of a batch
+            for sequence in self.sequences:
+                if not sequence.is_closed:
+                    sequence.forget()
+
+
 # --- the runtime in simulated time ----------------------------------------------------------------
 
 Price = Callable[[Job[Any]], float]
@@ -396,48 +418,6 @@ PRICES: Mapping[str, float] = {
     "decode": 8.0,
     "close": 0.0,
 }
-
-
-class FailingTogether(ScriptedModel):
-    """A model whose passes fail if they have a text with a certain first token, once it has `num_tokens`."""
-
-    def __init__(self, script: Script, culprit: int, num_tokens: int) -> None:
-        super().__init__(script)
-        self.culprit, self.num_tokens = culprit, num_tokens
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        for feed in feeds:
-            tokens: list[int] = feed.sequence.tokens  # type: ignore[attr-defined]
-            if tokens and tokens[0] == self.culprit and len(tokens) >= self.num_tokens:
-                raise MemoryError("no room for this one")
-        return feed_each(feeds)
-
-    def abandon_shared(self) -> None:
-        """Also the texts that had no part in the pass, as the rows of a batch."""
-        forget_all(self)
-
-
-class FailingAtDrafts(ScriptedModel):
-    """A model of which every `every`-th pass over drafted tokens fails, whichever tokens these are."""
-
-    def __init__(self, script: Script, every: int, **options: Any) -> None:
-        super().__init__(script, **options)
-        self.every, self.num_passes, self.num_failures = every, 0, 0
-
-    def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:  # type: ignore[override]
-        if any(feed.num_logits > 1 for feed in feeds):
-            self.num_passes += 1
-            if self.num_passes % self.every == 0:
-                self.num_failures += 1
-                raise MemoryError("no room for this one")
-        return feed_each(feeds)
-
-
-def forget_all(model: ScriptedModel) -> None:
-    """Empty all sequences that are open, as after a pass in which all of them were rows."""
-    for sequence in model.sequences:
-        if not sequence.is_closed:
-            sequence.forget()
 
 
 def priced(**changes: float) -> Price:
@@ -791,6 +771,11 @@ async def read_into(got: list[int], stream: Any, *, pause: float = 0.0) -> None:
 async def text_of(simulation: Simulation, prompt: Sequence[int], **settings: Any) -> list[int]:
     """The ids of a whole generated text."""
     return ids((await simulation.runtime.generate(prompt, **settings)).tokens)
+
+
+async def texts_of(simulation: Simulation, prompts: Sequence[Any], **settings: Any) -> list[list[int]]:
+    """The ids of whole texts that are generated beside each other."""
+    return [ids(each.tokens) for each in await simulation.runtime.generate_many(prompts, **settings)]
 
 
 def run(main: Callable[..., Any], *args: Any) -> Any:

@@ -96,19 +96,11 @@ def test_under_rejection_texts_that_share_passes_have_the_targets_distribution(
 
     async def sample() -> list[runtime.Token]:
         asked: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
-        found: dict[int, list[runtime.Token]] = {}
+        requests = [(prompt, {"seed": seed}) for seed in range(num_sessions)]
         async with drafted(tmp_path, target, price=random_price(1), max_batch=8) as rt:
-
-            async def generate(seed: int) -> None:
-                completion = await rt.generate(prompt, lookahead=2, acceptance="rejection", seed=seed, **asked)
-                found[seed] = completion.tokens
-
-            for first in range(0, num_sessions, 8):
-                async with trio.open_nursery() as nursery:
-                    for seed in range(first, first + 8):
-                        nursery.start_soon(generate, seed)
+            found = await rt.generate_many(requests, max_concurrent=8, lookahead=2, acceptance="rejection", **asked)
             assert (rt.statistics().rows_per_pass or 0) > 1
-        return list(found.values())
+        return [each.tokens for each in found]
 
     tokens = run(sample)
     after: dict[tuple[int, ...], Counter[int]] = {}
