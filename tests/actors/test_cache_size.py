@@ -139,7 +139,6 @@ def test_prefix_checkpoints_take_no_more_than_is_reserved_for_them(kind: str) ->
             sequence.add_prefix_checkpoint()
         assert sequence.num_bytes <= model.cache_size.of([TextSize(length, 15, keeps_prefixes=True)])
     state = sequence.take_state((0,) * sequence.length)
-    assert state is not None
     assert len(state.prefix_checkpoints) > 10 or not sequence.needs_prefix_checkpoints
 
 
@@ -162,7 +161,7 @@ async def test_a_trained_drafters_text_takes_no_more_than_its_size_says(
     def feed(self: TrainedSequence, *args: Any) -> Any:
         nonlocal largest
         result = original(self, *args)
-        largest = max(largest, self.num_bytes)  # type: ignore[attr-defined]
+        largest = max(largest, self.num_bytes)
         return result
 
     async with at_work(kind, tmp_path) as (rt, _):

@@ -317,31 +317,6 @@ def test_the_session_state_is_right_whatever_ends_the_steps_and_whenever(scenari
     run(play, scenario)
 
 
-@pytest.mark.slow
-# The durations of a verify let verdicts arrive within each step and between any two.
-@sweep(
-    "caches, verify, report_delay, chains",
-    zip(
-        itertools.cycle(CACHES.values()),
-        [0.5 + 0.3 * n for n in range(30)],
-        itertools.cycle([None, 0.25, 1.5]),
-        itertools.cycle([False, True]),
-    ),
-)
-async def test_a_verdict_at_any_time_finds_the_session_state_right(
-    caches: dict[str, Any], verify: float, report_delay: float | None, chains: bool, autojump_clock: Any
-) -> None:
-    async with simulated(
-        ScriptedModel(truthful),
-        ScriptedModel(agreeing(0.75), **caches),
-        price=priced(draft=1.0, verify=verify),
-        chains=chains,
-        report_delay=None if report_delay is None else lambda: report_delay,
-    ) as simulation:
-        assert await text_of(simulation, PROMPT, max_tokens=30, lookahead=4) == continuation(PROMPT, 30)
-        assert simulation.draft_worker.num_comparisons > 10
-
-
 SEEDED = {"temperature": 0.8, "acceptance": "match", "seed": 4}
 
 

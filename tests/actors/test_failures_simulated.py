@@ -272,7 +272,7 @@ async def test_an_error_in_a_sessions_own_decisions_ends_that_session_and_no_oth
             if what == "find_stop":
                 simulation.runtime._sessions.by_id[0].find_stop = fail
             else:
-                simulation.target_worker.sessions[0].state.propose = fail  # type: ignore[method-assign]
+                simulation.target_worker.sessions[0].state.propose = fail
             with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):
                 await collect(stream)
             assert await collect(other) == continuation([1, 2, 3], 30)
@@ -282,7 +282,7 @@ async def test_a_session_that_failed_is_not_drafted_for_before_anybody_reads_tha
     async with simulated(ScriptedModel(truthful), drafter()) as simulation:
         unread = simulation.runtime.stream(PROMPT, max_tokens=30, lookahead=2)
         assert 0 in simulation.runtime._draft._sessions
-        simulation.target_worker.sessions[0].state.propose = fail  # type: ignore[method-assign]
+        simulation.target_worker.sessions[0].state.propose = fail
         await trio.sleep(1000.0)  # simulated
         assert 0 not in simulation.runtime._draft._sessions
         with pytest.raises(StreamFailedError, match="Unforeseen: by chance"):

@@ -198,13 +198,6 @@ def test_under_rejection_texts_have_the_targets_distribution_whatever_is_looked_
         assert draft == "ngram" or min(drafters["model"], drafters["copy"]) > 50
 
 
-@pytest.mark.slow
-def test_under_rejection_a_long_text_has_the_targets_distribution_whatever_is_looked_up() -> None:
-    (tokens,) = run(lambda: sample(1, target(), "ngram", max_tokens=3000, lookahead=2))
-    assert pooled_p_value(triples([PROMPT + ids(tokens)])) > SIGNIFICANCE
-    assert sum(token.from_draft for token in tokens) > 500
-
-
 def test_an_earlier_answer_of_the_same_seed_is_a_prediction_like_any_other() -> None:
     likely, other = (0.5, 0.2, 0.1, 0.2), (0.1, 0.1, 0.6, 0.2)
     counts = Counter[tuple[int, ...]]()

@@ -141,7 +141,7 @@ def both(
 ) -> tuple[SimulatedStreams, SimulatedStreams]:
     """The same streams one after another, and at once."""
     alone, at_once = (
-        simulate_streams(scenario, num_streams, at_once=at_once, num_tokens=num_tokens, lookahead=lookahead)  # type: ignore[arg-type]
+        simulate_streams(scenario, num_streams, at_once=at_once, num_tokens=num_tokens, lookahead=lookahead)
         for at_once in (False, True)
     )
     return alone, at_once

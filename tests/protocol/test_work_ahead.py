@@ -117,5 +117,5 @@ def test_always_and_never_do_not_ask_the_prices(contention: float) -> None:
 
 async def test_another_choice_is_refused() -> None:
     with pytest.raises(SettingsError, match="work_ahead must be one of 'auto', 'always', 'never', got 'often'"):
-        async with runtime.open("owner/name", work_ahead="often"):  # type: ignore[arg-type]
+        async with runtime.open("owner/name", work_ahead="often"):
             pass

@@ -144,5 +144,4 @@ def recorded(model: MLXModel, text: tuple[int, ...]) -> mx.array:
     sequence.feed(text, 0)
     taken = sequence.features.take(len(text))
     sequence.close()
-    assert taken is not None
     return taken.values

@@ -274,7 +274,7 @@ class ScriptedSequence(scripted_sequence.ScriptedSequence):
         self.model.fail_if_told("close")
 
     @property
-    def num_bytes(self) -> int:  # type: ignore[override]
+    def num_bytes(self) -> int:
         return self.model.bytes_per_token * len(self.tokens)
 
     @property
@@ -470,7 +470,7 @@ class WatchedSessions(dict[int, ActorSession]):
             self.received[session.id].append(message)
             receive(session, message)
 
-        actor._receive = watched  # type: ignore[method-assign]
+        actor._receive = watched
 
 
 def sessions_of(job: Job[Any] | Steps[Any]) -> list[int | None]:
@@ -572,7 +572,6 @@ class ComparingWorker(SimulatedWorker):
         sequence = self._sequences.get(session)
         if sequence is None or sequence.is_lost:
             return None, 0
-        assert session is not None
         session_state = self.sessions[session]
         self._compare(session_state, sequence)
         return sequence, len(session_state.state.committed)

@@ -235,7 +235,7 @@ def test_streams_at_once_have_lanes_of_their_own_and_later_ones_take_them_over(e
 
 
 def test_a_kind_that_nobody_has_heard_of_is_written_like_any_other():
-    entries = json.loads(written([Instant("draft", "daydream", 3, 1.5, round=7, num_tokens=2)]))  # type: ignore[arg-type]
+    entries = json.loads(written([Instant("draft", "daydream", 3, 1.5, round=7, num_tokens=2)]))
     (shown,) = of(entries, "i")
     assert (shown["name"], shown["tid"], shown["args"]) == ("daydream", DRAFT, {"session": 3, "round": 7, "tokens": 2})
 
@@ -303,7 +303,6 @@ async def test_a_path_gets_the_trace(tmp_path):
 def text_on(page: Path) -> str:
     """The generated text of all streams on a timeline page."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(encoding="utf-8"))
-    assert found is not None
     rounds = [round for session in json.loads(found[1])["sessions"] for round in session["rounds"]]
     return "".join(piece for round in rounds for piece, _, _ in round.get("tokens", ()))
 

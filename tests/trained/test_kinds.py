@@ -177,8 +177,7 @@ async def test_what_is_drafted_after_a_miss_follows_from_the_targets_features(
         sequence = drafter.open_sequence(beside_another=False)
         sequence.give(0, features[: position - 1])
         logits = sequence.feed((*text[:position], *tokens[:-1]), len(tokens))
-        assert logits is not None
-        assert tokens == tuple(mx.argmax(logits, axis=-1).tolist())  # type: ignore[arg-type]
+        assert tokens == tuple(mx.argmax(logits, axis=-1).tolist())
 
 
 async def test_open_takes_a_folder(tmp_path: Path) -> None:
