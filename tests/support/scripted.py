@@ -326,9 +326,8 @@ class ScriptedModel(FeedsEach):
     """A model that follows a script.
 
     Attributes:
-        sequences: all sequences that were ever opened.
+        sequences: all that were ever opened.
         misuses: requests to them that no real cache could have satisfied.
-        num_calls: calls of each method that can be told to fail, over all sequences.
     """
 
     def __init__(
@@ -345,15 +344,11 @@ class ScriptedModel(FeedsEach):
         """Create a model.
 
         Args:
-            script: the logits after each history.
-            vocab_size: width of the script's rows.
-            context_length: maximum number of tokens in a sequence.
             undo: which tokens a sequence can drop without a checkpoint.
             keeps_states: whether a sequence that cannot drop tokens can return to a checkpoint.
-            bytes_per_token: the size that sequences report, and that is reserved for them, per token.
-            fails: the calls that raise, for "open", "feed", "check", "close", "reuse" and "copy", counted from 1
-                over all sequences. A failing check or reuse raises `RewindError`, as a real model's cache does when its
-                length is wrong.
+            bytes_per_token: the size that sequences report, and that is reserved for them.
+            fails: the calls that raise, counted from 1 over all sequences. A failing check or reuse raises
+                `RewindError`, as a real model's cache does when its length is wrong.
         """
         self.script = script
         self.vocab_size = vocab_size
@@ -432,25 +427,15 @@ TOO_LONG = 2e6
 
 @attrs.define
 class HandedJob:
-    """A job that was handed to a worker.
-
-    Attributes:
-        at: when it was handed over, in simulated seconds.
-        done_at: when it was done; None if it was taken back.
-    """
+    """A job, and when it was handed to a worker."""
 
     job: Job[Any]
     at: float
-    done_at: float | None = None
+    done_at: float | None = None  # None if it was taken back
 
 
 class WatchedSessions(dict[int, ActorSession]):
-    """An actor's session states by session id, with a record of past ones.
-
-    Attributes:
-        all_states: every session state, including those of closed sessions.
-        received: the messages that each session state received.
-    """
+    """An actor's session states by session id, with a record of past ones and of the messages that each received."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -484,9 +469,7 @@ class ComparingWorker(SimulatedWorker):
     Attributes:
         handed: every job that was handed in and every step that was done, in order.
         runs: the steps that were done in a row, one list per `run_steps` call.
-        num_comparisons: number of comparisons so far.
-        max_ahead: maximum number of tokens that a sequence held beyond the committed text at the time of the hand-over.
-        sessions: the actor's session states.
+        max_ahead: most tokens that a sequence has held beyond the committed text when a job was handed in.
     """
 
     def __init__(self, actor: Any, price: Price, on_event: Callable[[Event], None]) -> None:
@@ -506,9 +489,7 @@ class ComparingWorker(SimulatedWorker):
         try:
             result = await super().run(job)
         except JobError:
-            # After a failure in the middle of a job, the contents of the sequence are undefined.
-            for session in sessions_of(job):
-                self._sequences.pop(session, None)
+            self._forget(job)
             raise
         handed.done_at = self.clock()
         opened = result.sequence if isinstance(result, CacheHit) else result
@@ -559,9 +540,9 @@ class ComparingWorker(SimulatedWorker):
             if isinstance(result, Error | Exception):
                 self._sequences.pop(session, None)
 
-    def _forget(self, steps: Steps[Any]) -> None:
+    def _forget(self, job: Job[Any] | Steps[Any]) -> None:
         """After a failure in the middle of a job, the contents of the sequence are undefined."""
-        for session in sessions_of(steps):
+        for session in sessions_of(job):
             self._sequences.pop(session, None)
 
     def _check_session(self, session: int | None) -> tuple[ScriptedSequence | None, int]:
@@ -600,11 +581,7 @@ class LaggingWorker(ComparingWorker):
     def __init__(
         self, actor: Any, price: Price, on_event: Callable[[Event], None], report_delay: Callable[[], float]
     ) -> None:
-        """As `ComparingWorker`, and:
-
-        Args:
-            report_delay: called for each step; the seconds until trio's thread hears of it. Steps arrive in order.
-        """
+        """`report_delay` gives, for each step, the seconds until trio's thread hears of it; steps arrive in order."""
         super().__init__(actor, price, on_event)
         self._report_delay = report_delay
 
@@ -647,14 +624,7 @@ class LaggingWorker(ComparingWorker):
 
 @attrs.define
 class Simulation:
-    """A runtime over scripted models, and a record of everything that happened in it.
-
-    Attributes:
-        runtime: the runtime.
-        target, draft: the models.
-        target_worker, draft_worker: their workers.
-        events: all spans and instants so far.
-    """
+    """A runtime over scripted models, and a record of everything that happened in it."""
 
     runtime: Runtime
     target: ScriptedModel
@@ -683,7 +653,6 @@ class Simulation:
         return [e for e in self.events if isinstance(e, Instant) and e.kind == kind and actor in (None, e.actor)]
 
     def assert_all_closed(self) -> None:
-        """Assert that no sequence is open and that none was misused."""
         for model in (self.target, self.draft):
             if model is not None:
                 assert model.misuses == []
@@ -709,11 +678,9 @@ async def simulated(
     Args:
         target, draft: the models; "ngram" for prompt lookup instead of a draft model.
         price: seconds that a job takes, on either worker.
-        draft_price: seconds that a job takes on the draft worker, if that differs.
-        listener: called with each event.
+        draft_price: the same on the draft worker, if that differs.
         schedule: seed of trio's random choice between tasks that are ready at the same time.
-        report_delay: called for each draft step and plain pass; the seconds until trio's thread hears of it. None for
-            no delay.
+        report_delay: see `LaggingWorker`; None for no delay.
         options: others of `running`, such as `make_policy`, `tokenizer` and `max_batch`.
     """
     trio._core._run._r.seed(schedule)
