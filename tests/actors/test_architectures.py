@@ -26,7 +26,7 @@ from architectures import (
     build,
     kinds,
 )
-from completions import ids
+from completions import ids, open_and_close
 from greedy_pair import CLEAR_LEAD, NUM_TOKENS, greedy_text
 from greedy_pair import SHORT_PROMPT as PROMPT
 from mlx_lm.models.cache import make_prompt_cache
@@ -144,8 +144,7 @@ async def test_the_greedy_text_is_plain_decodings_in_every_rewind_mode(name: str
     for rewind in ("auto", "trim", "checkpoint", "none"):
         if rewind not in rewind_options(architecture):
             with pytest.raises(ModelError, match=rewind):
-                async with runtime.open((model, None), rewind=rewind):
-                    pass
+                await open_and_close((model, None), rewind=rewind)
             continue
         # "auto" trims where that is possible, and makes checkpoints elsewhere. One token at a time is the same code for
         # every cache, and so are checkpoints of caches that are only trimmed.

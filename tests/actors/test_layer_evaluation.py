@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from architectures import ARCHITECTURES, build
 from cache_subjects import ATOL
+from completions import open_and_close
 from models import greedy, llama, prompt_of
 from sweeps import sweep
 
@@ -149,8 +150,7 @@ async def test_a_wrong_value_of_the_variable_is_an_error_before_anything_is_load
 ) -> None:
     monkeypatch.setenv(LAYER_EVALUATION_VARIABLE, "sliced")
     with pytest.raises(runtime.SettingsError, match="OUTRIDER_LAYER_EVALUATION must be one of whole, waiting"):
-        async with runtime.open(runtime.DEMO_TARGET):
-            pass
+        await open_and_close(runtime.DEMO_TARGET)
 
 
 # --- the last position alone ------------------------------------------------------------------------

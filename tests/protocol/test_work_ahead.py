@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from completions import open_and_close
 from fixed_lookaheads import sequential_speed
 from scenario import Scenario
 from scripted import ScriptedModel, continuation, simulated, text_of, truthful
@@ -13,7 +14,6 @@ from scripted import priced as job_prices
 from simulation import run_simulation
 from sweeps import sweep
 
-import runtime
 from actors.drafters.drafter import policy_by_settings
 from protocol.errors import SettingsError
 from protocol.lookahead_policy import ChainPolicy
@@ -117,5 +117,4 @@ def test_always_and_never_do_not_ask_the_prices(contention: float) -> None:
 
 async def test_another_choice_is_refused() -> None:
     with pytest.raises(SettingsError, match="work_ahead must be one of 'auto', 'always', 'never', got 'often'"):
-        async with runtime.open("owner/name", work_ahead="often"):
-            pass
+        await open_and_close("owner/name", work_ahead="often")

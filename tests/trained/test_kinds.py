@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 import trio
 from architectures import VOCAB_SIZE, build
+from completions import open_and_close
 from distributions import SIGNIFICANCE, pooled_p_value, random_price
 from drafted_runtime import (
     NUM_TOKENS,
@@ -214,15 +215,13 @@ async def test_another_target_is_refused_with_what_differs(
     target = make(kind, tmp_path / "its")
     make(kind, tmp_path / "other", **changes)
     with pytest.raises(runtime.ModelError, match=said):
-        async with runtime.open((target, None), tmp_path / "other"):
-            raise AssertionError("should not be reached")
+        await open_and_close((target, None), tmp_path / "other")
 
 
 async def test_an_embedding_without_some_of_the_targets_ids_is_refused(tmp_path: Path) -> None:
     target = make("mtp_deep", tmp_path, family="step3p5_deep", vocab_size=64)
     with pytest.raises(runtime.ModelError, match=r"the embedding of draft .* has 48 ids, and its target 64"):
-        async with runtime.open((target, None), tmp_path):
-            raise AssertionError("should not be reached")
+        await open_and_close((target, None), tmp_path)
 
 
 @sweep(
@@ -240,8 +239,7 @@ async def test_an_assistant_refuses_a_target_whose_keys_it_cannot_read(
 ) -> None:
     make("gemma4", tmp_path)
     with pytest.raises(runtime.ModelError, match=said):
-        async with runtime.open((build(family, **changes), None), tmp_path):
-            raise AssertionError("should not be reached")
+        await open_and_close((build(family, **changes), None), tmp_path)
 
 
 # --- variants of EAGLE-3 --------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from architectures import build
+from completions import open_and_close
 from drafted_runtime import check_greedy
 from mlx.utils import tree_flatten
 from models import draw_weights, save
@@ -198,8 +199,7 @@ async def test_open_takes_the_layer_in_the_targets_own_files(tmp_path: Path) -> 
         assert is_quantized(rt._draft.model.module)
         await check_greedy(rt, target, [2])
     with pytest.raises(runtime.SettingsError, match="leave out all but revision and quantize"):
-        async with runtime.open(folder, runtime.ModelSpec("mtp", adapter_path="adapter")):
-            raise AssertionError("should not be reached")
+        await open_and_close(folder, runtime.ModelSpec("mtp", adapter_path="adapter"))
 
 
 @sweep("case", CASES)
@@ -213,5 +213,4 @@ def test_a_layer_is_found_by_the_names_of_weights(case: Path) -> None:
 
 async def test_a_target_without_files_has_no_layer_in_them() -> None:
     with pytest.raises(ModelError, match="the target was given as a model; give the folder"):
-        async with runtime.open((mtp_target_of(case_of("mimo")), None), "mtp"):
-            raise AssertionError("should not be reached")
+        await open_and_close((mtp_target_of(case_of("mimo")), None), "mtp")
