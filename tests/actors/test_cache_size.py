@@ -93,14 +93,14 @@ async def test_no_cache_takes_more_than_is_reserved_for_it_at_any_pass(
     settings = {"lookahead": 4 if drafts else 0, "reuse_prefix": reuse_prefix}
     requests = [
         (prompt_of(length, seed=n, vocab_size=60), {"max_tokens": 15 + 5 * n})
-        for n, length in enumerate((3, 40, 400, 290, 41))
+        for n, length in enumerate((3, 40, 400, 41))
     ]
     async with runtime.open((make(), None), draft, prefix_cache_bytes=0, **options) as rt:
         watch.sequences.clear()
         watch.budget = rt._sessions.memory
-        completions = await rt.generate_many(requests, max_concurrent=5, **settings)
+        completions = await rt.generate_many(requests, max_concurrent=4, **settings)
         watch.budget = None
-    assert [len(each.tokens) for each in completions] == [15, 20, 25, 30, 35]
+    assert [len(each.tokens) for each in completions] == [15, 20, 25, 30]
     assert 0.02 < watch.largest <= 1
 
 

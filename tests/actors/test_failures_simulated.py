@@ -100,7 +100,7 @@ def test_a_drafter_that_fails_at_any_feed_costs_no_token(lookahead: Any, price: 
     # The last drafts may still run when the text is over; then nobody sees their failure. "auto" feeds the drafter
     # about a hundred times: test each of the first calls, during which it measures the models, and some of the others.
     failing = range(1, total - 3)
-    for n in failing if lookahead != "auto" else [*failing[:12], *failing[12::16]]:
+    for n in failing if lookahead != "auto" else [*failing[:8], *failing[12::20]]:
         run(fail_at, n)
 
 

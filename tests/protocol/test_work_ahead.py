@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from completions import open_and_close
 from fixed_lookaheads import sequential_speed
 from scenario import Scenario
 from scripted import ScriptedModel, continuation, simulated, text_of, truthful
@@ -15,7 +14,6 @@ from simulation import run_simulation
 from sweeps import sweep
 
 from actors.drafters.drafter import policy_by_settings
-from protocol.errors import SettingsError
 from protocol.lookahead_policy import ChainPolicy
 from protocol.open_options import WORK_AHEAD, WorkAhead
 from protocol.prices import TRIED_EVERY_ROUNDS, TRIED_ROUNDS, Prices
@@ -113,8 +111,3 @@ def test_always_and_never_do_not_ask_the_prices(contention: float) -> None:
     assert policy_by_settings(Settings(lookahead=2), prices, "always").works_ahead is True
     assert policy_by_settings(Settings(lookahead=2), prices, "never").works_ahead is False
     assert policy_by_settings(Settings(lookahead="auto"), prices, "never").works_ahead is False
-
-
-async def test_another_choice_is_refused() -> None:
-    with pytest.raises(SettingsError, match="work_ahead must be one of 'auto', 'always', 'never', got 'often'"):
-        await open_and_close("owner/name", work_ahead="often")
