@@ -41,7 +41,7 @@ def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 
 def _check_place(session: int, round: int, start: int) -> None:
-    """Check a message's numbers. In one call and not by validators, since this runs for every token."""
+    # In one call and not by validators, since this runs for every token.
     if session < 0 or round < 0 or start < 1:
         raise ValueError(f"session and round must be >= 0 and start >= 1, got {session}, {round} and {start}")
 
@@ -58,6 +58,9 @@ class Open:
         stop_tokens: ids that end the text; empty under `ignore_eos`.
         context_length: positions that the target can take; None if it names no bound.
         drafted: whether a drafter takes part.
+        target_begins: whether the first round is the target's, as if the drafter rested: a drafter that reads hidden
+            states has none before that. So what is drawn under the rejection rule does not depend on how the prompt is
+            read.
         num_scored: how many of the prompt's last tokens are scored; then nothing is generated.
         message_starts: lengths of the prompt before some of its messages, where another prompt is likely to part.
         only_reads: whether the prompt is read, for the prefix cache, and nothing is generated.
@@ -70,6 +73,7 @@ class Open:
     stop_tokens: frozenset[int]
     context_length: int | None = attrs.field(default=None, validator=optional(ge(1)))
     drafted: bool = True
+    target_begins: bool = False
     num_scored: int = attrs.field(default=0, validator=ge(0))
     message_starts: tuple[int, ...] = ()
     only_reads: bool = False
@@ -186,7 +190,7 @@ class Verdict:
         token: the token after them: recovered, bonus, or the target's own if nothing was proposed. None if the forward
             pass had no row for it (the N=1 fallback); then num_accepted >= 1, since every round commits something.
         single_step, settles: whether the target fed only committed tokens and compared only the first drafted one: its
-            cache cannot undo anything (the N=1 fallback), or, if `settles`, it settled tokens (`protocol.replay`).
+            cache cannot undo anything (the N=1 fallback), or, if `settles`, it settled tokens (`ReplayDebt`).
         num_judged: how many of the drafted tokens, from the front, were judged (see `Proposal.reach`); None for all.
         likelihoods: of the accepted tokens and the one after them, if the session asks for log-probabilities.
         stop: where a stop string ends the text in this round, or None. Only the target decodes text as it is committed.
@@ -300,7 +304,7 @@ class Overdue:
 
 @attrs.frozen
 class Withdraw:
-    """The drafter takes no further part in a session. See `protocol.leaving`."""
+    """The drafter takes no further part in a session. See `protocol.lookahead_tree.withdrawal`."""
 
     session: int = attrs.field(validator=ge(0))
 
