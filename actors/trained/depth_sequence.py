@@ -22,9 +22,7 @@ import mlx.core as mx
 from actors.mlx.cache_kinds import MisfitError
 from actors.mlx.row_caches import MAX_WIDTH
 from actors.mlx.sequence_state import SequenceState
-from actors.rows.row_pool import RowPool
-from actors.rows.row_text import RowText
-from actors.rows.rows import Rows
+from actors.rows import RowPool, Rows, RowText
 from actors.trained.positioned_rows import PositionedRows
 from actors.trained.shared_reading import Part, Reading, SharedPass, read_alone
 from actors.trained.trained_sequence import (

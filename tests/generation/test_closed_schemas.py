@@ -6,7 +6,7 @@ from typing import Any
 
 from sweeps import sweep
 
-from runtime.generation.closed_schemas import closed
+from runtime.generation.json_schema import closed
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
 B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}

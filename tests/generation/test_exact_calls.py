@@ -14,7 +14,7 @@ from tool_call_cases import FORMATS, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.argument_values import is_json
-from runtime.generation.tool_calls.call_writer import written_calls
+from runtime.generation.tool_calls.call_format import written_calls
 from runtime.generation.tool_calls.events import Answer
 
 THINK: dict[str, Any] = {"tags": ("<think>", "</think>")}
@@ -98,7 +98,6 @@ def test_calls_are_read_as_they_are_written(format: str) -> None:
 def test_the_beginning_of_an_argument_in_a_text_is_a_word_unless_it_may_be_one(format: str) -> None:
     layout = call_format(format).layout
     assert layout is not None
-    assert layout.key is not None
     opening = layout.key.replace("{type}", "string").replace("\0", "")
     for key, is_call in (("x", True), ("content", False)):
         arguments = {"path": f"use {opening.replace('{key}', key)} here", "content": "c"}
@@ -154,7 +153,7 @@ def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.Dat
     known = call_format(format)
     layout = known.layout
     assert layout is not None
-    key = (layout.key or "").replace("{type}", "string")
+    key = layout.key.replace("{type}", "string")
     markers = {
         **{"START": known.start, "END": known.end, "VALUE_END": layout.value_end.strip(), "TAIL": layout.tail},
         **{"KEY": key.replace("{key}", "path"), "OTHER_KEY": key.replace("{key}", "x")},
