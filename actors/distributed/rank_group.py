@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,8 +21,6 @@ from actors.remote.link import BEAT_S, SILENCE_S
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
-
-logger = logging.getLogger("outrider")
 
 CONNECT_TIMEOUT_S = 60.0  # longest time that MLX may take to connect ranks that are all there, in seconds
 # How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
@@ -210,14 +207,19 @@ class RankGroup:
             failure = self._failure = RankError(f"the ranks cannot go on: {reason}")
             callbacks, self._callbacks = self._callbacks, []
         # Before the callbacks: this process may end as soon as they are called, and the others should know why.
-        untold = [connection for connection in self._connections.values() if not _tell(connection, reason)]
+        untold = []
+        for connection in self._connections.values():
+            with suppress(OSError):  # it has gone, too
+                if not connection.send_unless_busy(Broken(reason)):
+                    untold.append(connection)
         for callback in reversed(callbacks):
             callback(failure)
         # Only now: the model's thread raises this as soon as it sees it, and streams should be told before.
         self._error = failure
         self._is_broken.set()
         for connection in untold:
-            _tell(connection, reason, wait=True)
+            with suppress(OSError):
+                connection.send(Broken(reason))
         self._inbox.put(None)
         if (drafter := self.drafter) is not None:
             drafter.lose(reason)
@@ -352,17 +354,6 @@ class RankGroup:
                 connection.send_unless_busy(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")
-
-
-def _tell(connection: Connection, reason: str, *, wait: bool = False) -> bool:
-    """Tell another rank why the group is broken. Returns: False if only `wait` would make that possible."""
-    try:
-        if not wait:
-            return connection.send_unless_busy(Broken(reason))
-        connection.send(Broken(reason))
-    except OSError as error:
-        logger.debug("a rank could not be told that %s: %s", reason, error)
-    return True
 
 
 def _again(error: RankError) -> RankError:
