@@ -66,7 +66,7 @@ class RankGroup:
         self._is_broken = threading.Event()
         self._others_are_told = threading.Event()
         self._callbacks: list[Callable[[RankError], None]] = []
-        self._is_hanging: Callable[[], bool] | None = None
+        self.is_hanging: Callable[[], bool] | None = None  # tells, in any thread, whether this rank's own model hangs
         # The operation that this rank is in, and since when; and what the others have said of theirs.
         self._at_work: tuple[str | None, float] = (None, time.monotonic())
         self._heard: dict[int, Beat] = {}
@@ -257,24 +257,9 @@ class RankGroup:
                 if call in self._callbacks:
                     self._callbacks.remove(call)
 
-    @contextmanager
-    def watching(self, is_hanging: Callable[[], bool]) -> Iterator[None]:
-        """While in force, break the group if this rank's own model hangs; `is_hanging` tells that, in any thread."""
-        self._is_hanging = is_hanging
-        try:
-            yield
-        finally:
-            self._is_hanging = None
-
     def note(self, operation: str | None) -> None:
         """Note which operation this rank is in; None for none. The other ranks hear of it with the next heartbeat."""
         self._at_work = operation, time.monotonic()
-
-    def _whereabouts(self) -> str:
-        return "; ".join(
-            f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
-            for rank, beat in sorted(self._heard.items())
-        )
 
     def _lose(self, rank: int, how: str) -> RankError:
         reason, link = f"rank {rank} {how}", self._link_to(rank)
@@ -315,10 +300,12 @@ class RankGroup:
                 elif silent_s[rank] > SILENCE_S:
                     self._lose(rank, f"hangs: it has sent no heartbeat for {SILENCE_S:g} s")
             looked = now
-            if (is_hanging := self._is_hanging) is not None and is_hanging():
-                self.fail(
-                    f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({self._whereabouts()})"
+            if (is_hanging := self.is_hanging) is not None and is_hanging():
+                others = "; ".join(
+                    f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
+                    for rank, beat in sorted(self._heard.items())
                 )
+                self.fail(f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({others})")
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 self._beat()
