@@ -53,11 +53,12 @@ _MIN_PHI3SMALL_VOCAB_SIZE = 100_352
 
 def dtypes_of(module: Module) -> tuple[str, ...]:
     """The types of a module's weights, by name."""
-    return tuple(sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in _weights_of(module)}))
+    return tuple(sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in weights_of(module).values()}))
 
 
-def _weights_of(module: Module) -> list[mx.array]:
-    return [cast(mx.array, pair[1]) for pair in tree_flatten(module.parameters())]
+def weights_of(module: Module) -> dict[str, mx.array]:
+    """The weights of a module, by name."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
 def load(
@@ -95,10 +96,7 @@ def is_quantized(model: Module) -> bool:
 
 
 def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str, is_partly: bool = False) -> None:
-    """Quantise those weights that `mlx_lm.convert` quantises. (mlx-lm's own function for it prints to stdout.)
-
-    Raises: ModelError: some are quantised already; if a model may be quantised partly (`is_partly`), all are.
-    """
+    """Quantise what `mlx_lm.convert` does. Raises: ModelError: some are already; or all are, if `is_partly`."""
     modules = [module for module in model.modules() if hasattr(module, "to_quantized")]
     if is_quantized(model) and not (is_partly and modules):
         raise ModelError("its weights are quantised already; leave quantize out, or give the original model")
@@ -123,10 +121,9 @@ class MLXModel(SharedPasses):
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
         """Wrap a model whose weights are evaluated, and feed it two tokens to check it. Messages call it `named`.
-        `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
-        Raises: ModelError: the model would crash the process, does not return logits, or does not fill the cache that
-        it is given; or the options demand something that its caches cannot do. And whatever the model raises.
+        Raises: ModelError: it would crash the process, gives no logits or does not fill its cache; or its caches cannot
+        do what the options demand. And whatever the model raises.
         """
         self._layer_evaluation = layer_evaluation
         for module in model.modules():
@@ -185,8 +182,9 @@ class MLXModel(SharedPasses):
         return self.recorder_slot.recorder is not None
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """From the next pass on, record the inputs of these layers; the number of layers, as an id, means the output of
-        the last one. None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
+        """From the next pass on, record the inputs of these layers (their number stands for the last one's output).
+
+        None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
         self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self.module, layer_ids)
 
@@ -197,11 +195,11 @@ class MLXModel(SharedPasses):
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(weight.nbytes for weight in _weights_of(self.module))
+        return sum(weight.nbytes for weight in weights_of(self.module).values())
 
     def anatomy(self) -> Anatomy:
         """What the model consists of, and what its caches can do. Feeds it some tokens to find out."""
-        weights = _weights_of(self.module)
+        weights = weights_of(self.module).values()
         sequence = MLXSequence(self.module, self._options, vocab_size=self.vocab_size)
         sequence.feed((0,) * 8, 0)
         kinds = list(kinds_of(sequence.cache))
@@ -313,17 +311,16 @@ def context_length_of(model: Module) -> int | None:
             break
     else:
         return None
-    if _scales_positions(model):
+    # mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base.
+    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
+    if not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes):
         lengths = [_scaled_length(each) for each in (given.get("rope_scaling"), given.get("rope_parameters"))]
         length = max(length, *lengths)
     return length
 
 
 def _scaled_length(scaling: Any) -> int:
-    """The length to which a rotary embedding of this configuration is scaled; 0 if it is not.
-
-    Newer configurations have one for each type of layers; layers with a window do not bound the length.
-    """
+    """The length to which a rotary embedding of this configuration is scaled; 0 if it is not."""
     if not isinstance(scaling, dict):
         return 0
     if by_layer := {name: each for name, each in scaling.items() if isinstance(each, dict)}:
@@ -332,12 +329,6 @@ def _scaled_length(scaling: Any) -> int:
     is_scaled = (scaling.get("type") or scaling.get("rope_type")) != "default"
     is_given = isinstance(original, (int, float)) and isinstance(factor, (int, float))
     return int(original * factor) if is_scaled and is_given else 0  # type: ignore[operator]
-
-
-def _scales_positions(model: Module) -> bool:
-    """Whether mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base."""
-    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
-    return not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes)
 
 
 def _names(layers: Iterable[Any]) -> list[str]:

@@ -44,11 +44,11 @@ from protocol.errors import (
     WrongEventLoopError,
 )
 from protocol.open_options import AUTO_STREAMS, AUTO_TURNS, OpenOptions, WorkAhead
+from protocol.pass_plan import TargetQueue
 from protocol.prices import Prices
 from protocol.reprs import size_in_words
 from protocol.settings import AUTO_DRAFT, NGRAM, SettingsLike, keywords_of
 from protocol.settings_keywords import SettingsArguments
-from protocol.target_queue import TargetQueue
 from protocol.trace import Actor, Event
 from runtime.engine.drafter_slot import DrafterActor, DrafterSlot, Load, LoadedDrafter
 from runtime.engine.events import Events
@@ -298,7 +298,7 @@ class _DraftLoader:
         Raises: as `load_draft_onto`, and RankError: the rank that drafts is lost.
         """
         if draft == AUTO_DRAFT:
-            return await load_auto_onto(stack, self.target, partial(self.load, group=group))
+            return await load_auto_onto(stack, self.target.folder, partial(self.load, group=group))
         if group is not None and group.drafter is not None:
             elsewhere = await load_elsewhere(group.drafter, self._asked(None, None), RankError)
         elif self.options.has_draft_process:
@@ -308,7 +308,7 @@ class _DraftLoader:
             link.max_silence_s = SILENCE_S
         else:
             worker = await stack.enter_async_context(ThreadWorker("draft", self.events, may_be_given_up=True))
-            drafter = (await load_draft_onto(worker, draft, self.caches, self.target)).model
+            drafter = (await load_draft_onto(worker, draft, self.caches, self.target.drafted)).model
             self._stop_recording_with(stack)
             _warn_if_too_large(self.target.model, drafter)
             stack.enter_context(drafter.evaluating_layers())
