@@ -16,7 +16,7 @@ from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, settings_from, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from protocol.validation import must_be
-from runtime.generation.chat_template.switches import thinking_switch
+from runtime.generation.chat_template.known import thinking_switch
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete

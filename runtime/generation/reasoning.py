@@ -14,8 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from runtime.generation.answers.message_format import HARMONY_TAGS, MUSE_TAGS, begun_message, message_format
 from runtime.generation.answers.message_reader import MessageReader, Reader
-from runtime.generation.chat_template.answer_start import opens_reasoning
-from runtime.generation.chat_template.tags import structural_markers, tags_of
+from runtime.generation.chat_template.known import opens_reasoning, structural_markers, tags_of
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Answer

@@ -17,8 +17,7 @@ from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
 from runtime.generation.answers.content_stops import ContentStops
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template.answer_start import begins_answer
-from runtime.generation.chat_template.known import source_of
+from runtime.generation.chat_template.known import begins_answer, source_of
 from runtime.generation.chat_template.rendering import render_chat_template
 
 logger = logging.getLogger("outrider")

@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from protocol.logits_processors import LogitsProcessor
 from runtime.generation.answers.message_format import FINALS
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template.answer_start import space_before_closing
+from runtime.generation.chat_template.known import space_before_closing
 from runtime.generation.grammar import Grammar
 
 # The longest tag or marker has fewer.

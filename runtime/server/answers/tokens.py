@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 
 from runtime.generation.answers.message_format import message_format
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template.tags import structural_markers, tags_of
+from runtime.generation.chat_template.known import structural_markers, tags_of
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
