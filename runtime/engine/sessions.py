@@ -34,8 +34,7 @@ from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
 from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.answers.reasoning_limit import ReasoningLimit
-from runtime.generation.reasoning import ReasoningTracker, reader_of
+from runtime.generation.reasoning import ReasoningLimit, ReasoningTracker, reader_of
 from runtime.generation.text import GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable

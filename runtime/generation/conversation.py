@@ -22,7 +22,7 @@ from runtime.generation.text import Prompt, apply_chat_template, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.events import Answer, ToolCall
-from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, Functions
+from runtime.generation.tool_calls.tools import MAX_TOOL_ROUNDS, Functions
 
 Message = dict[str, Any]
 
