@@ -18,11 +18,10 @@ from protocol.prices import Estimates
 from protocol.statistics import Counts
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.server.answers.api import BegunAnswer, Event, Serializer
+from runtime.server.answers.api import AnswerSplitter, BegunAnswer, Event, Serializer
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.chat import function_of
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.tokens import AnswerSplitter
 from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.serializer import MessageSerializer
 from runtime.server.openai.requests import ChatRequest

@@ -30,9 +30,9 @@ from sweeps import sweep
 from transformers import AddedToken
 
 from runtime.generation.tokens import Token
+from runtime.server.answers.api import ShownTokens
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.preparation import min_tokens
-from runtime.server.answers.tokens import ShownTokens
 from runtime.server.errors import ErrorResponse
 from runtime.server.openai.requests import ChatRequest
 
