@@ -9,7 +9,7 @@ from sweeps import sweep
 from tool_call_cases import TOOLS, call_format
 
 import runtime
-from runtime.generation.answers.content_stops import ContentStops
+from runtime.generation.text import ContentStops
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 
 TAGS = ("<think>", "</think>")
