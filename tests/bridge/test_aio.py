@@ -78,7 +78,7 @@ def in_asyncio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., 
     functools.update_wrapper(run_in_asyncio, test)
     signature = inspect.signature(test)
     fixtures = [*signature.parameters.values(), inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)]
-    run_in_asyncio.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+    run_in_asyncio.__signature__ = signature.replace(parameters=fixtures)
     return run_in_asyncio
 
 

@@ -47,14 +47,12 @@ class Passes:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, Span) and event.actor == "target" and event.kind in ("prefill", "verify", "decode"):
-            assert event.session is not None
             self.num_of[event.session] = self.num_of.get(event.session, 0) + 1
 
 
 def press_ctrl_c() -> None:
     """Send SIGINT to the main thread, as the terminal does; from any thread."""
     ident = threading.main_thread().ident
-    assert ident is not None
     signal.pthread_kill(ident, signal.SIGINT)
 
 

@@ -322,7 +322,7 @@ async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
             ended_on.append(threading.get_ident())
 
     with trio.CancelScope() as scope:
-        await take_until_cancelled(OnThread(), generate)  # type: ignore[arg-type]
+        await take_until_cancelled(OnThread(), generate)
     assert scope.cancelled_caught
     assert len(given) < 1000
     assert ended_on == ran_on

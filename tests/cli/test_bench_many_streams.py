@@ -71,7 +71,7 @@ async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
     async def watched(self: LoadedModels, way: Contender, *arguments: Any) -> Run:
         rt, events = self._runtimes[way.runtime]
         events.listen(lambda _: most.__setitem__(way.kind, max(most.get(way.kind, 0), rt.num_streams)))
-        return await real(self, way, *arguments)  # type: ignore[no-any-return]
+        return await real(self, way, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoadedModels, "_run_outrider", watched)

@@ -153,7 +153,7 @@ def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits() -> None
     cleared: list[str] = []
     statuses: list[int] = []
     display = Display()
-    display.clear = lambda: cleared.append("cleared")  # type: ignore[method-assign]
+    display.clear = lambda: cleared.append("cleared")
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with exit_on_signal(display, exit_now=statuses.append):
         signal.raise_signal(signal.SIGINT)

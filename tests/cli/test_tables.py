@@ -22,7 +22,7 @@ TABLE = Table(
 def printed(width: int) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     show_table(console, TABLE)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
 def test_a_table_that_fits_has_its_headings_above_its_columns():
@@ -50,7 +50,7 @@ def test_a_finding_that_is_too_long_goes_on_below_and_loses_nothing():
     path = "/" + "x" * 150
     console = Console(file=io.StringIO(), width=60)
     show_sections(console, [("target", [("linear algebra", path), ("family [llama]", "two words")])])
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert "".join(text.split()).count("x") == 150
     assert "…" not in text
     assert "family [llama]  two words" in text

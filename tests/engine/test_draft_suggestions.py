@@ -55,7 +55,7 @@ def test_models_on_the_disk_come_first_and_the_smallest_of_them_first(cache: Pat
     assert [(each.model, each.num_bytes) for each in found] == [("org/smaller", 300), ("org/small", 900)]
     assert all(each.is_on_disk and each.is_checked for each in found)
     with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        found[0].model = "another"  # type: ignore[misc]
+        found[0].model = "another"
 
 
 def test_what_does_not_fit_is_not_proposed(cache: Path) -> None:

@@ -158,7 +158,7 @@ async def test_what_is_no_settings_is_said_to_be_none(settings: Any) -> None:
     async with runtime.open((target(), None)) as rt:
         for begin in (rt.stream, rt.generate_many):
             with pytest.raises(runtime.SettingsError, match=r"settings must be runtime\.Settings or a mapping"):
-                begin(PROMPT, settings)  # type: ignore[operator]
+                begin(PROMPT, settings)
 
 
 async def test_settings_are_checked_with_what_overrides_them() -> None:
@@ -168,8 +168,8 @@ async def test_settings_are_checked_with_what_overrides_them() -> None:
         with pytest.raises(runtime.SettingsError, match=r"prompts\[1\]: stop_tokens .* outside"):
             rt.generate_many([PROMPT, (PROMPT, runtime.Settings(stop_tokens=(VOCAB_SIZE,)))])
         with pytest.raises(runtime.SettingsError, match="there is no setting 'max_token'"):
-            rt.stream(PROMPT, FIVE, max_token=3)  # type: ignore[call-arg]
+            rt.stream(PROMPT, FIVE, max_token=3)
         with pytest.raises(runtime.SettingsError, match="did you mean 'tool_choice'"):
-            rt.stream(PROMPT, tool_choise="auto")  # type: ignore[call-arg]
+            rt.stream(PROMPT, tool_choise="auto")
         with pytest.raises(runtime.SettingsError, match="did you mean 'max_concurrent'"):
-            rt.generate_many([PROMPT], max_concurent=2)  # type: ignore[call-arg]
+            rt.generate_many([PROMPT], max_concurent=2)

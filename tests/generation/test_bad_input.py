@@ -86,7 +86,7 @@ async def test_prompts_that_cannot_be_are_refused_before_any_model_work() -> Non
         del events[:]
         for prompt, says in BAD_PROMPTS:
             with pytest.raises(runtime.PromptError, match=re.escape(says)) as raised:
-                rt.stream(prompt)  # type: ignore[arg-type]
+                rt.stream(prompt)
             assert isinstance(raised.value, ValueError)
         await trio.testing.wait_all_tasks_blocked()
         assert events == []

@@ -139,7 +139,7 @@ def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
             short,
             system=None,
             thinking=None,
-            settings={},  # type: ignore[arg-type, return-value, func-returns-value]
+            settings={},
             tools=Functions(()),
         )
         with pytest.raises(AttributeError):  # there is no stream

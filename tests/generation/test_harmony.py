@@ -99,8 +99,6 @@ def test_a_grammar_holds_the_model_to_calls_in_their_channel(text: str, choice: 
     properties = {"number": {"type": "integer"}}
     function = {"name": "double", "strict": True, "parameters": {"type": "object", "properties": properties}}
     tools, format = tools_of([function], choice), call_format(tokenizer())
-    assert tools is not None
-    assert format is not None
     marks = marks_of(ReasoningTracker(tokenizer(), ()))
     grammar = Grammar(call_grammar(tools, format, tokenizer(), **marks), tokenizer())
     tokens, is_let_through = [0], True

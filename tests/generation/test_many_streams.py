@@ -81,8 +81,8 @@ def most_turns_in_between(simulation: Simulation, asked: Asked) -> list[int]:
         for session in sessions_of(waiting):
             own = last_done.get(session, 0.0)
             since = min((at for at in asked.at[session] if own <= at <= waiting.at), default=own)
-            last_done[session] = waiting.done_at  # type: ignore[assignment]
-            between = [other for other in handed if since < other.done_at < waiting.done_at]  # type: ignore[operator]
+            last_done[session] = waiting.done_at
+            between = [other for other in handed if since < other.done_at < waiting.done_at]
             if waiting.job.kind == "prefill":
                 between = [other for other in between if other.job.kind == "prefill"]
             turns = Counter(other for job in between if session not in sessions_of(job) for other in sessions_of(job))
@@ -215,7 +215,6 @@ async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_ther
         assert await collect(second) == continuation([2], 10)
         waited = second.statistics().time_to_first_token
         # Counted from the call, which was at the very beginning.
-        assert waited is not None
         assert waited > ended
         # As soon as the drafter had finished its running step.
         assert simulation.spans("target", session=1)[0].began <= ended + 1

@@ -300,11 +300,9 @@ class Child:
 
     def says(self, line: str) -> None:
         """Assert that the child prints this line next."""
-        assert self._process.stdout is not None
         assert self._process.stdout.readline() == f"{line}\n"
 
     def go_on(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.write("go on\n")
         self._process.stdin.flush()
 

@@ -172,7 +172,7 @@ def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
 ) -> None:
     is_over = data.draw(st.booleans())
     borders = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=5)) if len(tokens) > 1 else [])
-    find, table, decided = StopFinder(Table(PARTS), opened(stops)), Table(PARTS), None  # type: ignore[arg-type]
+    find, table, decided = StopFinder(Table(PARTS), opened(stops)), Table(PARTS), None
     for round, (begin, end) in enumerate(itertools.pairwise([0, *borders, len(tokens)])):
         finish_reason = "length" if is_over and end == len(tokens) else None
         commit = Commit(0, round, 1 + begin, tuple(tokens[begin:end]), 0, finish_reason=finish_reason)

@@ -258,4 +258,4 @@ def test_a_text_is_not_refused_by_length_where_characters_may_be_merged() -> Non
 
 def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at() -> None:
     with pytest.raises(PromptTooLongError, match="prompt is too long: 100 tokens > 99 maximum"):
-        encode_prompt(["no id"] * 100, None, 10, 100)  # type: ignore[list-item]
+        encode_prompt(["no id"] * 100, None, 10, 100)

@@ -88,7 +88,7 @@ async def test_a_required_call_is_held_to_its_schema_under_speculation(lookahead
 
 
 async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
-    def bare(x):  # type: ignore[no-untyped-def]
+    def bare(x):
         return x
 
     async with runtime.open(*calling_pair()) as rt:
@@ -98,7 +98,7 @@ async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
             ([5], r"tools\[0\] must be a mapping"),
         ):
             with pytest.raises(runtime.SettingsError, match=says_what):
-                rt.stream([USER], tools=tools)  # type: ignore[arg-type]
+                rt.stream([USER], tools=tools)
         with pytest.raises(runtime.SettingsError, match="tool_choice 'required' needs tools"):
             rt.stream([USER], tool_choice="required")
         with pytest.raises(runtime.PromptError, match="this prompt is text"):

@@ -97,7 +97,7 @@ def test_it_waits_for_its_turn_and_ends_with_its_runtime() -> None:
             with pytest.raises(runtime.PromptError, match="empty"):
                 await simulation.runtime.warm([])
             with pytest.raises(runtime.SettingsError, match="max_tokns"):
-                await simulation.runtime.warm(PROMPT, max_tokns=3)  # type: ignore[call-arg]
+                await simulation.runtime.warm(PROMPT, max_tokns=3)
             async with trio.open_nursery() as nursery:
 
                 async def wait() -> None:

@@ -58,7 +58,6 @@ def stored_in(folder: Path) -> list[Path]:
 
 def cache_of(rt: runtime.Runtime) -> DiskPrefixCache:
     store = rt._target.prefix_cache.store
-    assert isinstance(store, DiskPrefixCache)
     return store
 
 
@@ -77,13 +76,12 @@ async def test_a_text_is_continued_after_a_restart_from_what_was_cached_before(
     longer = [*prompt, *first, *prompt_of(8, seed=3)]
     async with runtime.open((model, None), draft, prefix_cache_dir=folder) as rt:
         for actor in (rt._target, rt._draft)[:num_models]:
-            await until_in_trio(lambda actor=actor: actor.prefix_cache.store._stored != {})  # type: ignore[misc]
+            await until_in_trio(lambda actor=actor: actor.prefix_cache.store._stored != {})
         assert await answer(rt, longer) == (greedy(model, longer, NUM_TOKENS), len(prompt) + NUM_TOKENS - 1)
         # The same prompt again needs only a part of it.
         assert await answer(rt, prompt) == (first, len(prompt) - 1)
         files = cache_of(rt)._files
     # The longer text has taken the place of its beginning.
-    assert files is not None
     assert len(files.scan()) == 1
 
 
@@ -140,7 +138,6 @@ async def test_of_several_with_the_same_beginning_the_smallest_file_is_read(tmp_
         for order in permutations(cache_of(rt)._stored.items()):
             cache_of(rt)._stored = dict(order)
             best, num_reusable = cache_of(rt)._best((*PROMPT, 1))
-            assert best is not None
             assert (len(best.tokens), num_reusable) == (len(PROMPT) + 9 + NUM_TOKENS - 1, len(PROMPT))
 
 

@@ -184,7 +184,7 @@ async def test_a_conversation_goes_to_and_from_bytes_whatever_is_in_its_messages
         assert loaded.messages == messages
         assert ids(await loaded.generate(SAID[1])) == ids(expected)
         with pytest.raises(runtime.SettingsError, match="give the path of a file, or io"):
-            await conversation.save(io.StringIO())  # type: ignore[arg-type]
+            await conversation.save(io.StringIO())
         with pytest.raises(runtime.SessionFileError, match="session file <BytesIO> is damaged"):
             await rt.load(io.BytesIO(file.getvalue()[:-1]))
 
@@ -332,8 +332,6 @@ async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) 
     for name in ("before", "after"):
         session = await saved_session.read(tmp_path / name)
         for model in (session.target, session.draft):
-            assert model is not None
-            assert model.sequence is not None
             description = model.sequence.description
             tokens = model.sequence.tensors[description["tokens"]["tensor"]].array().tolist()
             assert tokens == list(session.tokens[: len(tokens)])

@@ -17,7 +17,6 @@ from models import llama, near
 from sweeps import sweep
 
 import runtime
-from actors.drafters.draft_actor import DraftActor
 from actors.persistence import saved_sequence
 
 SAID = ("The cat sat on the mat.", " And then?")
@@ -48,7 +47,6 @@ async def open_pair() -> AsyncIterator[runtime.Runtime]:
 async def hanging(monkeypatch: pytest.MonkeyPatch, rt: runtime.Runtime, name: str) -> AsyncIterator[Hang]:
     """Have a function hang on the drafter's thread."""
     drafter = rt._draft
-    assert isinstance(drafter, DraftActor)
     hang, token, real = Hang(), trio.lowlevel.current_trio_token(), getattr(saved_sequence, name)
 
     def hanging(model: Any, *arguments: Any, **keywords: Any) -> Any:

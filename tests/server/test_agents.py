@@ -277,7 +277,7 @@ def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says: 
         streamed = assembled_response((await server.ask(RESPONSES, {**asked, "stream": True})).named_events)
         for each in (response, streamed):
             assert fields.items() <= each["output"][0].items()
-        names = [tool["function"]["name"] for tool in server.tokenizer.told[-1]]  # type: ignore[attr-defined]
+        names = [tool["function"]["name"] for tool in server.tokenizer.told[-1]]
         assert names == ["mcp__docs__search", "mcp__web__search", "search", "apply_patch", "local_shell"]
         if fields["type"] == "message":
             return
@@ -354,7 +354,7 @@ async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(se
     tools = [{"type": kind, "name": name} for kind, name in types.items()]
     answer = await server.ask(MESSAGES, {"messages": [USER], "tools": tools, "max_tokens": 300})
     assert (answer.json["content"][0]["name"], answer.json["content"][0]["input"]) == ("bash", {"command": "ls"})
-    told = [tool["function"] for tool in server.tokenizer.told[-1]]  # type: ignore[attr-defined]
+    told = [tool["function"] for tool in server.tokenizer.told[-1]]
     offered = {each["name"]: each["parameters"] for each in told}
     assert list(offered["bash"]["properties"]) == ["command", "restart"]
     assert "undo_edit" in offered["old"]["properties"]["command"]["enum"]
@@ -491,7 +491,7 @@ async def test_clients_know_by_the_error_that_a_context_is_full(server: Served) 
         openai.OpenAI(api_key="a", http_client=chat).chat.completions.create(model="a", messages=[])
     assert raised.value.code == "context_length_exceeded"
     with pytest.raises(ContextOverflowError):
-        ChatOpenAI(model="a", api_key="a", http_client=chat).invoke("a")  # type: ignore[arg-type]
+        ChatOpenAI(model="a", api_key="a", http_client=chat).invoke("a")
     messages = anthropic.Anthropic(api_key="a", http_client=client_of(MESSAGES, httpx2))
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 116 tokens > 20 maximum"):
         messages.messages.create(model="a", max_tokens=1, messages=[])

@@ -57,14 +57,14 @@ def answer(request: GenerationRequest, tokenizer: Any = None) -> BegunAnswer:
     ids = (f"call_{i}" for i in itertools.count())
     reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS, new_id=lambda: next(ids))
     splitter = AnswerSplitter(reader)
-    return BegunAnswer(request, "tiny", tokenizer, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
+    return BegunAnswer(request, "tiny", tokenizer, splitter, lambda id: None)
 
 
 def tokens_of(text: str, size: int, *, is_complete: bool) -> list[Token]:
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     tokens = [Token(i, piece, i, drafted_by=None) for i, piece in enumerate(pieces)]
     reason = "stop" if is_complete else "length"
-    return [*tokens, Token(0, "", len(tokens), drafted_by=None, finish_reason=reason)]  # type: ignore[arg-type]
+    return [*tokens, Token(0, "", len(tokens), drafted_by=None, finish_reason=reason)]
 
 
 def streamed(serializer: Serializer, tokens: list[Token]) -> list[Any]:
@@ -160,7 +160,6 @@ def test_calls_are_items_of_a_response(case: str, size: int) -> None:
         assert each["status"] == ("completed" if is_complete else "incomplete")
         # What a later response continues.
         kept = store.get(each["id"])
-        assert kept is not None
         messages = json.loads(kept.messages)
         assert messages[0] == {"role": "user", "content": "a"}
         assert [call["id"] for message in messages[1:] for call in message.get("tool_calls", ())] == [
@@ -203,10 +202,10 @@ async def test_a_message_calls_a_tool_and_takes_its_result(server: Served) -> No
     for each in (message, streamed):
         assert [(block["name"], block["input"]) for block in each["content"]] == [("weather", {"city": "oslo"})]
         assert each["stop_reason"] == "tool_use"
-    assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
+    assert server.tokenizer.told == [[WEATHER], [WEATHER]]
     counted = await server.ask(COUNT_TOKENS, asked)
     assert counted.json["input_tokens"] == message["usage"]["input_tokens"]
-    assert server.tokenizer.told[-1] == [WEATHER]  # type: ignore[attr-defined]
+    assert server.tokenizer.told[-1] == [WEATHER]
     id = message["content"][0]["id"]
     result = {"type": "tool_result", "tool_use_id": id, "content": [{"type": "text", "text": "mild"}]}
     more = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
@@ -225,7 +224,7 @@ async def test_a_response_calls_a_function_and_takes_its_output(server: Served) 
     for each in (response, streamed):
         assert [(item["name"], item["arguments"]) for item in each["output"]] == [("weather", '{"city": "oslo"}')]
         assert (each["status"], each["tools"][0]["name"]) == ("completed", "weather")
-    assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
+    assert server.tokenizer.told == [[WEATHER], [WEATHER]]
     id = response["output"][0]["call_id"]
     output = {"type": "function_call_output", "call_id": id, "output": "mild"}
     more = {"input": [output], "previous_response_id": response["id"]}
@@ -237,7 +236,6 @@ async def test_a_response_calls_a_function_and_takes_its_output(server: Served) 
 
 
 def tools_of(request: GenerationRequest) -> Any:
-    assert request.chat is not None
     return request.chat.tools
 
 

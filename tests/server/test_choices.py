@@ -180,7 +180,7 @@ class Begun(list[tuple[str, Any, Any]]):
                 self.third.set()
             return self[-1][2]
 
-        server.simulation.runtime.stream = watch  # type: ignore[method-assign]
+        server.simulation.runtime.stream = watch
 
 
 @STREAMED

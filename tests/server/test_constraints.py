@@ -62,7 +62,6 @@ def parsed(fields: dict[str, Any]) -> GenerationRequest:
 @sweep(("fields", "kind", "value"), FIELDS)
 def test_a_field_is_the_constraint_that_it_stands_for(fields: Any, kind: str, value: Any) -> None:
     constraint = parsed(fields).constraint
-    assert constraint is not None
     assert (constraint.kind, constraint.value, constraint.field) == (kind, value, next(iter(fields)))
     assert constraint.write()
 

@@ -604,7 +604,7 @@ def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
     states = "- drafting - overdue - drafting - resting drafting overdue drafting left"
     record = timelines.Timeline(0, [], began=10.0)
     for at, kind in enumerate(kinds.split(), start=10):
-        record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
+        record.add(Instant("draft", kind, 0, float(at)))
     expected = [{"at": float(at), "state": state} for at, state in enumerate(states.split()) if state != "-"]
     assert record.new_activity()["drafter"] == expected
     assert record.new_activity() == {"spans": [], "drafter": []}

@@ -10,7 +10,6 @@ from every_response import KEYED, all_seen
 from jsonschema import Draft202012Validator
 from referencing import Registry
 from referencing.jsonschema import DRAFT202012
-from starlette.routing import Mount, Route
 
 PAGES = {"/", "/page", "/docs", "/openapi.json"}
 
@@ -68,10 +67,7 @@ def described(description: dict[str, Any]) -> set[tuple[str, str, str, str]]:
 async def test_the_description_has_the_routes_of_the_application_but_for_its_pages(server: Served) -> None:
     routes = {}
     for route in server.app.app._app.routes:
-        assert isinstance(route, (Mount, Route))
         if route.path not in PAGES:
-            assert isinstance(route, Route)
-            assert route.methods is not None
             routes[re.sub(r":\w+}", "}", route.path)] = {method.lower() for method in route.methods} - {"head"}
     paths = (await server.ask("/openapi.json")).json["paths"]
     assert {path: set(operations) for path, operations in paths.items()} == routes
