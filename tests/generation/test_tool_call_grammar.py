@@ -17,6 +17,7 @@ from tool_call_cases import FORMATS, block, call_format, call_in
 from transformers import AutoTokenizer
 
 import runtime
+from runtime.generation.closed_schemas import closed
 from runtime.generation.grammar import Grammar
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
@@ -278,3 +279,56 @@ def test_only_allowed_tools_are_called(choice: str):
         assert [call.name for call in answer_of(text, format, tools).calls] == [name]
     text, _ = writer.write(CALLS["json_tools"])
     assert "get_weather" not in text
+
+
+# --- schemas --------------------------------------------------------------------------------------
+
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
+CLOSED: dict[str, Any] = {"additionalProperties": False}
+REFERENCE: dict[str, Any] = {"$ref": "#/$defs/A"}
+
+
+@sweep(
+    ("schema", "expected"),
+    [
+        (A, {**A, **CLOSED}),
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}, **CLOSED}),
+        ({"properties": {"o": A}}, {"properties": {"o": {**A, **CLOSED}}, **CLOSED}),
+        ({"type": "array", "items": A}, {"type": "array", "items": {**A, **CLOSED}}),
+        ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [{**A, **CLOSED}, {"type": "null"}]}),
+        ({"allOf": [A]}, {"allOf": [{**A, **CLOSED}]}),
+        ({**REFERENCE, "$defs": {"A": A}}, {**REFERENCE, "$defs": {"A": {**A, **CLOSED}}}),
+        (
+            {"type": "object", "additionalProperties": A},
+            {"type": "object", "additionalProperties": {**A, **CLOSED}},
+        ),
+    ],
+)
+def test_an_object_with_listed_properties_has_no_others(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected
+
+
+@sweep(
+    "schema",
+    [
+        {"type": "object"},
+        True,
+        {**A, "additionalProperties": True},
+        {**A, "additionalProperties": {"type": "string"}},
+        {**A, "unevaluatedProperties": False},
+        {"type": "object", "properties": {"a": True}, "required": ["b"]},
+        {"type": "object", "properties": {"a": True}, "minProperties": 2},
+        # Each part would forbid the properties of the others.
+        {"allOf": [A, B]},
+        {**A, "anyOf": [B, {"required": ["c"]}]},
+        {**A, "if": {"required": ["a"]}, "then": B},
+        {"anyOf": [A, B], "allOf": [{"required": ["c"]}]},
+        {**B, **REFERENCE, "$defs": {"A": A}},
+        {"allOf": [REFERENCE, B], "$defs": {"A": A}},
+        {"allOf": [REFERENCE, B], "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/B"}]}, "B": A}},
+        {"not": REFERENCE, "$defs": {"A": A}},
+    ],
+)
+def test_an_object_that_may_have_others_stays_open(schema: Any) -> None:
+    assert closed(schema) == schema

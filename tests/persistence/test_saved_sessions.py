@@ -6,7 +6,9 @@ import io
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -533,3 +535,110 @@ async def test_a_load_that_finds_the_models_gone_says_that_the_runtime_is_closed
         monkeypatch.setattr(saved_sequence, "keep", close_first)
         with pytest.raises(runtime.RuntimeClosedError, match="this runtime was closed"):
             await rt.load(path)
+
+
+# --- beside drafters that hang --------------------------------------------------------------------
+
+LONG_S = 30.0  # after which a hang ends, so that whoever waits for it fails
+# What is asked of a model on its thread, when a conversation is saved or loaded.
+SAVING, LOADING = ("_find", "_fingerprint"), ("_fingerprint", "_fill")
+
+
+@attrs.define
+class Hang:
+    """A function of the drafter's thread that does not return before it is released."""
+
+    has_begun: trio.Event = attrs.field(factory=trio.Event)
+    release: threading.Event = attrs.field(factory=threading.Event)
+    was_waited_for: bool = False
+
+
+@asynccontextmanager
+async def hanging(monkeypatch: pytest.MonkeyPatch, rt: runtime.Runtime, name: str) -> AsyncIterator[Hang]:
+    """Have a function hang on the drafter's thread."""
+    drafter = rt._draft
+    hang, token, real = Hang(), trio.lowlevel.current_trio_token(), getattr(saved_sequence, name)
+
+    def hanging(model: Any, *arguments: Any, **keywords: Any) -> Any:
+        if model is drafter.model:
+            token.run_sync_soon(hang.has_begun.set)
+            hang.was_waited_for = not hang.release.wait(LONG_S)
+        return real(model, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_sequence, name, hanging)
+        try:
+            yield hang
+        finally:
+            hang.release.set()
+    assert not hang.was_waited_for
+
+
+async def said_and_saved() -> tuple[bytes, list[int]]:
+    """A file of a conversation, and its next answer."""
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        await conversation.save(file := io.BytesIO())
+        return file.getvalue(), ids(await conversation.generate(SAID[1]))
+
+
+@sweep("name", LOADING)
+async def test_a_conversation_is_loaded_beside_a_drafter_that_hangs(name: str, monkeypatch: Any, caplog: Any) -> None:
+    data, expected = await said_and_saved()
+    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
+    async with LLAMA.open() as rt:
+        async with hanging(monkeypatch, rt, name):
+            conversation = await rt.load(io.BytesIO(data))
+        answer = await conversation.generate(SAID[1])
+        assert ids(answer) == expected
+        assert answer.statistics.cached_tokens > 0
+        assert (await rt.generate(SAID[0], **GREEDY)).statistics.proposed > 0
+    assert "what the draft model has cached is left out" in caplog.text
+
+
+@sweep("name", LOADING)
+async def test_a_load_that_waits_for_the_drafter_is_cancelled_at_once(name: str, monkeypatch: Any) -> None:
+    data, _ = await said_and_saved()
+    async with (
+        LLAMA.open() as rt,
+        hanging(monkeypatch, rt, name) as hang,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(rt.load, io.BytesIO(data))
+        await hang.has_begun.wait()
+        nursery.cancel_scope.cancel()
+
+
+@sweep("name", LOADING)
+async def test_a_conversation_is_loaded_while_the_drafter_is_detached(name: str, monkeypatch: Any) -> None:
+    data, expected = await said_and_saved()
+    monkeypatch.setattr("runtime.engine.drafter_slot.RELEASE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.5)
+    loaded: list[Any] = []
+    async with LLAMA.open() as rt:
+        async with hanging(monkeypatch, rt, name) as hang:
+
+            async def load() -> None:
+                loaded.append(await rt.load(io.BytesIO(data)))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(load)
+                await hang.has_begun.wait()
+                await rt.detach_draft()
+        assert ids(await loaded[0].generate(SAID[1])) == expected
+
+
+@sweep("name", SAVING)
+async def test_a_conversation_is_saved_beside_a_drafter_that_hangs(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        async with hanging(monkeypatch, rt, name):
+            await conversation.save(file := io.BytesIO())
+        expected = ids(await conversation.generate(SAID[1]))
+    file.seek(0)
+    async with LLAMA.open() as rt:
+        answer = await (await rt.load(file)).generate(SAID[1])
+        assert (ids(answer), answer.statistics.cached_tokens > 0) == (expected, True)
