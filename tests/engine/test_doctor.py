@@ -48,14 +48,10 @@ NUM_TIMES = 3
 
 
 @pytest.fixture(autouse=True)
-def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times each pass less often than the seven times that make a figure."""
-    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", NUM_TIMES)
-
-
-@pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with nothing else to do."""
+    """A machine with nothing else to do, and a screen on which nothing is wrapped; passes are timed less often."""
+    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", NUM_TIMES)
+    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(os, "getloadavg", lambda: (0.9, 0.9, 0.9))
     monkeypatch.setattr("runtime.terminal.display.LOG_INTERVAL_S", math.inf)  # no progress of a slow one
 
@@ -63,12 +59,6 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tmp_path_factory.mktemp("models") / "target", llama())
-
-
-@pytest.fixture(autouse=True)
-def _wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide enough that no finding is wrapped."""
-    monkeypatch.setenv("COLUMNS", "300")
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, str]]:

@@ -18,7 +18,7 @@ import trio.testing
 from blocking_models import BlockingModel
 from completions import ids
 from greedy_pair import LONG, PROMPT, drafter, target, the_next_text_is_right
-from models import Wrapped, greedy, llama, prompt_of
+from models import Wrapped, greedy, llama
 from our_threads import outrider_threads
 from sweeps import sweep
 from ways_to_cancel import Way, by_aclose, by_break, by_dropping_unread, by_leaving, by_scope, read
@@ -165,18 +165,6 @@ async def test_cancelling_at_any_event_of_plain_decoding() -> None:
                 await cancel(rt, trigger, event, way)
             await the_next_text_is_right(rt)
     nothing_is_left(trigger)
-
-
-@sweep("actor", ["target", "draft"])
-async def test_a_long_prefill_is_cut_short(actor: str) -> None:
-    async with opened() as (rt, trigger):
-        with trio.CancelScope() as scope:
-            trigger.at((Span, actor, "prefill"), scope.cancel, nth=3)
-            async for _ in rt.stream(prompt_of(401), prefill_step_size=2, lookahead=2):
-                raise AssertionError("no token should come")
-        assert scope.cancelled_caught
-    assert 3 <= len(trigger.spans(actor, "prefill", session=0)) < 200
-    assert trigger.spans("target", "verify", session=0) == []
 
 
 async def test_a_stream_may_be_dropped_on_another_thread() -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import trio
-from asgi import CHAT, COUNT_TOKENS, HELLO, MESSAGES, RESPONSES, Served, on_server, watched_streams
+from asgi import CHAT, COUNT_TOKENS, HELLO, JSON, MESSAGES, RESPONSES, Served, on_server, watched_streams
 from assembled import assembled_response
 from sweeps import sweep
 from tool_call_cases import call_format
@@ -386,7 +385,7 @@ BARE = zlib.compressobj(wbits=-15)
 
 
 def encoded(encoding: str) -> dict[str, str]:
-    return {"content-type": "application/json", "content-encoding": encoding}
+    return {**JSON, "content-encoding": encoding}
 
 
 @on_server(limits=Limits(max_body_bytes=200_000))
@@ -444,16 +443,14 @@ async def test_a_compressed_body_takes_memory_only_once_it_is_long(server: Serve
     assert idle.status == 200
 
 
-def halves() -> Iterator[tuple[bytes, str]]:
-    yield b"cut \\ud83d off", "cut \ufffd off"
-    yield b"\\udE00\\uD83D\\ude00\\ud83d", "\ufffd\U0001f600\ufffd"
-    yield b"\\\\ud83d \\n\\ud83d\\\\ude00", "\\ud83d \n\ufffd\\ude00"
-
-
 @on_server(limits=SHORT)
 async def test_half_a_surrogate_pair_is_a_replacement_character(server: Served) -> None:
     # anthropics/claude-code #56064, #69440
-    for written, meant in halves():
+    for written, meant in (
+        (b"cut \\ud83d off", "cut \ufffd off"),
+        (b"\\udE00\\uD83D\\ude00\\ud83d", "\ufffd\U0001f600\ufffd"),
+        (b"\\\\ud83d \\n\\ud83d\\\\ude00", "\\ud83d \n\ufffd\\ude00"),
+    ):
         for path, name in ((CHAT, "messages"), (MESSAGES, "messages"), (RESPONSES, "input")):
             body = b'{"%s": [{"role": "user", "content": "%s"}]}' % (name.encode(), written)
             assert (await server.ask(path, body)).status == 200
@@ -495,9 +492,6 @@ async def test_clients_know_by_the_error_that_a_context_is_full(server: Served) 
     messages = anthropic.Anthropic(api_key="a", http_client=client_of(MESSAGES, httpx2))
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 116 tokens > 20 maximum"):
         messages.messages.create(model="a", max_tokens=1, messages=[])
-
-
-JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.slow

@@ -62,6 +62,8 @@ SAME: list[dict[str, Any]] = [
     {"lookahead": 0},
     {"lookahead": 5},
     {"acceptance": "rejection", **SAMPLED},
+    {"draft_temperature": 0.5},
+    {"draft_temperature": 0},
     {"stop": "☂"},
     {"stop": ["☂", "12"]},
 ]
@@ -77,6 +79,7 @@ FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"stop_tokens": [9]}, {"stop_tokens": [9]}),
     ({"stop_token_ids": [9]}, {"stop_tokens": [9]}),
     ({"lookahead": "auto"}, {}),
+    ({"draft_temperature": None}, {}),
     ({"num_draft_tokens": 5}, {"lookahead": 5}),
     ({"stop": []}, {}),
     ({"stop": ""}, {}),
@@ -104,26 +107,6 @@ async def test_a_field_is_the_setting_that_it_stands_for_or_has_no_effect(
     answer = await server.ask(path, {**body, **fields})
     assert answer.status == 200
     assert seen[0][0] == settings_from({"max_tokens": 8, "reuse_prefix": True, **wanted})
-
-
-@BOTH
-@sweep("fields", [{"repetition_penalty": 2.5}, SAMPLED, {"logit_bias": {57: 50}, "ignore_eos": True}])
-@on_server()
-async def test_the_text_is_what_the_runtime_says_with_the_same_settings(
-    server: Served, fields: Any, path: str, body: Any
-) -> None:
-    plain = await direct(server, body, max_tokens=24)
-    expected = await direct(server, body, max_tokens=24, **fields)
-    answer = await server.ask(path, {**body, "max_tokens": 24, **fields})
-    assert answer.text == expected.text != plain.text
-    assert answer.json["usage"]["completion_tokens"] == len(expected.tokens)
-    assert answer.json["choices"][0]["finish_reason"] == expected.finish_reason
-
-
-@sweep(("draft_temperature", "wanted"), [(0.5, {"draft_temperature": 0.5}), (0, {"draft_temperature": 0}), (None, {})])
-def test_the_drafter_s_temperature_is_a_setting_where_it_is_given(draft_temperature: Any, wanted: Any) -> None:
-    body = json.dumps({**DEF, "draft_temperature": draft_temperature}).encode()
-    assert parse_request(CompletionRequest, body).generation().settings == wanted
 
 
 @on_server(limits=Limits(max_tokens=24))
