@@ -15,7 +15,6 @@ from command_line import ran
 from mlx_lm import cache_prompt
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import llama, save
-from sweeps import sweep
 
 import runtime
 from runtime.cli import main as cli
@@ -177,20 +176,3 @@ def test_flags_of_the_server_reach_open(opened: dict[str, Any]) -> None:
     assert opened["defaults"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "lookahead": 3}
     assert (opened["max_streams"], opened["prefix_cache_bytes"]) == (7, 1_500_000_000)
     assert opened["target"].tokenizer_config == {"chat_template": "{{ messages }}"}
-
-
-@sweep(
-    ("flags", "said"),
-    [
-        (["--model-config", "{"], "--model-config must be a JSON object, got '{'"),
-        (["--tokenizer-config", "[1]"], "--tokenizer-config must be a JSON object, such as"),
-        (["--chat-template-args", "3"], "--chat-template-args must be a JSON object, such as"),
-        (["--chat-template", "/no/such"], "--chat-template '/no/such' is neither a template nor a file"),
-        (["--quantize", "7"], "quantize takes 2, 3, 4, 5, 6 or 8 bits, got 7"),
-        (["--target", "org/model", "--draft-quantize", "4"], "--draft-quantize is of a draft model, and none is named"),
-        (["--adapter-path", "/no/such", "--target", str(runtime.DEMO_DRAFT)], "has no adapter_config.json"),
-    ],
-)
-def test_what_is_wrong_with_a_flag_is_said_before_a_model_is_loaded(flags: list[str], said: str, capfd: Any) -> None:
-    assert cli.main(["generate", "hi", *flags]) in (1, 2)
-    assert said in capfd.readouterr().err.replace("\n", " ")
