@@ -45,24 +45,17 @@ Main = Callable[[], Coroutine[Any, Any, Any]]
 Run = Callable[[Main], Any]
 
 
-UVLOOP = pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.slow)
 # For tests of what crosses threads: waiting, cancelling, leaving. Others run on asyncio's own loop.
-on_both_loops = pytest.mark.parametrize(
-    "loop_factory", [pytest.param(asyncio.new_event_loop, id="asyncio"), UVLOOP], indirect=True
-)
+UVLOOP = pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.slow)
+on_both_loops = pytest.mark.parametrize("run", [pytest.param(None, id="asyncio"), UVLOOP], indirect=True)
 
 
 @pytest.fixture
-def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
-    return getattr(request, "param", asyncio.new_event_loop)
-
-
-@pytest.fixture
-def run(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Run an async function as `asyncio.run` does, on either loop, and check that no thread is left."""
 
     def run(main: Main) -> Any:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(loop_factory=getattr(request, "param", None)) as runner:
             return runner.run(main())
 
     yield run
@@ -123,13 +116,10 @@ class Trace:
 # --- which loop -----------------------------------------------------------------------------------
 
 
-def test_trio_is_told_to_use_what_is_made_for_it() -> None:
-    async def main() -> None:
-        with pytest.raises(runtime.WrongEventLoopError, match=r"use runtime\.open"):
-            async with opened():
-                raise AssertionError("should not be reached")
-
-    trio.run(main)
+async def test_trio_is_told_to_use_what_is_made_for_it() -> None:
+    with pytest.raises(runtime.WrongEventLoopError, match=r"use runtime\.open"):
+        async with opened():
+            raise AssertionError("should not be reached")
 
 
 @in_asyncio
@@ -432,10 +422,8 @@ def join_the_trio_thread() -> None:
             assert not thread.is_alive()
 
 
-def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    loop, kept = loop_factory(), []
+def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread() -> None:
+    loop, kept = asyncio.new_event_loop(), []
 
     async def main() -> None:
         rt = await opened().__aenter__()
@@ -450,10 +438,8 @@ def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     collect_garbage()
 
 
-def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    loop = loop_factory()
+def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread() -> None:
+    loop = asyncio.new_event_loop()
 
     async def use(rts: list[Any]) -> None:
         async with opened() as rt:
@@ -479,34 +465,25 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
 
 @on_both_loops
 @pytest.mark.parametrize("after", [0, 2, 7])
-def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> None:
+@in_asyncio
+async def test_the_loop_goes_round_while_a_model_is_at_work(after: int) -> None:
     held = BlockingModel(target())
-    num_turns = 0
+    held.block(after=after)
 
-    async def main() -> None:
-        nonlocal num_turns
-        held.block(after=after)
+    async def release_later() -> None:
+        await held.blocked_in_asyncio()
+        await turns(100)
+        held.release()
 
-        async def release_later() -> None:
-            nonlocal num_turns
-            await held.blocked_in_asyncio()
-            while num_turns < 100:
-                await asyncio.sleep(0)
-                num_turns += 1
-            held.release()
-
-        task = asyncio.create_task(release_later())
-        async with opened(held) as rt:
-            # The model blocks in one of these.
-            streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
-            rt.statistics(), streams[0].statistics()
-            await streams[1].aclose()
-            assert [token.id async for token in streams[0]] == text(12)
-            assert [token.id async for token in streams[2]] == text(12)
-            await task
-
-    run(main)
-    assert num_turns == 100
+    task = asyncio.create_task(release_later())
+    async with opened(held) as rt:
+        # The model blocks in one of these.
+        streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
+        rt.statistics(), streams[0].statistics()
+        await streams[1].aclose()
+        assert [token.id async for token in streams[0]] == text(12)
+        assert [token.id async for token in streams[2]] == text(12)
+        await task
 
 
 @in_asyncio
@@ -527,7 +504,8 @@ async def test_a_slow_consumer_slows_the_models() -> None:
             assert [(await anext(slow)).id for _ in range(2)] == text(10)[num_read : num_read + 2]
 
 
-def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_asyncio
+async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     crossings = []
     resolve = TrioThread.resolve
 
@@ -537,22 +515,19 @@ def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(TrioThread, "resolve", counted)
 
-    async def main() -> None:
-        # With a drafter that is always right: four tokens a round.
-        async with opened(None, target()) as rt:
-            crossings.clear()
-            completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
-            assert len(completion.tokens) == 80
-            assert len(crossings) <= 2 + completion.statistics.rounds < 30
+    # With a drafter that is always right: four tokens a round.
+    async with opened(None, target()) as rt:
+        crossings.clear()
+        completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
+        assert len(completion.tokens) == 80
+        assert len(crossings) <= 2 + completion.statistics.rounds < 30
 
-            slow = rt.stream(PROMPT, max_tokens=50, **SETTINGS)
-            await anext(slow)
-            await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
-            crossings.clear()
-            assert len([token async for token in slow]) == 49
-            assert len(crossings) <= 2
-
-    run(main)
+        slow = rt.stream(PROMPT, max_tokens=50, **SETTINGS)
+        await anext(slow)
+        await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
+        crossings.clear()
+        assert len([token async for token in slow]) == 49
+        assert len(crossings) <= 2
 
 
 @on_both_loops

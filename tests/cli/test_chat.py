@@ -19,7 +19,6 @@ from sweeps import sweep
 
 import runtime
 from runtime.cli import chat_command
-from runtime.cli import main as cli
 from runtime.terminal.chat_input import ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import CommandOutcome, Display, Output
 from runtime.terminal.signals import ECHO_S
@@ -154,22 +153,6 @@ def test_a_cut_answer_is_said_to_be_and_more_continues_it(
     assert (status, "the last answer was not cut off" in err) == (2, True)
     status, _, err = piped(capfd, monkeypatch, "--target", short, "--max-tokens", "99", lines="w1 w2\n")
     assert (status, "context of 32 tokens is full; /reset begins a new conversation" in err) == (0, True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--max-tokens", "0"], "--max-tokens must be"),
-        (["--target", "/nowhere"], "does not exist"),
-        (["--target", "demo", "--thinking"], "thinking=True has no effect"),
-    ],
-)
-def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, complaint: str, capfd: Any) -> None:
-    assert cli.main(["chat", *arguments]) in (1, 2)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert complaint in err
-    assert err.count("\n") == 1
 
 
 # --- at a terminal --------------------------------------------------------------------------------

@@ -353,14 +353,15 @@ def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_
 @sweep(
     ("command", "said"),
     [
-        ("generate --target /no/such/model", "target '/no/such/model' does not exist; give a directory with a model"),
-        (f"generate --target /{'x' * 5000}", "target '/xxx"),
-        (f"generate --adapter-path / --target {runtime.DEMO_DRAFT}", "the adapter of the target, '/', has no "),
+        ("generate x --target /no/such/model", "target '/no/such/model' does not exist; give a directory with a model"),
+        (f"generate x --target /{'x' * 5000}", "target '/xxx"),
+        (f"generate x --adapter-path / --target {runtime.DEMO_DRAFT}", "the adapter of the target, '/', has no "),
+        ("chat --target /nowhere", "target '/nowhere' does not exist"),
         ("bench --target demo --draft /no/such/model", "draft '/no/such/model' does not exist; give a directory"),
     ],
 )
 def test_a_path_where_no_model_can_be_is_named(command, said, capfd):
-    assert refusal(capfd, *command.split(), "-p", "x", status=1).startswith(f"outrider: error: {said}")
+    assert refusal(capfd, *command.split(), status=1).startswith(f"outrider: error: {said}")
 
 
 def test_a_message_of_several_lines_becomes_one(capfd):

@@ -100,11 +100,16 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         ("--dtype int4", "--dtype must be one of float32, bfloat16, float16, got 'int4'"),
     ],
 }
-# What shows only once a path has been looked at.
-LATER = [("--rewind never", ODD_REWIND), ("--device tpu", ODD_DEVICE)]
-REFUSED |= {f"{each} --target demo": LATER for each in ("generate hi", "chat", "serve")}
-REFUSED["doctor --target demo"] = [*LATER, ("--draft ngram", "draft must be a model here")]
-REFUSED["bench --target demo --draft ngram"] = [*LATER, ("--prompt ''", "the prompt is empty")]
+# What shows only at a model that is there.
+LATER: dict[str, list[tuple[str, str]]] = {
+    "generate hi --target demo": [],
+    "chat --target demo": [("--max-tokens 0", "--max-tokens must be"), ("--thinking", "thinking=True has no effect")],
+    "serve --target demo": [],
+    "doctor --target demo": [("--draft ngram", "draft must be a model here")],
+    "bench --target demo --draft ngram": [("--prompt ''", "the prompt is empty")],
+}
+BAD_OPTIONS = [("--rewind never", ODD_REWIND), ("--device tpu", ODD_DEVICE)]
+REFUSED |= {command: [*cases, *BAD_OPTIONS] for command, cases in LATER.items()}
 
 
 @sweep(
