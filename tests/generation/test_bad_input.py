@@ -16,26 +16,16 @@ import trio
 import trio.testing
 from completions import ids
 from greedy_pair import drafter, target
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import VOCAB_SIZE, prompt_of
 from our_threads import outrider_threads
+from sample_tokenizers import word_tokenizer
 from sweeps import sweep
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import runtime
 from protocol.trace import Event
 from runtime.doctor.report import examine
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
-
-
-def word_tokenizer(words: list[str], *, chat_template: str | None = None) -> TokenizerWrapper:
-    """A tokenizer with one token per word."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], chat_template=chat_template)
-    return TokenizerWrapper(fast)
 
 
 WORDS = ["<unk>", "user", "assistant", "hello", "world", ":"]
@@ -47,8 +37,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make models that are not on this machine an error at once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-
-# --- settings -------------------------------------------------------------------------------------
 
 # --- prompts --------------------------------------------------------------------------------------
 
@@ -114,25 +102,6 @@ async def test_chat_messages_need_a_chat_template_and_a_text_needs_a_token() -> 
         assert ids(by_messages) == ids(by_text)
         assert by_messages.statistics.prompt_tokens == 5
         assert by_messages.text == by_text.text
-
-
-REFUSING = "{{ raise_exception('roles must alternate') }}"
-
-
-@sweep(
-    ("template", "messages"),
-    [
-        (REFUSING, [{"role": "user", "content": "hello"}]),
-        (CHAT + "{{ messages[5].content.strip() }}", [{"role": "user", "content": "hello"}]),
-        (CHAT, [{"role": "user", "content": "hello"}, "not a message"]),
-        (CHAT, [{"role": "user", "content": "hello"}, 5]),
-    ],
-)
-async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template: str, messages: Any) -> None:
-    async with runtime.open((target(), word_tokenizer(WORDS, chat_template=template))) as rt:
-        with pytest.raises(runtime.PromptError):
-            rt.stream(messages)
-        assert rt.num_streams == 0
 
 
 # --- options of open ------------------------------------------------------------------------------

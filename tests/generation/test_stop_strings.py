@@ -490,21 +490,18 @@ async def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to(autoj
 
 
 @sweep("lookahead", [0, 3])
-def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
-    lookahead: int, caplog: pytest.LogCaptureFixture
+async def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
+    lookahead: int, caplog: pytest.LogCaptureFixture, autojump_clock: Any
 ) -> None:
-    async def main() -> None:
-        async with scripted_letters("right", tokenizer=OneLetterTokenizer(fails_at=TOKENS[5])) as simulation:
-            stream = simulation.runtime.stream(DISTINCT, max_tokens=8, lookahead=lookahead, stop="☂")
-            got: list[int] = []
-            with pytest.raises(ValueError, match=f"no token {TOKENS[5]}"):
-                await read_into(got, stream)
-            assert got == TOKENS[:5]
-            await stream.aclose()
-            other = await simulation.runtime.generate(DISTINCT, max_tokens=4, stop=TEXT[2])
-            assert other.text == TEXT[:2]
-
-    run(main)
+    async with scripted_letters("right", tokenizer=OneLetterTokenizer(fails_at=TOKENS[5])) as simulation:
+        stream = simulation.runtime.stream(DISTINCT, max_tokens=8, lookahead=lookahead, stop="☂")
+        got: list[int] = []
+        with pytest.raises(ValueError, match=f"no token {TOKENS[5]}"):
+            await read_into(got, stream)
+        assert got == TOKENS[:5]
+        await stream.aclose()
+        other = await simulation.runtime.generate(DISTINCT, max_tokens=4, stop=TEXT[2])
+        assert other.text == TEXT[:2]
     assert "not searched for stop strings any more" in caplog.text
 
 

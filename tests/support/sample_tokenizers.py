@@ -69,6 +69,13 @@ def byte_fallback() -> TokenizerWrapper:
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
 
 
+def word_tokenizer(words: Sequence[str], **options: Any) -> TokenizerWrapper:
+    """A tokenizer with a token for each word, of which the first stands for unknown ones."""
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], **options))
+
+
 @functools.cache
 def byte_level() -> TokenizerWrapper:
     """A byte-level BPE tokenizer of a tiny model's vocabulary size: letters, spaces, and halves of characters."""
