@@ -221,7 +221,7 @@ async def test_another_target_is_refused_and_named(path: Path) -> None:
             assert len((await rt.generate("Hello", max_tokens=3, ignore_eos=True)).tokens) == 3
 
 
-async def next_turn(path: Path, **options: Any) -> runtime.Completion:
+async def next_turn(path: Path | io.BytesIO, **options: Any) -> runtime.Completion:
     """What a loaded conversation goes on with."""
     async with LLAMA.open(**options) as rt:
         return await (await rt.load(path)).generate(SAID[1])
@@ -574,22 +574,15 @@ async def hanging(monkeypatch: pytest.MonkeyPatch, rt: runtime.Runtime, name: st
     assert not hang.was_waited_for
 
 
-async def said_and_saved() -> tuple[bytes, list[int]]:
-    """A file of a conversation, and its next answer."""
-    async with LLAMA.open() as rt:
-        conversation = rt.conversation(**GREEDY)
-        await conversation.generate(SAID[0])
-        await conversation.save(file := io.BytesIO())
-        return file.getvalue(), ids(await conversation.generate(SAID[1]))
-
-
 @sweep("name", LOADING)
-async def test_a_conversation_is_loaded_beside_a_drafter_that_hangs(name: str, monkeypatch: Any, caplog: Any) -> None:
-    data, expected = await said_and_saved()
+async def test_a_conversation_is_loaded_beside_a_drafter_that_hangs(
+    name: str, path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    expected = ids(await next_turn(path))
     monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
     async with LLAMA.open() as rt:
         async with hanging(monkeypatch, rt, name):
-            conversation = await rt.load(io.BytesIO(data))
+            conversation = await rt.load(path)
         answer = await conversation.generate(SAID[1])
         assert ids(answer) == expected
         assert answer.statistics.cached_tokens > 0
@@ -598,21 +591,20 @@ async def test_a_conversation_is_loaded_beside_a_drafter_that_hangs(name: str, m
 
 
 @sweep("name", LOADING)
-async def test_a_load_that_waits_for_the_drafter_is_cancelled_at_once(name: str, monkeypatch: Any) -> None:
-    data, _ = await said_and_saved()
+async def test_a_load_that_waits_for_the_drafter_is_cancelled_at_once(name: str, path: Path, monkeypatch: Any) -> None:
     async with (
         LLAMA.open() as rt,
         hanging(monkeypatch, rt, name) as hang,
         trio.open_nursery() as nursery,
     ):
-        nursery.start_soon(rt.load, io.BytesIO(data))
+        nursery.start_soon(rt.load, path)
         await hang.has_begun.wait()
         nursery.cancel_scope.cancel()
 
 
 @sweep("name", LOADING)
-async def test_a_conversation_is_loaded_while_the_drafter_is_detached(name: str, monkeypatch: Any) -> None:
-    data, expected = await said_and_saved()
+async def test_a_conversation_is_loaded_while_the_drafter_is_detached(name: str, path: Path, monkeypatch: Any) -> None:
+    expected = ids(await next_turn(path))
     monkeypatch.setattr("runtime.engine.drafter_slot.RELEASE_TIMEOUT_S", 0.05)
     monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.5)
     loaded: list[Any] = []
@@ -620,7 +612,7 @@ async def test_a_conversation_is_loaded_while_the_drafter_is_detached(name: str,
         async with hanging(monkeypatch, rt, name) as hang:
 
             async def load() -> None:
-                loaded.append(await rt.load(io.BytesIO(data)))
+                loaded.append(await rt.load(path))
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(load)
@@ -638,7 +630,5 @@ async def test_a_conversation_is_saved_beside_a_drafter_that_hangs(name: str, mo
         async with hanging(monkeypatch, rt, name):
             await conversation.save(file := io.BytesIO())
         expected = ids(await conversation.generate(SAID[1]))
-    file.seek(0)
-    async with LLAMA.open() as rt:
-        answer = await (await rt.load(file)).generate(SAID[1])
-        assert (ids(answer), answer.statistics.cached_tokens > 0) == (expected, True)
+    answer = await next_turn(io.BytesIO(file.getvalue()))
+    assert (ids(answer), answer.statistics.cached_tokens > 0) == (expected, True)
