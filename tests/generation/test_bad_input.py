@@ -129,6 +129,19 @@ async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it
         ({"draft": (target(), object())}, "the tokenizer in draft must be one of transformers', mlx-lm's wrapper"),
         ({"draft": (None,)}, "must be (model, tokenizer or None)"),
         ({"draft": ["owner/name"]}, "draft must be a path, a hub id, a ModelSpec or a pair"),
+        *(
+            ({name: "x"}, f"runtime.ModelSpec(path, {name}=...)")
+            for name in ("adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code")
+        ),
+        ({"chat_template_args": "enable_thinking"}, "chat_template_args must be a mapping"),
+        ({"chat_template_args": {"tokenize": True}}, "chat_template_args cannot have tokenize"),
+        ({"prefix_cache_dir": 3}, "prefix_cache_dir must be the path of a directory or None, got 3"),
+        ({"prefix_cache_dir": "/dev/null/x"}, "cannot be made: Not a directory; give another directory"),
+        ({"prefix_cache_dir_bytes": -1}, "prefix_cache_dir_bytes must be a whole number of at least 0"),
+        ({"defaults": "warm"}, "defaults must be runtime.Settings or a mapping of settings, got 'warm'"),
+        ({"defaults": [("max_tokens", 5)]}, "defaults must be runtime.Settings or a mapping"),
+        ({"defaults": {"max_tokens": 0}}, "max_tokens must be a whole number of at least 1"),
+        ({"defaults": {"temp": 1}}, "there is no setting 'temp'; did you mean 'temperature'?"),
     ],
 )
 async def test_options_that_cannot_be_are_refused_before_any_model_work(options: dict[str, Any], says: str) -> None:

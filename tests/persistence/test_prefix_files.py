@@ -18,7 +18,6 @@ import pytest
 import trio
 from models import greedy, llama, prompt_of
 from polling import until_in_trio
-from sweeps import sweep
 
 import runtime
 from actors.mlx.sequence import MLXSequence
@@ -272,20 +271,6 @@ async def test_a_damaged_file_is_left_out_and_the_text_is_right(
     assert "a stored prefix is left out: session file" in caplog.text
     assert "; " not in caplog.messages[-1]  # no remedy
     assert list(tmp_path.iterdir()) == []
-
-
-@sweep(
-    ("options", "complaint"),
-    [
-        ({"prefix_cache_dir": 3}, "prefix_cache_dir must be the path of a directory or None, got 3"),
-        ({"prefix_cache_dir": "/dev/null/x"}, "cannot be made: Not a directory; give another directory"),
-        ({"prefix_cache_dir_bytes": -1}, "prefix_cache_dir_bytes must be a whole number of at least 0"),
-    ],
-)
-async def test_what_cannot_be_is_refused_before_a_model_is_loaded(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(runtime.SettingsError, match=complaint):
-        async with runtime.open("owner/name", **options):
-            raise AssertionError
 
 
 # --- the files ------------------------------------------------------------------------------------
