@@ -372,32 +372,6 @@ async def test_the_model_is_told_of_all_tools_where_some_are_allowed(server: Ser
     assert server.tokenizer.told == [TOLD, TOLD]
 
 
-@on_calling_server("")
-@sweep(
-    ("body", "says"),
-    [
-        ({"tools": [{"function": {}}]}, "tools[0] must have a name of 1 to 128 letters"),
-        ({"tools": [{"function": {"name": "a b"}}]}, "got 'a b'"),
-        ({"tools": [TOLD[0], TOLD[0]]}, "two tools have the name 'weather'"),
-        ({"tools": [{"function": {"name": "f", "parameters": 5}}]}, "parameters must be a JSON schema"),
-        ({"tool_choice": "some"}, 'tool_choice must be "none", "auto", "required" or the name of a tool'),
-        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "got 'x'"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice must be"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice 'required' needs tools"),
-        ({"tool_choice": allowed("x")}, "the allowed tools must be some of the tools ('weather', 'clock'), got ['x']"),
-        ({"tool_choice": allowed()}, "got []"),
-        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice must be"),
-    ],
-)
-async def test_tools_that_cannot_be_are_refused_with_what_would_be_right(
-    server: Served, body: dict[str, Any], says: str
-) -> None:
-    refused = await server.ask(CHAT, {**ASKED, **body})
-    assert refused.status == 400
-    assert says in refused.json["error"]["message"]
-    assert refused.json["error"]["param"] in ("tools", "tool_choice")
-
-
 def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made() -> None:
     check = ScriptedCheck()
 
