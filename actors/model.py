@@ -246,6 +246,10 @@ class Model(Protocol):
     def cache_size(self) -> CacheSize:
         """The memory that its caches take, by the sizes of texts."""
 
+    @property
+    def records_features(self) -> bool:
+        """Whether a drafter reads its hidden states; see `TextFeatures`."""
+
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
         """Process tokens of different sequences of this model, in one forward pass as far as their caches can share
         one.
@@ -284,6 +288,7 @@ class FeedsEach:
 
     num_bytes = 0
     cache_size = CacheSize()
+    records_features = False
     feed_together = staticmethod(feed_each)
     widest_row = sys.maxsize
 

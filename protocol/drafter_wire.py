@@ -31,7 +31,7 @@ from protocol.trace import Event
 from protocol.wire import Codec, Form, whole
 
 Version = NewType("Version", int)  # both ends must speak the same version
-VERSION = Version(9)
+VERSION = Version(10)
 # How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
 # the recovered token is drawn from the residual.
 MAX_DRAWN_FROM = 1024

@@ -58,6 +58,9 @@ class Open:
         stop_tokens: ids that end the text; empty under `ignore_eos`.
         context_length: positions that the target can take; None if it names no bound.
         drafted: whether a drafter takes part.
+        target_begins: whether the first round is the target's, as if the drafter rested: a drafter that reads hidden
+            states has none before that. So what is drawn under the rejection rule does not depend on how the prompt is
+            read.
         num_scored: how many of the prompt's last tokens are scored; then nothing is generated.
         message_starts: lengths of the prompt before some of its messages, where another prompt is likely to part.
         only_reads: whether the prompt is read, for the prefix cache, and nothing is generated.
@@ -70,6 +73,7 @@ class Open:
     stop_tokens: frozenset[int]
     context_length: int | None = attrs.field(default=None, validator=optional(ge(1)))
     drafted: bool = True
+    target_begins: bool = False
     num_scored: int = attrs.field(default=0, validator=ge(0))
     message_starts: tuple[int, ...] = ()
     only_reads: bool = False

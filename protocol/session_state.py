@@ -2,9 +2,10 @@
 
 A session is in one of five phases:
 
-    PROPOSING    it is the drafter's turn; where every session with a drafter begins
+    PROPOSING    it is the drafter's turn; where a session with a drafter begins
     VERIFYING    it is the target's turn to answer the outstanding proposal
-    RESTING      for some rounds the target decodes alone, and the drafter may come back
+    RESTING      for some rounds the target decodes alone, and the drafter may come back; where a session begins whose
+                 first round is the target's
     UNDRAFTED    the target decodes alone to the end; where a session without a drafter begins
     CLOSED       the session is over
 
@@ -125,11 +126,12 @@ class SessionState:
 
     def __init__(self, opened: Open) -> None:
         self.opened = opened  # the message that began the session
-        self.phase = SessionPhase.PROPOSING if opened.drafted else SessionPhase.UNDRAFTED
+        self.rests_until = 1 if opened.target_begins else 0  # the first round after the last rest; 0 if there was none
+        begins = SessionPhase.RESTING if opened.target_begins else SessionPhase.PROPOSING
+        self.phase = begins if opened.drafted else SessionPhase.UNDRAFTED
         self.round = 0  # the round that is under way, from 0
         self.committed: list[int] = list(opened.prompt)  # the text so far, prompt included. It only ever grows.
         self.outstanding: Proposal | None = None  # the proposal that awaits its verdict, or None
-        self.rests_until = 0  # the first round after the last rest; 0 if there was none
         self.finish_reason: FinishReason | None = None  # why the text ended, or None so far
         self.num_stale = 0  # messages that were dropped because their round was over
         bounds = [] if opened.context_length is None else [opened.context_length]

@@ -84,11 +84,6 @@ class DraftSession(DrafterSession):
         return reader is not None and reader.awaits_features and reader.num_given < max(1, num_read)
 
     @property
-    def leaves_round(self) -> bool:
-        """Whether the round is the target's: the first one, if the drafter reads the features that it brings."""
-        return self._reader is not None and self.state.round == 0
-
-    @property
     def is_past_context(self) -> bool:
         """Whether the text has outgrown the drafter: the token at position n is drafted by feeding n tokens."""
         return self.context_length is not None and self.state.next_position > self.context_length
@@ -145,7 +140,7 @@ class DraftSession(DrafterSession):
         """The node to draft after next, or None to do nothing until something changes."""
         phase = self.state.phase
         may_draft = phase is SessionPhase.PROPOSING or (phase is SessionPhase.VERIFYING and self.policy.works_ahead)
-        if not (may_draft and self.is_ready) or self.only_copies or self.leaves_round:
+        if not (may_draft and self.is_ready) or self.only_copies:
             return None
         return self.policy.expansion(self.view(now_s, queue_slack_s))
 
@@ -153,7 +148,7 @@ class DraftSession(DrafterSession):
         """The proposal to send now, or None to draft on, or if it is not the drafter's turn. If it is due, what has
         been drafted by now, even if that is nothing.
         """
-        is_ready = (self.is_ready or self.is_late) and not self.leaves_round
+        is_ready = self.is_ready or self.is_late
         if self.state.phase is not SessionPhase.PROPOSING or not is_ready:
             return None
         may_draft = not (is_due or self.is_late or self.is_leaving or self.only_copies)

@@ -180,6 +180,10 @@ class MLXModel(SharedPasses):
             recorder_slot=self.recorder_slot,
         )
 
+    @property
+    def records_features(self) -> bool:
+        return self.recorder_slot.recorder is not None
+
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
         """From the next pass on, record the inputs of these layers; the number of layers, as an id, means the output of
         the last one. None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.

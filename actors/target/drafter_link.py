@@ -86,11 +86,11 @@ class DrafterLink:
         num_steps = MAX_LOOKAHEAD if lookahead == "auto" else max(1, lookahead)
         return proposal_wait_s(self._prices, num_steps, self._num_sessions())
 
-    def leave_behind(self, session: TargetSession, num_rounds: int = ROUNDS_ALONE) -> None:
+    def leave_behind(self, session: TargetSession) -> None:
         """Have the target decode alone for some rounds, because the drafter is not waited for."""
-        # By default at least one round more than the one that begins, so that the target can decode a pass ahead.
-        if session.state.rests_until - session.state.round < num_rounds:
-            overdue = Overdue(session.id, session.state.round + num_rounds)
+        # At least one round more than the one that begins, so that the target can decode a pass ahead.
+        if session.state.rests_until - session.state.round < ROUNDS_ALONE:
+            overdue = Overdue(session.id, session.state.round + ROUNDS_ALONE)
             if session.state.rest(overdue):
                 self.send(overdue)
 

@@ -116,7 +116,7 @@ class Reading:
         """
         opened, num_left, phase = session.shared.opened, session.num_to_read, session.state.phase
         assert session.sequence is not None
-        waits = phase in (SessionPhase.PROPOSING, SessionPhase.VERIFYING) and not session.records_features
+        waits = phase in (SessionPhase.PROPOSING, SessionPhase.VERIFYING)
         reads_alone = self._max_batch == 1 and not opened.drafted  # then the text is decoded as `generate_step` does
         return (
             not (waits or reads_alone or opened.only_reads or opened.num_scored or session.reads_again)

@@ -615,9 +615,6 @@ class TargetActor(ModelActor[TargetSession]):
         if opened.num_scored > 0:
             session.reads_until = len(opened.prompt) - 1
         elif not opened.only_reads:
-            if session.records_features:
-                # However the prompt was read: what is drawn under the rejection rule must not depend on it.
-                self.drafter.leave_behind(session, num_rounds=1)
             self._texts[session.id] = session
             session.shared.on_change = partial(self._look_at, session)
             session.begin_round(self.worker)

@@ -68,12 +68,6 @@ class TargetSession(ActorSession):
         return self.sequence is not None and self.sequence.is_row
 
     @property
-    def records_features(self) -> bool:
-        """Whether a drafter reads the text's features."""
-        features = None if self.sequence is None else self.sequence.features
-        return features is not None and features.are_recorded
-
-    @property
     def num_to_read(self) -> int:
         """Tokens of the prompt that are to be read."""
         return self.reads_until - len(self.cached_tokens)

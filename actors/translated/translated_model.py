@@ -24,6 +24,8 @@ class TranslatedModel:
     drafts are drawn from it, so all acceptance rules stay exact.
     """
 
+    records_features = False  # a draft model's are read by nobody
+
     def __init__(self, model: MLXModel, vocabulary_map: VocabularyMap) -> None:
         self._model = model
         self.vocabulary_map = vocabulary_map  # which tokens both have, and how the others are read

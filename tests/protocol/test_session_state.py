@@ -23,7 +23,7 @@ SESSION = 7
 PROMPT = (1, 2, 3)
 
 
-def opened(*, prompt=PROMPT, max_tokens=None, stop_tokens=(), context_length=None, drafted=True) -> Open:
+def opened(*, prompt=PROMPT, max_tokens=None, stop_tokens=(), context_length=None, drafted=True, **begins) -> Open:
     return Open(
         session=SESSION,
         prompt=prompt,
@@ -32,6 +32,7 @@ def opened(*, prompt=PROMPT, max_tokens=None, stop_tokens=(), context_length=Non
         stop_tokens=frozenset(stop_tokens),
         context_length=context_length,
         drafted=drafted,
+        **begins,
     )
 
 
@@ -249,6 +250,16 @@ def test_a_rest_whose_rounds_are_over_changes_nothing(state, rounds_ago):
     before = snapshot(of)
     assert not of.rest(Rest(SESSION, of.round - rounds_ago or 1))
     assert snapshot(of) == before
+
+
+@sweep("drafted, first, second", [(True, "RESTING", "PROPOSING"), (False, "UNDRAFTED", "UNDRAFTED")])
+def test_a_session_can_begin_with_a_round_of_the_target(drafted, first, second):
+    of = new_state(target_begins=True, drafted=drafted)
+    assert of.phase is SessionPhase[first]
+    commit = of.apply(Verdict(SESSION, 0, len(PROMPT), 0, 5))
+    assert commit is not None
+    assert commit.resting == drafted
+    assert (of.phase, of.round) == (SessionPhase[second], 1)
 
 
 def test_an_overdue_proposal_is_judged_by_no_later_verdict():

@@ -88,10 +88,10 @@ class ScriptedTarget(FeedsEach):
 
     def __init__(self, scenario: Scenario) -> None:
         self._seed = scenario.seed
-        self._records = scenario.stale_acceptance is not None
+        self.records_features = scenario.stale_acceptance is not None
 
     def open_sequence(self, *, beside_another: bool) -> _Sequence:
-        return (_RecordingSequence if self._records else _Sequence)(self._row, self._seed)
+        return (_RecordingSequence if self.records_features else _Sequence)(self._row, self._seed)
 
     def _row(self, history: int, _length: int, _staleness: int) -> list[float]:
         row = [0.0] * VOCAB_SIZE

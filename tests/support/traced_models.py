@@ -97,6 +97,7 @@ class TracedTarget(_TracedModel):
     """Writes each text after its prompt."""
 
     sequence = _RecordingSequence
+    records_features = True
 
     def row(self, tokens: Sequence[int], staleness: int) -> list[float]:
         row, text = [0.0] * self.vocab_size, self._texts.of(tokens)

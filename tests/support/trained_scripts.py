@@ -25,6 +25,7 @@ class RecordingTarget(ScriptedModel):
     """A target that records."""
 
     kind = RecordingSequence
+    records_features = True
 
 
 class TrainedSequence(ReadsFeatures, ScriptedSequence):
