@@ -357,10 +357,11 @@ def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_
         (f"generate x --target /{'x' * 5000}", "target '/xxx"),
         (f"generate x --adapter-path / --target {runtime.DEMO_DRAFT}", "the adapter of the target, '/', has no "),
         ("chat --target /nowhere", "target '/nowhere' does not exist"),
+        ("serve --port 0 --target demo --draft none --memory-limit 1kB", "the weights of the models take 25.2 MB, and"),
         ("bench --target demo --draft /no/such/model", "draft '/no/such/model' does not exist; give a directory"),
     ],
 )
-def test_a_path_where_no_model_can_be_is_named(command, said, capfd):
+def test_a_model_that_cannot_be_is_named_in_one_line(command, said, capfd):
     assert refusal(capfd, *command.split(), status=1).startswith(f"outrider: error: {said}")
 
 

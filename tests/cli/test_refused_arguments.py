@@ -82,6 +82,7 @@ REFUSED: dict[str, list[tuple[str, str]]] = {
         (f"{TRACE} --overhead", "--overhead does not go with --trace-acceptance"),
         (f"{TRACE} --lookahead 2", "--lookahead does not go with --trace-acceptance"),
     ],
+    "batch prompts.jsonl --out answers.jsonl": [("--max-concurrent 0", "--max-concurrent must be a whole number")],
     "bench": [
         ("--overhead -p x", "--prompt does not go with --overhead"),
         ("--overhead -t 1", "--temperature does not go with --overhead"),
