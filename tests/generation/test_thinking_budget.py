@@ -16,7 +16,6 @@ from typing import Any
 import chat_models
 import mlx.core as mx
 import pytest
-import trio
 from asgi import Letters
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, p_value, random_price
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -89,15 +88,9 @@ def limited(script: Script, prompt: Sequence[int], budget: int, length: int) -> 
 
 async def texts(simulation: Any, prompt: Sequence[int], asked: Sequence[dict[str, Any]]) -> list[list[int]]:
     """The texts of streams that run at once."""
-    got: dict[int, list[int]] = {}
-
-    async def one(index: int) -> None:
-        got[index] = ids((await simulation.runtime.generate(prompt, **asked[index])).tokens)
-
-    async with trio.open_nursery() as nursery:
-        for index in range(len(asked)):
-            nursery.start_soon(one, index)
-    return [got[index] for index in range(len(asked))]
+    prompts = [(prompt, settings) for settings in asked]
+    found = await simulation.runtime.generate_many(prompts, max_concurrent=len(prompts))
+    return [ids(completion.tokens) for completion in found]
 
 
 @sweep(("undo", "schedule"), [(always, 0), (never, 1), (within(6), 2)])
