@@ -21,7 +21,7 @@ from blocking_models import BlockingModel
 from faces import got, on_every_face, within
 from greedy_pair import drafter, target
 from models import prompt_of, save
-from scripted import ScriptedModel, agreeing, collect, continuation, priced, run, simulated, text_of, truthful
+from scripted import ScriptedModel, agreeing, collect_all, continuation, priced, run, simulated, text_of, truthful
 from scripted_sequence import EmptyFeatures
 from simulated_worker import SimulatedWorker
 from sweeps import sweep
@@ -232,15 +232,9 @@ async def change_at_event(lookahead: Any, draft: Any, n: int, target: ScriptedMo
             if len(events) == n:
                 nursery.start_soon(change)
 
-        texts: dict[int, list[int]] = {}
-
-        async def read(index: int) -> None:
-            texts[index] = await collect(rt.stream(SHORT_PROMPT, **settings))
-
         async with trio.open_nursery() as nursery:
-            for index in range(3):
-                nursery.start_soon(read, index)
-        assert list(texts.values()) == [SHORT_TEXT] * 3
+            streams = [rt.stream(SHORT_PROMPT, **settings) for _ in range(3)]
+            assert await collect_all(streams) == [SHORT_TEXT] * 3
         if n <= len(events):
             proposals = len(simulation.instants("proposal"))
             assert await text_of(simulation, SHORT_PROMPT, **{**settings, "lookahead": 2}) == SHORT_TEXT

@@ -18,6 +18,7 @@ from scripted import (
     Simulation,
     agreeing,
     collect,
+    collect_all,
     continuation,
     ids,
     priced,
@@ -105,15 +106,7 @@ async def test_of_64_streams_at_once_as_many_run_as_the_memory_holds(
         streams = [rt.stream(prompt, max_tokens=12, reuse_prefix=reuse_prefix) for prompt in prompts]
         assert 5 <= rt.num_streams <= (max_streams or 20)
         assert rt.num_streams + rt.num_waiting == 64
-        texts: dict[int, list[int]] = {}
-
-        async def read(n: int) -> None:
-            texts[n] = await collect(streams[n])
-
-        async with trio.open_nursery() as nursery:
-            for n in range(64):
-                nursery.start_soon(read, n)
-        assert texts == {n: continuation(prompt, 12) for n, prompt in enumerate(prompts)}
+        assert await collect_all(streams) == [continuation(prompt, 12) for prompt in prompts]
     # In the order of the calls: no small one has overtaken a large one.
     opened = [instant.session for instant in simulation.instants("open", "target")]
     assert opened == sorted(opened)
@@ -238,15 +231,7 @@ async def test_texts_that_grow_wait_and_give_way_and_none_is_lost(
     limit = bytes_of(1 + 200, drafted=lookahead != 0) + num_streams * DRAFT_BYTES * (200 + DRAFT_SPARE)
     async with limited(limit, *pair()[: 1 + (lookahead != 0)]) as simulation:
         streams = [simulation.runtime.stream([n], max_tokens=150, lookahead=lookahead) for n in range(num_streams)]
-        texts: dict[int, list[int]] = {}
-
-        async def read(n: int) -> None:
-            texts[n] = await collect(streams[n])
-
-        async with trio.open_nursery() as nursery:
-            for n in range(num_streams):
-                nursery.start_soon(read, n)
-        assert texts == {n: continuation([n], 150) for n in range(num_streams)}
+        assert await collect_all(streams) == [continuation([n], 150) for n in range(num_streams)]
         # Some have read their text again.
         assert len(simulation.target.sequences) > num_streams
 

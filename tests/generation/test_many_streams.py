@@ -22,6 +22,7 @@ from scripted import (
     Simulation,
     agreeing,
     collect,
+    collect_all,
     continuation,
     priced,
     run,
@@ -188,15 +189,7 @@ async def test_no_more_streams_are_at_work_than_there_are_places(
         rt = simulation.runtime
         streams = [rt.stream([n], max_tokens=10, **MIXED[n % 5]) for n in range(7)]
         assert (rt.num_streams, rt.num_waiting) == (most, 7 - most)
-        texts: dict[int, list[int]] = {}
-
-        async def read(n: int) -> None:
-            texts[n] = await collect(streams[n])
-
-        async with trio.open_nursery() as nursery:
-            for n in range(7):
-                nursery.start_soon(read, n)
-        assert texts == {n: continuation([n], 10) for n in range(7)}
+        assert await collect_all(streams) == [continuation([n], 10) for n in range(7)]
         await trio.testing.wait_all_tasks_blocked()
         assert (rt.num_streams, rt.num_waiting) == (0, 0)
     assert max(at_work(simulation)) == most
