@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anyio
 import chat_models
@@ -77,11 +78,6 @@ def in_asyncio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., 
 
 def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **options: Any) -> Any:
     return runtime.aio.open((ours or target(), None), (theirs or drafter(), None), **options)
-
-
-def talking() -> Any:
-    """A runtime over models of text, whose texts do not end by themselves."""
-    return runtime.aio.open(*chat_models.pair(template=None), defaults={"logit_bias": chat_models.QUIET})
 
 
 async def turns(number: int = 20) -> None:
@@ -159,8 +155,6 @@ async def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on() -> 
 
 
 # --- ways to cancel -------------------------------------------------------------------------------
-
-Way = Callable[[runtime.aio.Runtime, Awaitable[None]], Awaitable[None]]
 
 
 async def consume(rt: runtime.aio.Runtime) -> None:
@@ -506,28 +500,21 @@ async def test_a_slow_consumer_slows_the_models() -> None:
 
 @in_asyncio
 async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings = []
-    resolve = TrioThread.resolve
-
-    def counted(self: Any, future: Any) -> None:
-        crossings.append(future)
-        resolve(self, future)
-
-    monkeypatch.setattr(TrioThread, "resolve", counted)
-
+    resolve = mock.Mock(side_effect=TrioThread.resolve)
+    monkeypatch.setattr(TrioThread, "resolve", lambda *arguments: resolve(*arguments))
     # With a drafter that is always right: four tokens a round.
     async with opened(None, target()) as rt:
-        crossings.clear()
+        resolve.reset_mock()
         completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
         assert len(completion.tokens) == 80
-        assert len(crossings) <= 2 + completion.statistics.rounds < 30
+        assert resolve.call_count <= 2 + completion.statistics.rounds < 30
 
         slow = rt.stream(PROMPT, max_tokens=50, **SETTINGS)
         await anext(slow)
         await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
-        crossings.clear()
+        resolve.reset_mock()
         assert len([token async for token in slow]) == 49
-        assert len(crossings) <= 2
+        assert resolve.call_count <= 2
 
 
 @on_both_loops
@@ -807,7 +794,7 @@ async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_runni
 @in_asyncio
 async def test_a_save_in_progress_is_told_that_the_runtime_closed(tmp_path: Path) -> None:
     for number in (0, 1, 3):
-        async with talking() as rt:
+        async with runtime.aio.open(*chat_models.pair(template=None)) as rt:
             conversation = rt.conversation(max_tokens=3)
             await conversation.generate("def f(")
             saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))

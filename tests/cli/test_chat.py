@@ -177,15 +177,6 @@ async def test_a_person_is_prompted_answered_told_what_was_wrong_and_left_with_a
     assert person.farewell.endswith("\n")
 
 
-def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
-    """A reader of typed lines without line editing."""
-    lines = LineReader()
-    lines.is_interactive = True
-    rest = iter(typed)
-    monkeypatch.setattr(lines, "_read_line", lambda prompt: next(rest, None))
-    return lines
-
-
 @sweep(
     ("typed", "texts"),
     [
@@ -205,7 +196,9 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
 def test_where_a_text_of_several_lines_begins_and_ends(
     typed: tuple[str, ...], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = lines_of(monkeypatch, *typed)
+    lines, rest = LineReader(), iter(typed)
+    lines.is_interactive = True
+    monkeypatch.setattr(lines, "_read_line", lambda prompt: next(rest, None))  # without line editing
     assert list(iter(lines.read, None)) == texts
 
 

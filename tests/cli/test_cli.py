@@ -207,15 +207,15 @@ def test_a_dash_reads_the_prompt_from_stdin_as_it_is(endless, monkeypatch, capfd
     assert said["statistics"]["prompt_tokens"] == 5
 
 
-def undecodable() -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BytesIO(b"def \xff"), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("prompt", "stdin", "complaint"),
     [
         ("def \udcff", None, "the prompt is not valid text: 'utf-8' codec can't encode"),
-        ("-", undecodable, "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff"),
+        (
+            "-",
+            lambda: io.TextIOWrapper(io.BytesIO(b"def \xff"), encoding="utf-8"),
+            "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff",
+        ),
         ("-", lambda: None, "stdin is closed"),
         ("w1 " * 32, None, "prompt is too long: 32 tokens > 31 maximum"),
         ("-", io.StringIO, "the prompt is empty; give a text to continue or a question"),
@@ -329,15 +329,14 @@ def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, us
     assert message in err
 
 
-def broken_config(model: Path) -> None:
-    (model / "config.json").write_text("{")
-
-
-def no_config(model: Path) -> None:
-    (model / "config.json").unlink()
-
-
-@sweep("damage", [broken_config, broken_weights, no_config])
+@sweep(
+    "damage",
+    [
+        broken_weights,
+        lambda model: (model / "config.json").write_text("{"),
+        lambda model: (model / "config.json").unlink(),
+    ],
+)
 @sweep("role", ["target", "draft"])
 def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_path, capfd):
     damaged = save_model(tmp_path / "damaged", context=32)

@@ -95,13 +95,6 @@ def test_an_empty_width_in_the_environment_is_no_width(monkeypatch, capsys):
 FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"  # three faces that form one character
 
 
-def wrapped(text: str, columns: int, size: int = 1) -> str:
-    """A text that is written in pieces of `size` characters."""
-    wrap = WordWrap()
-    written = [wrap.add(text[at : at + size], columns) for at in range(0, len(text), size)]
-    return "".join([*written, wrap.flush(columns)])
-
-
 @sweep(
     ("text", "columns", "written"),
     [
@@ -131,7 +124,9 @@ def wrapped(text: str, columns: int, size: int = 1) -> str:
 )
 def test_a_line_is_broken_between_words_however_the_text_arrives(text: str, columns: int, written: str) -> None:
     for size in (1, 2, 3, 100):
-        assert wrapped(text, columns, size) == written
+        wrap = WordWrap()
+        pieces = [wrap.add(text[at : at + size], columns) for at in range(0, len(text), size)]
+        assert "".join([*pieces, wrap.flush(columns)]) == written
 
 
 def test_a_word_is_written_once_it_cannot_move_and_never_moves_then() -> None:

@@ -77,15 +77,6 @@ def texts(tokens: set[int]) -> set[str]:
     return {TOKENIZER.decode([token]) for token in tokens}
 
 
-def written(grammar: Grammar, seed: int, *, at_most: int = 400) -> str:
-    """A whole text of random allowed tokens."""
-    draw, text = random.Random(seed), list(PROMPT)
-    while text[-1] != END:
-        assert len(text) < at_most
-        text.append(draw.choice(sorted(allowed(grammar, text))))
-    return TOKENIZER.decode(text[len(PROMPT) : -1])
-
-
 # --- allowed tokens -------------------------------------------------------------------------------
 
 
