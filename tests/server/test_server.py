@@ -91,24 +91,21 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
     simulated_server(test, *models(hashed("ends", 4.0) if ending == "end" else looping))
 
 
-def test_each_of_a_hundred_clients_at_once_has_the_answer_that_it_has_alone() -> None:
+@on_server(*models(hashed("clients", 4.0)), max_waiting=100)
+async def test_each_of_a_hundred_clients_at_once_has_the_answer_that_it_has_alone(server: Served) -> None:
     names = itertools.product("abcdefghij", repeat=2)
     bodies = [{"prompt": f"def {a}{b}", "max_tokens": 5 + number % 5} for number, (a, b) in enumerate(names)]
+    alone = [(await direct(server, body, max_tokens=body["max_tokens"])).text for body in bodies]
+    assert len(set(alone)) == 100
+    answers: dict[int, str] = {}
 
-    async def test(server: Served) -> None:
-        alone = [(await direct(server, body, max_tokens=body["max_tokens"])).text for body in bodies]
-        assert len(set(alone)) == 100
-        answers: dict[int, str] = {}
+    async def visit(number: int) -> None:
+        answers[number] = (await server.ask(COMPLETIONS, {**bodies[number], "stream": number % 2 == 0})).text
 
-        async def visit(number: int) -> None:
-            answers[number] = (await server.ask(COMPLETIONS, {**bodies[number], "stream": number % 2 == 0})).text
-
-        async with trio.open_nursery() as nursery:
-            for number in range(100):
-                nursery.start_soon(visit, number)
-        assert [answers[number] for number in range(100)] == alone
-
-    simulated_server(test, *models(hashed("clients", 4.0)), max_waiting=100)
+    async with trio.open_nursery() as nursery:
+        for number in range(100):
+            nursery.start_soon(visit, number)
+    assert [answers[number] for number in range(100)] == alone
 
 
 def two_ways(history: Sequence[int]) -> Sequence[float]:
