@@ -53,11 +53,7 @@ class Mailbox(Protocol):
 
 
 class LocalMailbox:
-    """The mailbox of an actor in this process: a memory channel, and an event that is set when a message comes.
-
-    The channel is unbounded, so that the actors never wait for each other's mailboxes, and yet never long: a session
-    has at most one proposal and one verdict under way.
-    """
+    """An actor's mailbox in this process: an unbounded channel, and an event that each message sets."""
 
     def __init__(self, event: trio.Event) -> None:
         self.event = event  # set by each message. The actor swaps it, so that its loop or its receiver wakes.
@@ -79,14 +75,13 @@ class ActorSession:
 
     def __init__(self, shared: Session) -> None:
         self.shared = shared  # what the runtime and both actors share about the session
+        self.opened, self.settings = shared.opened, shared.opened.settings
         self.id = shared.opened.session
         self.state = SessionState(shared.opened)
         self.cached_tokens = CachedTokens()
-        # The text in the model's cache, while the actor works on the session.
-        self.sequence: CachedSequence | None = None
+        self.sequence: CachedSequence | None = None  # the text in the model's cache, while the actor works on it
         self.beside_another = True  # see `Model.open_sequence`
-        # Set when the actor has ended its work, and the cached sequence is closed or kept for other sessions.
-        self.is_over = trio.Event()
+        self.is_over = trio.Event()  # set when its work is ended, and the cached sequence closed or kept
         self.is_broken = False  # whether the content of the cache is unknown, so that no other session may use it
         self.may_open = False  # whether nothing is waited for before its sequence is opened
         self.has_read_prompt = False  # whether the cache has held all of the prompt that is read without logits
@@ -101,12 +96,10 @@ class ActorSession:
     @cached_property
     def packed_prompt(self) -> bytes:
         """The tokens of the prompt that are read without logits, for comparisons."""
-        return pack(self.shared.opened.prompt[: self.shared.opened.num_read])
+        return pack(self.opened.prompt[: self.opened.num_read])
 
     def num_common(self, other: ActorSession) -> int:
-        """Tokens that both prompts have in common at their beginnings. Compared once: it is asked for after each pass
-        over a prompt, of all pairs of sessions.
-        """
+        """Tokens that both prompts begin with. Compared once: it is asked often, of all pairs."""
         if other.id not in self._num_common:
             self._num_common[other.id] = common_length(self.packed_prompt, other.packed_prompt)
         return self._num_common[other.id]
@@ -114,7 +107,7 @@ class ActorSession:
     @property
     def pass_tokens(self) -> int:
         """Tokens of a pass in which its prompt is read, if its cache depends on passes."""
-        size = self.shared.opened.settings.prefill_step_size
+        size = self.settings.prefill_step_size
         return FIXED_CHUNK_TOKENS if size == "auto" else size
 
     @property
@@ -122,28 +115,21 @@ class ActorSession:
         """Tokens of the prompt that the cache holds. To be asked while no job of the session runs."""
         if self.sequence is None:
             return 0
-        return min(len(self.cached_tokens), self.sequence.length, self.shared.opened.num_read)
+        return min(len(self.cached_tokens), self.sequence.length, self.opened.num_read)
 
     @property
     def goes_on_reading(self) -> bool:
-        """Whether it will read the rest of its prompt, unless it is cancelled. What its cache loses later is read again
-        only before a round, for which it may wait for its consumer or for memory.
-        """
-        opened = self.shared.opened
+        """Whether it will read the rest of its prompt, unless it is cancelled."""
         return (
-            opened.settings.reuse_prefix
+            self.settings.reuse_prefix
             and not self.has_read_prompt
             and not self.shared.is_unwanted
             and self.state.phase is not SessionPhase.CLOSED
-            and self.num_prompt_cached < opened.num_read
+            and self.num_prompt_cached < self.opened.num_read
         )
 
     def notice_loss(self) -> bool:
-        """Have the ledger say what the cache holds: a pass that the text has shared may have failed, which empties the
-        caches of all its rows. To be called while no pass runs, before anything is planned that feeds the text.
-
-        Returns: whether cached tokens were lost.
-        """
+        """Have the ledger say what the cache holds, before a plan: a failed pass empties it. Returns: if it had."""
         sequence, cached_tokens = self.sequence, self.cached_tokens
         if sequence is None or sequence.length >= len(cached_tokens):
             return False
@@ -152,10 +138,10 @@ class ActorSession:
 
 
 class Actor(ABC, Generic[S]):
-    """A mailbox, and the sessions that it works on, in one loop.
+    """A mailbox, and the sessions that it works on, in one loop, which has the next job done. All waiting is in one
+    place.
 
-    Messages are taken in as they come: by the loop while it waits, and by a second task while a job runs. The loop
-    looks at the sessions that have changed, and has the next job done. All waiting is in one place.
+    Messages are taken in as they come: by the loop while it waits, and by a second task while a job runs.
     """
 
     name: ActorName
@@ -176,10 +162,7 @@ class Actor(ABC, Generic[S]):
     # A Ctrl-C belongs to the user's task, and must never strike while session state is being changed.
     @trio.lowlevel.enable_ki_protection
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Take sessions and messages until cancelled.
-
-        Cancellation: running jobs finish, and the sessions' caches are closed, before this returns.
-        """
+        """Take sessions and messages until cancelled; before it returns, running jobs end, and caches are closed."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._loop)
@@ -268,10 +251,9 @@ class Actor(ABC, Generic[S]):
         return self.is_serving
 
     async def ask(self, work: Callable[[], Awaitable[T]], wait_s: float) -> T | None:
-        """The result of some work on the actor's worker; None if it does not come within `wait_s` seconds, or the actor
-        has ended.
+        """The result of some work on the actor's worker; None if it takes longer than `wait_s` or the actor has ended.
 
-        The work has a task of its own, which is cancelled then, or with the call: nobody waits for a worker that hangs.
+        The work has a task of its own, cancelled then or with the call: nobody waits for a worker that hangs.
         """
         result: outcome.Outcome[T] | None = None
         has_come, scope = trio.Event(), trio.CancelScope()
@@ -350,7 +332,6 @@ class Actor(ABC, Generic[S]):
         tokens: tuple[int, ...] = (),
         commit: Commit | None = None,
     ) -> None:
-        """Report a decision to the trace, unless only spans are wanted."""
         if not getattr(self._on_event, "wants_instants", True):
             return
         round = session.state.round if round is None else round
@@ -405,7 +386,7 @@ class ModelActor(Actor[S]):
     def _may_open(self, session: S) -> bool:
         """Whether to open the session's sequence now; False while a beginning of its text is still read or loaded."""
         awaits = self._unwanted, self._awaits_beginning, self._awaits_disk
-        session.may_open = not (session.shared.opened.settings.reuse_prefix and any(each(session) for each in awaits))
+        session.may_open = not (session.settings.reuse_prefix and any(each(session) for each in awaits))
         return session.may_open
 
     def _awaits_disk(self, session: S) -> bool:
@@ -418,11 +399,11 @@ class ModelActor(Actor[S]):
 
     def _awaits_beginning(self, session: S) -> bool:
         """Whether another session is about to read more of the session's prompt than any has read so far."""
-        least = min(MIN_AWAITED, session.shared.opened.num_read)
+        least = min(MIN_AWAITED, session.opened.num_read)
         num_common = {
             other: session.num_common(other)
             for other in itertools.takewhile(lambda other: other is not session, self._sessions.values())
-            if other.beside_another == session.beside_another and other.shared.opened.settings.reuse_prefix
+            if other.beside_another == session.beside_another and other.settings.reuse_prefix
         }
         available = max((min(each, other.num_prompt_cached) for other, each in num_common.items()), default=0)
         awaits = False
@@ -441,9 +422,9 @@ class ModelActor(Actor[S]):
     @trio.lowlevel.enable_ki_protection
     async def _bring_back(self, session: S, store: PrefixStore) -> None:
         """Wait for what is stored of a session's prompt, in a task of its own: files are read meanwhile."""
-        opened = session.shared.opened
+        prompt = session.opened.prompt[: session.opened.num_read + 1]
         try:
-            await store.bring_back(opened.prompt[: opened.num_read + 1], beside_another=session.beside_another)
+            await store.bring_back(prompt, beside_another=session.beside_another)
         except Exception as error:  # of any kind: it must not reach the other sessions
             self._fail(session, error)
         session.is_disk_searched = True
@@ -454,37 +435,33 @@ class ModelActor(Actor[S]):
         in_use = [
             source
             for other in self._sessions.values()
-            if other.shared.opened.settings.reuse_prefix and (source := _source(other, session)) is not None
+            if other.settings.reuse_prefix and (source := _source(other, session)) is not None
         ]
         call = partial(self._opened_sequence, session, in_use, self.prefix_room())
         hit = await self.worker.run(Job("open", call, session.id))
         session.sequence = hit.sequence
-        session.cached_tokens.follow(FeedPlan(0, session.shared.opened.prompt[: hit.num_cached]))
+        session.cached_tokens.follow(FeedPlan(0, session.opened.prompt[: hit.num_cached]))
         session.checkpoints.add(hit.num_common)  # where prompts part, a third one will part, too
         self._wake_waiting()
         return hit
 
     def _opened_sequence(self, session: S, in_use: Sequence[Source], prefix_room: float) -> CacheHit:
         """On the worker's thread. Other prefixes than the session's own make room for it."""
-        hit = self._hit(session, in_use)
+        path, prompt, beside_another = session.settings.prompt_cache_file, session.opened.prompt, session.beside_another
+        if path is None:
+            hit = self.prefix_cache.open(
+                prompt[: session.opened.num_read + 1],  # the last of these is fed in any case, for its logits
+                beside_another=beside_another,
+                pass_tokens=session.pass_tokens,
+                in_use=in_use,
+                may_reuse=session.settings.reuse_prefix,
+            )
+        elif self.name == "target":
+            hit = CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
+        else:  # it reads only what comes after the file's tokens: that costs speed, not text
+            hit = CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
         self.prefix_cache.shrink(prefix_room)
         return hit
-
-    def _hit(self, session: S, in_use: Sequence[Source]) -> CacheHit:
-        opened, beside_another = session.shared.opened, session.beside_another
-        if opened.settings.prompt_cache_file is not None:
-            if self.name == "target":
-                path = opened.settings.prompt_cache_file
-                return CacheHit(open_continued(self.model, path, beside_another=beside_another), 0)
-            # The drafter reads only what comes after the file's tokens: it costs speed, not text.
-            return CacheHit(self.model.open_sequence(beside_another=beside_another), 0)
-        return self.prefix_cache.open(
-            opened.prompt[: opened.num_read + 1],  # the last of these is fed in any case, for its logits
-            beside_another=beside_another,
-            pass_tokens=session.pass_tokens,
-            in_use=in_use,
-            may_reuse=opened.settings.reuse_prefix,
-        )
 
     async def _empty_sequence(self, session: S) -> None:
         """Give a session an empty sequence in place of its own, whose text is read again when the session goes on."""
@@ -500,7 +477,7 @@ class ModelActor(Actor[S]):
 
     async def _put_away(self, session: S) -> None:
         """Close a session's sequence; or give it to the prefix cache if the session asks for that and did not fail."""
-        opened, sequence = session.shared.opened, session.sequence
+        sequence = session.sequence
         if sequence is None:
             return
         session.notice_loss()
@@ -508,14 +485,14 @@ class ModelActor(Actor[S]):
         put_away: Callable[[], None] = sequence.close
         # A runtime that closes ends all sessions with an error, even one that has just finished.
         is_sound = session.shared.error is None or session.state.finish_reason is not None
-        if opened.settings.reuse_prefix and not session.is_broken and is_sound:
+        if session.settings.reuse_prefix and not session.is_broken and is_sound:
             put_away = partial(
                 self.prefix_cache.put,
                 sequence,
                 session.cached_tokens.tokens,
                 tuple(session.state.committed),
                 beside_another=session.beside_another,
-                num_prompt=opened.num_read + 1,
+                num_prompt=session.opened.num_read + 1,
                 pass_tokens=session.pass_tokens,
             )
         with trio.CancelScope(shield=True):
@@ -542,10 +519,7 @@ class ModelActor(Actor[S]):
             self._wakeup.set()
 
     async def settled_prefix_cache(self) -> PrefixCache:
-        """The prefix cache, once the sessions that nobody wants any more have put their sequences into it.
-
-        This takes as long as their running jobs; other sessions do not delay it.
-        """
+        """The prefix cache, once unwanted sessions have ended their running jobs and put their sequences into it."""
         for session in self._unwanted():
             await session.is_over.wait()
         return self.prefix_cache
@@ -555,7 +529,7 @@ class ModelActor(Actor[S]):
         return [
             other
             for other in self._sessions.values()
-            if other is not before and other.shared.is_unwanted and other.shared.opened.settings.reuse_prefix
+            if other is not before and other.shared.is_unwanted and other.settings.reuse_prefix
         ]
 
     @property
@@ -569,8 +543,8 @@ def _can_share(session: ActorSession, other: ActorSession, num_common: int) -> b
         return True
     if (reusable := sequence.reusable) is None or not reusable.can_copy:
         return False
-    num_read = session.shared.opened.num_read
-    are_equal = num_common == num_read == other.shared.opened.num_read and session.pass_tokens == other.pass_tokens
+    num_read = session.opened.num_read
+    are_equal = num_common == num_read == other.opened.num_read and session.pass_tokens == other.pass_tokens
     shared_from = reusable.shared_from(num_read, session.pass_tokens)
     return are_equal or (shared_from is not None and num_common >= shared_from)
 
@@ -584,7 +558,7 @@ def _source(other: ActorSession, session: ActorSession) -> Source | None:
     has_read_same = (
         other.packed_prompt == session.packed_prompt
         and other.pass_tokens == session.pass_tokens
-        and other.num_prompt_cached == sequence.length == session.shared.opened.num_read
+        and other.num_prompt_cached == sequence.length == session.opened.num_read
     )
     packed = packed_beginning(other.packed_prompt, other.num_prompt_cached)
     return Source(reusable, packed, other.beside_another, other.pass_tokens, has_read_same=has_read_same)

@@ -29,20 +29,14 @@ class CacheLostError(Exception):
 
 
 class CachedSequence(ABC):
-    """One text in the cache of one model, fed and rewound on the model's own thread.
-
-    An ability that only some have is an attribute, which is None or False where a sequence lacks it.
-    """
+    """One text in one model's cache, on the model's thread. An ability that it lacks is None or False."""
 
     @abstractmethod
     def feed(self, tokens: tuple[int, ...], num_logits: int) -> mx.array | None:
-        """Process tokens after the cached ones.
+        """Process tokens, at least one id, after the cached ones.
 
-        Args:
-            tokens: at least one id.
-            num_logits: rows of logits wanted, for the last `num_logits` tokens; in [0, len(tokens)].
-
-        Returns: (num_logits, V) logits, which may be lazy; None for 0 rows, and then the cache is evaluated.
+        Returns: (num_logits, V) logits for the last `num_logits` tokens, in [0, len(tokens)], which may be lazy; None
+        for 0 rows, and then the cache is evaluated.
         """
 
     @abstractmethod
@@ -51,12 +45,10 @@ class CachedSequence(ABC):
 
     @abstractmethod
     def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        """Prepare to undo the next feed, if possible.
+        """Prepare to undo the next feed, of `num_tokens`, if possible.
 
         Args:
-            num_tokens: how many tokens will be fed.
-            settled: no rewind goes below this length, such as the length of the committed text. Checkpoints that only
-                lead below it are dropped.
+            settled: no rewind goes below this length. Checkpoints that only lead below it are dropped.
 
         Returns: how the feed can be undone. After `RewindMode.SINGLE`, only committed tokens may be fed.
         """
@@ -65,8 +57,8 @@ class CachedSequence(ABC):
     def rewind(self, length: int) -> int:
         """Drop tokens until at most the first `length` are cached.
 
-        Returns: how many tokens are cached now: `length`, or fewer if only a checkpoint below could be restored. The
-            tokens between must be fed again then.
+        Returns: how many are: `length`, or fewer if only a checkpoint below could be restored; those between must be
+        fed again.
         Raises: RewindError: the cache cannot be rewound so far, or was not.
         """
 
@@ -128,10 +120,7 @@ class TextFeatures(Protocol):
         """Whether the next pass records some."""
 
     def want(self, wanted: bool) -> None:
-        """Say whether somebody reads them; if not, none are recorded from the next pass on, and those here are dropped.
-
-        In any thread while no pass over the text runs. Without a call, they are recorded if the model records any.
-        """
+        """Say, while no pass runs, whether the next passes record features, which they do if nobody says."""
 
     def arrays(self) -> list[mx.array]:
         """What `take` reads, to be evaluated together with something else."""
@@ -158,48 +147,33 @@ class ReusableSequence(CachedSequence):
         return {id(self): self.num_bytes}
 
     def share(self, other: ReusableSequence, num_common: int) -> None:
-        """Keep the memory of the first tokens, which another sequence of the model holds, too, only once, if possible.
-        Nobody works on either. To be called if both were opened alike.
-        """
+        """Keep the first tokens in memory only once, if possible, with an idle sequence that was opened alike."""
 
     @abstractmethod
     def reusable_length(self, num_common: int, num_read: int, pass_tokens: int = FIXED_CHUNK_TOKENS) -> int:
         """How many tokens another text can reuse, with the same result as if they were fed again: the largest length in
         [0, num_common] that `reuse` and `copy` can go back to. Changes nothing.
 
-        Args:
-            num_common: tokens at the beginning that both texts have in common.
-            num_read: tokens of the other text that will be fed without looking at logits, >= `num_common`.
-            pass_tokens: tokens of a pass in which the other text is read, if its cache depends on passes.
+        The other text has `num_common` tokens in common, and feeds `num_read` >= `num_common` without looking at
+        logits; in passes of `pass_tokens`, if its cache depends on passes.
         """
 
     @abstractmethod
     def reuse(self, length: int) -> None:
-        """Rewind to a length that `reusable_length` returned, for another text. Drops checkpoints of rounds.
-
-        Raises: RewindError: some layer's cache holds another number of tokens afterwards.
-        """
+        """Rewind to a `reusable_length`, for another text. Drops checkpoints of rounds. Raises: RewindError."""
 
     can_copy = True
 
     def shared_from(self, num_read: int, pass_tokens: int) -> int | None:
-        """The shortest beginning that another text can copy of this one once it was read; None for just the whole
-        prompt, if that is the same. For the arguments see `reusable_length`.
-        """
+        """The shortest beginning that another text can copy once it was read; None for just the whole prompt."""
         return None if self.depends_on_passes else 0
 
     @abstractmethod
     def copy(self, length: int) -> ReusableSequence:
-        """A new sequence with the first tokens of this one, which goes on as if nothing had happened, also as a row of
-        a batch or while it is still being read or generated. To be called only if `can_copy`. Length and errors: as of
-        `reuse`.
-        """
+        """A new sequence with the first tokens of this one, if `can_copy`, which goes on. Otherwise as `reuse`."""
 
     def settle(self, tokens: tuple[int, ...], text: Sequence[int]) -> tuple[int, ...]:
-        """Read as much of a finished text as can be read with the features that were given, all of which are its own.
-
-        Returns: the cached tokens now; the same `tokens`, unless it is a trained drafter's.
-        """
+        """Read what can be read of a finished text with features that were given. Gives the cached tokens now."""
         return tokens
 
     @property
@@ -251,19 +225,14 @@ class Model(Protocol):
         """Whether a drafter reads its hidden states; see `TextFeatures`."""
 
     def feed_together(self, feeds: Sequence[Feed]) -> list[mx.array]:
-        """Process tokens of different sequences of this model, in one forward pass as far as their caches can share
-        one.
-
-        Returns: (num_logits, V) logits of each, which may be lazy.
-        """
+        """Process tokens of sequences, in one pass if possible. Returns: (num_logits, V) logits of each, maybe lazy."""
 
     @property
     def widest_row(self) -> int:
         """Most tokens of one text in a pass that texts share."""
 
     def read_together(self, sequences: Sequence[CachedSequence], tokens: Sequence[tuple[int, ...]]) -> None:
-        """Process the first tokens of empty sequences, at most `widest_row` of each, without logits: in
-        one pass, if `sharing_obstacle` is None.
+        """Process the first tokens, at most `widest_row`, of empty sequences without logits, in one pass if possible.
 
         Raises: whatever the model raises; what the sequences hold is not known then.
         """
@@ -272,9 +241,7 @@ class Model(Protocol):
         """As `feed_together` for one token each, (n,), which may not be computed yet. Returns: (n, V) logits, lazy."""
 
     def sharing_obstacle(self, *, rewinds_passes: bool = False) -> str | None:
-        """Why texts of this model cannot share passes; None if they can. `rewinds_passes` asks for texts that may have
-        to be rewound by more than their last pass, as drafts are.
-        """
+        """Why texts cannot share passes, or None; as drafts, if they rewind by more than their last pass."""
 
     def abandon_shared(self) -> None:
         """Empty the caches of all texts that share passes, because one of those passes has failed."""

@@ -1,13 +1,10 @@
 """The prefix cache: what was read of texts, for other texts with the same beginning.
 
-A text takes a copy of what it has in common with another one. Only a text that continues another one takes that one's
-sequence itself. Sequences that are still read or generated are copied, too: they are not in the cache, but given to the
-search. So the sequences are the branches of a tree. While they are in use, each has its own copy of the stem; in the
-cache, they have keys and values of the stem in common.
+A text takes a copy of what it has in common with another one, which may still be read or generated. Only a text that
+continues another one takes that one's sequence itself. So the sequences are the branches of a tree: in use, each has
+its own copy of the stem; in the cache, they have its keys and values in common.
 
-mlx-lm's `LRUPromptCache` is not used: it trusts `is_trimmable` (see `actors.mlx.cache_kinds`), knows no checkpoints,
-and overlooks a common prefix of one token. Its `PromptTrie` finds one neighbour of a prompt, while the sequence that
-has most of it may be any of them, and it walks a dict for each token.
+`CONTRIBUTING.md` says why mlx-lm's `LRUPromptCache` is not used.
 """
 
 from __future__ import annotations
@@ -32,21 +29,15 @@ MIN_SHARED = 256  # tokens of the shortest beginning that texts have in memory o
 
 @attrs.frozen
 class CacheHit:
-    """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence.
-
-    Attributes:
-        num_common: tokens that the prompt has in common with the most similar text that it may reuse; >= `num_cached`,
-            since some caches can go back only to certain lengths.
-        num_mismatched: tokens beyond these that it has in common with a text that the settings do not let it reuse.
-        num_evicted: tokens beyond all these that it has in common with a text whose sequence had to leave for want of
-            room.
-    """
+    """A sequence for a session, which holds the first `num_cached` tokens of its prompt; 0 for a new sequence."""
 
     sequence: CachedSequence
     num_cached: int
+    # Tokens that the prompt has in common with the most similar text that it may reuse; >= `num_cached`, since some
+    # caches can go back only to certain lengths.
     num_common: int = 0
-    num_mismatched: int = 0
-    num_evicted: int = 0
+    num_mismatched: int = 0  # further tokens in common with a text that the settings do not let it reuse
+    num_evicted: int = 0  # further ones in common with a text whose sequence had to leave for want of room
 
 
 @attrs.frozen(eq=False)
@@ -60,27 +51,19 @@ class PrefixMatch:
 
 @attrs.define(eq=False)
 class Source:
-    """A sequence that other texts can copy, or take, if it is in the cache.
-
-    Attributes:
-        packed: the tokens that it holds, or the first ones of them.
-        beside_another: as it was opened; see `PrefixCache.open`.
-        pass_tokens: see `ReusableSequence.reusable_length`; of its own text.
-        has_read_same: whether it holds just what the present prompt needs, read in the same passes.
-    """
+    """A sequence that other texts can copy, or take, if it is in the cache."""
 
     sequence: ReusableSequence
-    packed: bytes
-    beside_another: bool
-    pass_tokens: int
+    packed: bytes  # the tokens that it holds, or the first ones of them
+    beside_another: bool  # as it was opened; see `PrefixCache.open`
+    pass_tokens: int  # see `ReusableSequence.reusable_length`; of its own text
+    # Whether it holds just what the present prompt needs, read in the same passes.
     has_read_same: bool = attrs.field(default=False, kw_only=True)
 
 
 @attrs.define(eq=False)
 class _Entry(Source):
-    """A sequence in the cache, and its tokens, of which the first `num_prompt` were the prompt. A text that continues
-    the prompt may lack the answer that follows, such as its reasoning.
-    """
+    """A sequence in the cache, with its tokens: `num_prompt` of its prompt, and the answer that followed."""
 
     tokens: tuple[int, ...]
     num_prompt: int
@@ -94,14 +77,10 @@ class PrefixStore(Protocol):
         """Take the state of a sequence that is about to be closed, on the model's thread. Must not raise."""
 
     def shrink(self, max_bytes: float) -> None:
-        """Drop what was evicted and is not stored yet, the oldest first, until it takes at most `max_bytes` beside the
-        one that is stored next; on the model's thread.
-        """
+        """Drop what is not stored yet, oldest first, until it takes `max_bytes` beside what is being stored."""
 
     async def bring_back(self, prompt: tuple[int, ...], *, beside_another: bool) -> None:
-        """Put the sequence that has most of a prompt into the prefix cache, if no better one is there; see
-        `PrefixCache.open`. Cancellation: waits for the running job.
-        """
+        """Put what is stored of a prompt into the prefix cache, if that is more; see `PrefixCache.open`."""
 
     async def run(self) -> None:
         """Store what is evicted, until cancelled."""
@@ -111,15 +90,11 @@ class PrefixStore(Protocol):
 
 
 class PrefixCache:
-    """The cached sequences of one model that no session uses. All methods run on the model's thread.
-
-    Attributes:
-        store: gets the sequences that leave for want of room, or at the end; None to drop them.
-    """
+    """The cached sequences of one model that no session uses. All methods run on the model's thread."""
 
     def __init__(self, model: Model, max_bytes: int) -> None:
         """Make an empty cache. The oldest entries are closed when it exceeds `max_bytes`."""
-        self.store: PrefixStore | None = None
+        self.store: PrefixStore | None = None  # gets the sequences that leave for want of room, or at the end
         self._model = model
         self._max_bytes = max_bytes
         self._entries: list[_Entry] = []  # least recently used first
@@ -143,19 +118,16 @@ class PrefixCache:
         in_use: Sequence[Source] = (),
         may_reuse: bool = True,
     ) -> CacheHit:
-        """Open a sequence that holds as much of a prompt as some text does, the newest of several: the sequence of a
-        text that the prompt continues, else a copy; or a new one. The prompt's last token is never reused, since its
-        logits are wanted.
+        """Open a sequence that holds as much of a prompt as some text does, the newest of several: that of a text which
+        the prompt continues, else a copy; or a new one. The prompt's last token is never reused: its logits are wanted.
 
         Args:
-            beside_another: only sequences that were opened alike match: a trained drafter needs the features of what is
-                read, and texts without a drafter record none.
+            beside_another: as it is opened. A trained drafter needs features, and texts without a drafter record none.
             pass_tokens: see `ReusableSequence.reusable_length`.
             in_use: sequences outside the cache.
             may_reuse: whether the text may use any; if not, it gets a new one.
 
-        Raises: RewindError: the sequence does not hold what it should. If it was in the cache, it is closed then, as
-            after any other error.
+        Raises: RewindError: the sequence does not hold what it should; as after any error, one in the cache is closed.
         """
         num_read = len(prompt) - 1
         packed = pack(prompt[:num_read])
@@ -216,11 +188,8 @@ class PrefixCache:
         """Put a sequence that is not in use any more into the cache, or close it if it is of no use.
 
         Args:
-            cached_tokens: the tokens that the sequence holds.
-            committed: the session's text. Cached tokens beyond it are dropped, if the sequence can drop them.
-            beside_another: as the sequence was opened.
+            cached_tokens: that it holds. Those beyond the session's text, `committed`, are dropped, if they can be.
             num_prompt: how many tokens of the text were the session's prompt; None for all.
-            pass_tokens: see `ReusableSequence.reusable_length`.
 
         Raises: RewindError: the sequence does not hold what it should; it is closed then.
         """
@@ -239,10 +208,8 @@ class PrefixCache:
         except RewindError:
             sequence.close()
             raise
-        num_tokens = len(cached_tokens)
+        num_tokens, packed, memory = len(cached_tokens), pack(cached_tokens), reusable.memory
         num_prompt = num_tokens if num_prompt is None else num_prompt
-        packed = pack(cached_tokens)
-        memory = reusable.memory
         entry = _Entry(reusable, packed, beside_another, pass_tokens, cached_tokens, num_prompt, memory)
         if reusable.reusable_length(num_tokens, num_tokens, pass_tokens) == 0:
             sequence.close()
@@ -275,9 +242,7 @@ class PrefixCache:
             entry.memory, other.memory = entry.sequence.memory, other.sequence.memory
 
     def shrink(self, max_bytes: float) -> None:
-        """Evict the oldest sequences until all together take at most `max_bytes`, with those that the store still has
-        in memory.
-        """
+        """Evict the oldest sequences until all, with those that are being stored, take at most `max_bytes`."""
         while self._entries and (self.num_bytes > max_bytes or len(self._entries) > MAX_SEQUENCES):
             self._evict_oldest()
         if self.store is not None:
@@ -323,11 +288,7 @@ def packed_beginning(packed: bytes, num_tokens: int) -> bytes:
 
 
 def common_length(one: bytes, other: bytes) -> int:
-    """How many tokens two packed texts have in common at their beginnings.
-
-    A galloping search: comparing slices of bytes takes microseconds, and a loop over tokens holds the GIL for
-    milliseconds. Texts that part early are told apart at once, however long they are.
-    """
+    """How many tokens two packed texts begin with alike; by slices, as a loop would hold the GIL for long."""
     low, high, width = 0, min(len(one), len(other)) // _ID_BYTES, 1024
     while low < high:
         end = min(low + width, high)

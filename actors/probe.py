@@ -12,11 +12,7 @@ PROBED = (0, 0)
 
 
 def probe(model: Model) -> None:
-    """Feed two tokens to a new sequence, which is closed again.
-
-    Raises: ModelError: the model cannot process the tokens (the original error is the cause), or returns something else
-        than their logits. NaN and infinite logits pass.
-    """
+    """Feed two tokens to a new sequence. Raises: ModelError: the model fails (see the cause), or gives no logits."""
     try:
         sequence = model.open_sequence(beside_another=False)
         try:
@@ -34,11 +30,9 @@ def probe(model: Model) -> None:
 
 
 def check_logits(named: str, logits: object, shape: tuple[int | None, ...]) -> int:
-    """Check what a model, `named` for the message, returned for `PROBED`; a size of None in `shape` stands for any but
-    0.
+    """Check what a model, `named` for messages, gave for `PROBED`; a None in `shape` is any size. Returns: their width.
 
-    Returns: the width of the logits, >= 1.
-    Raises: ModelError: this is not an array, or has another shape, or does not hold floating-point numbers.
+    Raises: ModelError: this is not an array of floats, or has another shape.
     """
     expected = f"({', '.join('V' if size is None else str(size) for size in shape)})"
     if not isinstance(logits, mx.array):

@@ -18,10 +18,9 @@ from protocol.reprs import shown_path
 
 
 class ContinuedSequence(MLXSequence):
-    """A text in caches that held tokens before it, whose ids are not known.
+    """A text in caches that held tokens before it, whose ids are not known, so that no other text may reuse them.
 
-    To all callers it begins with its own first token: lengths and positions do not count those before. It shares no
-    pass, and no other text reuses it.
+    To all callers it begins with its own first token: lengths and positions do not count those before.
     """
 
     _num_before = 0

@@ -17,8 +17,7 @@ from protocol.session_state import Commit
 from protocol.statistics import Counts
 from protocol.stop_strings import Stop
 
-# Tokens by which a text may grow while memory for more is asked for: those of passes that were launched already, with a
-# proposal, or in a row without any.
+# Tokens by which a text may grow while memory for more is asked for, in passes launched already or in a row.
 ASK_BEFORE = 192
 
 
@@ -33,14 +32,11 @@ class ReasoningLimit(Protocol):
         """Tokens that may follow the text that was read before its reasoning is to be closed, >= 0; None for any."""
 
     def num_to_judge(self, drafted: Sequence[int], num_certain: int, num_closing: int = 0) -> int:
-        """How many of some drafted tokens, from the front, one pass may judge: behind none of them is the reasoning to
-        be closed already, or else the token that follows would be the model's own.
+        """How many of some drafted tokens, from the front, one pass may judge: behind none is the reasoning to be
+        closed already, by `num_closing` tokens that are forced next.
 
-        Args:
-            drafted: after the text that was read.
-            num_certain: how many of them, from the front, were not drawn at random, or are compared with what the
-                target draws. Of the others, none may be left out for what it is: that would change the distribution.
-            num_closing: how many tokens are forced next, because they close the reasoning.
+        Of those after the first `num_certain`, which were drawn at random, none may be left out for what it is: that
+        would change the distribution.
         """
 
     def closing(self, committed: Sequence[int]) -> tuple[int, ...]:
@@ -55,8 +51,7 @@ class Session:
     """One generation, as the runtime gives it to the actors, in trio's thread only. What it calls must not raise."""
 
     opened: Open
-    # Where the target puts committed tokens. Bounded, so that a slow consumer slows down the models instead of filling
-    # the memory; closed when nothing more comes.
+    # Where the target puts committed tokens. Bounded, so that a slow consumer slows down the models; closed at the end.
     commits: trio.MemorySendChannel[Commit]
     counts: Counts = attrs.field(factory=Counts)  # statistics that the actors count; the consumer's side counts tokens
     unsent: Commit | None = None  # the last commit, while the channel has no space for it
@@ -69,16 +64,13 @@ class Session:
     logits_pipeline: LogitsPipeline = attrs.field(
         init=False, default=attrs.Factory(lambda self: LogitsPipeline(self.opened), takes_self=True)
     )
-    # Reads each round's tokens before they are committed, once and in order, and returns where a stop string ends the
-    # text, if one does.
+    # Reads each round's tokens before they are committed, once and in order: where a stop string ends the text.
     find_stop: Callable[[Commit], Stop | None] | None = None
     # Of the answer; None if it may reason as long as it wants. The target follows the text with it.
     reasoning_limit: ReasoningLimit | None = None
-    # Called when the target should look at the session: the consumer has made room for a commit that did not fit, or
-    # the reasoning is to end. Must not wait.
+    # Called when the target should look again: a commit fits now, or the reasoning is to end. Must not wait.
     on_change: Callable[[], None] | None = None
-    # Of the tokens that the session is to score, as far as the target has come.
-    scores: list[TokenScore] = attrs.field(factory=list)
+    scores: list[TokenScore] = attrs.field(factory=list)  # of the tokens to score, as far as the target has come
     num_reserved: float = math.inf  # tokens, prompt included, for which there is memory
     # Called once the text has nearly as many; must not wait. It either raises `num_reserved`, or sets `awaits_memory`.
     on_full: Callable[[], None] | None = None

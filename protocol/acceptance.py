@@ -18,7 +18,7 @@ lazy, so that those of all texts of a pass are evaluated together, in one synchr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Literal, cast
 
 import attrs
@@ -39,8 +39,8 @@ class Judgement:
     """The target's decision about one proposal."""
 
     num_accepted: int  # drafted tokens that are accepted
-    # The token after them: recovered after a rejection, the bonus after a full acceptance. None if all are accepted and
-    # the forward pass had no row for a bonus (the N=1 fallback).
+    # The token after them: recovered or bonus. None if all are accepted and there was no row for a bonus (N=1
+    # fallback).
     token: int | None
 
 
@@ -153,10 +153,7 @@ def likelihoods(logits: mx.array, tokens: Sequence[int], num_top: int) -> tuple[
 
 
 def _highest(rows: mx.array, num: int) -> mx.array:
-    """(n, num) ids of the highest entries of each row, in any order; of equal ones, those with the lower ids.
-
-    Two partitions: sorting rows as wide as a vocabulary takes five times as long.
-    """
+    """(n, num) ids of the highest entries of each row; of equal ones the lower ids. A sort takes five times as long."""
     width = rows.shape[-1]
     begin = max(0, width - num)
     lowest = mx.min(mx.take_along_axis(rows, mx.argpartition(rows, begin, axis=-1)[:, begin:], axis=-1), axis=-1)
@@ -167,18 +164,13 @@ def _highest(rows: mx.array, num: int) -> mx.array:
 # --- match ----------------------------------------------------------------------------------------
 
 
-def scores(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    """The scores whose argmax is the token that a model chooses at each position under the match rule: (n, V), lazy. At
-    temperature 0 they are the logits, (n, V) for positions from `start` on.
+def scores(logits: mx.array, temperature: float, decisions: Decisions, noise_size: int) -> mx.array:
+    """The scores whose argmax is the token that a model chooses by each row of logits (n, V) under the match rule:
+    (n, V), lazy. At temperature 0 they are the logits.
 
     `noise_size` is the width at which noise is made, >= V. It must be the same for both models, because MLX's noise for
     one entry depends on the size of the array.
     """
-    return scores_together(logits, temperature, [(seed, start + i) for i in range(logits.shape[0])], noise_size)
-
-
-def scores_together(logits: mx.array, temperature: float, decisions: Decisions, noise_size: int) -> mx.array:
-    """As `scores`, for rows of several texts."""
     if temperature == 0:
         return logits
     noise = _gumbel(keys_for(Purpose.NOISE, decisions), noise_size)
@@ -192,11 +184,9 @@ def _gumbel(keys: mx.array, size: int) -> mx.array:
 
 
 def choices_together(logits: mx.array, rule: Rule, temperature: float, decisions: Decisions) -> mx.array:
-    """The tokens that texts choose by (n, V) logits, as one set of array operations: (n,) ids, lazy; each as for its
-    text alone. They are argmaxes of `scores` under the match rule, and bonus tokens under the other.
-    """
+    """The tokens (n,) that texts choose by (n, V) logits, as if alone; bonus tokens under the rejection rule; lazy."""
     if rule == "match":
-        return mx.argmax(scores_together(logits, temperature, decisions, logits.shape[1]), axis=-1)
+        return mx.argmax(scores(logits, temperature, decisions, logits.shape[1]), axis=-1)
     # As `draw`: the largest sum of log-probability and noise.
     noise = _gumbel(keys_for(Purpose.RECOVER, decisions), logits.shape[1])
     return mx.argmax(mx.log(distribution(logits, temperature)) + noise, axis=-1)
@@ -224,20 +214,23 @@ def _by_match(
     if chosen is None:
         decisions = [decision for each in proposed for decision in each.decisions] if temperature > 0 else []
         chosen = choices_together(logits, "match", temperature, decisions)
-    choice_of_rows, has_drafted = chosen, any(each.drafted for each in proposed)
+    if not any(each.drafted for each in proposed):
+        return _undrafted(chosen)
+    choice_of_rows = chosen
 
     def read() -> list[Judgement]:
-        ids, begin, judgements = cast(list[int], choice_of_rows.tolist()), 0, []
-        if not has_drafted:
-            return [Judgement(0, token) for token in ids]
+        ids, judgements = iter(cast(list[int], choice_of_rows.tolist())), []
         for each in proposed:
-            own = ids[begin : begin + each.num_rows]
-            begin += each.num_rows
+            own = list(islice(ids, each.num_rows))
             num_accepted = count_matches(own, each.drafted)
             judgements.append(Judgement(num_accepted, own[num_accepted] if num_accepted < each.num_rows else None))
         return judgements
 
     return LazyJudgements((choice_of_rows,), read)
+
+
+def _undrafted(chosen: mx.array) -> LazyJudgements:
+    return LazyJudgements((chosen,), lambda: [Judgement(0, token) for token in cast(list[int], chosen.tolist())])
 
 
 # --- rejection ------------------------------------------------------------------------------------
@@ -254,11 +247,9 @@ def draw(probs: mx.array, key: mx.array) -> mx.array:
 
 
 def likeliest_only(logits: mx.array, count: int) -> tuple[mx.array, mx.array | None]:
-    """Logits (n, V) with -inf for all but the `count` largest of each row, count >= 1, and their ids; lazy.
+    """Logits (n, V) with -inf for all but the `count` >= 1 largest of each row, as a draft may be drawn from any.
 
-    A drafted token may be drawn from any distribution, so from few tokens, too.
-
-    Returns: (n, V) logits and (n, count) ids in any order; None if these are all tokens.
+    Returns: (n, V) logits and (n, count) ids in any order, None if these are all tokens; lazy.
     """
     if count >= logits.shape[-1]:
         return logits, None
@@ -290,10 +281,7 @@ def count_accepted(target_probs: mx.array, draft_probs: mx.array, uniforms: mx.a
 
 
 def residual(target_probs: mx.array, draft_probs: mx.array) -> mx.array:
-    """The residual distribution, from which a recovered token is drawn: max(0, p - q), not normalised; (…, V), lazy.
-
-    With zeros for q it is p, which is how a bonus token is drawn. If rounding leaves nothing, it is p, too.
-    """
+    """The residual distribution max(0, p - q), of recovered tokens, not normalised; p where it is 0; (…, V), lazy."""
     difference = mx.maximum(target_probs - draft_probs, 0)
     return mx.where(difference.sum(axis=-1, keepdims=True) > 0, difference, target_probs)
 
@@ -302,20 +290,19 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
     decisions = [decision for each in proposed for decision in each.decisions]
     longest = max(len(each.drafted) for each in proposed)
     if longest == 0:
-        chosen = choices_together(logits, "rejection", temperature, decisions)
-        return LazyJudgements((chosen,), lambda: [Judgement(0, token) for token in cast(list[int], chosen.tolist())])
+        return _undrafted(choices_together(logits, "rejection", temperature, decisions))
     p = distribution(logits, temperature)
     begins = list(accumulate([each.num_rows for each in proposed], initial=0))[:-1]
     q = _draft_rows(proposed, begins, like=p)
     rows, drafted, exists = _padded(proposed, begins, longest)
     of_target, of_draft = p[rows, drafted], q[rows, drafted]
-    # 0 where a text was filled up, and where the drafter had nothing to draw from, since a processor left it no token.
-    # So no such token is accepted.
+    # 0 where a text was filled up, or a processor left nothing to draw from. So no such token is accepted.
     was_drawn = exists & (of_draft > 0)
     of_target, of_draft = mx.where(was_drawn, of_target, 0.0), mx.where(was_drawn, of_draft, 0.0)
-    num_accepted = count_accepted(of_target, of_draft, _uniforms(proposed, longest))
-    # Only the device knows from which row each next token is drawn. Index by the lazy number: reading it here would be
-    # a second synchronisation.
+    places = [(each.seed, each.start + i) for each in proposed for i in range(longest)]
+    uniforms: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, places))
+    num_accepted = count_accepted(of_target, of_draft, uniforms.reshape(len(proposed), longest))
+    # Only the device knows from which row the next token is drawn: reading that here would be a second synchronisation.
     row = mx.minimum(num_accepted, mx.array([each.num_rows - 1 for each in proposed])) + mx.array(begins)
     keys = keys_for(Purpose.RECOVER, decisions)[row]
     left = residual(p[row], q[row])
@@ -335,24 +322,11 @@ def _by_drawing(logits: mx.array, proposed: Sequence[ProposedRows], temperature:
 def _padded(
     proposed: Sequence[ProposedRows], begins: Sequence[int], longest: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """The drafted tokens of several texts, filled up to the longest proposal; (texts, longest) each: the row of logits
-    that each token is judged by, the tokens, and whether they exist.
-    """
-    rows, tokens, exists = [], [], []
-    for each, begin in zip(proposed, begins, strict=True):
-        num_drafted = len(each.drafted)
-        missing = longest - num_drafted
-        rows.append([*range(begin, begin + num_drafted), *[begin] * missing])
-        tokens.append([*each.drafted, *[0] * missing])
-        exists.append([True] * num_drafted + [False] * missing)
-    return mx.array(rows), mx.array(tokens), mx.array(exists)
-
-
-def _uniforms(proposed: Sequence[ProposedRows], longest: int) -> mx.array:
-    """(texts, longest) draws in [0, 1)."""
-    decisions = [(each.seed, each.start + i) for each in proposed for i in range(longest)]
-    draws: mx.array = mx.vmap(lambda key: mx.random.uniform(key=key))(keys_for(Purpose.ACCEPT, decisions))
-    return draws.reshape(len(proposed), longest)
+    """(texts, longest) each, filled up: the row that judges a drafted token, the token, and whether it exists."""
+    lengths = mx.array([len(each.drafted) for each in proposed])[:, None]
+    exists = mx.arange(longest) < lengths
+    rows = mx.array(list(begins))[:, None] + mx.where(exists, mx.arange(longest), 0)
+    return rows, mx.array([each.drafted + (0,) * (longest - len(each.drafted)) for each in proposed]), exists
 
 
 def _draft_rows(proposed: Sequence[ProposedRows], begins: Sequence[int], *, like: mx.array) -> mx.array:

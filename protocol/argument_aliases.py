@@ -12,8 +12,7 @@ class _Missing:
         return "MISSING"
 
 
-# The default of an argument that must be given. Without a default, Python would reject a call that uses the argument's
-# alias (`target_model`) before the alias could get its hint.
+# The default of an argument that must be given: without one, Python would reject an alias before it could get its hint.
 MISSING: Any = _Missing()
 
 # From each alias to the setting or option of `open` that it stands for.
@@ -69,10 +68,7 @@ INSTEAD = {
 
 
 def meant(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The argument that a user may have meant by a name that does not exist: what it is an alias of, or a similar one.
-
-    `cutoff` is how similar that must be; see `difflib.get_close_matches`.
-    """
+    """The known argument that a name is an alias of, or similar to by `cutoff` (`difflib.get_close_matches`)."""
     known = tuple(known)
     if (here := ALIASES.get(name)) in known:
         return here

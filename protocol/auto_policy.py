@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal
 
 import attrs
 
 from protocol.calibration import Calibration
-from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
+from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy, DraftBudget, Policy, PolicyView, StepWorth
 from protocol.lookahead_tree import Guess, Node
 from protocol.open_options import WorkAhead
 from protocol.prices import Mean, Prices
@@ -21,13 +21,12 @@ MIN_REACH = 0.02  # nodes with a smaller reach are not drafted after: they would
 # How many draft steps of a budget have a price each; later steps have the last one's. That will do: whether to propose
 # is decided after each step in any case, and what is drafted beyond the proposal is drafted ahead.
 MAX_PRICED_STEPS = 16
-# A rest begins when speculating was worse than plain decoding by the first factor, and ends when it promises to be
-# better by the second.
+# A rest begins when speculating was worse than plain decoding by the first factor, and ends at the promise of the
+# other.
 REST_BELOW, RESUME_ABOVE = 0.99, 1.02
 CATCH_UP_HORIZON = 100.0  # tokens over which catching up with the text must pay for itself
 MAX_EMPTY_PROPOSALS = 8  # a rest begins after this many proposals in a row with nothing in them
-# In a rest, the drafter catches up once so many unread tokens were generated, and reading delays the target by at most
-# this share of the time in which they were.
+# Unread tokens with which a resting drafter catches up, if that delays the target by at most this share of their time.
 MIN_CATCH_UP, PROBE_SHARE = 6, 0.02
 # If more than this share of the recent proposals were copied, the measured rate says little about the drafter.
 MAX_COPIED_SHARE = 0.1
@@ -91,10 +90,9 @@ class AutoPolicy:
     def _num_worthwhile(self, chain: Sequence[Node]) -> int:
         """How many tokens of a chain to propose.
 
-        Whether a token is proposed depends on its reach and on the reaches before it, never on what was drafted after
-        it: that depends on which token was drawn, so the rejection rule would not be exact. The tokens after it are
-        assumed to be as likely as tokens are on average; only those of a copy, which are not drawn, have their own
-        reach. So a token that makes a pass much more expensive is proposed if those after it should make up for that.
+        This depends on a token's reach and those before it, never on what was drafted after it, since that depends on
+        which token was drawn. Those after it are assumed to be as likely as on average; only a copy's have their own
+        reach. So a token that makes a pass dearer is proposed if those after it should make up for that.
         """
         if not chain:
             return 0
@@ -158,9 +156,7 @@ class AutoPolicy:
         return further
 
     def _best_length(self, reaches: Iterable[float]) -> tuple[int, float]:
-        """How many drafted tokens to propose, by their falling reaches, and the tokens gained, less what their time
-        would bring otherwise. No more reaches are asked for once none can gain anything.
-        """
+        """How many drafted tokens to propose, by falling reaches, and the tokens gained, less their time's worth."""
         best_length, best_gain, expected, rate = 0, 0.0, 0.0, self.prices.rate
         extra_s = self.prices.extra_seconds(only_copies=self.only_copies)
         for length, reach in enumerate(reaches, 1):
@@ -190,17 +186,14 @@ class AutoPolicy:
             expected += reach
             cost_s = extra_s(length) + self._target_delay_s(view, drafted_s, self.prices.core_hold_s)
             best_gain = max(best_gain, expected - rate * cost_s)
-            # An upper bound: all further tokens to expect, at no cost.
-            further = reach * acceptance / max(1.0 - acceptance, 1e-9)
+            further = reach * acceptance / max(1.0 - acceptance, 1e-9)  # an upper bound: all further tokens, at no cost
             if reach < MIN_REACH or expected + further - rate * cost_s <= best_gain:
                 break
             drafted_s += step_beside_target_s if drafted_s < view.queue_slack_s else step_s
         return best_gain
 
     def _target_delay_s(self, view: PolicyView, drafting_s: float, core_hold_s: float = 0.0) -> float:
-        """Seconds by which drafting delays the target. One with passes of other sessions is only slowed down, also for
-        as long as it lacks the cores that the drafter has taken.
-        """
+        """Seconds by which drafting delays a target, which other sessions' passes hide, but for the cores it lacks."""
         hidden_s = min(drafting_s, view.queue_slack_s)
         slowed_s = hidden_s + core_hold_s if hidden_s > 0.0 else 0.0
         return drafting_s - hidden_s + self.prices.verify.target_slowdown * slowed_s
@@ -256,7 +249,8 @@ class AutoPolicy:
         if not self.prices.is_known or any(best is not None and best.worth > expected_worth for best in bests):
             # The best token after the node may be a copied one, not the drafter's choice.
             return EMPTY_BUDGET
-        calibration = self.calibration.snapshot()
+        calibration, acceptance = self.calibration.snapshot(), self.calibration.mean_acceptance
+        budget = partial(DraftBudget, reach=node.reach, calibrate=calibration, mean_acceptance=acceptance)
         num_drafted = view.tree.depth(node) + 1
         if view.verdict_due_s is None:
             # Up to a proposal: for as long as `_gain_by_drafting` will say to wait for another token.
@@ -269,22 +263,13 @@ class AutoPolicy:
             longest = num_drafted + max(1, min(max_steps, MAX_PRICED_STEPS))
             extras_s = map(self.prices.extra_seconds(only_copies=False), range(num_drafted, longest + 1))
             costs_s = [longer_s - extra_s + delay_s for extra_s, longer_s in itertools.pairwise(extras_s)]
-            worth = self.prices.rate / max(calibration.mean_acceptance, 1e-9)
-            return DraftBudget(
-                max_steps,
-                node.reach,
-                min_reaches=tuple(worth * cost_s for cost_s in costs_s),
-                calibrate=calibration,
-                mean_acceptance=calibration.mean_acceptance,
-            )
-        return DraftBudget(
+            worth = self.prices.rate / max(acceptance, 1e-9)
+            return budget(max_steps, min_reaches=tuple(worth * cost_s for cost_s in costs_s))
+        return budget(
             view.max_depth - num_drafted,
-            node.reach,
-            (MIN_REACH,),
-            self._best_other_reach(view, node),
-            self._step_worth(view, 1, view.verdict_due_s),
-            calibration,
-            calibration.mean_acceptance,
+            min_reaches=(MIN_REACH,),
+            best_other_reach=self._best_other_reach(view, node),
+            step_worth=self._step_worth(view, 1, view.verdict_due_s),
         )
 
     def _best_other_reach(self, view: PolicyView, node: Node) -> float:
@@ -350,9 +335,8 @@ def policy_for(
 ) -> Policy:
     """The policy that a setting asks for.
 
-    `rule` tells acceptance rules apart: the drafter's confidence means something else under each. `work_ahead` says
-    whether to draft while a verdict is due: "auto" decides by prices, and so does "always" unless the lookahead is
-    fixed.
+    `rule` tells acceptance rules apart, under which confidence differs; `work_ahead` says whether to draft while a
+    verdict is due: "auto" by prices, and so does "always" unless the lookahead is fixed.
     """
     if lookahead == "auto":
         calibration = prices.calibration(rule)

@@ -21,42 +21,26 @@ _JUST_READ_SLOTS = 4096
 
 @attrs.frozen
 class TextSize:
-    """The size of one text.
+    """The size of one text."""
 
-    Attributes:
-        num_tokens: most tokens that are committed, prompt included.
-        widest_pass: most tokens of it that are read in one pass.
-        num_checkpoints: most recurrent states that are kept to go back to from a round.
-        keeps_prefixes: whether prefix checkpoints are kept, of recurrent states and windows.
-    """
-
-    num_tokens: int
-    widest_pass: int = 1
-    num_checkpoints: int = 0
-    keeps_prefixes: bool = False
+    num_tokens: int  # most tokens that are committed, prompt included
+    widest_pass: int = 1  # most tokens of it that are read in one pass
+    num_checkpoints: int = 0  # most recurrent states that are kept to go back to from a round
+    keeps_prefixes: bool = False  # whether prefix checkpoints are kept, of recurrent states and windows
 
 
 @attrs.frozen
 class CacheSize:
-    """The sizes of one model's caches, summed over its layers.
+    """The sizes of one model's caches, summed over its layers."""
 
-    Attributes:
-        slot_bytes: bytes of a slot of the caches that grow with a text.
-        windows: those that do not: the most slots, without those that a wide pass adds, and the bytes of a slot.
-        fixed_bytes: recurrent states of one text.
-        num_spare: slots that a text may take beyond its tokens: buffers grow in steps, and drafted tokens come and go.
-        are_rows: whether texts may be rows of one buffer.
-        dense_slots: tokens up to which the growing caches are not quantised yet; 0 if they never are.
-        dense_slot_bytes: bytes of a slot until then.
-    """
-
-    slot_bytes: int = 0
+    slot_bytes: int = 0  # of a slot of the caches that grow with a text
+    # Of those that do not: the most slots, without those that a wide pass adds, and the bytes of a slot.
     windows: tuple[tuple[int, int], ...] = ()
-    fixed_bytes: int = 0
-    num_spare: int = 0
-    are_rows: bool = False
-    dense_slots: int = 0
-    dense_slot_bytes: int = 0
+    fixed_bytes: int = 0  # recurrent states of one text
+    num_spare: int = 0  # slots beyond a text's tokens: buffers grow in steps, and drafted tokens come and go
+    are_rows: bool = False  # whether texts may be rows of one buffer
+    dense_slots: int = 0  # tokens up to which the growing caches are not quantised yet; 0 if they never are
+    dense_slot_bytes: int = 0  # bytes of a slot until then
 
     def of(self, texts: Sequence[TextSize]) -> int:
         """The most bytes that texts of these sizes take at once, at any moment until they have grown to them."""

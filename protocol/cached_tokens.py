@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 
@@ -18,11 +18,7 @@ class FeedPlan:
 
 
 class CachedTokens:
-    """The tokens that one cache has processed, in order: a ledger beside the cache itself.
-
-    Whatever happened before, a cache is brought in line with a text by a rewind to the longest common prefix, and by
-    feeding the missing tokens. "All accepted, so the drafter is one token behind" is no special case.
-    """
+    """The tokens that one cache has processed, in order: a ledger, by which it is brought in line with a text."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -39,9 +35,8 @@ class CachedTokens:
         return tuple(self._tokens)
 
     def plan(self, committed: Sequence[int], beyond: Sequence[int] = (), *, num_logits: int = 1) -> FeedPlan:
-        """The shortest way to a cache that has processed exactly `committed + beyond`: the committed text, which only
-        grows, and drafted tokens after it. The last `num_logits` tokens are fed even if they are cached, for the logits
-        after them.
+        """The shortest way to a cache of exactly `committed + beyond`: the committed text, which only grows, and
+        drafted tokens. The last `num_logits` tokens are fed even if they are cached, for their logits.
 
         Raises: ProtocolError: num_logits exceeds the length of the text.
         """
@@ -71,3 +66,27 @@ class CachedTokens:
         """Record that the cache was cut to its first `length` tokens."""
         del self._tokens[length:]
         self._num_agreed = min(self._num_agreed, length)
+
+
+@attrs.define
+class ReplayDebt:
+    """When to settle the tokens that a restored checkpoint left to be fed again.
+
+    They are put in front of the next pass, where they cost width but no pass of their own; every round that ends in a
+    rejection adds more. A round that feeds only committed tokens *settles* them, and still commits one token. As in the
+    ski rental problem, the rent is paid until it adds up to the price of buying, which costs at most twice what the
+    best decision would have cost.
+    """
+
+    _rent_s: float = attrs.field(default=0.0, init=False)
+
+    def should_settle(self, num_pending: int, price: Callable[[float], float], seconds_per_token: float) -> bool:
+        """Whether this round feeds only committed tokens, `num_pending` of them again, and commits one token."""
+        if num_pending == 0:
+            self._rent_s = 0.0
+            return False
+        self._rent_s += price(num_pending + 1) - price(1)
+        if self._rent_s <= price(num_pending + 1) - seconds_per_token:
+            return False
+        self._rent_s = 0.0
+        return True

@@ -31,7 +31,8 @@ class _Curve:
         logit = _logit(raw)
         knot, share = _knot_below(logit)
         offset = (1.0 - share) * self._offsets[knot] + share * self._offsets[knot + 1]
-        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, _expit(logit + offset)))
+        probability = 1.0 / (1.0 + math.exp(min(700.0, -logit - offset)))
+        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, probability))
 
     def observe(self, raw: float, was_right: bool) -> None:
         """Learn from one guess: a step of Newton's method, with the past fading."""
@@ -54,8 +55,7 @@ class Calibration:
     memory: float = 30.0  # observations over which `mean_acceptance` is averaged
     # How often, recently, the drafter's own choice was right, whatever its confidence; in [0, 1].
     mean_acceptance: float = PRIOR_ACCEPTANCE
-    # The measured gain of speculating, as a share of what the price model predicted from `mean_acceptance`, in [0, 1];
-    # 1 if it was not measured.
+    # The measured gain of speculating, as a share of what was predicted, in [0, 1]; 1 if it was not measured.
     trust: float = 1.0
     _weight: float = PRIOR_WEIGHT
     _curves: dict[tuple[int | None, int], _Curve] = attrs.field(factory=dict)
@@ -103,7 +103,3 @@ def _knot_below(logit: float) -> tuple[int, float]:
 def _logit(probability: float) -> float:
     bounded = min(max(probability, MIN_CONFIDENCE), MAX_CONFIDENCE)
     return math.log(bounded / (1.0 - bounded))
-
-
-def _expit(logit: float) -> float:
-    return 1.0 / (1.0 + math.exp(-logit)) if logit > -700 else 0.0

@@ -1,12 +1,8 @@
 """Drafting without a model: by what followed the same tokens before, and by the grammar of a text.
 
-A text that quotes itself (a summary, an edit, code, a loop) has mostly been written before. The idea is that of LLMA
-(Yang et al. 2023, arXiv 2304.04487) and of prompt lookup decoding (Saxena 2023,
+The idea is that of LLMA (Yang et al. 2023, arXiv 2304.04487) and of prompt lookup decoding (Saxena 2023,
 github.com/apoorvumang/prompt-lookup-decoding); counting occurrences is that of SuffixDecoding (Oliaro et al. 2024,
-arXiv 2411.04975).
-
-`actors.drafters.copy_search` finds the copies. What a grammar forces is found by its logits processor
-(`protocol.logits_processors.Forcing`).
+arXiv 2411.04975). `actors.drafters.copy_search` finds the copies; `Forcing`, what a grammar forces.
 """
 
 from __future__ import annotations
@@ -40,10 +36,7 @@ class Copied:
 
     @property
     def confidence(self) -> float:
-        """The prior probability, in (0, 1), that the token is right if those before it are.
-
-        It depends on the text before the copy alone, so a policy may look at it under the rejection rule.
-        """
+        """The prior probability, in (0, 1), that it is right if those before it are, by the text before the copy."""
         if self.num_agreeing < self.num_occurrences:
             return _PRIOR_OF_DISAGREEING * self.num_agreeing / self.num_occurrences
         once = _PRIORS[min(self.match_length, len(_PRIORS)) - 1]

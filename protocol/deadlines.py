@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from protocol.prices import Prices
 
-# The shortest wait for a drafter that is still reading the prompt. A user does not notice so short a delay of the first
-# token.
+# The shortest wait for a drafter that is reading the prompt: no user notices so short a delay of the first token.
 MIN_PROMPT_WAIT_S = 0.1
 # The shortest wait for a proposal. A shorter delay may be due to a busy machine, and not to the drafter.
 MIN_PROPOSAL_WAIT_S = 1.0
@@ -17,8 +16,8 @@ ROUNDS_ALONE = 2  # rounds that the target decodes alone before it decides again
 def prompt_wait_s(prices: Prices) -> float:
     """Seconds, > 0, that a target which has read the prompt waits for a drafter that is still reading it.
 
-    It is what waiting can save: the seconds that a token takes longer in plain decoding than in speculation. So a wait
-    costs at most twice what the better choice in hindsight would have cost (the ski rental argument).
+    What waiting can save: the time that a token takes longer in plain decoding. So a wait costs at most twice what the
+    better choice in hindsight would have cost (the ski rental argument).
     """
     if prices.plain_rate <= 0.0:
         return MIN_PROMPT_WAIT_S
@@ -27,9 +26,7 @@ def prompt_wait_s(prices: Prices) -> float:
 
 
 def proposal_wait_s(prices: Prices, num_steps: int, num_sessions: int) -> float:
-    """Seconds, > 0, that the target waits for the proposal of a drafter that has read the text: of up to `num_steps`
-    draft steps, where the drafter serves `num_sessions` sessions in turn.
-    """
+    """Seconds, > 0, that the target waits for a drafter of `num_sessions` sessions to draft `num_steps` for one."""
     if not prices.draft_alone.is_known:
         return UNPRICED_PROPOSAL_WAIT_S
     expected_s = num_steps * num_sessions * prices.draft_s(1, beside_target=num_sessions > 1)

@@ -90,16 +90,14 @@ class Facts:
 
     turn: SessionPhase = SessionPhase.PROPOSING
     standing: Standing = Standing.READY  # see `Standing`
-    # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-    is_leaving: bool = False
+    is_leaving: bool = False  # whether nothing more is drafted; see `protocol.lookahead_tree.withdrawal`
     is_past_context: bool = False  # whether the text has outgrown the drafter
     is_open: bool = True  # whether the session has a cache
     begins_with_rest: bool = False  # whether its prompt is not to be read before a rest is over
     awaits_features: bool = False  # whether the drafter reads hidden states of the target, and has none of the prompt
     lacks_features: bool = False  # whether the target has none of the prompt either, because it had cached it
     has_read_prompt: bool = True  # whether the cache has held all of the prompt that is read without logits
-    # Whether the cache has lost so many tokens, because a shared pass has failed, that it must read them before it
-    # drafts.
+    # Whether it must read before it drafts what its cache has lost in a shared pass that failed.
     has_lost_tokens: bool = False
     is_idle: bool = False  # whether the drafter rests, or only proposes copies
     catches_up: bool = False  # whether it is to read, while it is idle, what the target has committed
@@ -150,8 +148,8 @@ def next_step(facts: Facts) -> Task | Notice | None:
 
 def _next_reading(facts: Facts) -> Task | Notice | None:
     if facts.awaits_features:
-        # Only the next verdicts bring features, so the target must not wait for this drafter. If it verifies, that is
-        # the empty proposal of a drafter that was late.
+        # Only the next verdicts bring features: the target must not wait. If it verifies, that is a late, empty
+        # proposal.
         may_rest = not facts.is_ready and facts.turn is not SessionPhase.VERIFYING
         return Notice.REST_WITHOUT_FEATURES if facts.lacks_features and may_rest else None
     if not facts.has_read_prompt:
@@ -175,11 +173,8 @@ class Waiting:
 
 
 def next_job(waiting: Sequence[Waiting], most: int, chunk_tokens: int) -> tuple[int, ...]:
-    """The sessions of the next job, the one that has waited longest first; empty if there is nothing to do.
-
-    Caches are opened and closed first. A session that needs a step waits for the running job and `chunk_tokens` that
-    are read at most, unless there are more sessions than the `most` that fit into a step. Short prompts are read before
-    it, so that their sessions share the step.
+    """The sessions of the next job, those that waited longest first: caches are opened and closed at once; a step waits
+    for `chunk_tokens` that are read at most, unless more than `most` sessions draft, so that short prompts join it.
     """
     order = sorted(range(len(waiting)), key=lambda index: (waiting[index].since, waiting[index].task))
     brief = [index for index in order if waiting[index].task.is_brief]

@@ -32,8 +32,7 @@ from protocol.wire import Codec, Form, whole
 
 Version = NewType("Version", int)  # both ends must speak the same version
 VERSION = Version(10)
-# How many tokens a drafted one is drawn from under the rejection rule. The target needs all of that distribution, since
-# the recovered token is drawn from the residual.
+# How many tokens a drafted one is drawn from under the rejection rule: the residual needs all of the distribution.
 MAX_DRAWN_FROM = 1024
 MAX_VOCAB_SIZE = 2**24  # a vocabulary of more tokens is nonsense
 MAX_MISSING = 1e-2  # by how much the sum of a distribution may differ from 1
@@ -48,8 +47,7 @@ class LoadDrafter:
     """The drafter to load at the other end."""
 
     version: Version
-    # What to load, as `runtime.remote.draft_process` says it; None where the other end knows.
-    target: dict[str, Any] | None
+    target: dict[str, Any] | None  # what to load, as by `runtime.remote.draft_process`; None where the other end knows
     draft: dict[str, Any] | None
     vocab_size: int  # width of the target's logits
     cache_options: dict[str, Any]  # of the drafter's caches, by name
@@ -88,8 +86,7 @@ class DraftNews:
 
     measured: tuple[Measurement, ...] = ()  # as in `TargetNews`, of the drafter
     events: tuple[Event, ...] = ()  # of the drafter since the last news; moments are how many seconds ago
-    # Of some sessions, (session, what its `COUNTED` have grown by since the last news).
-    counts: tuple[tuple[int, ...], ...] = ()
+    counts: tuple[tuple[int, ...], ...] = ()  # (session, growth of its `COUNTED` since the last news), of some
     acceptance: float = 0.0
     hit_rate: float | None = None
     drafts_together: bool = False
@@ -183,10 +180,7 @@ _CODEC: Codec[LinkMessage] = Codec(
 
 
 def encode(message: LinkMessage) -> bytes:
-    """A message as bytes. To be called on a thread that may evaluate the features in it, if there are any.
-
-    Raises: SettingsError: it has a value that JSON cannot represent.
-    """
+    """A message as bytes, on a thread that may evaluate its features. Raises: SettingsError: JSON lacks a value."""
     try:
         return _CODEC.encode(message)
     except TypeError as error:

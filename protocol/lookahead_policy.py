@@ -1,9 +1,7 @@
 """Lookahead policies: how far to draft ahead, when to send a proposal, and when not to speculate at all.
 
-A policy decides over a lookahead tree. Unless the rule is match, its decisions may depend on the text before a token,
-on the distribution that the token was drawn from, and on time, but never on the drawn token itself. So a proposal
-consists of the drafter's own draws alone, and `reach` is computed from what any draw from that distribution may
-expect (see `actors.drafters.draft_actor`).
+Unless the rule is match, a policy's decisions may depend on the text before a token, on the distribution that the token
+was drawn from, and on time, but never on the drawn token itself. So `reach` is computed from what any draw may expect.
 """
 
 from __future__ import annotations
@@ -13,9 +11,71 @@ from typing import Protocol
 
 import attrs
 
-from protocol.draft_budget import DraftBudget
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
+
+# --- draft budgets --------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class StepWorth:
+    """Whether a draft step beside the target is worth its time: the rule *work ahead or rest*."""
+
+    step_s: float  # seconds that the step takes beside the target
+    saved_step_s: float  # seconds that the same step would take later, while the target waits
+    target_delay_s: float  # seconds by which the step delays the target
+    verdict_due_s: float  # when the verdict is expected, in seconds on the actors' clock
+
+    def __call__(self, reach: float, now_s: float) -> bool:
+        """Whether to draft after a node with this reach, beginning now."""
+        overrun_s = min(self.step_s, max(0.0, now_s + self.step_s - self.verdict_due_s))
+        return reach * self.saved_step_s > self.target_delay_s + (1.0 - reach) * overrun_s
+
+
+@attrs.frozen
+class DraftBudget:
+    """The policy's decisions about the next draft steps, made in advance as a function of the drafter's confidence,
+    never of a drawn token: asking after each step would cost a trip from the model thread to the event loop and back,
+    during which nobody drafts. Where a decision cannot be told in advance, the drafter asks.
+    """
+
+    max_steps: int  # how many more steps may follow, >= 0
+    reach: float = 1.0  # of the node that is being drafted after, in [0, 1]
+    # For each step that may follow, the reach up to which the drafter asks instead; the last one holds for all further
+    # ones.
+    min_reaches: tuple[float, ...] = (0.0,)
+    # The greatest reach to draft after elsewhere, per time of a step, which the next step beside the target must beat.
+    best_other_reach: float = 0.0
+    # The test that a step must pass while the target works; None where the target waits for the drafter.
+    step_worth: StepWorth | None = None
+    # (kind of copy, raw confidence, staleness) → probability that the guess is right; None to ignore reach.
+    calibrate: Callable[[int | None, float, int], float] | None = None
+    mean_acceptance: float = 1.0  # what to expect of a choice that is not known yet, in [0, 1]
+
+    def after(self, guess: Guess, now_s: float) -> DraftBudget | None:
+        """The budget that is left after a step, by its guess; None if the drafter must ask."""
+        confidence = 1.0 if self.calibrate is None else self.calibrate(guess.copy_kind, guess.raw, guess.staleness)
+        return self._after(confidence, now_s)
+
+    def foresees_another(self, now_s: float) -> bool:
+        """Whether a step is likely to follow the one that is under way."""
+        return self._after(self.mean_acceptance, now_s) is not None
+
+    def _after(self, confidence: float, now_s: float) -> DraftBudget | None:
+        reach = self.reach * confidence
+        if self.max_steps <= 0 or reach <= self.min_reaches[0]:
+            return None
+        if self.step_worth is not None and (reach <= self.best_other_reach or not self.step_worth(reach, now_s)):
+            return None
+        return attrs.evolve(
+            self, max_steps=self.max_steps - 1, reach=reach, min_reaches=self.min_reaches[1:] or self.min_reaches
+        )
+
+
+EMPTY_BUDGET = DraftBudget(0)  # the drafter asks after each step
+
+
+# --- policies -------------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -57,10 +117,7 @@ class Policy(Protocol):
         """What to propose now, possibly nothing; None to wait for more. Called on the drafter's turn."""
 
     def expansion(self, view: PolicyView) -> Node | None:
-        """The node to draft after next; None to do nothing until something changes.
-
-        Not called while a verdict is due unless the drafter works ahead.
-        """
+        """The node to draft after next, or None; not asked while a verdict is due unless it works ahead."""
 
     def draft_budget(self, view: PolicyView, node: Node) -> DraftBudget:
         """How far to go on without asking, after the drafter's own choices, beyond a node that `expansion` returned."""
@@ -70,9 +127,7 @@ class Policy(Protocol):
         return guess
 
     def copied(self, guesses: Iterable[Guess], *, then_drafts: bool) -> list[Guess]:
-        """Likewise the guesses of a copy, as far as they might be proposed; no more are taken from the iterable.
-        `then_drafts` says whether a drafter may go on where the copy ends.
-        """
+        """Likewise of a copy, as far as it might be proposed; `then_drafts`: a drafter may go on after it."""
         return list(guesses)
 
     def should_rest(self) -> bool:
@@ -80,15 +135,11 @@ class Policy(Protocol):
         return False
 
     def should_rest_on(self, num_behind: int, num_rounds: int) -> bool:
-        """Whether to prolong a rest of `num_rounds`, counted since it began or was prolonged. Called shortly before it
-        ends; if False, speculating begins again, once the drafter has read the `num_behind` tokens that it lacks.
-        """
+        """Whether to prolong a rest of `num_rounds`, near its end; else the drafter reads `num_behind` tokens first."""
         return False
 
     def should_catch_up(self, num_behind: int, num_generated: int) -> bool:
-        """Whether to read, during a rest, the `num_behind` committed tokens that the drafter lacks, of which
-        `num_generated` are not in the prompt, in order to see what the drafter would have guessed.
-        """
+        """Whether to read `num_behind` tokens in a rest, `num_generated` of them new, to see what would be guessed."""
         return False
 
 

@@ -1,9 +1,7 @@
 """The lookahead tree: the tokens that were drafted beyond the committed text.
 
-The root is the last committed token. A node's `reach` is the modelled probability that the committed text will pass
-through it. Running the draft model on a node *expands* it: the model's choice comes after it. Tokens that were copied
-may come after the root without any model. A verdict moves the root along the committed tokens and drops all other
-branches.
+The root is the last committed token. Running the draft model on a node *expands* it: the model's choice comes after it.
+Copied tokens need no model. A verdict moves the root along the committed tokens and drops all other branches.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import attrs
 
 from protocol.copying import Drafter, drafter_of_kind
 from protocol.errors import ProtocolError
-from protocol.messages import Distribution
+from protocol.messages import Distribution, Withdraw
 from protocol.randomness import further
 
 
@@ -26,11 +24,9 @@ class Guess:
     confidence: float  # modelled probability, in [0, 1], that the committed text has the token there
     # The distribution that it was drawn from, as in a `Proposal`; None if it was not drawn.
     probs: Distribution | None = attrs.field(default=None, eq=False, repr=False)
-    # Of a token that was copied or is forced, see `protocol.copying`; None if a model drafted it.
-    copy_kind: int | None = None
+    copy_kind: int | None = None  # if copied or forced, see `protocol.copying`; None if a model drafted it
     raw: float = 0.0  # the drafter's own confidence, before calibration, in [0, 1]
-    # How many hidden states of the drafter's own stood for the target's where the token was drafted; 0 for a drafter
-    # that reads none of the target's.
+    # How many hidden states of the drafter's own stood for the target's where it was drafted; 0 if it reads none.
     staleness: int = 0
     # Tokens to expect of a proposal from this one on, itself included. If the token was drawn, it must not depend on
     # which one was drawn, nor on what was drafted after it.
@@ -57,8 +53,7 @@ class Node:
         self.position = position  # absolute position of the token in the text
         self.trail = trail  # a hash of the text up to and including this token; see `protocol.randomness.further`
         self.parent = parent
-        # The drafter's guess; None if the token was only copied, and at a root that was not drafted.
-        self.guess: Guess | None = None
+        self.guess: Guess | None = None  # the drafter's; None if only copied, and at a root that was not drafted
         self.copy: Guess | None = None  # the guess of the copy; None if the token was not copied
         self.children: dict[int, Node] = {}  # by token
         self.is_expanded = False  # whether the draft model has been run on it
@@ -70,21 +65,15 @@ class Node:
 
     @property
     def best(self) -> Guess | None:
-        """What the token would be proposed as: the drafter's guess or the copy, whichever is worth more.
-
-        By worth even if both are the same token. The rejection rule judges a draw and a copy differently, so preferring
-        one because they coincide would bias the text.
+        """What the token would be proposed as: the drafter's guess or the copy, whichever is worth more, also if they
+        are one token. A draw and a copy are judged differently: preferring one as they coincide would bias the text.
         """
         guess, copy = self.guess, self.copy
         return guess if copy is None or (guess is not None and guess.worth >= copy.worth) else copy
 
     @property
     def choice(self) -> Node | None:
-        """The node that would be proposed after this one: the drafter's own choice, or a copied token worth more.
-
-        The decision between the two must not depend on which token was drawn. It does not: under the rejection rule
-        the worth of a draw is the same for every draw from its distribution.
-        """
+        """The node to propose after this one, drawn or copied, by a worth that is the same for every draw."""
         choice, most = None, (-1.0, False)
         for child in self.children.values():
             best = child.best
@@ -105,11 +94,7 @@ class LookaheadTree:
         self.root = Node(last_token, position, further(0, last_token), None)
 
     def expand(self, node: Node, guess: Guess) -> Node:
-        """Put a drafted token after a node, which the draft model has been run on.
-
-        Returns: the node of the token.
-        Raises: ProtocolError: the node was dropped, or expanded before.
-        """
+        """Put a drafted token after a node, and give its node. Raises: ProtocolError: the node is gone or expanded."""
         if not node.alive:
             raise ProtocolError(f"{node!r} is no longer in the tree")
         if node.is_expanded:
@@ -152,11 +137,7 @@ class LookaheadTree:
             node = node.children.get(token)
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Move the root along committed tokens.
-
-        Returns: True for a hit: the new root was in the tree, and keeps the nodes below it. False for a miss.
-        Raises: ProtocolError: there are no tokens.
-        """
+        """Move the root along committed tokens, at least one (else a ProtocolError). True for a hit."""
         if not tokens:
             raise ProtocolError("the root moves by at least one token, got none")
         old, trail = self.root, self.root.trail
@@ -207,11 +188,7 @@ class LookaheadTree:
         return node.position - self.root.position
 
     def is_stale(self, node: Node) -> bool:
-        """Whether a node was drafted without hidden states of the target that have come since.
-
-        The target has given the hidden states of all tokens up to the root. A drafter that had them used none of its
-        own for the node after the root, and one more for each node beyond that one.
-        """
+        """Whether a node was drafted without hidden states of the target, given up to the root, that came since."""
         best = node.best
         return best is not None and best.staleness >= max(1, self.depth(node))
 
@@ -224,8 +201,24 @@ class LookaheadTree:
                 node.reach = node.parent.reach * (best.confidence if (best := node.best) is not None else 0.0)
 
 
+def withdrawal(session: int, tree: LookaheadTree | None, *, at_once: bool = False) -> Withdraw | None:
+    """The message by which a drafter leaves a session; None as long as it must stay.
+
+    Unless the rule is match, a text is exact only if the decision to propose a token does not depend on which token was
+    drawn. But a drafter may fail because of a token that it drew. If it left without proposing it, that token would be
+    rarer in texts. So it draws no new tokens, but proposes and rests as before until verdicts have consumed those that
+    it drew.
+
+    Args:
+        tree: what was drafted for it; None for a drafter in another process, whose loss does not depend on what was
+            drawn.
+        at_once: whether all that was drawn is dropped, for a reason that is independent of which tokens were drawn; if
+            it is the drafter's turn, it must have proposed first, as a chain that ends the text is proposed earlier.
+    """
+    return None if tree is not None and tree.has_draws and not at_once else Withdraw(session)
+
+
 def _copied_below(node: Node) -> Iterator[Node]:
-    """The chain of copied tokens that follows a node."""
     while (following := next((child for child in node.children.values() if child.copy is not None), None)) is not None:
         yield following
         node = following

@@ -41,7 +41,7 @@ def _tokens(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 
 def _check_place(session: int, round: int, start: int) -> None:
-    """Check a message's numbers. In one call and not by validators, since this runs for every token."""
+    # In one call and not by validators, since this runs for every token.
     if session < 0 or round < 0 or start < 1:
         raise ValueError(f"session and round must be >= 0 and start >= 1, got {session}, {round} and {start}")
 
@@ -190,7 +190,7 @@ class Verdict:
         token: the token after them: recovered, bonus, or the target's own if nothing was proposed. None if the forward
             pass had no row for it (the N=1 fallback); then num_accepted >= 1, since every round commits something.
         single_step, settles: whether the target fed only committed tokens and compared only the first drafted one: its
-            cache cannot undo anything (the N=1 fallback), or, if `settles`, it settled tokens (`protocol.replay`).
+            cache cannot undo anything (the N=1 fallback), or, if `settles`, it settled tokens (`ReplayDebt`).
         num_judged: how many of the drafted tokens, from the front, were judged (see `Proposal.reach`); None for all.
         likelihoods: of the accepted tokens and the one after them, if the session asks for log-probabilities.
         stop: where a stop string ends the text in this round, or None. Only the target decodes text as it is committed.
@@ -304,7 +304,7 @@ class Overdue:
 
 @attrs.frozen
 class Withdraw:
-    """The drafter takes no further part in a session. See `protocol.leaving`."""
+    """The drafter takes no further part in a session. See `protocol.lookahead_tree.withdrawal`."""
 
     session: int = attrs.field(validator=ge(0))
 

@@ -18,8 +18,7 @@ import attrs
 class Option:
     """An option, apart from its field."""
 
-    # The form of its flag's value, such as "N"; "" for a flag without one; None if it has no flag.
-    form: str | None = None
+    form: str | None = None  # of its flag's value, such as "N"; "" for a flag without one; None for no flag
     group: str = ""  # the heading of its flag in a command's help; "" where commands add the flag themselves
     short: str = ""  # a second spelling of the flag, of one letter, or ""
     in_requests: bool = True  # whether a request to a server can set it

@@ -1,15 +1,11 @@
 """The pass plan: which rounds share the target's next forward pass, how many tokens of each it reads, and when.
 
 A pass over B texts is as wide as the widest of them, W: the others are padded, so that it costs the time of B·W rows.
-Texts that have shared a pass are rows of one batch, and a pass computes every row, whether or not its text takes part.
-Each text must feed its missing committed tokens, and may feed drafted tokens, each of which is worth the probability
-that it is accepted. The plan is the one with most tokens a second: Σ expected tokens / (wait + T(B·W)). Therefore:
-
-* rows that cost nothing, on a plateau of T, are used; rows that cost much, beyond a step of T, only if they gain much;
-* a text that is no row yet is left out of a wide pass, where padding would make it expensive;
-* a pass waits for a round that is about to be ready if the target would otherwise compute that round alone.
-
-A round that is left out takes part in the next pass, whatever that costs: no round is left out twice.
+Rows of one batch are computed whether or not their texts take part. Each text must feed its missing committed tokens,
+and may feed drafted tokens, each worth the probability that it is accepted. The plan is the one with most tokens a
+second: Σ expected tokens / (wait + T(B·W)). So rows that cost nothing, on a plateau of T, are used; a text that is no
+row yet is left out of a wide pass; and a pass waits for a round that is about to be ready if the target would otherwise
+compute that round alone. A round that is left out takes part in the next pass, whatever that costs.
 
 `next_pass` decides what the target does next: it may also read prompts or wait. Chunks of prompts and passes over texts
 take turns, so that no text waits for more than a pass and a chunk.
@@ -18,7 +14,7 @@ take turns, so that no text waits for more than a pass and a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Literal
 
@@ -36,14 +32,15 @@ MIN_GAIN_OF_WAITING = 1.02
 MAX_WAIT, PATIENCE, PATIENCE_WITH_HURRIED = 1.0, 0.02, 0.5
 # The longest wait for all texts of a fixed lookahead, in units of the time that drafting for all of them takes.
 PATIENCE_FOR_ALL = 3.0
+# Passes of few sessions after one that has failed, which may cost texts their caches, before more share one again.
+SMALL_PASSES = 256
 
 
 @attrs.frozen
 class ReadyRound:
     """A round that could take part in the next pass."""
 
-    # Tokens that it must feed, >= 1: those committed tokens that its cache lacks. Its first new token comes from the
-    # last of them.
+    # Committed tokens that its cache lacks and it must feed, >= 1: its first new token comes from the last of them.
     num_needed: int
     # For each drafted token, the probability that it and all before it are accepted; each in [0, 1], falling.
     reach: tuple[float, ...] = ()
@@ -92,19 +89,15 @@ def plan_pass(
     """
     num_rows = num_other_rows + sum(each.is_row for each in rounds)
     best, best_rate = PassPlan({}, 0), -1.0
-    for wait_s in _moments([each.due_s for each in rounds if 0.0 < each.due_s <= max_wait_s]):
+    # When the pass could begin: now, and then as further rounds become ready.
+    dues_s = sorted({each.due_s for each in rounds if 0.0 < each.due_s <= max_wait_s})
+    if len(dues_s) >= MAX_MOMENTS:
+        dues_s = [dues_s[(len(dues_s) - 1) * i // (MAX_MOMENTS - 2)] for i in range(MAX_MOMENTS - 1)]
+    for wait_s in (0.0, *dues_s):
         plan, rate = _plan_at(wait_s, rounds, seconds, max_batch, num_rows)
         if not best.num_drafted or rate > MIN_GAIN_OF_WAITING * best_rate:
             best, best_rate = plan, rate
     return best
-
-
-def _moments(dues_s: Sequence[float]) -> list[float]:
-    """When the pass could begin: now, and then as further rounds become ready."""
-    dues_s = sorted(set(dues_s))
-    if len(dues_s) >= MAX_MOMENTS:
-        dues_s = [dues_s[(len(dues_s) - 1) * i // (MAX_MOMENTS - 2)] for i in range(MAX_MOMENTS - 1)]
-    return [0.0, *dues_s]
 
 
 def _plan_at(
@@ -156,12 +149,10 @@ class Turn:
     round: ReadyRound = ReadyRound(1)  # what it would feed
     lookahead: int | Literal["auto"] = 0  # the session's setting
     is_plain: bool = False  # whether the round is one token of the target's own
-    # Whether the pass for that token was launched already. The text must get its result before it takes part in any
-    # other pass.
+    # Whether the pass for that token was launched already, whose result must come before any other pass of the text.
     is_ahead: bool = False
     is_alone: bool = False  # whether it must have a pass to itself
-    # Whether the text needs a job that reads again the tokens that its cache has lost, before any pass.
-    reads_again: bool = False
+    reads_again: bool = False  # whether it needs a job that reads again what its cache has lost, before any pass
     is_due: bool = False  # whether a chunk of a prompt was read since the round became ready
     since_s: float = 0.0  # when it became ready, in seconds
 
@@ -226,9 +217,7 @@ class NextJob:
 
 
 def next_pass(view: TargetView) -> NextJob:
-    """Decide what the target does next. It waits only if no text is ready, or for no longer than `MAX_WAIT` and
-    `PATIENCE_FOR_ALL` allow, and never while there are prompts to read.
-    """
+    """Decide what the target does next. It never waits while there are prompts to read, nor for longer than it may."""
     if view.has_prompts and not any(turn.is_due for turn in view.turns):
         return NextJob("prompts")
     job = _next_round(view)
@@ -301,3 +290,118 @@ def _wait_for_all_s(view: TargetView, num_ready: int) -> float:
         return 0.0
     together_s = view.prices.draft_together_s(num_texts, lookahead)
     return view.turns[0].since_s + PATIENCE_FOR_ALL * together_s - view.now_s
+
+
+# --- after a failure ------------------------------------------------------------------------------
+
+
+@attrs.define
+class PassLimit:
+    """How many sessions may share a pass after one has failed, as if it had been too large for memory.
+
+    Half as many sessions as were in the pass that failed share one, then twice as many after `SMALL_PASSES`, then
+    again after twice as many passes, and so on.
+    """
+
+    max_batch: int  # most sessions that share a pass, >= 1
+    # Most sessions in the next pass, in [1, max_batch].
+    most: int = attrs.field(init=False, default=attrs.Factory(lambda self: self.max_batch, takes_self=True))
+    _num_passes: int = attrs.field(default=0, init=False)
+    _most_passes: int = attrs.field(default=SMALL_PASSES, init=False)
+
+    def fail(self, num_sessions: int) -> None:
+        """Note that a pass over so many sessions has failed."""
+        self._num_passes, self.most = 0, max(1, num_sessions // 2)
+
+    def lift(self) -> None:
+        """Note that the size of a pass was not why it has failed."""
+        self.most = self.max_batch
+
+    def settle(self, num_open: int) -> None:
+        """Note how many sessions are open: if they fit into one pass, they are fewer than when it failed."""
+        if num_open <= self.most:
+            self.most, self._most_passes = self.max_batch, SMALL_PASSES
+
+    def count_pass(self) -> None:
+        """Note a pass that has not failed."""
+        if self.most == self.max_batch:
+            return
+        self._num_passes += 1
+        if self._num_passes >= self._most_passes:
+            self._num_passes, self._most_passes = 0, 2 * self._most_passes
+            self.most = min(self.max_batch, 2 * self.most)
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+
+@attrs.define
+class TargetQueue:
+    """The rounds that were handed to the target and are not done, at most one a session, and how long they will keep it
+    busy. Drafting that happens behind other sessions' passes costs the target nothing.
+    """
+
+    seconds: Callable[[float], float] = lambda rows: 0.0  # what a pass costs by its rows; 0 where that is not known
+    max_batch: int = 1  # most rounds in one pass, >= 1
+    _waiting: dict[int, int] = attrs.field(factory=dict, init=False)  # by session: tokens to feed
+    _running: dict[int, int] = attrs.field(factory=dict, init=False)
+    _began_s: float = attrs.field(default=0.0, init=False)  # when the running pass began, or the last one ended
+    _read_until_s: float = attrs.field(default=-math.inf, init=False)  # when a prompt was last read; inf: one is
+
+    def enter(self, session: int, num_tokens: int) -> None:
+        """Add a session's round, which waits for a pass and feeds `num_tokens` tokens, >= 1."""
+        self._waiting[session] = num_tokens
+
+    def begin(self, sessions: Iterable[int], now_s: float) -> None:
+        """Begin a pass that these of the waiting sessions share."""
+        self._waiting |= self._running
+        self._running = {session: self._waiting.pop(session) for session in sessions if session in self._waiting}
+        self._began_s = now_s
+
+    def begin_again(self, now_s: float) -> None:
+        """End the running pass, and begin another one over one more token of each of its sessions."""
+        self._running = dict.fromkeys(self._running, 1)
+        self._began_s = now_s
+
+    def leave(self, session: int, now_s: float) -> None:
+        """Remove a session's round, which is done or was taken back; does nothing where there is none."""
+        if (self._running if session in self._running else self._waiting).pop(session, None) is not None:
+            self._began_s = now_s
+
+    def begin_reading(self) -> None:
+        """Begin a pass over prompts."""
+        self._read_until_s = math.inf
+
+    def end_reading(self, now_s: float) -> None:
+        """End the pass over prompts."""
+        self._read_until_s = now_s
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the target has a pass to do."""
+        return bool(self._running or self._waiting)
+
+    def was_busy_since(self, moment_s: float) -> bool:
+        """Whether the target has had a pass to do, or read prompts, at any time since a moment on the actors' clock."""
+        return self.is_busy or max(self._began_s, self._read_until_s) > moment_s
+
+    def others_s(self, session: int) -> float:
+        """Seconds of other sessions' passes after the session's own one, >= 0, and of a running pass's next rounds."""
+        waiting = [num_tokens for other, num_tokens in self._waiting.items() if other != session]
+        if session in self._running:
+            return self._passes_s(waiting)
+        # The first of the waiting rounds share the session's pass.
+        return self._passes_s(waiting[self.max_batch - 1 :]) + self._passes_s(self._running.values())
+
+    def remaining_s(self, now_s: float, num_tokens: int = 0) -> float:
+        """Seconds until every pass in the queue is done, >= 0, and one more round of `num_tokens`, if any."""
+        running_s = max(0.0, self._began_s + self._passes_s(self._running.values()) - now_s)
+        joining = (num_tokens,) if num_tokens else ()
+        return running_s + self._passes_s((*self._waiting.values(), *joining))
+
+    def _passes_s(self, num_tokens: Iterable[int]) -> float:
+        left, total_s = list(num_tokens), 0.0
+        while left:
+            shared, left = left[: self.max_batch], left[self.max_batch :]
+            total_s += self.seconds(len(shared) * max(shared))
+        return total_s

@@ -1,11 +1,10 @@
 """The price of a forward pass by its rows: a table that rises, since no line fits a device with steps and plateaus.
 
 A row is one token of one text; a pass over three tokens of each of four texts computes twelve rows. The table has an
-entry for each number of rows that was seen, relative to a level that follows the pace of the machine: where it slows
-down, every entry rises at once. Entries are drawn towards a line that is fitted to the same passes, the more so the
-noisier they are beside it (the shrinkage of James and Stein), and neighbours that would fall are pooled (isotonic
-regression by pooling adjacent violators). Passes whose times repeat exactly have no noise, and stay as measured.
-Between entries the price is interpolated, and beyond them it rises as the line does.
+entry for each number of rows that was seen, relative to a level that follows the pace of the machine. Entries are drawn
+towards a line that is fitted to the same passes, the more so the noisier they are beside it (the shrinkage of James and
+Stein), and neighbours that would fall are pooled (isotonic regression by pooling adjacent violators). Passes whose
+times repeat exactly stay as measured. Between entries the price is interpolated, and beyond them it rises as the line.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ PRIOR_SLOPE, PRIOR_SLOPE_VARIANCE = 0.1, 0.1
 # Likewise the relative variance of a pass's time, and the target's slowdown, each with its weight in observations.
 PRIOR_NOISE, PRIOR_NOISE_WEIGHT = 0.01, 1.0
 PRIOR_SLOWDOWN, PRIOR_SLOWDOWN_WEIGHT = 0.1, 0.1
-# A measurement counts for at most this many times what was expected: a pass during which the machine did something else
-# must not bend the prices.
+# A measurement counts for at most this many times what was expected: the machine may have done something else.
 MAX_SURPRISE = 3.0
 
 # Passes with up to so many rows have an entry each; beyond, entries are a constant factor apart.
@@ -114,9 +112,7 @@ class PassPrice:
         return self._curve.slowdown
 
     def __call__(self, rows: float, overlap_s: float = 0.0) -> float:
-        """Seconds that a pass is expected to take, with a drafter beside it for `overlap_s`; >= 0, rising in both; 0
-        before the first was measured. Between whole numbers of rows, >= 1, the price is interpolated.
-        """
+        """Seconds, >= 0, of a pass with a drafter beside it for `overlap_s`; 0 before any was measured."""
         curve = self._curve
         return curve(rows) + curve.slowdown * overlap_s if self._num_passes else 0.0
 
@@ -179,15 +175,10 @@ class PassPrice:
         slope = min(max(0.0, product / square), mean_time / mean_rows)
         line = [mean_time + slope * (row - mean_rows) for row in rows]
         # The variance of the entries around the line, relative to the line, less what noise explains.
-        misfit = 0.0
-        for w, time, fit in zip(weights, times, line, strict=True):
-            if fit > 0.0:
-                misfit += ((time - fit) / fit) ** 2 - noise / w
+        fitted = list(zip(weights, times, line, strict=True))
+        misfit = sum(((time - fit) / fit) ** 2 - noise / w for w, time, fit in fitted if fit > 0.0)
         line_weight = min(MAX_LINE_WEIGHT, noise / max(misfit / len(rows), 1e-9))
-        drawn = [
-            (w * time + line_weight * fit) / (w + line_weight)
-            for w, time, fit in zip(weights, times, line, strict=True)
-        ]
+        drawn = [(w * time + line_weight * fit) / (w + line_weight) for w, time, fit in fitted]
         pooled = _pooled(drawn, [w + line_weight for w in weights])
         return _Curve(tuple(rows), tuple([level * time for time in pooled]), level * slope, slowdown)
 

@@ -31,10 +31,9 @@ FIXED_CHUNK_TOKENS = 2048  # the size if the text depends on how the prompt is c
 class PrefillChunkSize:
     """The size of the next pass: the largest that was measured to be cheap and to take no longer than a pass should.
 
-    The first pass is the smallest, or if passes have an expected price, up to as large as that was measured for: only
-    larger sizes are tried later. The one after it may be much larger; from then on, the next larger size is tried as
-    long as it would fit at the present price per token. It never takes longer than that, and mostly less: in short
-    passes, most of the time is that of reading the weights.
+    The first pass is the smallest, or up to as large as an expected price was measured for. The one after it may be
+    much larger; then the next larger size is tried as long as it would fit at the present price per token, which is
+    mostly too high: in short passes, most of the time is that of reading the weights.
     """
 
     _expected_s: Callable[[float], float] = lambda num_tokens: 0.0  # 0 where it is not known
@@ -74,9 +73,7 @@ class PrefillChunkSize:
         return max(size, int(min(MAX_RATIO * size, self._max_pass_s / price if price > 0.0 else 0.0)))
 
     def may_go_on(self, num_read: int, seconds: float, num_more: int) -> bool:
-        """Whether a turn that has read `num_read` >= 1 tokens, in so many seconds, may read more in a further pass.
-        That takes as long for each token as those before it, and no less than a pass of one token.
-        """
+        """Whether a turn that has read `num_read` >= 1 tokens may read more, at the pace so far or a pass's least."""
         more_s = max(seconds * num_more / num_read, self._expected_s(1))
         return num_read + num_more <= self.most_tokens and seconds + more_s <= self._max_pass_s
 
@@ -107,9 +104,10 @@ class PrefillChunkSize:
 
 
 def read_together(lengths: Sequence[int], max_tokens: int, max_width: int) -> list[int]:
-    """Which prompts to read in one pass, each whole: the first, and others of like length; indices, ascending. Their
-    lengths are >= 1, in the order in which they came. A pass has at most `max_tokens`, padding included, and the
-    longest prompt of several `max_width`; a first one that is longer has the pass to itself.
+    """Which prompts of these lengths >= 1 to read whole in one pass: the first, and others like it; ascending.
+
+    A pass has at most `max_tokens`, padding included, and the longest of several prompts `max_width`; a longer first
+    one has the pass to itself.
     """
     chosen, longest, total = [0], lengths[0], lengths[0]
     if longest > max_width:

@@ -93,8 +93,7 @@ class Measurement:
 
 IMPLAUSIBLE = 10.0  # a price that is off by this factor is not plausible
 LAST_ROW_OF_SLOPE = 5  # the row up to which `Estimates.verify_seconds_per_token` averages
-# How many acceptance rules have a calibration that is remembered. Clients choose temperatures as they like, and each
-# temperature makes a rule of its own.
+# How many rules' calibrations are remembered: clients choose temperatures as they like, and each makes a rule.
 MAX_RULES = 16
 # In the first few of this many rounds, a fixed lookahead works ahead whatever the prices say, to keep them current.
 TRIED_EVERY_ROUNDS, TRIED_ROUNDS = 512, 8
@@ -103,19 +102,14 @@ RATE_MEMORY_ROUNDS = 40.0  # rounds over which the speculative rate is averaged
 
 @attrs.define
 class Prices:
-    """Everything that a runtime measures of its models, for the rules of `protocol.lookahead_policy`.
-
-    Prices outlive streams: a stream begins with what earlier ones have measured.
-    """
+    """Everything that a runtime measures of its models. It outlives streams, which begin with what was measured."""
 
     verify: PassPrice = attrs.field(factory=PassPrice)  # seconds of a target's pass, by rows
     draft_alone: PassPrice = attrs.field(factory=PassPrice)  # seconds of a draft step while the target waits, by rows
-    # By what factor a draft step takes longer while the target works.
-    draft_slowdown: Mean = attrs.field(factory=lambda: Mean(memory=50.0))
+    draft_slowdown: Mean = attrs.field(factory=Mean)  # by what factor a draft step takes longer beside the target
     num_texts: int = 1  # how many texts could share a target's pass now, >= 1
     num_copying: int = 0  # how many of the texts that do not rest have something to copy now
-    # Idle seconds before a pass whose proposals are all copied. Without proposals there is no gap, since the next pass
-    # is started ahead.
+    # Idle seconds before a pass whose proposals are all copied; none without proposals, as passes are started ahead.
     gap_s: Mean = attrs.field(factory=lambda: Mean(memory=30.0))
     drafts_together: bool = False  # whether texts share the drafter's passes, too
     # How often, recently, the text that a verdict committed had been drafted for, in [0, 1].
@@ -123,12 +117,11 @@ class Prices:
     # Seconds after a draft step beside the target in which the target still has only its share of the cores; 0 where
     # the models do not share cores.
     core_hold_s: float = 0.0
-    # Called with each measurement, for an actor in another process; must neither wait nor raise.
-    tell: Callable[[Measurement], None] = lambda measured: None
+    tell: Callable[[Measurement], None] = lambda measured: None  # called with each measurement; must not wait or raise
     _calibrations: dict[object, Calibration] = attrs.field(factory=dict)
     _last_calibration: Calibration = attrs.field(factory=Calibration)
     # Seconds of a round without drafts, by how many texts share its pass.
-    _plain_rounds_s: dict[int, Mean] = attrs.field(factory=lambda: {1: Mean(memory=50.0)})
+    _plain_rounds_s: dict[int, Mean] = attrs.field(factory=lambda: {1: Mean()})
     _num_rounds: int = 0  # speculative ones
     # Tokens and seconds of speculative rounds, with the same weights, by the bit length of the number of texts.
     _speculative: dict[int, tuple[float, float]] = attrs.field(factory=dict)
@@ -148,8 +141,8 @@ class Prices:
         elif (expected_s := self.draft_alone(width)) > 0:
             self.draft_slowdown.observe(min(seconds / expected_s, MAX_SURPRISE))
             if self.draft_slowdown.value < 1.0:
-                # No step is faster beside the target than alone, so the price of a step alone is too high. It may be
-                # from a time at which the machine did something else.
+                # No step is faster beside the target than alone: the price of a step alone is too high, from a busier
+                # time.
                 self.draft_alone.observe(width, 0.0, seconds)
         self._note_drafting(began_s, ended_s, beside_target=beside_target)
 
@@ -180,7 +173,7 @@ class Prices:
     def observe_plain_round(self, seconds: float, *, num_texts: int = 1) -> None:
         """Add a round without drafts, from the last verdict to its own, in a pass that `num_texts` shared."""
         self.tell(Measurement("plain", num_texts, seconds))
-        known = self._plain_rounds_s.setdefault(num_texts, Mean(memory=50.0))
+        known = self._plain_rounds_s.setdefault(num_texts, Mean())
         if known.value > 0.0:
             seconds = min(seconds, MAX_SURPRISE * known.value)
         known.observe(seconds)
@@ -243,13 +236,13 @@ class Prices:
     def forget_target(self) -> None:
         """Forget what the target's passes cost. Only before anything refers to `verify`, which is replaced."""
         self.verify = PassPrice()
-        self._plain_rounds_s = {1: Mean(memory=50.0)}
+        self._plain_rounds_s = {1: Mean()}
         self._unpriced_passes.clear()
 
     def forget_drafter(self) -> None:
         """Forget what the last drafter cost and how often it was right, because another one comes."""
         self.draft_alone = PassPrice()
-        self.draft_slowdown = Mean(memory=50.0)
+        self.draft_slowdown = Mean()
         self.hit_rate = Mean(memory=30.0)
         self._calibrations.clear()
         self._last_calibration = Calibration()
@@ -257,9 +250,7 @@ class Prices:
         self._drafting.clear()
 
     def calibration(self, rule: object) -> Calibration:
-        """The drafter's calibration under an acceptance rule, which is anything hashable that tells rules apart. The
-        `MAX_RULES` rules that were asked for last are remembered.
-        """
+        """The drafter's calibration under a rule, by any hashable name; the last `MAX_RULES` are remembered."""
         known = self._calibrations.pop(rule) if rule in self._calibrations else Calibration()
         self._last_calibration = self._calibrations[rule] = known
         if len(self._calibrations) > MAX_RULES:
@@ -277,12 +268,16 @@ class Prices:
     def draft_s(self, width: int, *, beside_target: bool) -> float:
         """Seconds of a draft step over `width` tokens, while the target works or while it waits."""
         alone_s = self.draft_alone(width)
-        return alone_s * self.draft_slowdown.value if beside_target and self.draft_slowdown.is_known else alone_s
+        return alone_s * self._draft_slowdown if beside_target else alone_s
+
+    @property
+    def _draft_slowdown(self) -> float:
+        return self.draft_slowdown.value if self.draft_slowdown.is_known else 1.0
 
     def extra_seconds(self, *, only_copies: bool) -> Callable[[float], float]:
-        """Seconds that a proposal of some length adds to a pass, for each of the texts that have one: all that share
-        the pass, or with `only_copies` those with something to copy. Then the pass without proposals would be started
-        ahead.
+        """Seconds that a proposal of some length adds to a pass, for each of the texts that have one.
+
+        With `only_copies` these are the texts with something to copy, and a pass without proposals is started ahead.
         """
         verify, num_texts = self.verify, self.num_texts
         num_drafting, without_s = num_texts, verify(num_texts)
@@ -307,9 +302,7 @@ class Prices:
 
     @property
     def plain_decode_s(self) -> Mean:
-        """Seconds of a token of a single text without a drafter. Includes the trip through the event loop, as far as a
-        pass that is started ahead does not hide it.
-        """
+        """Seconds of a token of a single text without a drafter, with the trip through the event loop."""
         return self._plain_rounds_s[1]
 
     @property
@@ -349,14 +342,10 @@ class Prices:
         return max(self.rate, self.modelled_rate(self._last_calibration.mean_acceptance))
 
     def modelled_rate(self, acceptance: float) -> float:
-        """Tokens per second of the best fixed lookahead, if each drafted token is accepted with this probability, and
-        all texts that can share a pass do so; 0 if passes take no time.
-        """
+        """Tokens per second of the best fixed lookahead for texts that share all passes, at this acceptance; or 0."""
         best, tokens, reach, num_texts = 0.0, 1.0, 1.0, self.num_texts
-        step_s, hit_rate = (
-            self.draft_share_s(1, beside_target=False),
-            self.hit_rate.value if self.hit_rate.is_known else 0.5,
-        )
+        step_s = self.draft_share_s(1, beside_target=False)
+        hit_rate = self.hit_rate.value if self.hit_rate.is_known else 0.5
         slowdown = 0.0 if self.core_hold_s else self.verify.target_slowdown
         hidden_step_s = slowdown * self.draft_share_s(1, beside_target=True)
         for k in range(1, 17):
@@ -376,12 +365,7 @@ class Prices:
         return best
 
     def works_ahead(self, lookahead: int) -> bool:
-        """Whether drafting while the target verifies is worth more than it takes from the pass, for proposals of
-        `lookahead` tokens, >= 1.
-
-        Either way a round verifies as many tokens. A drafter that works ahead has the next proposal at a hit; one that
-        does not drafts it after the verdict, with the whole device.
-        """
+        """Whether drafting `lookahead` >= 1 tokens beside a pass is worth more at hits than it takes from the pass."""
         if not (self.is_known and self.hit_rate.is_known) or self._num_rounds % TRIED_EVERY_ROUNDS < TRIED_ROUNDS:
             return True
         # Until something is measured, texts that share passes have one answer, which is computed once.
@@ -404,24 +388,20 @@ class Prices:
 
     def draft_together_s(self, num_texts: int, num_steps: int) -> float:
         """Seconds in which proposals of `num_steps` tokens are drafted for several texts, while the target waits."""
-        if not self.drafts_together:
-            return num_texts * num_steps * self.draft_s(1, beside_target=False)
-        return num_steps * self.draft_s(num_texts, beside_target=False)
+        num_passes, width = (1, num_texts) if self.drafts_together else (num_texts, 1)
+        return num_passes * num_steps * self.draft_s(width, beside_target=False)
 
     def one_group_pays(self, num_texts: int, lookahead: int, *, num_rows: int = 0) -> bool:
         """Whether `num_texts` texts, >= 2, of a fixed lookahead, >= 1, are faster if all are drafted for, and then
-        verified in one pass.
-
-        Otherwise two groups alternate: one is drafted for while the other is verified, in a pass of half the texts,
-        which computes the batch's `num_rows` rows in any case. The answer depends on how much drafting slows down the
-        pass beside it, and on what rows cost.
+        verified in one pass. Otherwise two groups alternate: one is drafted for while the other is verified, in a pass
+        of half the texts, which computes the batch's `num_rows` rows in any case.
         """
         if not self.is_known:
             return False
         half = (num_texts + 1) // 2
         pass_s = self.verify(max(half, num_rows) * (1 + lookahead))
         drafting_s = self.draft_together_s(half, lookahead)
-        beside_s = drafting_s * (self.draft_slowdown.value if self.draft_slowdown.is_known else 1.0)
+        beside_s = drafting_s * self._draft_slowdown
         alternating_s = 2 * max(pass_s + self.verify.target_slowdown * min(pass_s, beside_s), beside_s)
         return self.verify(num_texts * (1 + lookahead)) + self.draft_together_s(num_texts, lookahead) <= alternating_s
 
@@ -445,7 +425,7 @@ class Prices:
     @property
     def contention(self) -> float:
         """κ: seconds by which the target is delayed for each second that a draft step takes when it runs alone."""
-        return self.verify.target_slowdown * (self.draft_slowdown.value if self.draft_slowdown.is_known else 1.0)
+        return self.verify.target_slowdown * self._draft_slowdown
 
     # --- passes, and the draft steps beside them --------------------------------------------------
 

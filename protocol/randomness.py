@@ -1,10 +1,8 @@
 """Every random number of a session, as a function of seed, purpose, position and the text before it.
 
-So the schedule does not matter: work that is thrown away, repeated or done in another order changes nothing. If a
-dropped node of the lookahead tree were drafted again with fresh randomness, a policy could drop it *because of* the
-token that was drawn, and the rejection rule would not be exact. Here, drafting it again draws the same token.
-
-No two decisions about one position share a purpose, so they are independent of each other.
+So the schedule does not matter, and work may be repeated. If a dropped node of the lookahead tree were drafted again
+with fresh randomness, a policy could drop it *because of* the token that was drawn, and the rejection rule would not be
+exact. No two decisions about one position share a purpose, so they are independent of each other.
 """
 
 from __future__ import annotations
@@ -30,9 +28,7 @@ class Purpose(enum.IntEnum):
 
 
 def key_for(seed: int, purpose: Purpose, position: int, trail: int = 0) -> mx.array:
-    """A random key for one decision about the token at an absolute position; 0 is the prompt's first. `trail` is the
-    hash of the text before the token (see `further`), or 0 if that text does not matter.
-    """
+    """A random key for a decision about the token at an absolute position; `trail`: see `further`, or 0."""
     return mx.random.key(_number(seed, purpose, position, trail))
 
 

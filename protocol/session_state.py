@@ -134,10 +134,10 @@ class SessionState:
         self.outstanding: Proposal | None = None  # the proposal that awaits its verdict, or None
         self.finish_reason: FinishReason | None = None  # why the text ended, or None so far
         self.num_stale = 0  # messages that were dropped because their round was over
-        bounds = [] if opened.context_length is None else [opened.context_length]
+        bounds = [opened.context_length]
         if opened.settings.max_tokens is not None:
             bounds.append(len(opened.prompt) + opened.settings.max_tokens)
-        self._max_committed = min(bounds, default=None)
+        self._max_committed = min((bound for bound in bounds if bound is not None), default=None)
 
     @property
     def next_position(self) -> int:
@@ -155,7 +155,7 @@ class SessionState:
         return None if self._max_committed is None else self._max_committed - len(self.committed)
 
     def is_stale(self, message: Proposal | Verdict) -> bool:
-        """Whether a message's round is over. If it is, the message is counted in `num_stale`.
+        """Whether a message's round is over, which is counted.
 
         Raises: ProtocolError: it is of another session, of a future round, or of this round from another position.
         """
@@ -215,53 +215,6 @@ class SessionState:
         for number, does in ((verdict.num_accepted, "accepts"), (verdict.num_judged or 0, "judges")):
             if number > len(proposed):
                 raise ProtocolError(f"{verdict!r} {does} more than the {len(proposed)} tokens that were proposed")
-        return self._cut(verdict, proposed)
-
-    def apply(self, verdict: Verdict) -> Commit | None:
-        """Commit the tokens of a verdict, and begin the next round. None if it was stale; then nothing changes.
-
-        Raises: ProtocolError: no verdict is due; or see `preview`.
-        """
-        if self.is_stale(verdict):
-            return None
-        commit = self.preview(verdict)
-        self._move(verdict)
-        self._commit(commit)
-        return commit
-
-    def follow(self, rested: Rested) -> bool:
-        """Commit what the target has committed in some rounds of a rest. False if they are over; then nothing changes.
-
-        Raises: ProtocolError: there is no rest, it ends before these rounds do, or the tokens do not follow the text.
-        """
-        if rested.round < self.round or self.phase is SessionPhase.CLOSED:
-            self.num_stale += 1
-            return False
-        ends_early = self.phase is SessionPhase.RESTING and rested.round >= self.rests_until
-        if rested.session != self.opened.session or rested.start != self.next_position or ends_early:
-            raise ProtocolError(
-                f"session {self.opened.session} is in round {self.round} at position {self.next_position}, rests until "
-                f"{self.rests_until}, and got {rested!r}"
-            )
-        self._move(rested)
-        self.committed += rested.tokens
-        self._begin_round(rested.round + 1)
-        return True
-
-    def _commit(self, commit: Commit) -> None:
-        self.committed += commit.tokens
-        self.outstanding = None  # it was judged, or its drafter has left
-        self._begin_round(self.round + 1)
-        if commit.finish_reason is not None:
-            self.finish_reason = commit.finish_reason
-            self.close(Close(self.opened.session))
-
-    def _begin_round(self, round: int) -> None:
-        self.round = round
-        if self.phase is SessionPhase.RESTING and round >= self.rests_until:
-            self.phase = SessionPhase.PROPOSING
-
-    def _cut(self, verdict: Verdict, proposed: tuple[int, ...]) -> Commit:
         opened, outstanding, remaining = self.opened, self.outstanding, self.remaining
         tokens = proposed[: verdict.num_accepted]
         if verdict.token is not None:
@@ -299,6 +252,47 @@ class SessionState:
             stop_reason=stop_reason,
             drafters=outstanding.drafters[:num_judged] if outstanding else (),
         )
+
+    def apply(self, verdict: Verdict) -> Commit | None:
+        """Commit the tokens of a verdict, and begin the next round. None, and no change, if it was stale.
+
+        Raises: ProtocolError: no verdict is due; or see `preview`.
+        """
+        if self.is_stale(verdict):
+            return None
+        commit = self.preview(verdict)
+        self._move(verdict)
+        self.committed += commit.tokens
+        self.outstanding = None  # it was judged, or its drafter has left
+        self._begin_round(self.round + 1)
+        if commit.finish_reason is not None:
+            self.finish_reason = commit.finish_reason
+            self.close(Close(self.opened.session))
+        return commit
+
+    def follow(self, rested: Rested) -> bool:
+        """Commit what the target has committed in some rounds of a rest. False, and no change, if they are over.
+
+        Raises: ProtocolError: there is no rest, it ends before these rounds do, or the tokens do not follow the text.
+        """
+        if rested.round < self.round or self.phase is SessionPhase.CLOSED:
+            self.num_stale += 1
+            return False
+        ends_early = self.phase is SessionPhase.RESTING and rested.round >= self.rests_until
+        if rested.session != self.opened.session or rested.start != self.next_position or ends_early:
+            raise ProtocolError(
+                f"session {self.opened.session} is in round {self.round} at position {self.next_position}, rests until "
+                f"{self.rests_until}, and got {rested!r}"
+            )
+        self._move(rested)
+        self.committed += rested.tokens
+        self._begin_round(rested.round + 1)
+        return True
+
+    def _begin_round(self, round: int) -> None:
+        self.round = round
+        if self.phase is SessionPhase.RESTING and round >= self.rests_until:
+            self.phase = SessionPhase.PROPOSING
 
     def _move(self, message: Message) -> None:
         next_phase = TRANSITIONS.get((self.phase, type(message)))

@@ -135,6 +135,12 @@ _OF_SAMPLING = (
 )
 
 
+def _number(default: float | None, form: str, group: str, *bounds: float, short: str = "", **options: Any) -> Any:
+    """A field for a number; `bounds` and `options` are those of `check_number`."""
+    metadata = option(form, group, short=short)
+    return attrs.field(default=default, converter=_real, validator=number(*bounds, **options), metadata=metadata)
+
+
 # Headings of flags.
 _BASIC, _ENDS, _FILTERS, _PENALTIES = "settings", "where the text ends", "filters, above temperature 0", "penalties"
 
@@ -219,43 +225,18 @@ class Settings:
     max_tokens: int | None = attrs.field(
         default=256, validator=integer(1, or_none="no limit"), metadata=option("N", _BASIC, short="-m")
     )
-    temperature: float = attrs.field(
-        default=0.0,
-        converter=_real,
-        validator=number(0, remedy="use 0 for greedy decoding"),
-        metadata=option("T", _BASIC, short="-t"),
+    temperature: float = _number(0.0, "T", _BASIC, 0, short="-t", remedy="use 0 for greedy decoding")
+    draft_temperature: float | None = _number(
+        None, "T", _BASIC, 0, remedy="0 drafts greedily", or_none="the temperature"
     )
-    draft_temperature: float | None = attrs.field(
-        default=None,
-        converter=_real,
-        validator=number(0, remedy="0 drafts greedily", or_none="the temperature"),
-        metadata=option("T", _BASIC),
-    )
-    top_p: float = attrs.field(
-        default=0.0,
-        converter=_real,
-        validator=number(0, 1, remedy="0 and 1 keep all tokens"),
-        metadata=option("P", _FILTERS),
-    )
-    min_p: float = attrs.field(
-        default=0.0,
-        converter=_real,
-        validator=number(0, 1, remedy="0 keeps all tokens"),
-        metadata=option("P", _FILTERS),
-    )
+    top_p: float = _number(0.0, "P", _FILTERS, 0, 1, remedy="0 and 1 keep all tokens")
+    min_p: float = _number(0.0, "P", _FILTERS, 0, 1, remedy="0 keeps all tokens")
     min_tokens_to_keep: int = attrs.field(
         default=1, validator=integer(1), metadata=option("N", _FILTERS, in_requests=False)
     )
     top_k: int = attrs.field(default=0, validator=integer(0), metadata=option("K", _FILTERS))
-    xtc_probability: float = attrs.field(
-        default=0.0, converter=_real, validator=number(0, 1, remedy="0 turns XTC off"), metadata=option("P", _FILTERS)
-    )
-    xtc_threshold: float = attrs.field(
-        default=0.1,
-        converter=_real,
-        validator=number(0, 0.5, remedy="above a half it could not act"),
-        metadata=option("P", _FILTERS),
-    )
+    xtc_probability: float = _number(0.0, "P", _FILTERS, 0, 1, remedy="0 turns XTC off")
+    xtc_threshold: float = _number(0.1, "P", _FILTERS, 0, 0.5, remedy="above a half it could not act")
     xtc_special_tokens: tuple[int, ...] = attrs.field(
         default=(), converter=_tupled, validator=_ids, metadata=option("IDS", _FILTERS, in_requests=False)
     )
@@ -288,21 +269,11 @@ class Settings:
     repetition_context_size: int | None = attrs.field(
         default=20, validator=integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
     )
-    presence_penalty: float | None = attrs.field(
-        default=None,
-        converter=_real,
-        validator=number(remedy="0 changes nothing", or_none="no penalty"),
-        metadata=option("X", _PENALTIES),
-    )
+    presence_penalty: float | None = _number(None, "X", _PENALTIES, remedy="0 changes nothing", or_none="no penalty")
     presence_context_size: int | None = attrs.field(
         default=20, validator=integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
     )
-    frequency_penalty: float | None = attrs.field(
-        default=None,
-        converter=_real,
-        validator=number(remedy="0 changes nothing", or_none="no penalty"),
-        metadata=option("X", _PENALTIES),
-    )
+    frequency_penalty: float | None = _number(None, "X", _PENALTIES, remedy="0 changes nothing", or_none="no penalty")
     frequency_context_size: int | None = attrs.field(
         default=20, validator=integer(1, or_none="the whole text"), metadata=option("N", _PENALTIES)
     )

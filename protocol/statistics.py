@@ -172,16 +172,11 @@ class Statistics(ShownCounts):
 
 @attrs.define
 class Counts(ShownCounts):
-    """Counters that only grow, and that can be added up over streams; see `Statistics`.
+    """Counters that only grow, and that can be added up over streams; see `Statistics`."""
 
-    Attributes:
-        accepted_at, proposed_at: accepted and judged tokens by place in the proposal, from 0 on.
-        pass_shares: passes that the rounds took: a round in a pass of n streams took 1/n of it.
-    """
-
-    accepted_at: Counter[int] = attrs.field(factory=Counter)
-    proposed_at: Counter[int] = attrs.field(factory=Counter)
-    pass_shares: float = 0.0
+    accepted_at: Counter[int] = attrs.field(factory=Counter)  # accepted tokens by place in the proposal
+    proposed_at: Counter[int] = attrs.field(factory=Counter)  # judged ones likewise
+    pass_shares: float = 0.0  # passes that the rounds took: a round in a pass of n streams took 1/n of it
     prefill_seconds: float = 0.0
     target_seconds: float = 0.0
     draft_seconds: float = 0.0
@@ -243,8 +238,7 @@ class Counts(ShownCounts):
         """The statistics of these counters.
 
         Args:
-            elapsed: seconds since the stream or the runtime began.
-            generation_seconds: the part of `elapsed` in which tokens were generated.
+            elapsed: seconds since the stream or the runtime began, `generation_seconds` of them generating tokens.
             num_untimed: generated tokens that had come before that part began.
             lookahead: see `advise`.
         """
@@ -342,10 +336,7 @@ def _advice(s: Statistics, lookahead: int | Literal["auto"] | None) -> Iterator[
 
 
 def modelled_speed_up(s: Statistics) -> float | None:
-    """Speed of these rounds, as a multiple of plain decoding's, if the models did nothing else; None if not known.
-
-    It is computed from measured prices, not from the clock: a slow reader or other streams make a stream slow, too.
-    """
+    """Speed of these rounds by measured prices, not the clock, as a multiple of plain decoding's; None if unknown."""
     prices, num_verdicts = s.estimates, s.lookahead_hits + s.lookahead_misses
     plain_s = prices.plain_seconds or prices.verify_seconds
     if plain_s <= 0 or prices.verify_seconds <= 0 or s.rounds == 0:

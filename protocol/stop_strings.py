@@ -31,9 +31,9 @@ class StopMatcher:
         self.withheld = ""  # the end of the text so far, if it may be the beginning of a stop string
 
     def add(self, piece: str, ahead: str = "") -> str:
-        """Add a piece of the text; gives what is certainly before any stop string; "" once one was found.
+        """Add a piece of the text; gives what is before any stop string for certain; "" once one was found.
 
-        `ahead` is text that is known to come after the piece but may not be given yet. Later pieces contain it, too.
+        `ahead` is text that later pieces will contain, but that may not be given yet.
         """
         if self.found is not None:
             return ""

@@ -1,7 +1,4 @@
-"""Checks of whole numbers and numbers that a user gives, with one form of message: name, bounds, value and remedy.
-
-A bool is not a number here: Python takes it for one, and nobody means it.
-"""
+"""Checks of numbers that a user gives, with one form of message: name, bounds, value, remedy. A bool is no number."""
 
 from __future__ import annotations
 
@@ -99,10 +96,7 @@ def check_flag(name: str, value: Any) -> None:
 
 @attrs.frozen
 class Check:
-    """A validator of an attrs field: a check of a name and a value, with its bounds and options.
-
-    Servers describe fields of requests by the `bounds` of their numbers.
-    """
+    """A validator of an attrs field: a check with its `bounds`, by which servers describe fields, and options."""
 
     check: Callable[..., None]
     bounds: tuple[Any, ...]

@@ -25,8 +25,8 @@ class Vocabulary:
     """The tokens of one model."""
 
     size: int  # width of the model's logits. Tokens with ids from there on are left out.
-    # The bytes that each token adds to a text, special tokens left out. Of several tokens with the same bytes, texts
-    # are written with the first.
+    # The bytes that each token adds to a text, special tokens left out; of equal ones, texts are written with the
+    # first.
     pieces: Mapping[int, bytes]
     special: Mapping[int, str]  # the names of special tokens, such as "</s>"
     ends: tuple[int, ...] = ()  # special tokens that end a text, the usual one first

@@ -132,9 +132,10 @@ class Codec(Generic[M]):
         not_sent: Collection[str] = (),
         names: Mapping[str, Any] | None = None,
     ) -> None:
-        """Prepare the forms of all fields: `forms` of types that are no records of simple types. Errors say `where`
-        messages are sent. Fields that are `not_sent` have their defaults at the other end. `names` are what names in
-        annotations stand for if their modules do not have them at run time.
+        """Prepare the forms of all fields: `forms` of types that are no records of simple types.
+
+        Errors say `where` messages are sent. Fields that are `not_sent` have their defaults at the other end. `names`
+        are those in annotations that modules do not have at run time.
         """
         self._where, self._not_sent, self._names = where, not_sent, dict(names or {})
         self._simple: dict[Any, Form] = {**_SIMPLE, **forms}
@@ -165,7 +166,6 @@ class Codec(Generic[M]):
         return message
 
     def _form(self, hint: Any) -> Form:
-        """The form of a type, as fields are annotated with it."""
         origin, inner = get_origin(hint) or hint, get_args(hint)
         if (simple := self._simple.get(hint)) is not None:
             return simple

@@ -27,8 +27,7 @@ from actors.model import Feed, ReusableSequence, RewindMode
 from actors.persistence.fingerprint import fingerprint
 from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
-from protocol.rank_messages import Operation, OperationResult, Operations
-from protocol.text_ledger import TextLedger
+from protocol.rank_messages import Operation, OperationResult, Operations, TextLedger
 
 
 class Announcer:

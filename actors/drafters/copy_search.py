@@ -1,7 +1,6 @@
 """The search for copies: what followed the last tokens of a sequence where they occurred before.
 
-Occurrences are found by comparing the whole sequence, which takes microseconds. An index would find them sooner, and
-take ten times the memory, and time for each prompt.
+The whole sequence is compared, which takes microseconds. An index would take ten times the memory.
 """
 
 from __future__ import annotations
@@ -18,10 +17,7 @@ MAX_OCCURRENCES = 8  # occurrences of a match that are considered, the newest on
 
 
 class CopySearch:
-    """Searches a text, which grows, for earlier occurrences of its last tokens.
-
-    Every lookup compares the whole text, some 20 µs for each token of the match in a text of 100,000 tokens.
-    """
+    """Searches a growing text for its last tokens: some 20 µs for each token of the match in 100,000 tokens."""
 
     def __init__(self) -> None:
         self._tokens = array("I")
@@ -34,10 +30,10 @@ class CopySearch:
         self._tokens.extend(tokens)
 
     def lookup(self, num_tokens: int, beyond: Sequence[int] = (), *, shortest: int = 1) -> Iterator[Copied]:
-        """What followed most often, or else most recently, where the text's longest suffix occurred before; by token.
-        Drafted tokens `beyond` the text count as its end. A match has at least `shortest` tokens.
+        """What followed most often, or else last, where the text's longest suffix occurred before; by token.
 
-        If a continuation reaches the end of the text, it begins again, as if the text repeated itself.
+        Drafted tokens `beyond` count as the text's end. A match has at least `shortest` tokens. A continuation that
+        reaches the end begins again, as if the text repeated itself.
         """
         self._tokens.extend(beyond)
         length, ends = self._occurrences()

@@ -1,8 +1,4 @@
-"""The drafter with a draft model: grows the lookahead tree, also while the target verifies, and proposes from it.
-
-Its loop finds the next task of each session that has changed, decides on the next job (`protocol.draft_plan`), and has
-it done. All waiting is in one place.
-"""
+"""The drafter with a draft model: grows the lookahead tree, also while the target verifies, and proposes from it."""
 
 from __future__ import annotations
 
@@ -15,25 +11,32 @@ import outcome
 
 from actors.actor import Mailbox, ModelActor
 from actors.drafters.draft_session import DraftSession
-from actors.drafters.draft_steps import Drafted, DraftInput, DraftSteps
+from actors.drafters.draft_steps import (
+    Drafted,
+    DraftInput,
+    DraftPart,
+    DraftSteps,
+    PartResult,
+    PartResults,
+    SharedSteps,
+    num_rows,
+)
 from actors.drafters.drafter import Drafter, MakePolicy, policy_by_settings
-from actors.drafters.shared_steps import DraftPart, PartResult, PartResults, SharedSteps, num_rows
 from actors.model import CacheLostError, Model
 from actors.prefill import prefill_chunk
 from actors.session import Session
 from actors.trained.drafter_model import TrainedDrafter
 from actors.workers.worker import Job, JobError, Steps, Worker
 from protocol.auto_policy import AutoPolicy
-from protocol.draft_budget import EMPTY_BUDGET
 from protocol.draft_plan import MAX_UNREAD, Notice, Standing, Task, next_job, next_step
 from protocol.errors import ProtocolError
-from protocol.lookahead_policy import ChainPolicy
+from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy
 from protocol.lookahead_tree import Node
 from protocol.messages import Close, Due, Message, Overdue, PromptFeatures, Ready, Rested, Verdict
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
+from protocol.pass_plan import TargetQueue
 from protocol.prices import Prices
 from protocol.session_state import SessionPhase
-from protocol.target_queue import TargetQueue
 from protocol.trace import Event
 
 MAX_ROWS = 32  # most rows of logits that are computed when catching up. Each row is as wide as the vocabulary.
@@ -65,11 +68,10 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         max_batch: int = MAX_BATCH,
         max_drawn_from: int | None = None,
     ) -> None:
-        """As `ModelActor`. `make_policy` makes the policy of each session; `target_queue` is None if the target has
-        only one. At most `max_batch` sessions share one pass. For `max_drawn_from`, see `DraftSteps`.
+        """As `ModelActor`. `make_policy` makes the policy of each session; for `max_drawn_from`, see `DraftSteps`.
 
-        `chains` says whether a step is launched before the token that it starts from is read back. None: on a GPU,
-        which computes while the next step is prepared, and on a CPU while no other model computes.
+        `chains` says whether a step is launched before the token that it starts from is read back. None: on a GPU, and
+        on a CPU while no other model computes.
         """
         super().__init__(
             model, worker, on_event, prices, pass_price=prices.draft_alone, prefix_cache_bytes=prefix_cache_bytes
@@ -206,10 +208,8 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                     return step
 
     def _begins_with_rest(self, session: DraftSession) -> bool:
-        """Whether a session begins with a rest, in which its prompt is not read: because drafting does not pay, or
-        because so many sessions begin together that reading their prompts here would delay the first tokens of all.
-
-        Never for a drafter that reads features: those come with the prompt, and are read as they come.
+        """Whether a session begins with a rest, in which its prompt is not read: drafting does not pay, or reading the
+        prompts of many sessions would delay all. Not if the drafter reads features, which come with the prompt.
         """
         if not isinstance(session.policy, AutoPolicy) or isinstance(self.model, TrainedDrafter):
             return False
@@ -237,8 +237,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
                 session.catches_up = False
                 await self._catch_up(session)
             case Task.READ_PROMPT:
-                # A trained drafter reads it with the features that have come.
-                opened = session.shared.opened
+                opened = session.opened  # a trained drafter reads it with the features that have come
                 read = await prefill_chunk(self.worker, session, opened.prompt[: opened.num_read], self.chunk_size)
             case Task.READ:
                 # The last token is left to the draft step, which needs the logits.
@@ -452,10 +451,7 @@ class DraftActor(ModelActor[DraftSession], Drafter[DraftSession]):
         return self._target_queue.others_s(session.id)
 
     def _reconsider(self, session: DraftSession) -> None:
-        """End the draft steps that are under way if the policy now wants to draft after another node.
-
-        The running step is not abandoned. The policy is asked again once that step has ended.
-        """
+        """End the draft steps after the running one if the policy now wants to draft after another node."""
         if (part := session.part) is None or part.is_interrupted:
             return
         if part.node is None or part.node is not self._next_expansion(session):

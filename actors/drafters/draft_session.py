@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import attrs
 
+from actors.drafters.draft_steps import DraftPart
 from actors.drafters.drafter import MAX_IDLE_ROUNDS, DrafterSession
-from actors.drafters.shared_steps import DraftPart
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from protocol.auto_policy import AutoPolicy
@@ -26,22 +26,18 @@ class DraftSession(DrafterSession):
         super().__init__(shared, policy, target_vocab_size, has_model=True)
         self.num_idle_rounds = MAX_IDLE_ROUNDS + 1  # until something is copied
         self.context_length = context_length  # of the draft model; see `Model.context_length`
-        # Whether the cache can drop uncommitted tokens again. If not, only committed tokens are fed, and only one token
-        # beyond them is guessed.
+        # Whether the cache can drop uncommitted tokens. If not, only one token beyond the committed ones is guessed.
         self.can_look_ahead = True
         self.has_lost_tokens = False  # whether the cache has lost some of the text because a shared pass has failed
         self.catches_up = False  # whether the drafter is to read, during a rest, what the target has committed
-        # Whether the model rests because drafting does not pay, and only copied tokens are proposed.
-        self.only_copies = False
+        self.only_copies = False  # whether the model rests as drafting does not pay, and only copies are proposed
         self.was_prompt_cached = False  # whether the target had the whole prompt cached, and so has no features of it
-        # Whether it begins with a rest, in which its prompt is not read; None until that is decided.
-        self.begins_with_rest: bool | None = None
+        self.begins_with_rest: bool | None = None  # whether a rest, and no reading, comes first; None until decided
         self.task: Task | None = None  # the next job for it, as of the last look; None for none until something changes
         self.node: Node | None = None  # the node to draft after next, as of the last look
         self.part: DraftPart | None = None  # its part in the draft steps under way; None between them
         self.goes_alone = False  # whether its next draft step is its own, because one that it shared has failed
-        # How many jobs the drafter had done, and tokens it had read, when `task` arose.
-        self.since = self.num_read_before = 0
+        self.since = self.num_read_before = 0  # jobs the drafter had done, and tokens it had read, when `task` arose
         self._reader: FeatureInput | None = None  # the sequence, if it reads features
         self._given: list[Features] = []  # until there is a sequence that reads them
 
@@ -77,10 +73,8 @@ class DraftSession(DrafterSession):
 
     @property
     def awaits_features(self) -> bool:
-        """Whether the drafter must wait for the target's features of the prompt: it reads features, and has neither
-        been given these nor cached the prompt with them.
-        """
-        reader, num_read = self._reader, self.shared.opened.num_read
+        """Whether features of the prompt are missing: neither given by the target, nor cached with the prompt."""
+        reader, num_read = self._reader, self.opened.num_read
         return reader is not None and reader.awaits_features and reader.num_given < max(1, num_read)
 
     @property
@@ -112,7 +106,7 @@ class DraftSession(DrafterSession):
             self.notice_loss()
             self.has_lost_tokens = self.has_lost_tokens and self.num_behind > MAX_BEHIND_WHEN_READY
             self.has_read_prompt = self.has_read_prompt or (
-                len(self.cached_tokens) >= self.shared.opened.num_read and not self.awaits_features
+                len(self.cached_tokens) >= self.opened.num_read and not self.awaits_features
             )
         is_idle = self.only_copies or self.state.phase is SessionPhase.RESTING
         if not is_idle:
@@ -145,9 +139,7 @@ class DraftSession(DrafterSession):
         return self.policy.expansion(self.view(now_s, queue_slack_s))
 
     def next_proposal(self, now_s: float, queue_slack_s: float = 0.0, *, is_due: bool = False) -> Proposal | None:
-        """The proposal to send now, or None to draft on, or if it is not the drafter's turn. If it is due, what has
-        been drafted by now, even if that is nothing.
-        """
+        """The proposal to send now; None to draft on. If it `is_due`, what is drafted by now, even nothing."""
         is_ready = self.is_ready or self.is_late
         if self.state.phase is not SessionPhase.PROPOSING or not is_ready:
             return None
@@ -165,7 +157,7 @@ class DraftSession(DrafterSession):
         """Calibrate the drafter's confidence with the guesses that a commit has proved right or wrong."""
         if not isinstance(self.policy, AutoPolicy):
             return
-        by_match = self.shared.opened.settings.rule == "match"
+        by_match = self.settings.rule == "match"
         for index, guess, was_right in self.tree.outcomes(commit.tokens):
             # A draw that was not judged might have been accepted even if it differs from the committed token.
             if by_match or index < num_judged:
@@ -174,7 +166,7 @@ class DraftSession(DrafterSession):
     def learn_caught_up(self, start: int, guessed: Sequence[tuple[int, float]]) -> None:
         """Likewise with what the drafter would have guessed from a position on: tokens, and its confidence in each."""
         assert isinstance(self.policy, AutoPolicy)
-        by_match = self.shared.opened.settings.rule == "match"
+        by_match = self.settings.rule == "match"
         # The token after the last guess is not committed yet, so that guess is left out.
         for (token, raw), actual in zip(guessed, self.state.committed[start:], strict=False):
             if by_match:

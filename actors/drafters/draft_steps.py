@@ -1,29 +1,34 @@
-"""The draft model's jobs on its own thread: draft steps, as many as a draft budget allows, and catching up."""
+"""The draft model's jobs on its own thread: draft steps, as many as a draft budget allows, and catching up.
+
+A step of several sessions is one forward pass over all that take part; each does until its budget is spent.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
+import outcome
 
-from actors.model import CachedSequence, CacheLostError, RewindMode
-from actors.sampling.logit_check import LogitCheck
-from actors.sampling.logits_pipeline import TokenHistory, pad
+from actors.model import CachedSequence, CacheLostError, Feed, Model, RewindMode, feed_each
+from actors.sampling.logits_pipeline import NO_HISTORY, LogitCheck, TokenHistory, by_kind, pad
 from actors.session import Session
 from actors.trained.feature_input import FeatureInput
 from actors.workers.core_sharing import CORES
-from actors.workers.worker import Step
-from protocol.acceptance import Decisions, distribution, draw, likeliest, likeliest_only, scores, scores_together
+from actors.workers.worker import Job, Step
+from protocol.acceptance import Decisions, distribution, draw, likeliest, likeliest_only, scores
 from protocol.cached_tokens import FeedPlan
-from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
-from protocol.lookahead_tree import Guess
+from protocol.lookahead_policy import EMPTY_BUDGET, DraftBudget
+from protocol.lookahead_tree import Guess, Node
 from protocol.messages import Distribution, Sparse
 from protocol.randomness import Purpose, further, key_for
+from protocol.session_state import SessionPhase
 from protocol.settings import Settings
+from protocol.trace import Share
 
 
 @attrs.frozen
@@ -41,9 +46,7 @@ class DraftInput:
         return self.plan.keep + len(self.plan.feed)
 
     def following(self, token: int, feed: tuple[int, ...], budget: DraftBudget) -> DraftInput:
-        """The input of the step after this one's token, which is fed unless it was already, with the budget that is
-        left.
-        """
+        """The input of the step after this one's token, which `feed` has unless it was fed already."""
         plan = FeedPlan(self.position + 1 - len(feed), feed)
         return DraftInput(plan, further(self.trail, token), self.history.appended(token), budget)
 
@@ -52,8 +55,7 @@ class DraftInput:
 class Drafted:
     """What came of one draft step."""
 
-    # The drafter's choice. None if nothing was fed, because the cache could only restore a checkpoint, or could not
-    # drop uncommitted tokens again.
+    # The drafter's choice; None if nothing was fed, as the cache could not be rewound, or could not be after the feed.
     guess: Guess | None
     fed: FeedPlan  # what was done to the cache. Includes the choice if the step after it was launched.
     can_look_ahead: bool  # whether the cache could take an uncommitted token now, and drop it again
@@ -67,21 +69,15 @@ class DraftSteps:
     sequence: CachedSequence
     settled: int  # length of the committed text. The text to draft after may go beyond it.
     shared: Session
-    # The width of the target's logits. Ids beyond it are not drafted: they only pad the draft model's embedding.
-    vocab_size: int
+    vocab_size: int  # the width of the target's logits; ids beyond it, which pad the draft's embedding, are not drafted
     clock: Callable[[], float]  # returns seconds
     chains: bool | None  # see `DraftActor`
-    # Unless the rule is match, tokens are drawn from this many of the likeliest ones; None for all. The rules are exact
-    # for any distribution that the token was really drawn from, and a distribution of few tokens is short to send to
-    # another process.
+    # Unless the rule is match, tokens are drawn from this many of the likeliest; None for all. The rules are exact for
+    # any distribution, and one of few tokens is short to send to another process.
     max_drawn_from: int | None = None
 
     def begin(self, start: DraftInput) -> Step[Drafted]:
-        """Draft one token.
-
-        Returns: what came of it, and the next step if the budget allows one.
-        Raises: NotANumberError: no token can be chosen from the draft model's logits.
-        """
+        """Draft one token, and name the next step if there is one. Raises: NotANumberError: of the model's logits."""
         if (hindrance := self.prepare(start.plan)) is not None:
             return Step(hindrance)
         rows = self.sequence.feed(start.plan.feed, 1)
@@ -89,7 +85,7 @@ class DraftSteps:
         return self._read(start, self.guess(rows, start.position, start.trail, start.history))
 
     def prepare(self, plan: FeedPlan) -> Drafted | None:
-        """Prepare the cache for a step. Returns: what came of a step for which nothing may be fed, or None.
+        """Prepare the cache for a step; gives what came of it if nothing may be fed.
 
         Raises: CacheLostError: a step that the session shared has failed since this one was planned.
         """
@@ -138,20 +134,7 @@ class DraftSteps:
 
     def guess(self, rows: mx.array, position: int, trail: int, history: TokenHistory) -> LazyGuesses:
         """A guess at the token at a position, from the draft model's logits (1, V)."""
-        opened, pipeline = self.shared.opened, self.shared.logits_pipeline
-        logits = pipeline.shape(pad(rows, self.vocab_size), history, position)
-        # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text
-        # that will never be committed, which is not a failure of the drafter.
-        logit_check = LogitCheck.of(rows, rows)
-        if (chosen := pipeline.sample(logits, position)) is not None:
-            confidences = mx.softmax(logits[0].astype(mx.float32))[chosen]
-            lazy = LazyGuesses(chosen, confidences, logit_check)
-        elif opened.settings.rule == "match":
-            decisions = [(opened.seed, position)]
-            lazy = guesses_by_match(logits, logit_check, opened.settings, decisions, self.vocab_size)
-        else:
-            lazy = self._drawn(logits, logit_check, position, trail)
-        return lazy.of([self.sequence])
+        return guesses_together([self], [rows], [position], trail, history)
 
     def _drawn(self, logits: mx.array, logit_check: LogitCheck, position: int, trail: int) -> LazyGuesses:
         opened, kept = self.shared.opened, None
@@ -168,12 +151,9 @@ class DraftSteps:
     def catch_up(self, plan: FeedPlan, num_rows: int, history: TokenHistory) -> list[tuple[int, float]] | Drafted:
         """Feed committed tokens, and guess the token after each of the last `num_rows` of them.
 
-        Returns: (choice, the drafter's confidence in it) after each of the last `num_rows` tokens, in order; or what
-            `prepare` returns if nothing may be fed.
-
-        Raises:
-            NotANumberError: no token can be chosen from some row of the draft model's logits.
-            CacheLostError: see `prepare`.
+        Returns: (choice, confidence in it) for each of these, in order; or what `prepare` returns if nothing may be
+            fed.
+        Raises: NotANumberError: no token can be chosen from some row of logits. CacheLostError: see `prepare`.
         """
         if (hindrance := self.prepare(plan)) is not None:
             return hindrance
@@ -187,8 +167,8 @@ class DraftSteps:
             probs = mx.softmax(logits.astype(mx.float32), axis=-1)
             tokens, confidences = chosen, mx.take_along_axis(probs, chosen[:, None], axis=-1)[:, 0]
         elif settings.rule == "match":
-            drawn_scores = scores(logits, settings.drafting_temperature, seed, start, self.vocab_size)
-            tokens, confidences = likeliest(drawn_scores)
+            decisions = [(seed, start + i) for i in range(num_rows)]
+            tokens, confidences = likeliest(scores(logits, settings.drafting_temperature, decisions, self.vocab_size))
         else:
             probs = distribution(logits, settings.drafting_temperature)
             tokens, confidences = mx.argmax(probs, axis=-1), (probs * probs).sum(axis=-1)
@@ -217,8 +197,8 @@ class DraftSteps:
 
     def _may_chain(self) -> bool:
         """Whether a step may be launched before the choice that it starts from is read back."""
-        # Unless the rule is match, the random key depends on the text before; some processors depend on it, too. A
-        # user's sampler is called with evaluated arrays.
+        # The random key and some processors depend on the text before. A user's sampler is called with evaluated
+        # arrays.
         logits_pipeline = self.shared.logits_pipeline
         if self.shared.opened.settings.rule != "match" or logits_pipeline.needs_text or logits_pipeline.runs_user_code:
             return False
@@ -238,8 +218,7 @@ class LazyGuesses:
     # The distribution that the choice was drawn from, (V,) or sparse; None under the match rule. n is 1.
     probs: Distribution | None = None
     staleness: Sequence[int] | None = None  # of each session; see `Guess`. None if all are 0.
-    # (n,) the drafter's own estimate of how likely its choice is accepted, used as its confidence in it; None if it
-    # makes none. It does not depend on which token is chosen.
+    # (n,) the drafter's own estimate of how likely its choice is accepted, whichever that is; None if it makes none.
     acceptance: mx.array | None = None
 
     def of(self, sequences: Sequence[CachedSequence]) -> LazyGuesses:
@@ -277,24 +256,178 @@ def guesses_by_match(
     logits: mx.array, logit_check: LogitCheck, settings: Settings, decisions: Decisions, vocab_size: int
 ) -> LazyGuesses:
     """Guesses under the match rule, from (n, V) processed logits."""
-    tokens, confidences = likeliest(scores_together(logits, settings.drafting_temperature, decisions, vocab_size))
+    tokens, confidences = likeliest(scores(logits, settings.drafting_temperature, decisions, vocab_size))
     # Adding 0 gives the choice a buffer of its own. A view would share another array's, and on CUDA, reading that array
     # back moves the buffer while the next step, which was launched before, may still be reading it.
     return LazyGuesses(tokens + 0, confidences, logit_check)
 
 
-def guesses_together(steps: Sequence[DraftSteps], logits: Sequence[mx.array], positions: Sequence[int]) -> LazyGuesses:
-    """Guesses for sessions of one kind (`DraftSteps.kind`) at the positions that come next, from (1, V) logits of each,
-    as one set of array operations; each as if it were alone.
-    """
-    first, shared = steps[0], steps[0].shared
+def guesses_together(
+    steps: Sequence[DraftSteps],
+    logits: Sequence[mx.array],
+    positions: Sequence[int],
+    trail: int = 0,
+    history: TokenHistory = NO_HISTORY,
+) -> LazyGuesses:
+    """Guesses for sessions of one kind, each as if alone, or for one session, from (1, V) logits of each."""
+    first, opened, pipeline = steps[0], steps[0].shared.opened, steps[0].shared.logits_pipeline
     rows = mx.concatenate(list(logits)) if len(logits) > 1 else logits[0]
-    decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
-    filtered = shared.logits_pipeline.filter(pad(rows, first.vocab_size), 0)
-    lazy = guesses_by_match(filtered, LogitCheck.of(rows, rows), shared.opened.settings, decisions, first.vocab_size)
+    shaped = pipeline.shape(pad(rows, first.vocab_size), history, positions[0])
+    # Only the model's own logits are checked. Processors may leave nothing to choose from after a drafted text that
+    # will never be committed, which is not a failure of the drafter.
+    logit_check = LogitCheck.of(rows, rows)
+    if (chosen := pipeline.sample(shaped, positions[0])) is not None:
+        lazy = LazyGuesses(chosen, mx.softmax(shaped[0].astype(mx.float32))[chosen], logit_check)
+    elif opened.settings.rule == "match":
+        decisions = [(each.shared.opened.seed, position) for each, position in zip(steps, positions, strict=True)]
+        lazy = guesses_by_match(shaped, logit_check, opened.settings, decisions, first.vocab_size)
+    else:
+        lazy = first._drawn(shaped, logit_check, positions[0], trail)
     return lazy.of([each.sequence for each in steps])
 
 
 def _zero_if_nan(confidence: float) -> float:
     """The confidence, or 0 for a row in which processors left no token, whose probabilities are NaN."""
     return 0.0 if math.isnan(confidence) else confidence
+
+
+# --- several sessions -----------------------------------------------------------------------------
+
+
+@attrs.define(eq=False)
+class DraftPart:
+    """One session's part in draft steps."""
+
+    session: int  # its id
+    draft_steps: DraftSteps  # the steps of this session
+    start: DraftInput  # the input of the next step. Read and written on the worker's thread once the steps have begun.
+    decided_in: tuple[int, SessionPhase]  # the round of the session and its phase when the policy gave the draft budget
+    alone: bool = False  # whether it has its passes to itself, and its cache stays apart from those of others
+    node: Node | None = None  # the node that is being drafted after; None if its result is not wanted any more
+    round: int = 0  # of the session, for the trace
+    expected_end_s: float = 0.0  # when the running step is expected to end, in seconds on the worker's clock
+    overlaps_target: bool = False  # whether the target was working when the running step began
+    # Whether it ends after the running step. May be set in trio's thread at any time.
+    is_interrupted: bool = attrs.field(default=False, init=False)
+
+    @property
+    def share(self) -> Share:
+        """Its part in the next step."""
+        return Share(self.session, self.round, len(self.start.plan.feed))
+
+
+@attrs.frozen
+class PartResult:
+    """The result of a step for one session."""
+
+    part: DraftPart
+    outcome: outcome.Outcome[Drafted]  # of the step, or the error that concerns this session alone
+    continues: bool  # whether it takes part in the next step, if there is one
+
+
+PartResults = list[PartResult]
+
+
+class SharedSteps:
+    """The draft steps of one draft model."""
+
+    def __init__(self, model: Model, max_batch: int) -> None:
+        # Most sessions in one step; 1 once it is known that the model's cached sequences cannot share passes.
+        self.num_shared = max_batch
+        self._model = model
+
+    def by_itself(self, part: DraftPart) -> Step[PartResults]:
+        """Draft one token for a session whose cache is its own."""
+        return self._of_one(part, part.draft_steps.begin(part.start))
+
+    def _of_one(self, part: DraftPart, step: Step[Drafted]) -> Step[PartResults]:
+        results = [PartResult(part, outcome.Value(step.result), step.next_call is not None)]
+        if (next_call := step.next_call) is None:
+            return Step(results)
+        return Step(results, lambda: self._of_one(part, next_call()), step.num_tokens)
+
+    def together(self, parts: Sequence[DraftPart]) -> Step[PartResults]:
+        """Draft one token for each session. Raises: whatever their pass raises."""
+        prepared = {part: outcome.capture(part.draft_steps.prepare, part.start.plan) for part in parts}
+        guesses = self._guesses(
+            [each for each, found in prepared.items() if isinstance(found, outcome.Value) and found.value is None]
+        )
+        results: PartResults = []
+        for part, hindrance in prepared.items():
+            if part not in guesses:
+                results.append(PartResult(part, cast("outcome.Outcome[Drafted]", hindrance), False))
+                continue
+            concluded = outcome.capture(_conclude, part, guesses[part])
+            if isinstance(concluded, outcome.Error):
+                results.append(PartResult(part, concluded, False))
+                continue
+            drafted, following = concluded.unwrap()
+            continues = following is not None and not part.is_interrupted
+            part.start = following or part.start
+            results.append(PartResult(part, outcome.Value(drafted), continues))
+        going_on = [result.part for result in results if result.continues]
+        if not going_on:
+            return Step(results)
+        shares = tuple(part.share for part in going_on)
+        return Step(results, partial(self.together, going_on), sum(share.num_tokens for share in shares), shares)
+
+    def _guesses(self, parts: Sequence[DraftPart]) -> dict[DraftPart, outcome.Outcome[Guess]]:
+        if not parts:
+            return {}
+        try:
+            feeds = [Feed(part.draft_steps.sequence, part.start.plan.feed, 1, part.alone) for part in parts]
+            logits = self._model.feed_together(feeds) if self._can_share(len(feeds)) else feed_each(feeds)
+            if any(part.draft_steps.shared.logits_pipeline.runs_user_code for part in parts):
+                # User code is called with evaluated arrays, so that it is not blamed for a pass that fails.
+                mx.eval(logits)
+            lazies = _lazies(parts, logits)
+            mx.eval([lazy.value.arrays() for _, lazy in lazies if isinstance(lazy, outcome.Value)])
+        except BaseException:
+            # What is in the caches is not known. No token that was drawn was used, so drawing again does not bias the
+            # texts.
+            self._model.abandon_shared()
+            for part in parts:
+                part.draft_steps.sequence.forget()
+            raise
+        guesses: dict[DraftPart, outcome.Outcome[Guess]] = {}
+        for together, lazy in lazies:
+            guesses.update(zip(together, _read(together, lazy), strict=True))
+        return guesses
+
+    def _can_share(self, num_sessions: int) -> bool:
+        if num_sessions > 1 and self.num_shared > 1 and self._model.sharing_obstacle(rewinds_passes=True) is not None:
+            self.num_shared = 1
+        return self.num_shared > 1
+
+
+def _lazies(
+    parts: Sequence[DraftPart], logits: Sequence[mx.array]
+) -> list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]]:
+    """The guesses of sessions of one kind by one set of array operations, and those of others each by itself."""
+    lazies: list[tuple[list[DraftPart], outcome.Outcome[LazyGuesses]]] = []
+    for kind, indices in by_kind([part.draft_steps.kind for part in parts]).items():
+        together, rows = [parts[index] for index in indices], [logits[index] for index in indices]
+        steps, positions = [part.draft_steps for part in together], [part.start.position for part in together]
+        start = together[0].start
+        guesses = partial(guesses_together, steps, rows, positions, start.trail, start.history)
+        lazies.append((together, outcome.capture(guesses) if isinstance(kind, int) else outcome.Value(guesses())))
+    return lazies
+
+
+def _read(parts: Sequence[DraftPart], found: outcome.Outcome[LazyGuesses]) -> Iterator[outcome.Outcome[Guess]]:
+    if isinstance(found, outcome.Error):  # of a session by itself
+        yield found
+        return
+    lazy = found.unwrap()
+    for row, (part, guess) in enumerate(zip(parts, lazy.read(), strict=True)):
+        checked = outcome.capture(lazy.logit_check.check, row, part.start.position, "draft")
+        yield outcome.Value(guess) if isinstance(checked, outcome.Value) else checked
+
+
+def _conclude(part: DraftPart, guess: outcome.Outcome[Guess]) -> tuple[Drafted, DraftInput | None]:
+    return part.draft_steps.conclude(part.start, guess.unwrap())
+
+
+def num_rows(job: Job[Any]) -> int:
+    """Rows that a step computes: as many for each session as for the widest, because the others are padded."""
+    return len(job.shares) * max(share.num_tokens for share in job.shares) if job.shares else job.num_tokens

@@ -1,7 +1,4 @@
-"""The base classes of the drafters: copies, proposals, rests, and leaving a session to the target.
-
-A drafter takes messages in as they come, and answers at once if it can.
-"""
+"""The base classes of the drafters: copies, proposals, rests, and leaving a session to the target."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ from actors.session import Session
 from protocol.auto_policy import AutoPolicy, policy_for
 from protocol.copying import MAX_MATCH, Copied, Forced
 from protocol.draft_plan import Standing
-from protocol.leaving import withdrawal
 from protocol.logits_processors import Forcing
 from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
-from protocol.lookahead_tree import Guess, LookaheadTree, Node
+from protocol.lookahead_tree import Guess, LookaheadTree, Node, withdrawal
 from protocol.messages import Message, Proposal, Rest, Rested, Verdict
 from protocol.open_options import WorkAhead
 from protocol.prices import Prices
@@ -28,8 +24,7 @@ from protocol.settings import MAX_LOOKAHEAD, Settings
 
 logger = logging.getLogger("outrider")
 
-# A drafter that only copies rests after this many rounds in a row without a copy. In a rest, the target goes on without
-# waiting for an answer, but the next proposal may come a little late.
+# A drafter that only copies rests after this many rounds without a copy; the target then goes on without waiting.
 MAX_IDLE_ROUNDS = 8
 LIKELY = 0.5  # a session counts as having something to copy if the first copied token is at least this likely
 
@@ -49,19 +44,17 @@ class DrafterSession(ActorSession):
     ) -> None:
         """Of a session that has just begun; with `grammar_only`, nothing is copied."""
         super().__init__(shared)
-        opened = shared.opened
         self.policy = policy  # decides how far to draft and what to propose
         self.target_vocab_size = target_vocab_size  # the width of the target's logits
         self.has_model = has_model  # whether it can go on where a copy ends
         self.search = self._new_search() if self.copies and not grammar_only else None
-        processors = opened.settings.logits_processors
+        processors = self.settings.logits_processors
         # What the text's grammar forces; None without one.
         self.forced = next((each.forced_text() for each in processors if isinstance(each, Forcing)), None)
         # The guesses that continue the committed text.
-        self.tree = LookaheadTree(opened.prompt[-1], len(opened.prompt) - 1)
+        self.tree = LookaheadTree(self.opened.prompt[-1], len(self.opened.prompt) - 1)
         self.standing = Standing.NEW  # whether the target waits for its proposals
-        # Whether nothing more is drafted, and the drafter withdraws once it may (`protocol.leaving`).
-        self.is_leaving = False
+        self.is_leaving = False  # whether nothing more is drafted; see `protocol.lookahead_tree.withdrawal`
         self.num_rested = 0  # rounds of the last rest
         self.num_idle_rounds = 0  # rounds in a row in which the target judged no copied token
         self.verdict_due_s = 0.0  # when the verdict on the last proposal was expected, in seconds on the actors' clock
@@ -90,7 +83,7 @@ class DrafterSession(ActorSession):
 
     def _new_search(self) -> CopySearch:
         """The search in the prompt; before it, in the user's prediction, if there is one."""
-        prompt, prediction = self.shared.opened.prompt, self.shared.opened.settings.prediction
+        prompt, prediction = self.opened.prompt, self.settings.prediction
         search = CopySearch()
         if prediction:
             # With the end of the prompt before it, the prediction is found as soon as the answer begins.
@@ -127,8 +120,7 @@ class DrafterSession(ActorSession):
             return
         before = self._copied
         self._copied = policy.copied(self._guesses(self._chained(self._max_copied)), then_drafts=self.has_model)
-        # A session that rests takes part in no pass over proposals.
-        is_awake = self.state.phase is not SessionPhase.RESTING
+        is_awake = self.state.phase is not SessionPhase.RESTING  # one that rests takes part in no pass over proposals
         self.count_copying(is_awake and bool(self._copied) and self._copied[0].confidence >= LIKELY)
         if before or self._copied:
             self.tree.copy(self._copied)
@@ -153,7 +145,7 @@ class DrafterSession(ActorSession):
     def _guesses(self, tokens: Iterable[Forced | Copied]) -> Iterator[Guess]:
         for found in itertools.islice(tokens, self._max_copied):
             yield Guess(found.token, found.confidence, raw=found.confidence, copy_kind=found.kind)
-            if found.token in self.shared.opened.stop_tokens:
+            if found.token in self.opened.stop_tokens:
                 return
 
     def _chained(self, num_tokens: int) -> Iterator[Forced | Copied]:
@@ -173,15 +165,11 @@ class DrafterSession(ActorSession):
             beyond += tuple([each.token for each in found])
 
     def forced_after(self, beyond: Sequence[int]) -> list[Forced]:
-        """What the grammar forces after the text and some drafted tokens; none without a grammar.
-
-        A fixed lookahead of a draft model, which would guess better, takes nothing that is much in doubt.
-        """
+        """What the grammar forces after some drafted tokens; for a fixed lookahead nothing that is in doubt."""
         if self.forced is None:
             return []
         max_doubt = 1 if self.has_model and not isinstance(self.policy, AutoPolicy) else 2
-        # A tokenizer may have more tokens than the model.
-        size = self.target_vocab_size
+        size = self.target_vocab_size  # a tokenizer may have more tokens than the model
         return list(
             itertools.takewhile(lambda each: each.doubt <= max_doubt and each.token < size, self.forced.after(beyond))
         )
@@ -189,8 +177,8 @@ class DrafterSession(ActorSession):
     def _copies(self, num_tokens: int, beyond: Sequence[int]) -> Iterator[Copied]:
         if self.search is None:
             return iter(())
-        # A match of one token is seldom right. Only a policy that weighs its price should propose it, and only if there
-        # is no model, which would guess better.
+        # A match of one token is seldom right: only for a policy that weighs its price, without a model that guesses
+        # better.
         shortest = 1 if isinstance(self.policy, AutoPolicy) and not self.has_model else 2
         return self.search.lookup(num_tokens, beyond, shortest=shortest)
 
@@ -207,7 +195,7 @@ class DrafterSession(ActorSession):
 
     def can_continue(self, node: Node) -> bool:
         """Whether a node's token does not end the text."""
-        return node is self.tree.root or node.token not in self.shared.opened.stop_tokens
+        return node is self.tree.root or node.token not in self.opened.stop_tokens
 
     def num_to_feed(self, node: Node) -> int:
         """How many tokens must be fed to draft after a node."""
@@ -231,10 +219,10 @@ class DrafterSession(ActorSession):
         """A proposal of a chain of nodes."""
         state = self.state
         guesses = [node.best for node in nodes if node.best is not None]
-        probs = () if state.opened.settings.rule == "match" else tuple(guess.probs for guess in guesses)
+        probs = () if self.settings.rule == "match" else tuple(guess.probs for guess in guesses)
         # A fixed lookahead is what the user wants verified, whatever it costs. Under the rejection rule, whether a
         # token is judged must not depend on the tokens after it, which were drafted because of it.
-        may_cut = isinstance(self.policy, AutoPolicy) and state.opened.settings.rule == "match"
+        may_cut = isinstance(self.policy, AutoPolicy) and self.settings.rule == "match"
         reach = tuple(node.reach for node in nodes) if may_cut else ()
         tokens = tuple(guess.token for guess in guesses)
         num_stale = sum(1 for _ in itertools.takewhile(self.tree.is_stale, nodes))
@@ -287,7 +275,6 @@ class Drafter(Actor[S]):
             self._leave(session)
 
     def _leave(self, session: S) -> None:
-        """Draft no more for a session, and leave it to the target as soon as that is allowed."""
         session.is_leaving = True
         self._withdraw(session)
 

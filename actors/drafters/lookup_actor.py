@@ -20,8 +20,7 @@ class LookupActor(Drafter[DrafterSession]):
     """Drafts for all sessions by lookup. It has no model and no thread, and answers a verdict as it receives it."""
 
     name = "draft"
-    # A rest is prolonged in each round without a proposal. The target must hear of that before the round after its next
-    # one begins, so that it can decode a pass ahead.
+    # Prolonged in each round without a proposal, and early enough for the target to decode a pass ahead.
     rest_rounds = max_rest_rounds = 3
     busy_seconds = 0.0  # there are no jobs
 

@@ -2,11 +2,10 @@
 
 A *trim* drops the tail of a cache, to any length. A *checkpoint* keeps the state from before a feed, and restores it.
 What mlx-lm's classes say of themselves is not reliable: `is_trimmable` is about the present moment, so a rotating cache
-that fills in the middle of a round cannot be trimmed back; `ConcatenateKVCache.trim` lowers its count of tokens, but
-keeps the tokens.
+that fills in the middle of a round cannot be trimmed back; `ConcatenateKVCache.trim` keeps the tokens.
 
-A file never chooses a class: a state goes into a cache of the class that the model makes for itself, once every number
-and shape in the file has been compared with such a cache.
+A file never chooses a class: a state goes into a cache of the class that the model makes, once it was compared with
+one.
 """
 
 from __future__ import annotations
@@ -95,10 +94,7 @@ class CacheKind:
         return getattr(layer, "max_size", None)
 
     def reads_alike(self, layer: Any, num_tokens: int) -> bool:
-        """Whether a text of `num_tokens` tokens is read the same way, however it is divided into passes. Not if a
-        window that keeps its first tokens is shorter: in a pass over several tokens, mlx-lm's mask hides the kept ones
-        from all but the first.
-        """
+        """Whether a text of `num_tokens` tokens is read the same way, however it is divided into passes."""
         return not getattr(layer, "keep", 0) or bool(num_tokens <= layer.max_size)
 
     def working(self, layer: Any) -> Any:
@@ -111,9 +107,7 @@ class CacheKind:
     # --- how it is rewound ---
 
     def can_trim_after(self, layer: Any, num_tokens: int, back_to: int | None = None) -> bool:
-        """Whether the cache could take `num_tokens` more, and then be trimmed to `back_to`, by default the present
-        length.
-        """
+        """Whether it could take `num_tokens` more and then be trimmed to `back_to`, or to where it is now."""
         return self.always_trims
 
     def trim(self, layer: Any, num_tokens: int) -> None:
@@ -123,8 +117,8 @@ class CacheKind:
     def snapshot(self, layer: Any) -> Restore:
         """Keep the state. Returns a function that restores it, as often as it is called.
 
-        Arrays are kept by reference. Those that the cache assigns into are kept as views, since assignments show
-        through every reference; a view costs a copy of the buffer when the array is next written.
+        Arrays are kept by reference, or as views if the cache assigns into them: a view costs a copy of the buffer at
+        the next write.
         """
         state = {name: self._kept(getattr(layer, name)) for name in self.kept}
 
@@ -170,9 +164,7 @@ class CacheKind:
         """A new cache with the state `taken`, which comes from a file and may be anything.
 
         It is compared with two caches of the model's layer: `like` holds one token, and `longer` some more, so that the
-        two show which shapes depend on the length.
-
-        Raises: MisfitError: this is not the state of such a cache.
+        two show which shapes depend on the length. Raises: MisfitError: this is not the state of such a cache.
         """
         if not self.can_keep_state:
             raise MisfitError(f"the model has a {type(like).__name__}, a cache class that is not known")
@@ -187,11 +179,7 @@ class CacheKind:
         return self.take_state(layer)
 
     def check_prefix_checkpoint(self, taken: LayerState, length: int, layer: Any, like: Any, longer: Any) -> None:
-        """Check that `layer`, which holds at least `length` tokens, can go back to the prefix checkpoint `taken` at
-        that length. The checkpoint may be anything that a file has; see `put_state`.
-
-        Raises: MisfitError: such a cache cannot have had this state at that length.
-        """
+        """Check that `layer` can go back to `length` so; see `put_state`. Raises: MisfitError: it cannot."""
         put_length = self.length(self.put_state(taken, like, longer))
         self._require(put_length in (length, None), "another length in a prefix checkpoint")
 
@@ -317,10 +305,7 @@ class RotatingKVCacheKind(CacheKind):
     is_overwritten = True
 
     def working(self, layer: RotatingKVCache) -> RotatingKVCache:
-        """A cache that can be trimmed even when it is full.
-
-        One that keeps its first tokens is not replaced: what it reads depends on the passes, in prompts too.
-        """
+        """A cache that can be trimmed even when it is full; not if it keeps its first tokens, as passes matter then."""
         return SlidingWindowCache(layer.max_size) if layer.keep == 0 else layer
 
     def most_slots(self, layer: RotatingKVCache) -> int:
@@ -340,18 +325,15 @@ class RotatingKVCacheKind(CacheKind):
         if num_rows == offset:
             fits = _is_number(index, num_rows, num_rows) or (num_rows == max_size and _is_number(index, keep, max_size))
         else:
-            # It has wrapped round: the next row to write is any after the first `keep`; or, after a feed of several
-            # tokens, there are more rows than the window has, in order.
+            # Wrapped round: the next row is any after the first `keep`; or there are more rows than the window has, in
+            # order.
             has_wrapped = max_size <= num_rows and _is_number(offset, num_rows, 2**31 - 1)
             fits = has_wrapped and _is_number(index, keep if num_rows == max_size else num_rows, num_rows)
         self._require_length(fits)
 
 
 class SlidingWindowCacheKind(RotatingKVCacheKind):
-    """In files it is a `RotatingKVCache`.
-
-    A checkpoint keeps references: the cache writes only after the tokens of a checkpoint, unless it was trimmed below.
-    """
+    """In files a `RotatingKVCache`. Tokens before a checkpoint are written only after a trim to below it."""
 
     cache_class = SlidingWindowCache
     is_overwritten = False
@@ -554,7 +536,6 @@ def _num_bytes(state: State) -> int:
 
 
 def _cut(state: State, num_rows: int) -> State:
-    """The state with the first `num_rows` rows of keys and values."""
     if isinstance(state, (tuple, list)):
         return tuple(_cut(inner, num_rows) for inner in state)
     return state[..., :num_rows, :] if isinstance(state, mx.array) else state

@@ -26,8 +26,8 @@ _NUM_MEASURED = 16  # tokens with which shapes are measured: more than a convolu
 class CacheOptions:
     """How a model's caches are made, rewound and quantised."""
 
-    # "auto" takes the best rewind mode that all layers have at the moment: trim, then checkpoint, then none (N=1).
-    # "trim" and "checkpoint" allow only that mode or none.
+    # "auto" takes the best mode that all layers have now: trim, checkpoint, none (N=1). The others allow themselves or
+    # none.
     rewind: Rewind = "auto"
     # Most tokens that a cache keeps, for models that do not make their own caches; None for no bound. As in mlx-lm, the
     # first four tokens are kept for good.
@@ -95,8 +95,7 @@ class CacheOptions:
 
     def rewind_mode(self, cache: list[Any], length: int, num_tokens: int, back_to: int | None = None) -> RewindMode:
         """How a feed after `length` tokens could be undone; see `CacheKind.can_trim_after`."""
-        # Quantisation cannot be undone. Only committed tokens may cause it, so that it happens at the same length as
-        # in plain decoding.
+        # Quantisation cannot be undone. Only committed tokens may cause it: at the same length as in plain decoding.
         if self.kv_bits is not None and length < self._quantized_from <= length + num_tokens:
             return RewindMode.SINGLE
         if self._goes_one_by_one(cache, length, num_tokens):
@@ -116,9 +115,7 @@ class CacheOptions:
         return [tokens]
 
     def quantized_at(self, num_read: int, pass_tokens: int) -> int:
-        """The length at which the caches of a text are quantised, of which `num_read` tokens are read in passes of
-        `pass_tokens`: where a pass ends, or in a feed that `passes` divides.
-        """
+        """The length at which a text's caches are quantised if `num_read` tokens are read in such passes."""
         start = self._quantized_from
         end_of_pass = -(-start // pass_tokens) * pass_tokens
         return min(end_of_pass, num_read) if num_read >= start else start

@@ -19,10 +19,10 @@ from actors.workers.core_sharing import CORES
 class LayerEvaluation(Enum):
     """When the layers of a pass are evaluated, while another model may work.
 
-    MLX's scheduler counts the active tasks of the whole process: on a CPU bundles of operations, on a GPU the command
-    buffers (Metal) or graphs (CUDA) that were committed because they were full. Above ten, each thread that evaluates
-    waits after every operation until a task is done, and on a GPU it commits each operation alone. A target that is
-    evaluated in one go keeps the count there, and a small drafter beside it becomes three times slower on a CPU.
+    MLX's scheduler counts the active tasks of the process: bundles of operations on a CPU, full command buffers (Metal)
+    or graphs (CUDA) on a GPU. Above ten, each thread that evaluates waits after every operation, and a GPU's commits
+    each alone. A target that is evaluated in one go keeps the count there: on a CPU, a small drafter beside it becomes
+    three times slower.
     """
 
     WHOLE = "whole"
@@ -85,16 +85,12 @@ def observing(observer: Observer) -> AbstractContextManager[None]:
 
 
 def handing_on_last() -> AbstractContextManager[None]:
-    """While in force, the last layer of this thread's passes hands on its last position alone: only that position's
-    logits are computed, which are as wide as the vocabulary. Only for a model of which `hands_on_rows` is true.
-    """
+    """While in force, compute only the last position's logits. Only for a model of which `hands_on_rows` is true."""
     return _set(_hands_on_last, True)
 
 
 def hands_on_rows(model: Module) -> bool:
-    """Whether the last layer was run once in the last pass, with a (B, tokens, width) array as its result; False before
-    the first one, or if `evaluating_layers` is not in force. May be asked in any thread between two passes.
-    """
+    """Whether the last layer ran once in the last pass, and gave a (B, tokens, width) array; asked between passes."""
     layers = list(getattr(model, "layers", ()))
     return bool(layers) and getattr(type(layers[-1]), "hands_on_rows", False)
 
@@ -110,11 +106,10 @@ def _set(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def evaluating_layers(model: Module) -> Iterator[None]:
-    """While in force, make the model's layers able to evaluate their results and to be observed; see `evaluating` and
-    `observing`. Each layer's class is replaced by a subclass meanwhile. Any thread may enter and leave.
+    """While in force, let the model's layers evaluate their results and be observed; see `evaluating` and `observing`.
 
-    The last layer does not evaluate its result: it is evaluated with the logits, and where a prompt is read nobody
-    needs it. That saves most of what the layer costs.
+    Each layer's class is replaced by a subclass meanwhile. Any thread may enter and leave. The last layer does not
+    evaluate its result, which is evaluated with the logits, or not at all where a prompt is read.
     """
     layers = [layer for layer in getattr(model, "layers", ()) if isinstance(layer, Module)]
     subclasses: dict[tuple[type, bool], type] = {}

@@ -17,9 +17,7 @@ _limit_before: int | None = None
 
 @contextmanager
 def wired_memory() -> Iterator[None]:
-    """While in force, let Metal keep the models resident, as mlx-lm does while it generates. Several runtimes may
-    enter, in any threads; the last one that leaves restores the limit.
-    """
+    """While in force, in any number of runtimes, let Metal keep the models resident, as mlx-lm does."""
     global _num_users, _limit_before
     with _lock:
         if _num_users == 0:
@@ -42,9 +40,8 @@ def recommended_working_set() -> int | None:
 def release_buffers() -> None:
     """Free the buffers that a GPU's allocator keeps for later use.
 
-    A build of MLX for CPUs alone keeps 32 MB at most, and must not be asked: there, `mx.clear_cache` waits for the
-    streams of all threads, and takes the error with which a stream has failed. It would be raised here, in a job of
-    another model, and the job to which it belongs would go on with the wrong numbers.
+    Not on a CPU, which keeps 32 MB at most: there `mx.clear_cache` waits for the streams of all threads, and takes the
+    error with which one has failed, so that its job would go on with wrong numbers.
     """
     if mx.metal.is_available() or mx.cuda.is_available():
         # On CUDA, what another thread's kernel has failed with is raised here, too, and stays to be raised there.

@@ -95,10 +95,7 @@ def is_quantized(model: Module) -> bool:
 
 
 def quantize_weights(model: Module, *, bits: int, group_size: int, mode: str, is_partly: bool = False) -> None:
-    """Quantise those weights that `mlx_lm.convert` quantises. (mlx-lm's own function for it prints to stdout.)
-
-    Raises: ModelError: some are quantised already; if a model may be quantised partly (`is_partly`), all are.
-    """
+    """Quantise what `mlx_lm.convert` does. Raises: ModelError: some are already; or all are, if `is_partly`."""
     modules = [module for module in model.modules() if hasattr(module, "to_quantized")]
     if is_quantized(model) and not (is_partly and modules):
         raise ModelError("its weights are quantised already; leave quantize out, or give the original model")
@@ -123,10 +120,9 @@ class MLXModel(SharedPasses):
         layer_evaluation: LayerEvaluation | None = None,
     ) -> None:
         """Wrap a model whose weights are evaluated, and feed it two tokens to check it. Messages call it `named`.
-        `layer_evaluation` is for passes beside another model; None for what suits the default device.
 
-        Raises: ModelError: the model would crash the process, does not return logits, or does not fill the cache that
-        it is given; or the options demand something that its caches cannot do. And whatever the model raises.
+        Raises: ModelError: it would crash the process, gives no logits or does not fill its cache; or its caches cannot
+        do what the options demand. And whatever the model raises.
         """
         self._layer_evaluation = layer_evaluation
         for module in model.modules():
@@ -185,8 +181,9 @@ class MLXModel(SharedPasses):
         return self.recorder_slot.recorder is not None
 
     def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """From the next pass on, record the inputs of these layers; the number of layers, as an id, means the output of
-        the last one. None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
+        """From the next pass on, record the inputs of these layers (their number stands for the last one's output).
+
+        None records nothing. `evaluating_layers` must be in force. See also `TextFeatures.want`.
         """
         self.recorder_slot.recorder = None if layer_ids is None else FeatureRecorder(self.module, layer_ids)
 
@@ -313,17 +310,16 @@ def context_length_of(model: Module) -> int | None:
             break
     else:
         return None
-    if _scales_positions(model):
+    # mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base.
+    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
+    if not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes):
         lengths = [_scaled_length(each) for each in (given.get("rope_scaling"), given.get("rope_parameters"))]
         length = max(length, *lengths)
     return length
 
 
 def _scaled_length(scaling: Any) -> int:
-    """The length to which a rotary embedding of this configuration is scaled; 0 if it is not.
-
-    Newer configurations have one for each type of layers; layers with a window do not bound the length.
-    """
+    """The length to which a rotary embedding of this configuration is scaled; 0 if it is not."""
     if not isinstance(scaling, dict):
         return 0
     if by_layer := {name: each for name, each in scaling.items() if isinstance(each, dict)}:
@@ -332,12 +328,6 @@ def _scaled_length(scaling: Any) -> int:
     is_scaled = (scaling.get("type") or scaling.get("rope_type")) != "default"
     is_given = isinstance(original, (int, float)) and isinstance(factor, (int, float))
     return int(original * factor) if is_scaled and is_given else 0  # type: ignore[operator]
-
-
-def _scales_positions(model: Module) -> bool:
-    """Whether mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base."""
-    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
-    return not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes)
 
 
 def _names(layers: Iterable[Any]) -> list[str]:

@@ -11,7 +11,6 @@ rows that reject a token.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,68 +24,23 @@ STEP = 256  # slots by which buffers grow
 MAX_WIDTH = 80  # the widest pass that a ring allows
 
 
-class RowCache(ABC):
-    """One layer's cache of a batch: what `RowBatch` calls. The model calls the rest. For the attributes see there."""
+class RowKVCache:
+    """Keys and values of several texts: one layer's cache of a batch. `Rows` and mlx-lm's model call it."""
 
-    max_width = MAX_CHUNK_TOKENS
-    is_recurrent = False
-    rewinds_passes = False
-    is_padded = False
-
-    @abstractmethod
-    def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
-        """Prepare a pass that reads `widths` (B,) tokens, >= 0, of rows that hold `lengths` (B,) tokens."""
-
-    @abstractmethod
-    def restore(self, rows: Sequence[bool]) -> None:
-        """Restore the state from before the last pass in the rows that are True."""
-
-    @abstractmethod
-    def join(self, single: Any, length: int) -> None:
-        """Add the text of a single text's cache, which gives it up, as a row. An empty text joins only empty ones."""
-
-    @abstractmethod
-    def absorb(self, others: Any) -> None:
-        """Add all rows of another cache of this kind, which gives them up."""
-
-    @abstractmethod
-    def copy_to(self, row: int, length: int, single: Any) -> None:
-        """Give the text of a row to a single text's cache, which is empty or has joined."""
-
-    @abstractmethod
-    def remove(self, row: int) -> None:
-        """Remove a row."""
-
-    @abstractmethod
-    def shrink(self, longest: int) -> None:
-        """Drop what rows of at most `longest` tokens do not need; another row, which may be longer, is removed next."""
-
-    @property
-    @abstractmethod
-    def state(self) -> Any:
-        """The arrays of all rows, to be evaluated."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Memory of all rows."""
-
-
-class RowKVCache(RowCache):
-    """Keys and values of several texts."""
-
-    rewinds_passes = True
-    is_padded = True
+    max_width = MAX_CHUNK_TOKENS  # the widest pass
+    is_recurrent = False  # whether a row can only go back to where it was before its last pass
+    # Whether all tokens of a row stay in it: it can go back to any length, and takes as much memory as the longest row.
+    keeps_all = True
 
     def __init__(self) -> None:
-        # (B, heads, slots, width of a head); None while there is no row.
-        self.keys: mx.array | None = None
+        self.keys: mx.array | None = None  # (B, heads, slots, width of a head); None while there is no row
         self.values: mx.array | None = None
         # (B,) for mlx-lm's models: the tokens in each row, those of the pass included once they are written.
         self.offset = mx.zeros((0,), mx.int32)
         self._end = 0
 
     def begin(self, lengths: Sequence[int], widths: Sequence[int]) -> None:
+        """Prepare a pass that reads `widths` (B,) tokens, >= 0, of rows that hold `lengths` (B,) tokens."""
         self.offset = mx.array(tuple(lengths), mx.int32)
         self._end = max(lengths) + max(widths)
         if self.keys is not None and self.values is not None:
@@ -111,21 +65,24 @@ class RowKVCache(RowCache):
         return mask if window_size is None else mask & (slots > positions - window_size)
 
     def restore(self, rows: Sequence[bool]) -> None:
-        """Nothing to do: a row's smaller length is enough."""
+        """Restore the state from before the last pass in the rows that are True. Here a smaller length is enough."""
 
     def join(self, single: Any, length: int) -> None:
+        """Add the text of a single text's cache, which gives it up, as a row. An empty text joins only empty ones."""
         if length > 0:
             self.keys = self._joined(self.keys, single.keys[:, :, :length])
             self.values = self._joined(self.values, single.values[:, :, :length])
             single.keys = single.values = None
 
-    def absorb(self, others: RowKVCache) -> None:
+    def absorb(self, others: Any) -> None:
+        """Add all rows of another cache of this kind, which gives them up."""
         assert others.keys is not None
         assert others.values is not None
         self.keys, self.values = self._joined(self.keys, others.keys), self._joined(self.values, others.values)
         others.keys = others.values = None
 
     def copy_to(self, row: int, length: int, single: Any) -> None:
+        """Give the text of a row to a single text's cache, which is empty or has joined."""
         assert self.keys is not None
         assert self.values is not None
         single.keys = mx.contiguous(self.keys[row : row + 1, :, :length])
@@ -133,10 +90,12 @@ class RowKVCache(RowCache):
         single.offset = length
 
     def remove(self, row: int) -> None:
+        """Remove a row."""
         if self.keys is not None and self.values is not None:
             self.keys, self.values = _without(self.keys, row), _without(self.values, row)
 
     def shrink(self, longest: int) -> None:
+        """Drop what rows of at most `longest` tokens do not need; another row, which may be longer, is removed next."""
         num_slots = self._num_slots_for(max(1, longest))
         if self.keys is not None and self.values is not None and self.keys.shape[2] > num_slots:
             # Views, which `remove` copies.
@@ -144,10 +103,12 @@ class RowKVCache(RowCache):
 
     @property
     def state(self) -> tuple[mx.array | None, mx.array | None]:
+        """The arrays of all rows, to be evaluated."""
         return self.keys, self.values
 
     @property
     def nbytes(self) -> int:
+        """Memory of all rows."""
         return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
 
     def _zeros_like(self, written: mx.array) -> mx.array:
@@ -175,8 +136,7 @@ class RowRingCache(RowKVCache):
     """Keys and values of the last tokens of several texts: the token at position p is in slot p modulo the slots."""
 
     max_width = MAX_WIDTH
-    rewinds_passes = False
-    is_padded = False
+    keeps_all = False
 
     def __init__(self, window: int) -> None:
         super().__init__()
@@ -213,7 +173,7 @@ class RowRingCache(RowKVCache):
         self._first_held.append(length - min(keys.shape[2], self._num_slots))
         single.keys = single.values = None
 
-    def absorb(self, others: RowKVCache) -> None:
+    def absorb(self, others: Any) -> None:
         super().absorb(others)
         assert isinstance(others, RowRingCache)
         self._first_held += others._first_held
@@ -247,10 +207,12 @@ class RowRingCache(RowKVCache):
         return mx.put_along_axis(ring, slots[None, None, :, None], text[:, :, -num_held:], axis=2)
 
 
-class RowArraysCache(ArraysCache, RowCache):
+class RowArraysCache(ArraysCache):
     """Recurrent states of several texts, stacked."""
 
+    max_width = MAX_CHUNK_TOKENS
     is_recurrent = True
+    keeps_all = False
     cache: list[Any]
     lengths: mx.array | None  # type: ignore[assignment]
 
@@ -293,6 +255,9 @@ class RowArraysCache(ArraysCache, RowCache):
 
     def shrink(self, longest: int) -> None:
         """States have one size."""
+
+
+RowCache = RowKVCache | RowArraysCache
 
 
 def _grown(buffer: mx.array, num_slots: int) -> mx.array:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_map
 
-from actors.mlx.cache_kinds import MisfitError, Restore, kind_of, kinds_of
+from actors.mlx.cache_kinds import LayerState, MisfitError, Restore, State, kind_of, kinds_of
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation, evaluating, handing_on_last, hands_on_rows
 from actors.mlx.memory import release_buffers
-from actors.mlx.row_batch import RowBatch
 from actors.mlx.sequence_state import PrefixCheckpointState, SequenceState, StatefulSequence
-from actors.mlx.stored_tokens import StoredTokens
 from actors.model import ReusableSequence, RewindMode
-from actors.rows.row_text import RowText
-from actors.rows.rows import Rows
+from actors.rows import Rows, RowText
 from actors.trained.features import RecordedFeatures, RecorderSlot
 from protocol.cache_size import LEAST_PREFIX_CHECKPOINTS, MAX_CHECKPOINT_BYTES, MAX_PREFIX_CHECKPOINTS
 from protocol.errors import RewindError
@@ -93,7 +91,7 @@ class MLXSequence(RowText, StatefulSequence):
         self._checkpoints, self._prefix_checkpoints = [], []
 
     def count_row(self) -> None:
-        assert isinstance(self.batch, RowBatch)
+        assert self.batch is not None
         self.features.add(self.length, self.batch.features(self))
         super().count_row()
 
@@ -138,7 +136,9 @@ class MLXSequence(RowText, StatefulSequence):
         last = self._checkpoints[-1].length if self._checkpoints else -1
         if rewind_mode is RewindMode.CHECKPOINT and last < self._length:
             self._checkpoints.append(self._make_checkpoint())
-        self._forget_below(settled)
+        # No rewind can need the checkpoints below the last one at or below `settled`.
+        while len(self._checkpoints) > 1 and self._checkpoints[1].length <= settled:
+            del self._checkpoints[0]
         return rewind_mode
 
     def rewind(self, length: int) -> int:
@@ -362,7 +362,6 @@ class MLXSequence(RowText, StatefulSequence):
         self._prefix_checkpoints = [c for c in self._prefix_checkpoints if c.length <= self._length]
 
     def _rewind_to_checkpoint(self, length: int) -> None:
-        """Restore the last checkpoint at or below a length."""
         below = [c for c in self._checkpoints if c.length <= length]
         # If there is none, the tokens up to the first checkpoint were fed while the cache could be trimmed. A cache
         # that cannot be trimmed any more (a rotating one that filled) can be trimmed again once it is back there.
@@ -382,11 +381,6 @@ class MLXSequence(RowText, StatefulSequence):
             kind.trim(layer, self._length - length)
         self._length = length
 
-    def _forget_below(self, settled: int) -> None:
-        """Drop checkpoints that no rewind can need: all below the last one at or below `settled`."""
-        while len(self._checkpoints) > 1 and self._checkpoints[1].length <= settled:
-            del self._checkpoints[0]
-
     def _grow(self, num_tokens: int) -> None:
         """Count tokens that were fed, and quantise the caches if it is time."""
         old_length, self._length = self._length, self._length + num_tokens
@@ -398,3 +392,77 @@ class MLXSequence(RowText, StatefulSequence):
         # Caches grow in steps of 256 tokens, and MLX would keep each outgrown buffer for later use.
         if old_length // 256 != self._length // 256:
             release_buffers()
+
+
+# --- texts that nobody works on -------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """Successive tokens of a text in some layers. Its arrays may have room for more, and are never assigned to."""
+
+    layers: Sequence[State]
+
+    def cut(self, begin: int, end: int) -> _Part:
+        """Some of the tokens, in arrays of their own."""
+        return _Part(tree_map(lambda array: mx.contiguous(array[..., begin:end, :]), self.layers))
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all arrays."""
+        return LayerState("", tuple(self.layers)).num_bytes
+
+
+class StoredTokens:
+    """Keys and values of one text, taken out of the caches (at `places`) that have a slot for each token."""
+
+    def __init__(self, caches: Sequence[Any], num_tokens: int) -> None:
+        """Take them out of the caches of a text of so many tokens."""
+        found = {
+            place: layer
+            for place, (kind, layer) in enumerate(kinds_of(caches))
+            if kind.has_slots and not layer.empty() and layer.offset == num_tokens
+        }
+        self.places, self._layers = tuple(found), tuple(found.values())
+        self._parts = [(_Part([(layer.keys, layer.values) for layer in self._layers]), num_tokens)]
+        self.take_out()
+
+    def take_out(self) -> None:
+        """Take them out again, after `put_back`."""
+        for layer in self._layers:
+            layer.keys = layer.values = None
+
+    def put_back(self) -> None:
+        """Put them into the caches, in arrays of the text alone, which are computed once they are needed."""
+
+        def joined(*arrays: mx.array) -> mx.array:
+            used = [array[..., :length, :] for array, (_, length) in zip(arrays, self._parts, strict=True)]
+            return mx.concatenate(used, axis=-2)
+
+        for index, layer in enumerate(self._layers):
+            layer.keys, layer.values = tree_map(joined, *(part.layers[index] for part, _ in self._parts))
+
+    def share(self, other: StoredTokens, num_common: int) -> None:
+        """Have the first tokens, which are those of another text, too, in common with it: `places` must be the same."""
+        beginning, own = other._cut_at(num_common), self._cut_at(num_common)
+        self._parts = [*beginning, *self._parts[len(own) :]]
+        for index in range(len(self._layers)):  # one by one, so that little is in memory twice
+            mx.eval([part.layers[index] for part, _ in (*self._parts, *other._parts)])
+
+    def _cut_at(self, length: int) -> list[tuple[_Part, int]]:
+        """The parts with the first tokens. The last part, which no other text has, is cut in two where these end."""
+        found = []
+        for index, (part, num_tokens) in enumerate(self._parts):
+            if 0 < length < num_tokens and index == len(self._parts) - 1:
+                rest = part.cut(length, num_tokens), num_tokens - length
+                part, num_tokens = part.cut(0, length), length
+                self._parts[index:] = [(part, num_tokens), rest]
+            if length > 0:
+                found.append((part, min(num_tokens, length)))
+            length -= num_tokens
+        return found
+
+    @property
+    def memory(self) -> Mapping[int, int]:
+        """The bytes of each part, by its id."""
+        return {id(part): part.num_bytes for part, _ in self._parts}

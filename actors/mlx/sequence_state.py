@@ -94,7 +94,7 @@ class StatefulSequence(ReusableSequence):
     def put_state(self, state: SequenceState) -> None:
         """Give an empty sequence the state of another one.
 
-        Raises: MisfitError, RewindError: this is not the state of a sequence of this model; this sequence stays empty.
+        Raises: MisfitError, RewindError: it is of no sequence of this model; this one stays empty.
         """
 
 

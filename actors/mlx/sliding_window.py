@@ -14,8 +14,7 @@ from mlx_lm.models.cache import RotatingKVCache
 
 # Tokens by which a full window can be trimmed: more than a drafter is ever ahead of its target, two proposals and one.
 MAX_TRIM = 160
-# Slots beyond the window's. When all are taken, every `NUM_SPARE - MAX_TRIM` tokens, the last tokens are copied to a
-# new buffer.
+# Slots beyond the window's. When all are taken, the last tokens are copied to a new buffer.
 NUM_SPARE = 256
 STEP = 256  # slots by which a buffer grows until then
 
@@ -23,11 +22,9 @@ STEP = 256  # slots by which a buffer grows until then
 class SlidingWindowCache(RotatingKVCache):
     """Keys and values of the last tokens of a text, in order. A model computes the same with it as with mlx-lm's.
 
-    Its buffers, (1, heads, slots, width of a head), grow with the text to `NUM_SPARE` slots more than the window. Only
-    a wide pass makes them larger, until they are next replaced: the window, `MAX_TRIM` and the pass's width together.
-
-    A slot is written once, unless a trim has dropped its token. So a reference to the buffers, with the offset, is a
-    checkpoint until the cache is trimmed to below that offset.
+    Its buffers, (1, heads, slots, width of a head), grow to `NUM_SPARE` slots more than the window; or for a wide pass
+    to window, `MAX_TRIM` and its width together, until they are next replaced. A slot is written once, unless a trim
+    has dropped its token: a reference to the buffers, with the offset, is a checkpoint until a trim to below it.
     """
 
     keys: mx.array | None
@@ -94,9 +91,7 @@ class SlidingWindowCache(RotatingKVCache):
         return self.keys[..., seen, :], self.values[..., seen, :]
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """The mask of the next pass, of width N: None if each token sees all that is read, "causal", or an array.
-        mlx-lm's models give a window of their own, if it is smaller.
-        """
+        """The mask of the next pass, of width N; None if each token sees all, as within a model's window."""
         if N > 1:
             return super().make_mask(N, window_size, return_array)
         num_seen = min(self.offset + 1, self.max_size)

@@ -22,9 +22,8 @@ _SAMPLE_SIZE = 256  # elements of each tensor, approximately
 class Fingerprint:
     """Identifies a model. If the fingerprints of two models are equal, one may use the other's caches.
 
-    They differ with the architecture, the configuration, the names, shapes, number formats or quantisation of weights,
-    an adapter, and weights that were trained further, merged or converted again, since that changes nearly all of them.
-    A change to single elements outside the sample, changed code of an architecture, and a forgery do not show.
+    They differ with the architecture, the configuration, the layout of weights, an adapter, and further training. A
+    change to single elements outside the sample, changed code, and a forgery do not show.
     """
 
     family: str
@@ -48,9 +47,7 @@ class Fingerprint:
 
 
 def fingerprint(model: Module, others: Sequence[mx.array] = (), beside: Any = None) -> Fingerprint:
-    """The fingerprint of a model, made on its thread in some milliseconds, whatever the model's size. `others` count
-    among the weights; `beside` is what else its caches depend on, as a value for JSON.
-    """
+    """The fingerprint of a model and `others`, made on its thread in milliseconds; caches depend on `beside`, too."""
     # `parameters` would leave out names that begin with an underscore, such as the frequencies of a rotary embedding.
     leaves = cast(list[tuple[str, Any]], tree_flatten(dict(model)))
     leaves += [(f"others.{i}", array) for i, array in enumerate(others)]

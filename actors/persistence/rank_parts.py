@@ -61,11 +61,7 @@ def receive_record(group: RankGroup) -> SequenceRecord:
 
 
 def send_step(recorder: Recorder, group: RankGroup, fingerprint: dict[str, Any]) -> bool:
-    """Copy the next layer of this rank's part, and send it to rank 0; after the last, also the fingerprint of the
-    rank's part of the model.
-
-    Returns: whether that was all. Raises: RankError: the group is broken.
-    """
+    """Copy the next layer of this rank's part to rank 0; whether it was the last, which brings the fingerprint."""
     record = recorder.step()
     description = None if record is None else {**record.description, "fingerprint": fingerprint}
     group.send(Recorded(recorder.pop_tensors(), description))

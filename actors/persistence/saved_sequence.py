@@ -50,9 +50,8 @@ class FilledSequence:
 
 
 async def save(actor: ModelActor[Any], text: tuple[int, ...]) -> SavedModelState:
-    """An actor's model, and what its prefix cache has of just this text.
+    """An actor's model, and what its prefix cache has of just this text. Cancellation: waits for the running job.
 
-    Cancellation: waits for the running job.
     Raises: RewindError: a cache holds another number of tokens than it should.
     """
     model = _savable(actor)
@@ -76,9 +75,8 @@ async def identify(actor: ModelActor[Any]) -> Fingerprint:
 
 
 async def fill(actor: ModelActor[Any], recorded: SequenceRecord, *, beside_another: bool) -> FilledSequence:
-    """A new sequence of an actor's model with a state from a file. No session can use it before `keep`.
+    """A new sequence of an actor's model with a state from a file, before `keep`. Cancellation: waits for the job.
 
-    Cancellation: waits for the running job.
     Raises: SessionFileError: this is not the state of a sequence of this model.
     """
     with _misfits_named(actor):
@@ -151,9 +149,7 @@ def _find(
 
 
 def _cut(model: SavableModel, state: SequenceState, length: int) -> SequenceState | None:
-    """A state cut to a length, as the tokens after it are of another text and must not get into the file; or to the
-    nearest length below it to which the caches can be rewound. None if there is none.
-    """
+    """The first `length` tokens or fewer of a state, as far as caches can go back; the rest is another text's."""
     with closing(model.open_sequence(beside_another=False)) as sequence:
         sequence.put_state(state)
         tokens = state.tokens[:length]

@@ -14,7 +14,7 @@ from actors.remote.link import BEAT_S, Link, LinkLostError, aged
 from actors.session import Session
 from protocol.drafter_wire import COUNTED, DrafterLoaded, DraftNews, LinkMessage, TargetNews, decode, encode
 from protocol.errors import ProtocolError
-from protocol.leaving import withdrawal_elsewhere
+from protocol.lookahead_tree import withdrawal
 from protocol.messages import Close, Due, Message, Overdue, Proposal, Ready, Rest, Rested, Verdict, Withdraw
 from protocol.prices import OF_DRAFTER, Measurement, Prices
 from protocol.session_state import SessionPhase, SessionState
@@ -267,7 +267,8 @@ class RemoteDrafter:
             self._withdraw(session)
 
     def _withdraw(self, session: _Relayed) -> None:
-        self._target.send_nowait(withdrawal_elsewhere(session.state.opened.session))
+        if (message := withdrawal(session.state.opened.session, None)) is not None:
+            self._target.send_nowait(message)
         self._forget(session)
 
     def _forget(self, session: _Relayed) -> None:

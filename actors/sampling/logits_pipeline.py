@@ -1,8 +1,7 @@
-"""The logits pipeline: from a model's logits to those that tokens are chosen from.
+"""The logits pipeline: from a model's logits to those that tokens are chosen from, in mlx-lm's order and by its parts.
 
-It applies the settings in mlx-lm's order, with mlx-lm's building blocks. First the processors: `logit_bias`, the
-penalties, the user's logits processors. Then, at a temperature above 0, the filters over log-probabilities: top-p,
-min-p, XTC and top-k. The temperature itself belongs to the acceptance rules (`protocol.acceptance`).
+First the processors: `logit_bias`, the penalties, the user's logits processors. Then, at a temperature above 0, the
+filters over log-probabilities: top-p, min-p, XTC and top-k. The temperature itself belongs to `protocol.acceptance`.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import cast
 
 import attrs
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_k, apply_top_p, make_logits_processors
 
 from actors.sampling.user_code import UserProcessors, UserSampler
+from protocol.errors import NotANumberError, ProcessorError
 from protocol.logits_processors import LogitsProcessor
 from protocol.messages import Open
 from protocol.randomness import Purpose, key_for
@@ -57,12 +58,13 @@ class LogitsPipeline:
         self._settings = settings
         self._bias = make_logits_processors(logit_bias=dict(settings.logit_bias))
         self._penalties = _penalties(settings)
-        self._own = UserProcessors(settings.logits_processors, len(opened.prompt))
+        processors = settings.logits_processors
+        self._own = UserProcessors(processors, len(opened.prompt)) if processors else None
         self._filters = _filters(settings) if settings.temperature > 0 else []
         self._sampler = None if settings.sampler is None else UserSampler(settings.sampler)
         # How many tokens before a position the processors need; None for all.
         sizes = [size for _, size in self._penalties]
-        self._look_back = None if len(self._own) > 0 or None in sizes else max(filter(None, sizes), default=0)
+        self._look_back = None if self._own is not None or None in sizes else max(filter(None, sizes), default=0)
         # Processors depend on the text, and XTC draws from its seed.
         self._kind: Hashable | None = None
         self._forced: tuple[int, tuple[int, ...]] = (0, ())  # the first position, and the tokens from there on
@@ -87,7 +89,7 @@ class LogitsPipeline:
     @property
     def runs_user_code(self) -> bool:
         """Whether there is a user's processor or sampler, called with evaluated arrays and evaluated at once."""
-        return len(self._own) > 0 or self._sampler is not None
+        return self._own is not None or self._sampler is not None
 
     @property
     def needs_text(self) -> bool:
@@ -102,39 +104,29 @@ class LogitsPipeline:
         begin = 0 if self._look_back is None else max(0, total - num_rows - self._look_back)
         return TokenHistory(begin, tuple(committed[begin:]) + tuple(beyond[max(0, begin - len(committed)) :]))
 
-    def process(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
+    def process(self, logits: mx.array, history: TokenHistory, start: int, last: mx.array | None = None) -> mx.array:
         """Apply the processors to (n, V) logits for positions start … start + n - 1; `history` ends just before the
-        last of them.
+        last of them, or before one more token `last`, (1,), which may be lazy. Not that if `runs_user_code`.
 
         Returns: (n, V), lazy. With a user's processor, `logits` and the result are evaluated.
         Raises: ProcessorError: a user's processor failed, or its result cannot be evaluated.
         """
-        logits = self._biased(logits)
+        for processor in self._bias:  # does not depend on the text, and takes all rows at once
+            logits = processor(_NO_TOKENS, logits)
         if not self.needs_text:
             return self._with_forced(logits, start)
         histories = [history.before(start + i, self._look_back) for i in range(logits.shape[0])]
-        rows = [self._penalised(logits[i : i + 1], mx.array(history)) for i, history in enumerate(histories)]
-        if len(self._own) > 0:
+        texts = [mx.array(tokens) for tokens in histories]
+        if last is not None:
+            texts = [mx.concatenate([text, last.astype(text.dtype)]) for text in texts]
+        # Slices, since penalties write into the array that they are given, and the logit check reads the model's own.
+        rows = [self._penalised(logits[i : i + 1], text) for i, text in enumerate(texts)]
+        if self._own is not None:
             rows = self._own(rows, histories)
         return self._with_forced(rows[0] if len(rows) == 1 else mx.concatenate(rows), start)
 
-    def process_lazily(self, logits: mx.array, history: TokenHistory, position: int, token: mx.array) -> mx.array:
-        """Apply the processors to (1, V) logits after `token`, (1,), at `position`. The token may be lazy; `history`
-        ends before it. Not if `runs_user_code`. Returns: (1, V), lazy.
-        """
-        logits = self._biased(logits)
-        if not self.needs_text:
-            return self._with_forced(logits, position + 1)
-        before = mx.array(history.before(position, self._look_back))
-        # A slice, since penalties write into the array that they are given, and the logit check reads the model's own.
-        penalised = self._penalised(logits[:1], mx.concatenate([before, token.astype(before.dtype)]))
-        return self._with_forced(penalised, position + 1)
-
     def filter(self, logits: mx.array, start: int) -> mx.array:
-        """Apply the filters to (n, V) processed logits for positions from `start` on.
-
-        Returns: (n, V) log-probabilities, -inf for removed tokens; the unchanged logits if no filter is on. Lazy.
-        """
+        """Filter (n, V) processed logits for positions from `start` on: log-probabilities, -inf if removed; lazy."""
         if not self._filters:
             return logits
         logits = logits.astype(mx.float32)
@@ -144,21 +136,12 @@ class LogitsPipeline:
         return logprobs
 
     def sample(self, logits: mx.array, start: int) -> mx.array | None:
-        """The tokens (n,) that the user's sampler, if there is one, chooses from (n, V) shaped logits, for positions
-        from `start` on.
-
-        Raises: ProcessorError: the sampler failed.
-        """
+        """The ids (n,) that the user's sampler, if any, chooses from (n, V) shaped logits. Raises: ProcessorError."""
         return None if self._sampler is None else self._sampler(logits, start)
 
     def shape(self, logits: mx.array, history: TokenHistory, start: int) -> mx.array:
         """`process`, then `filter`."""
         return self.filter(self.process(logits, history, start), start)
-
-    def _biased(self, logits: mx.array) -> mx.array:
-        for processor in self._bias:  # does not depend on the text, and takes all rows at once
-            logits = processor(_NO_TOKENS, logits)
-        return logits
 
     def _with_forced(self, logits: mx.array, start: int) -> mx.array:
         """Logits (n, V) for positions from `start` on, in which a forced token is the only one of its row."""
@@ -193,6 +176,70 @@ def pad(logits: mx.array, width: int) -> mx.array:
     """Logits (n, W) at the target's width: cut, or filled up with -inf for tokens that the model lacks. Lazy."""
     missing = width - logits.shape[1]
     return mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf) if missing > 0 else logits[:, :width]
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+@attrs.define
+class LogitCheck:
+    """Whether a token can be chosen from rows of logits, by the largest of each row, lazy: (n,) of the model's own, and
+    of the processed ones if these differ.
+
+    MLX's maximum of a row is NaN if any element is. So it is finite if and only if no logit is NaN or +inf and at least
+    one is finite.
+    """
+
+    own: mx.array
+    processed: mx.array | None = None
+    _values: list[tuple[float, ...]] | None = attrs.field(default=None, init=False)
+
+    @classmethod
+    def of(cls, logits: mx.array, processed: mx.array) -> LogitCheck:
+        """The check of the model's rows (n, V), and of the processed rows, which may be the same object."""
+        return cls(mx.max(logits, axis=-1), None if processed is logits else mx.max(processed, axis=-1))
+
+    def arrays(self) -> list[mx.array]:
+        """All arrays, to be evaluated together with something else."""
+        return [self.own] if self.processed is None else [self.own, self.processed]
+
+    def are_sound(self) -> list[bool]:
+        """Whether a token can be chosen from each row."""
+        return [all(map(math.isfinite, row)) for row in self._read()]
+
+    def num_sound(self) -> int:
+        """How many rows come before the first one from which no token can be chosen."""
+        sound = self.are_sound()
+        return sound.index(False) if False in sound else len(sound)
+
+    def _read(self) -> list[tuple[float, ...]]:
+        if self._values is None:
+            self._values = list(zip(*(cast(list[float], each.tolist()) for each in self.arrays()), strict=True))
+        return self._values
+
+    def check(self, row: int, position: int, role: str) -> None:
+        """Check that a token can be chosen from a row, for the token at an absolute position.
+
+        Raises: NotANumberError: the model's own logits are no numbers. ProcessorError: only the processed ones are.
+        """
+        own, *processed = self._read()[row]
+        if not math.isfinite(own):
+            raise NotANumberError(
+                f"the {role} model gave {_named(own)} for the token at position {position}; usually numbers have "
+                "overflowed in float16, or weights are damaged: load the model in bfloat16 or float32, or download it "
+                "again"
+            )
+        if processed and not math.isfinite(processed[0]):
+            raise ProcessorError(
+                f"logits processors, penalties and logit_bias leave {_named(processed[0])} for the token at position "
+                f"{position}; forbid tokens with -inf, and leave at least one logit finite"
+            )
+
+
+def _named(maximum: float) -> str:
+    if math.isnan(maximum):
+        return "logits that are not numbers (NaN)"
+    return "logits that are infinite (+inf)" if maximum > 0 else "no logit that is finite (all are -inf)"
 
 
 # --- penalties and filters by settings ------------------------------------------------------------

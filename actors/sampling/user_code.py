@@ -1,8 +1,7 @@
 """User code on the models' threads: calls a user's logits processors and sampler, and evaluates their results.
 
-A processor's error must end its own stream only, and not look like the model's. But MLX is lazy, so an error in a
-processor's result would come up in the middle of a pass. So the logits are evaluated before a processor gets them, and
-its result right after the call: an error in that second evaluation is the processor's.
+A processor's error must end its own stream only. But MLX is lazy, so an error in its result would come up in the middle
+of a pass. So the logits are evaluated before a processor gets them, and its result right after the call.
 
 Unmarked code is called once for each token of the text. So its last result is kept until the next token: a pass that
 fails after the call, even one launched ahead, has the same token chosen again.
@@ -33,8 +32,7 @@ class UserProcessors:
     def __init__(self, processors: Sequence[LogitsProcessor], prompt_length: int) -> None:
         """Prepare the processors, in trio's thread; never waits.
 
-        Raises: ProcessorError: a processor failed to save its state. If another stream is using it at the moment, its
-            state is saved later, on a model's thread.
+        Raises: ProcessorError: one failed to save its state, which is saved later if another stream uses it now.
         """
         self._processors = [
             _CheckpointedProcessor(processor, prompt_length) if isinstance(processor, Checkpointed) else processor
@@ -43,16 +41,12 @@ class UserProcessors:
         self._are_called_once = not all(map(can_be_speculated_with, processors))
         self._last: tuple[int, list[mx.array]] | None = None  # tokens of the text, and the result after them
 
-    def __len__(self) -> int:
-        return len(self._processors)
-
     def __call__(self, rows: list[mx.array], histories: Sequence[tuple[int, ...]]) -> list[mx.array]:
-        """Apply all processors to (1, V) logits after each of n texts. Synchronises with the device once, and once more
-        for each processor. Returns: n arrays (1, V), evaluated.
+        """Apply all processors to (1, V) logits after each of n texts. Synchronises once, and once for each.
 
-        Raises:
-            ProcessorError: a processor raised, or did not return logits that can be evaluated.
-            Exception: what the evaluation of `rows` raises: the model's error.
+        Returns: n arrays (1, V), evaluated.
+        Raises: ProcessorError: a processor raised, or gave no logits. Also what the evaluation of `rows` raises:
+            the model's error.
         """
         if self._last is not None and self._last[0] == len(histories[-1]):
             return self._last[1]
@@ -104,11 +98,9 @@ class UserSampler:
         self._last: tuple[int, mx.array] | None = None  # a position, and what was chosen for it
 
     def __call__(self, logits: mx.array, start: int) -> mx.array:
-        """Choose a token for each row of (n, V) shaped logits, for positions from `start` on, in order. Synchronises
-        with the device twice.
+        """Choose a token for each row of (n, V) shaped logits, for positions from `start` on. Synchronises twice.
 
-        Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen (see `LogitCheck`).
-        Raises: as `UserProcessors`.
+        Returns: (n,) ids, evaluated; 0 for a row from which no token can be chosen. Raises: as `UserProcessors`.
         """
         if self._last is not None and self._last[0] == start:
             return self._last[1]
@@ -144,10 +136,7 @@ class UserSampler:
 
 
 def evaluate_guarded(who: str, arrays: list[mx.array]) -> None:
-    """Evaluate arrays that user code, named `who`, returned. All that they depend on besides is evaluated already.
-
-    Raises: ProcessorError: an array cannot be evaluated.
-    """
+    """Evaluate arrays that user code, named `who`, returned. Raises: ProcessorError: one cannot be evaluated."""
     try:
         mx.eval(arrays)
     # MLX carries out the user's computations only now, and they may raise anything.

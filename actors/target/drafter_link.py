@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
+
 from actors.actor import Mailbox
 from actors.target.target_session import TargetSession
 from protocol.deadlines import ROUNDS_ALONE, prompt_wait_s, proposal_wait_s
@@ -13,30 +15,20 @@ from protocol.session_state import Commit, SessionPhase
 from protocol.settings import MAX_LOOKAHEAD
 
 
-def _nothing() -> None:
-    pass
+def _nothing() -> None: ...
 
 
+@attrs.define(eq=False)
 class DrafterLink:
-    """The drafter as the target sees it: a mailbox for messages, and proposals that arrive in the sessions' states.
+    """The drafter as the target sees it: a mailbox for messages, and proposals that arrive in the sessions' states."""
 
-    Waiting never changes the text. A drafter that is late is left behind for a round or two (`protocol.deadlines`), and
-    one that is gone is not waited for.
-    """
-
-    def __init__(
-        self, num_sessions: Callable[[], int], prices: Prices, on_overdue: Callable[[TargetSession], None]
-    ) -> None:
-        """A link without a drafter; `num_sessions` returns how many sessions are under way. `on_overdue` is called when
-        the proposal of a session is late, before the drafter is asked for it.
-        """
-        self.mailbox: Mailbox | None = None  # the drafter's; None while there is none: messages to it are dropped
-        self.has_model = False  # whether there is a drafter with a model, which works at the same time as the target's
-        # Has a drafter in this process take in what it was sent, and answer what it can at once. Never waits.
-        self.take_messages: Callable[[], None] = _nothing
-        self._num_sessions = num_sessions
-        self._prices = prices
-        self._on_overdue = on_overdue
+    _num_sessions: Callable[[], int]  # how many sessions are under way
+    _prices: Prices
+    _on_overdue: Callable[[TargetSession], None]  # called when a proposal is late, before the drafter is asked for it
+    mailbox: Mailbox | None = None  # the drafter's; None while there is none: messages to it are dropped
+    has_model: bool = False  # whether there is a drafter with a model, which works at the same time as the target's
+    # Has a drafter in this process take in what it was sent, and answer what it can at once. Never waits.
+    take_messages: Callable[[], None] = _nothing
 
     def attach(self, mailbox: Mailbox, *, has_model: bool, take_messages: Callable[[], None] | None = None) -> None:
         """Send messages to this drafter from now on; `take_messages` has one in this process take them in at once."""
@@ -82,7 +74,7 @@ class DrafterLink:
         """Seconds to wait for a proposal."""
         if not session.is_drafter_ready:
             return prompt_wait_s(self._prices)
-        lookahead = session.shared.opened.settings.lookahead
+        lookahead = session.settings.lookahead
         num_steps = MAX_LOOKAHEAD if lookahead == "auto" else max(1, lookahead)
         return proposal_wait_s(self._prices, num_steps, self._num_sessions())
 
@@ -97,4 +89,4 @@ class DrafterLink:
     def can_hurry(self, session: TargetSession) -> bool:
         """Whether a drafter that is waited for can be asked for what it has drafted by now."""
         # A fixed lookahead is what the user wants, however long it takes.
-        return session.is_drafter_ready and not session.was_asked and session.state.opened.settings.lookahead == "auto"
+        return session.is_drafter_ready and not session.was_asked and session.settings.lookahead == "auto"

@@ -54,12 +54,10 @@ class PassPrices:
     def learn_plain(
         self, job: Job[Any], sessions: Sequence[TargetSession], num_sessions: int, num_rows: int, *, is_ahead: bool
     ) -> None:
-        """Learn from a pass without drafts, which has computed `num_rows` rows, each times the tokens of the longest.
-        `num_sessions` are all whose rounds are run.
+        """Learn from a pass without drafts over `num_rows` rows, which `is_ahead` if it has launched the next one.
 
-        One that was launched ahead began before its job, so it does not show what a pass costs; but it shows what a
-        plain round of several texts costs: nearly all of those are passes ahead. `is_ahead` says whether it has
-        launched the next one.
+        One that was launched ahead began before its job, so it does not show what a pass costs, but what a plain round
+        of several of the `num_sessions` texts costs: nearly all of those are passes ahead.
         """
         was_ahead = self._num_ahead > 0
         self._measures_next = not is_ahead and self._num_ahead >= MEASURED_EVERY
@@ -96,9 +94,7 @@ class PassPrices:
         return self._plain_s + added_s + idle_s / (num_sessions * (self._drafting_share or 1.0))
 
     def learn_round(self, session: TargetSession, num_tokens: int, round_s: float, *, was_proposed: bool) -> None:
-        """Learn from the last pass over proposals what one session's round in it cost, which has committed
-        `num_tokens`. `was_proposed` counts a proposal of any length.
-        """
+        """Learn what a session's round in the last pass over proposals cost, which has committed `num_tokens`."""
         if was_proposed:
             self._prices.observe_round(num_tokens, round_s)
         elif session.was_plain and self._was_single:
@@ -106,9 +102,7 @@ class PassPrices:
             self._prices.observe_plain_round(round_s)
 
     def _is_typical(self, sessions: Sequence[TargetSession], num_sessions: int) -> bool:
-        """Whether the pass that has just ended copied no caches: that of a session which shares a pass for the first
-        time, or those of the others after one has ended. To be asked once a pass: it compares with the pass before.
-        """
+        """Whether the last pass copied no caches, as one does where sessions join or leave. To be asked once a pass."""
         num_before, self._num_before = self._num_before, num_sessions
         is_new = len(sessions) > 1 and not all(session.has_shared for session in sessions)
         return not is_new and num_sessions >= num_before
@@ -120,9 +114,7 @@ class PassPrices:
 
 
 def passes_in_a_row(sessions: Sequence[TargetSession], num_rounds: float) -> int:
-    """Most passes over sessions without drafts in a row, at most `num_rounds`: each commit must fit into its channel,
-    even if the consumer takes nothing meanwhile, and prices are to be measured now and then.
-    """
+    """Most passes in a row, at most `num_rounds`: commits must fit into channels, and prices be measured."""
     if any(session.shared.logits_pipeline.needs_text for session in sessions):
         return 1
     room = min(session.shared.room for session in sessions)

@@ -1,15 +1,12 @@
 """The target's passes, on its model's thread: rows that feed tokens in one forward pass, and are judged by kind.
 
-A row feeds the committed tokens that its cache lacks, and the drafted tokens of a proposal if there are any. A row
-without drafted tokens is judged like a proposal of no tokens.
+A row feeds the committed tokens that its cache lacks, and the drafted tokens of a proposal if there are any. Rows of
+one kind (`LogitsPipeline.kind`) are judged by one set of array operations, the others each by itself.
 
-A pass of rows without drafted tokens may launch the next one before the tokens that this one feeds are read back from
-the device. So building its graph, and the tokens' way through the event loop, cost nothing while the device computes.
-The cache of a row that is *ahead* has its last committed token already, and the logits of the next one are computed or
-being computed; the row is judged by them before it takes part in any other pass.
-
-Rows of one kind (`LogitsPipeline.kind`) are judged by one set of array operations, the others each by itself. User code
-needs evaluated logits, so after a pass that was launched ahead it is called only in the next step.
+A pass of rows without drafted tokens may launch the next one before its tokens are read back from the device. So
+building its graph, and the tokens' way through the event loop, cost nothing while the device computes. The cache of a
+row that is *ahead* has its last committed token already; the row is judged by the logits after that token before it
+takes part in any other pass. User code needs evaluated logits, so it is called only in the next step.
 """
 
 from __future__ import annotations
@@ -22,8 +19,7 @@ import attrs
 import mlx.core as mx
 
 from actors.model import CachedSequence, CacheLostError, Feed, Model, RewindMode
-from actors.sampling.logit_check import LogitCheck
-from actors.sampling.logits_pipeline import NO_HISTORY, LogitsPipeline, TokenHistory, by_kind
+from actors.sampling.logits_pipeline import NO_HISTORY, LogitCheck, LogitsPipeline, TokenHistory, by_kind
 from actors.workers.worker import Step
 from protocol.acceptance import Judgement, LazyJudgements, LazyLikelihoods, ProposedRows, judge, likelihoods
 from protocol.cached_tokens import FeedPlan
@@ -45,7 +41,7 @@ class Row:
     plan: FeedPlan = NOTHING_FED  # brings the cache in line with the committed text; feeds nothing while it is ahead
     proposal: Proposal | None = None  # the drafted tokens to judge
     history: TokenHistory = NO_HISTORY  # of the committed text and the proposal
-    settle: bool = False  # whether only committed tokens are fed; see `protocol.replay`
+    settle: bool = False  # whether only committed tokens are fed; see `ReplayDebt`
     alone: bool = False  # whether the row must have a pass to itself, after one that it shared has failed
     # Set by the pass.
     drafted: tuple[int, ...] = ()  # the drafted tokens that are judged
@@ -82,8 +78,8 @@ class Row:
     def prepare(self) -> Feed | None:
         """Decide what is fed; None if nothing is, since the row is ahead.
 
-        If drafted tokens could not be undone (`RewindMode.SINGLE`), they are not fed: the pass predicts one token, and
-        the first drafted token is compared with it. The same holds with `settle`.
+        With `settle`, or if drafted tokens could not be undone (`RewindMode.SINGLE`), they are not fed: the pass
+        predicts one token, and the first drafted token is compared with it.
 
         Raises: CacheLostError: a pass that the sequence shared has failed since this one was planned.
         """
@@ -125,8 +121,7 @@ class RowResult:
     fed: FeedPlan = NOTHING_FED  # the feed that the cache has carried out
     length: int = 0  # number of cached tokens after the rewind that followed
     single_step: bool = False  # whether only committed tokens were fed, although there were drafted ones
-    # Of the accepted tokens and the one after them, if the session asks for them.
-    likelihoods: tuple[Likelihood, ...] = ()
+    likelihoods: tuple[Likelihood, ...] = ()  # of what is accepted and the next token, if the session asks
     features: Features | None = None  # of the tokens that were fed and accepted, if they are recorded
 
 
@@ -210,12 +205,10 @@ class Passes:
     def steps(
         self, rows: Sequence[Row], shares: Sequence[Share], num_passes: int, *, goes_ahead: bool
     ) -> Step[list[RowResult]]:
-        """Run a pass in each step, fewer if a text ends or a row fails; `shares` are the rows' parts in the first pass.
+        """Run a pass in each step, fewer if a text ends or a row fails; `shares` are the rows' parts in the first.
 
-        Args:
-            num_passes: >= 1. If more than 1, no row may have drafted tokens, or processors that depend on its tokens.
-            goes_ahead: whether each row goes on with one more token after these, whatever they are; then none may have
-                drafted tokens.
+        If `num_passes` is more than 1, or each row `goes_ahead` with one more token after these, no row may have
+        drafted tokens, nor in passes in a row processors that depend on its tokens.
         """
         results = self._pass(rows, goes_ahead=goes_ahead or num_passes > 1)
         if num_passes == 1 or any(
@@ -270,7 +263,6 @@ class Passes:
         return results
 
     def _launch(self, feeds: dict[Row, Feed | None], failed: dict[Row, RowResult]) -> list[_Judged]:
-        """Feed the rows that are not ahead, and judge all; lazy, except for user code."""
         rows, ahead = tuple(feeds), self._ahead
         self._ahead = None
         if ahead is not None and ahead.rows == rows:
@@ -313,9 +305,9 @@ def _judge(
     failed: dict[Row, RowResult],
     before: mx.array | None = None,
 ) -> list[_Judged]:
-    """Judge rows by (R, V) logits, of which each has as many as `counts` says; lazy, except that user code is called.
-    `failed` takes the rows whose processors or samplers fail. `before` are (n,) tokens that were fed after the rows'
-    plans, if there were any.
+    """Judge rows, by `counts` of (R, V) logits each; lazy, but for user code, whose failures go to `failed`.
+
+    `before` are (n,) tokens that were fed after the rows' plans, if there were any.
     """
     kinds = by_kind([row.logits_pipeline.kind for row in rows])
     judged = []
@@ -339,16 +331,19 @@ def _of_rows(logits: mx.array, counts: Sequence[int], indices: Sequence[int]) ->
 def _judged_together(
     rows: Sequence[Row], counts: Sequence[int], logits: mx.array, before: mx.array | None = None
 ) -> _Judged:
-    """Judge rows that run no user code, so that an error raised here is a failure of the pass."""
-    settings, pipeline = rows[0].opened.settings, rows[0].logits_pipeline
-    proposed = [row.to_judge(count, is_ahead=before is not None) for row, count in zip(rows, counts, strict=True)]
-    judgements = judge(pipeline.filter(logits, 0), proposed, settings.rule, settings.temperature)
-    judged = _Judged(rows, counts, logits, LogitCheck.of(logits, logits), judgements)
-    if logits.shape[0] == len(rows):
-        for i, row in enumerate(rows):
-            if (num_top := row.opened.settings.logprobs) and not row.drafted:
-                own = slice(i, i + 1)
-                judged.likelihoods[row] = LazyLikelihoods.of(logits[own], judgements.tokens[own], num_top)
+    """Judge rows of one kind, or a row by itself. Where no user code is run, an error is a failure of the pass."""
+    first, is_ahead = rows[0], before is not None
+    settings, pipeline, position = first.opened.settings, first.logits_pipeline, first.position + is_ahead
+    processed = pipeline.process(logits, first.history, position, before)
+    filtered = pipeline.filter(processed, position)
+    chosen = pipeline.sample(filtered, position)
+    proposed = [row.to_judge(count, is_ahead=is_ahead) for row, count in zip(rows, counts, strict=True)]
+    judgements = judge(filtered, proposed, settings.rule, settings.temperature, chosen=chosen)
+    judged = _Judged(rows, counts, processed, LogitCheck.of(logits, processed), judgements)
+    for i, row in enumerate(rows):
+        if (num_top := row.opened.settings.logprobs) and len(processed) == len(rows) and not row.drafted:
+            own = slice(i, i + 1)
+            judged.likelihoods[row] = LazyLikelihoods.of(processed[own], judgements.tokens[own], num_top)
     return judged
 
 
@@ -357,27 +352,11 @@ def _judged_alone(row: Row, logits: mx.array, before: mx.array | None) -> _Judge
     from the end until it succeeds. Tokens before those rows are judged, so that none is left out because of which token
     it is.
     """
-    if before is not None:
-        lazily = row.logits_pipeline.process_lazily(logits, row.history, row.position, before)
-        return _processed(row, logits, lazily, is_ahead=True)
     num_rows = logits.shape[0]
     while True:
-        some = logits[:num_rows]
         try:
-            return _processed(row, some, row.logits_pipeline.process(some, row.history, row.position))
+            return _judged_together([row], [num_rows], logits[:num_rows], before)
         except ProcessorError:
             if num_rows == 1:
                 raise
         num_rows -= 1
-
-
-def _processed(row: Row, logits: mx.array, processed: mx.array, *, is_ahead: bool = False) -> _Judged:
-    settings, position, num_rows = row.opened.settings, row.position + is_ahead, processed.shape[0]
-    filtered = row.logits_pipeline.filter(processed, position)
-    chosen = row.logits_pipeline.sample(filtered, position)
-    proposed = row.to_judge(num_rows, is_ahead=is_ahead)
-    judgements = judge(filtered, [proposed], settings.rule, settings.temperature, chosen=chosen)
-    judged = _Judged([row], [num_rows], processed, LogitCheck.of(logits, processed), judgements)
-    if settings.logprobs and not row.drafted:
-        judged.likelihoods[row] = LazyLikelihoods.of(processed, judgements.tokens, settings.logprobs)
-    return judged

@@ -1,5 +1,4 @@
-"""Reading prompts at the target: each pass reads a chunk of one prompt, or several short prompts whole. A turn is a
-pass, or several that together read no more tokens, and take no longer, than one may.
+"""Reading prompts at the target: a pass reads a chunk of one prompt, or several short prompts whole.
 
 Tokens that a session scores are read in chunks, too, and scored as they are read.
 """
@@ -9,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
+import attrs
+
 from actors.model import CachedSequence, Model
 from actors.prefill import can_read_together, prefill_chunk, reads_in_one_pass, tokens_per_pass
-from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logits_pipeline import LogitCheck
 from actors.target.target_session import TargetSession
 from actors.workers.worker import Job, JobError, Worker
 from protocol.cached_tokens import FeedPlan
@@ -20,36 +21,25 @@ from protocol.scores import TokenScore, token_scores
 from protocol.session_state import SessionPhase
 from protocol.trace import Share
 
-# A prompt that was begun is read to its end before others if at most this many more chunks are left: only prompts that
-# were not begun can be read together.
+# A prompt is read to its end if at most this many more chunks are left: only unread ones can be read together.
 MAX_CHUNKS_IN_A_ROW = 4
 # Most logits of a pass that scores: 64 MiB in float32. A long text with a large vocabulary would take gigabytes.
 MAX_SCORED_LOGITS = 2**24
 
 
+@attrs.define(eq=False)
 class Reading:
     """The prompts that are being read, in the order in which they have their turns."""
 
-    def __init__(
-        self,
-        model: Model,
-        worker: Worker,
-        chunk_size: PrefillChunkSize,
-        max_batch: int,
-        begin_text: Callable[[TargetSession], Awaitable[None]],
-    ) -> None:
-        """Begin without prompts; `chunk_size` is updated, and `max_batch` is how many texts may share a pass, >= 1.
-
-        `begin_text` runs the pass that reads all that is left of a prompt, and gives the first token of its text.
-        """
-        self._model = model
-        self._worker = worker
-        self._chunk_size = chunk_size
-        # A pass that scores costs more than one that only reads.
-        self._score_size = PrefillChunkSize()
-        self._max_batch = max_batch
-        self._begin_text = begin_text
-        self.prompts: dict[TargetSession, None] = {}  # their sessions
+    _model: Model
+    _worker: Worker
+    _chunk_size: PrefillChunkSize  # is updated
+    _max_batch: int  # how many texts may share a pass, >= 1
+    # Runs the pass that reads all that is left of a prompt, and gives the first token of its text.
+    _begin_text: Callable[[TargetSession], Awaitable[None]]
+    # A pass that scores costs more than one that only reads.
+    _score_size: PrefillChunkSize = attrs.field(factory=PrefillChunkSize, init=False)
+    prompts: dict[TargetSession, None] = attrs.field(factory=dict, init=False)  # their sessions
 
     @property
     def wanted(self) -> list[TargetSession]:
@@ -57,13 +47,11 @@ class Reading:
         return [session for session in self.prompts if not session.shared.is_unwanted]
 
     async def run(self) -> Sequence[TargetSession]:
-        """Read a chunk of the first wanted prompt, or all of it together with other prompts of similar length; then
-        further prompts whole, as long as the turn has no more tokens than a pass may have, and takes no longer. If
-        those waited for another turn, the texts that were read would have a pass without them first, at nearly the
-        price of one with them.
+        """Read a chunk of the first wanted prompt, or all of it together with prompts of similar length; then further
+        prompts whole, as long as the turn has no more tokens than a pass may have, and takes no longer: if those
+        waited, the texts that were read would first have a pass without them, at nearly the price of one with them.
 
-        An error ends the session of a prompt that was read alone. Prompts that were read together are then read again,
-        each alone.
+        An error ends the session of a prompt that was read alone; those read together are read again, each alone.
 
         Returns: the sessions whose prompts were read. A prompt with much left to read goes behind the others.
         """
@@ -90,9 +78,7 @@ class Reading:
             await self._begin_text(session)
             return
         await self._read_chunk(session)
-        assert session.sequence is not None
-        is_auto = tokens_per_pass(session.shared.opened.settings.prefill_step_size, session.sequence) == "auto"
-        goes_on = is_auto and session.failure is None
+        goes_on = tokens_per_pass(session) == "auto" and session.failure is None
         if goes_on and 0 < session.num_to_read <= MAX_CHUNKS_IN_A_ROW * self._chunk_size():
             self.prompts = {session: None, **self.prompts}
 
@@ -100,21 +86,16 @@ class Reading:
         """The sessions of the next pass; none if none is wanted: another thread may set `is_unwanted` at any time."""
         if not (wanted := self.wanted):
             return []
-        first, *others = wanted
-        if self._max_batch == 1 or not _can_share(first):
-            return [first]
-        fitting = [first, *filter(_can_share, others)]
-        indices = read_together(
-            [each.num_to_read for each in fitting], self._chunk_size.most_tokens, self._model.widest_row
-        )
+        fitting = [each for each in wanted if not each.reads_alone and can_read_together(each)]
+        if self._max_batch == 1 or wanted[0] not in fitting:
+            return wanted[:1]
+        lengths = [each.num_to_read for each in fitting]
+        indices = read_together(lengths, self._chunk_size.most_tokens, self._model.widest_row)
         return [fitting[index] for index in indices[: self._max_batch]]
 
     def _can_begin(self, session: TargetSession) -> bool:
-        """Whether the next pass can read all that is left of a prompt and give the first token, too.
-
-        Not if the first round is to verify a proposal, as of a draft model, which reads the prompt at the same time.
-        """
-        opened, num_left, phase = session.shared.opened, session.num_to_read, session.state.phase
+        """Whether the next pass can read the rest of a prompt and give the first token; not for a proposal's round."""
+        opened, num_left, phase = session.opened, session.num_to_read, session.state.phase
         assert session.sequence is not None
         waits = phase in (SessionPhase.PROPOSING, SessionPhase.VERIFYING)
         reads_alone = self._max_batch == 1 and not opened.drafted  # then the text is decoded as `generate_step` does
@@ -127,7 +108,7 @@ class Reading:
 
     async def _read_chunk(self, session: TargetSession) -> None:
         try:
-            opened = session.shared.opened
+            opened = session.opened
             # What was scored already may have to be read again.
             if len(session.cached_tokens) < (end := opened.num_read + len(session.shared.scores)):
                 await prefill_chunk(self._worker, session, opened.prompt[:end], self._chunk_size)
@@ -138,15 +119,15 @@ class Reading:
 
     async def _score_chunk(self, session: TargetSession) -> None:
         """Feed the next of the tokens to score, and score the token after each. The tokens before them were read."""
-        sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.shared.opened
+        sequence, cached_tokens, opened = session.sequence, session.cached_tokens, session.opened
         assert sequence is not None
-        pass_tokens = tokens_per_pass(opened.settings.prefill_step_size, sequence)
+        pass_tokens = tokens_per_pass(session)
         size = self._score_size() if pass_tokens == "auto" else pass_tokens
         begin = len(cached_tokens)
         end = begin + min(size, max(1, MAX_SCORED_LOGITS // self._model.vocab_size))
         plan = cached_tokens.plan(opened.prompt[: min(end, len(opened.prompt) - 1)], num_logits=0)
         scored = opened.prompt[begin + 1 : begin + 1 + len(plan.feed)]
-        call = partial(_score, sequence, plan.feed, scored, opened.settings.logprobs, begin)
+        call = partial(_score, sequence, plan.feed, scored, session.settings.logprobs, begin)
         job = Job("prefill", call, session.id, len(plan.feed))
         scores = await self._worker.run(job)
         session.shared.scores += scores
@@ -155,7 +136,7 @@ class Reading:
 
     async def _read_whole(self, sessions: Sequence[TargetSession]) -> None:
         plans = [
-            session.cached_tokens.plan(session.shared.opened.prompt[: session.shared.opened.num_read], num_logits=0)
+            session.cached_tokens.plan(session.opened.prompt[: session.opened.num_read], num_logits=0)
             for session in sessions
         ]
         sequences = [session.sequence for session in sessions if session.sequence is not None]
@@ -193,8 +174,3 @@ def _score(
     if (num_sound := check.num_sound()) < len(tokens):
         check.check(num_sound, begin + 1 + num_sound, "target")
     return scores
-
-
-def _can_share(session: TargetSession) -> bool:
-    assert session.sequence is not None
-    return not session.reads_alone and can_read_together(session.sequence, session)

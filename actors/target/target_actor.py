@@ -24,11 +24,9 @@ from actors.workers.worker import Job, JobError, Steps, Worker, job_error
 from protocol.errors import OutriderError, ProtocolError, StreamFailedError
 from protocol.messages import Close, Due, Features, Message, PromptFeatures, Proposal, Ready, Rest, Withdraw
 from protocol.open_options import MAX_BATCH, PREFIX_CACHE_BYTES
-from protocol.pass_limit import PassLimit
-from protocol.pass_plan import ReadyRound, TargetView, Turn, next_pass
+from protocol.pass_plan import PassLimit, ReadyRound, TargetQueue, TargetView, Turn, next_pass
 from protocol.prices import Prices
 from protocol.session_state import Commit, SessionPhase
-from protocol.target_queue import TargetQueue
 from protocol.trace import Event, Share
 
 BriefJob = Callable[[TargetSession], Awaitable[None]]
@@ -157,7 +155,6 @@ class TargetActor(ModelActor[TargetSession]):
         self._idle_since_s = self.worker.clock()
 
     def _take_in(self) -> None:
-        """Look at the sessions that have changed."""
         while self._changed:
             changed, self._changed = self._changed, {}
             for session in changed:
@@ -183,9 +180,7 @@ class TargetActor(ModelActor[TargetSession]):
             self._brief_jobs[session] = self._let_go
 
     def _keep_prompt(self, session: TargetSession) -> None:
-        """Put the prompt that was read into the prefix cache, and end the session once its drafter has read it, too.
-        Whoever has asked does not wait for the drafter, which may hang.
-        """
+        """Keep a prompt in the prefix cache, and end its session once a drafter, which may hang, has read it."""
         if session.sequence is not None:
             self._brief_jobs[session] = self._put_away
             return
@@ -330,7 +325,6 @@ class TargetActor(ModelActor[TargetSession]):
             await self._run([session], [self.worker.clock()], 1, reads_prompt=True)
 
     async def _decode(self, sessions: Sequence[TargetSession], view: TargetView) -> None:
-        """Decode sessions that nobody drafts for, in one pass or several in a row."""
         are_all = view.all_are_plain and len(sessions) == len(view.turns)
         num_rounds = min(session.num_plain_rounds for session in sessions)
         # A pass ahead would only delay a chunk of a prompt, which comes next.
@@ -358,7 +352,6 @@ class TargetActor(ModelActor[TargetSession]):
                 self._ready[session] = Turn(round, is_plain=True, is_ahead=session.is_ahead, since_s=now_s)
 
     async def _verify(self, sessions: Sequence[TargetSession], num_drafted: Sequence[int]) -> None:
-        """Run a pass over sessions, some of which have proposals."""
         planned, ready_s = [], []
         for session, number in zip(sessions, num_drafted, strict=True):
             turn = self._ready.pop(session)
@@ -392,11 +385,10 @@ class TargetActor(ModelActor[TargetSession]):
         goes_ahead: bool = False,
         reads_prompt: bool = False,
     ) -> list[TargetSession]:
-        """Run the next pass over sessions whose parts in it are planned, with the times at which they became ready; or
-        up to `num_passes` without drafted tokens in a row, until something changes, the last of which may launch one
-        more. `reads_prompt`: see `_begin_text`.
+        """Run the next pass over sessions that became ready at `ready_s`; or up to `num_passes` without drafted tokens
+        in a row, until something changes, the last of which may launch one more.
 
-        Returns: after passes without drafted tokens, the sessions that can take part in another one at once, in order.
+        Returns: after passes without drafted tokens, the sessions that can take part in another at once, in order.
         """
         shares = [Share(session.id, session.state.round, session.num_planned) for session in sessions]
         is_plain, num_passes = num_passes > 0, max(1, num_passes)
@@ -511,7 +503,6 @@ class TargetActor(ModelActor[TargetSession]):
         return False
 
     def _commit(self, session: TargetSession, result: RowResult) -> Commit:
-        """Commit the tokens of a round, and tell the drafter."""
         state, verdict = session.state, session.verdict(result)
         is_drafted, proposal = state.phase is not SessionPhase.UNDRAFTED, state.outstanding
         commit = state.apply(verdict)
@@ -544,7 +535,6 @@ class TargetActor(ModelActor[TargetSession]):
             self._pass_limit.fail(len(sessions))
 
     async def _read_again(self, session: TargetSession) -> None:
-        """Feed some of the tokens that a session's cache has lost, in one pass of bounded size."""
         del self._ready[session]
         self._begin_job([session])
         try:
@@ -564,7 +554,6 @@ class TargetActor(ModelActor[TargetSession]):
             self._target_queue.leave(session.id, now_s)
 
     def _deliver(self) -> None:
-        """Hand the consumers the commits of the last pass. Never waits."""
         for session in self._texts.values():
             session.shared.deliver_nowait()
             if session.is_blocked and not session.shared.is_blocked:
@@ -572,7 +561,6 @@ class TargetActor(ModelActor[TargetSession]):
                 self._look_at(session)
 
     def _end(self, session: TargetSession, error: Exception) -> None:
-        """End a session with an error, once it can be looked at."""
         session.failure = session.failure or error
         self._look_at(session)
 
@@ -595,9 +583,7 @@ class TargetActor(ModelActor[TargetSession]):
         session.reads_until = session.shared.opened.num_read
 
     def give_way(self, shared: Session, on_done: Callable[[], None]) -> None:
-        """Empty the cache of a text that waits for memory; it is read again when the text goes on. `on_done` is called
-        once that is done, unless the session ends before. Never waits.
-        """
+        """Empty the cache of a text that waits for memory, to be read again, and call `on_done`. Never waits."""
         if (session := self._sessions.get(shared.opened.session)) is not None and not session.has_ended:
             self._brief_jobs[session] = partial(self._give_way, on_done)
             self._wakeup.set()
@@ -609,7 +595,6 @@ class TargetActor(ModelActor[TargetSession]):
         on_done()
 
     async def _end_prompt(self, session: TargetSession) -> None:
-        """Begin the rounds or the scoring, now that the prompt is read."""
         opened, session.has_read_prompt = session.shared.opened, True
         await self._give_prompt_features(session)
         if opened.num_scored > 0:
@@ -664,8 +649,7 @@ class TargetActor(ModelActor[TargetSession]):
     async def _end_or_break(self, session: TargetSession, error: JobError) -> None:
         """End a session one of whose jobs failed, and the whole runtime if the model no longer works.
 
-        An error that is not an `OutriderError` may still be caused by this session alone, by a prompt that does not fit
-        into memory or by a processor. So the model counts as failed only if it also fails a probe.
+        A prompt that does not fit into memory, or a processor, may have caused it. So the model is probed.
         """
         cause = error.__cause__
         if isinstance(cause, OutriderError):

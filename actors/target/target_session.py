@@ -10,11 +10,11 @@ from actors.actor import ActorSession
 from actors.session import Session
 from actors.target.passes import Row, RowResult
 from actors.workers.worker import Worker
+from protocol.cached_tokens import ReplayDebt
 from protocol.deadlines import ROUNDS_ALONE
 from protocol.messages import Overdue, Verdict
 from protocol.pass_plan import Expected, ReadyRound
 from protocol.prices import Mean, Prices
-from protocol.replay import ReplayDebt
 from protocol.session_state import SessionPhase
 
 
@@ -23,8 +23,7 @@ class TargetSession(ActorSession):
 
     def __init__(self, shared: Session) -> None:
         super().__init__(shared)
-        # The sequence's row in passes; None before the first one, and after its cache was lost.
-        self.row: Row | None = None
+        self.row: Row | None = None  # its row in passes; None before the first, and after its cache was lost
         self.replay = ReplayDebt()  # decides when replayed tokens are settled
         self.verify_seconds = 0.0  # spent on verify passes so far
         self.reads_until = 0  # length of the part of the prompt that is to be read
@@ -152,7 +151,7 @@ class TargetSession(ActorSession):
         return Expected(
             awaits_drafter,
             self.is_drafter_ready,
-            self.state.opened.settings.lookahead,
+            self.settings.lookahead,
             None if self.ended_s is None else self.last_ready,
             0.0 if self.ended_s is None else self.ended_s + self.turnaround_s.value,
             can_hurry=awaits_drafter and can_hurry,
@@ -164,7 +163,7 @@ class TargetSession(ActorSession):
         """Prepare the row for its next pass, with the drafter's proposal if there is one; once, unless it is plain."""
         assert self.sequence is not None
         if self.row is None or self.row.sequence is not self.sequence:
-            self.row = Row(self.sequence, self.shared.opened, self.shared.logits_pipeline)
+            self.row = Row(self.sequence, self.opened, self.shared.logits_pipeline)
         row, committed, proposal = self.row, self.state.committed, self.state.outstanding
         row.plan = self.cached_tokens.plan(committed, num_logits=0 if row.is_ahead else 1)
         row.proposal, row.alone = proposal, self.goes_alone
@@ -202,10 +201,7 @@ class TargetSession(ActorSession):
         return num_dropped
 
     def verdict(self, result: RowResult) -> Verdict:
-        """The verdict of the pass that has judged the round, with the place where a stop string ends the text.
-
-        The verdict carries it so that the drafter learns of it at once, as it does of a stop token.
-        """
+        """The verdict of the pass that has judged the round, with the place where a stop string ends the text."""
         assert self.row is not None
         verdict = Verdict(
             self.id,
@@ -224,11 +220,9 @@ class TargetSession(ActorSession):
         return attrs.evolve(verdict, stop=self.shared.find_stop(self.state.preview(verdict)))
 
     def drop_proposal(self) -> Overdue | None:
-        """Drop the outstanding proposal, because a pass with its tokens has failed.
-
-        The target decodes alone for some rounds: twice as many each time, since a failure may cost a text its cache.
-
-        Returns: the message for the drafter; None if the drafter has left.
+        """Drop the outstanding proposal, because a pass with its tokens has failed, and decode alone for some rounds:
+        twice as many each time, since a failure may cost a text its cache. None, and no message, if the drafter has
+        left.
         """
         overdue = Overdue(self.id, self.state.round + self.rounds_undrafted)
         self.rounds_undrafted *= 2

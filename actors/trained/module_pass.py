@@ -9,9 +9,7 @@ import attrs
 import mlx.core as mx
 
 from actors.mlx.row_caches import MAX_WIDTH
-from actors.rows.row_pool import RowPool
-from actors.rows.row_text import RowText
-from actors.rows.rows import Rows
+from actors.rows import RowPool, Rows, RowText
 from actors.trained.shared_reading import SharedPass
 from actors.trained.trained_sequence import DrafterReader, copied_layers
 

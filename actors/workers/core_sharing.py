@@ -1,8 +1,7 @@
 """The cores that the models' threads share, for a BLAS with threads of its own.
 
-Two models that compute at the same time are fastest with half the cores each, and one alone with all of them. But idle
-threads of OpenBLAS wait for more work in a loop, and so keep cores from a model that has just been started beside them.
-So a model gets all cores only after it has been alone for a while, be that in the middle of a pass.
+Two models that compute at once are fastest with half the cores each. Idle threads of OpenBLAS wait for work in a loop,
+and keep cores from another model. So a model gets all cores only after it has been alone for a while.
 """
 
 from __future__ import annotations
@@ -60,9 +59,7 @@ class CoreSharing:
                 self._num_computing -= 1
 
     def update(self) -> None:
-        """Give a model all cores that has been alone for a while. To be called in the middle of long jobs: BLAS reads
-        the number of threads at each of its operations.
-        """
+        """Give a model all cores that has been alone for a while; to be called in the middle of long jobs."""
         if self._set_threads is not None and self._num_threads < self._num_cores:
             with self._lock:
                 self._update()

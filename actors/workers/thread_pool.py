@@ -1,7 +1,6 @@
 """A pool of operating-system threads that workers run on.
 
-A thread that has evaluated on CPU leaves a native thread of MLX's behind, which nothing ends. So a process that opens
-many runtimes runs all of them on the same few threads.
+A thread that has evaluated on CPU leaves a native thread of MLX's behind, which nothing ends. So threads are reused.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class PooledThread:
                     result = synchronized
                 self._thread.name = IDLE
                 if isinstance(result, outcome.Error):
-                    # The thread's state is unknown, so it takes no other work. Whoever is told may end the process,
-                    # whose end has to wait until this thread has released its streams.
+                    # The thread's state is unknown, so it takes no other work. The end of the process waits until its
+                    # streams are released.
                     with _lock:
                         _abandoned.append(self)
                     on_end(result)

@@ -1,8 +1,4 @@
-"""A worker that owns an operating-system thread, to which trio tasks hand jobs.
-
-MLX's streams and random state belong to a thread, so a model lives on one thread from load to shutdown. The threads
-themselves come from `actors.workers.thread_pool`.
-"""
+"""A worker that owns an operating-system thread, to which trio tasks hand jobs, from load to shutdown of a model."""
 
 from __future__ import annotations
 
@@ -55,8 +51,7 @@ class HangError(OutriderError):
 class ThreadWorker:
     """A worker with a thread of its own, as an async context manager, to be left when nobody waits for a job any more.
 
-    Leaving it waits for the running job and gives the thread back to the pool, also under cancellation and when
-    interrupted.
+    Leaving it, even if cancelled or interrupted, waits for the running job and gives the thread back to the pool.
     """
 
     def __init__(

@@ -44,9 +44,7 @@ class Job(Generic[T]):
 
 @attrs.frozen
 class Step(Generic[T]):
-    """What one of several steps returns: its result, which crosses threads, and the call for the next step, if there is
-    one, with that step's `num_tokens` and `shares` (none if the first step was of one session).
-    """
+    """What one of several steps returns: a result, which crosses threads, and the next step, if there is one."""
 
     result: T
     next_call: Callable[[], Step[T]] | None = None
@@ -56,10 +54,9 @@ class Step(Generic[T]):
 
 @attrs.define(eq=False)
 class Steps(Generic[T]):
-    """Several jobs in a row, each of which names the next one. The worker runs them without returning to trio between.
+    """Several jobs in a row, each of which names the next one, without a return to trio in between.
 
-    They end early, after the running one, if they are interrupted, if the call that waits for them is cancelled, or if
-    another job waits for the worker.
+    They end early, after the running one, if they are interrupted, cancelled, or another job waits for the worker.
     """
 
     kind: SpanKind
@@ -161,8 +158,7 @@ def as_job_error(job: Job[Any], result: outcome.Outcome[Any]) -> outcome.Outcome
 
 def job_error(job: Job[Any], error: BaseException) -> JobError:
     """The error of a job, with what its call raised as the cause."""
-    # A user may keep the error for long. The frames that it passed through may hold arrays, such as those that did not
-    # fit into memory.
+    # A user may keep the error for long, and the frames that it passed through may hold arrays.
     traceback.clear_frames(error.__traceback__)
     wrapped = JobError(f"{job.kind} failed: {type(error).__name__}: {error}")
     wrapped.__cause__ = error

@@ -18,7 +18,7 @@ from mlx_lm.generate import generate_step
 
 import runtime
 from actors.mlx.memory import recommended_working_set
-from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logits_pipeline import LogitCheck
 from protocol.errors import ModelError, OutriderError
 from protocol.settings import AUTO_DRAFT, MTP, NGRAM
 from runtime.bench.small_models import FAMILIES, VOCAB_SIZE, nearby_model, small_model, weights_of

@@ -13,7 +13,7 @@ import numpy as np
 from sweeps import sweep
 
 from actors.drafters.draft_steps import guesses_by_match
-from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logits_pipeline import LogitCheck
 from protocol.settings import Settings
 from protocol.tensor import DTYPES, Tensor
 

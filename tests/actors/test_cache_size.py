@@ -22,7 +22,7 @@ from actors.mlx.model import MLXModel
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.shared_passes import SharedPasses
 from actors.model import Feed
-from actors.rows.row_pool import _fitting
+from actors.rows import _fitting
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.cache_size import CacheSize, TextSize
 

@@ -50,9 +50,8 @@ from actors.session import Session
 from protocol.acceptance import likeliest
 from protocol.auto_policy import AutoPolicy
 from protocol.cached_tokens import CachedTokens
-from protocol.draft_budget import DraftBudget
 from protocol.errors import NotANumberError
-from protocol.lookahead_policy import ChainPolicy, PolicyView
+from protocol.lookahead_policy import ChainPolicy, DraftBudget, PolicyView
 from protocol.lookahead_tree import Node
 from protocol.messages import Open, Proposal, Sparse
 from protocol.prices import Prices

@@ -35,8 +35,7 @@ from sweeps import sweep
 from trained_scripts import RecordingTarget, TrainedDraft
 
 from actors.drafters.drafter import policy_by_settings
-from protocol.draft_budget import EMPTY_BUDGET, DraftBudget
-from protocol.lookahead_policy import Policy, PolicyView
+from protocol.lookahead_policy import EMPTY_BUDGET, DraftBudget, Policy, PolicyView
 from protocol.lookahead_tree import Node
 from protocol.prices import Prices
 from protocol.settings import Settings

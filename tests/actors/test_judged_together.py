@@ -43,7 +43,7 @@ def test_choices_of_several_texts_are_those_of_each(rule: Any, temperature: floa
     for seed in range(8):
         rows = logits(seed).astype(dtype if rule == "match" else mx.float32)
         if rule == "match":
-            each = [scores(rows[i : i + 1], temperature, *own, VOCAB_SIZE) for i, own in enumerate(DECISIONS)]
+            each = [scores(rows[i : i + 1], temperature, [own], VOCAB_SIZE) for i, own in enumerate(DECISIONS)]
             alone = [mx.argmax(one) for one in each]
         else:
             keys = [key_for(own, Purpose.RECOVER, position) for own, position in DECISIONS]

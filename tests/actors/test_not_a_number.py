@@ -31,7 +31,7 @@ from scripted import (
 from sweeps import sweep
 
 import runtime
-from actors.sampling.logit_check import LogitCheck
+from actors.sampling.logits_pipeline import LogitCheck
 from protocol.errors import NotANumberError, ProcessorError
 
 PROMPT = [5, 6, 7, 8, 9]

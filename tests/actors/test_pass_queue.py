@@ -38,7 +38,7 @@ from sweeps import sweep
 
 import runtime
 from actors.model import Feed, feed_each
-from protocol.pass_limit import SMALL_PASSES
+from protocol.pass_plan import SMALL_PASSES
 from protocol.prices import Prices
 from protocol.trace import Span
 

@@ -20,8 +20,8 @@ from sweeps import sweep
 import runtime
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
-from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import MAX_WIDTH, RowKVCache, RowRingCache
+from actors.mlx.shared_passes import RowBatch
 from actors.model import Feed, RewindMode
 from protocol.trace import Event, Span
 

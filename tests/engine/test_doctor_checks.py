@@ -20,8 +20,8 @@ from scenario import Scenario
 from simulation import run_simulation
 
 import protocol.acceptance
-from actors.mlx.row_batch import RowBatch
 from actors.mlx.row_caches import RowKVCache
+from actors.mlx.shared_passes import RowBatch
 from runtime.doctor import checks
 from runtime.doctor.checks import Subject
 from runtime.doctor.report import NUMBERS_OF_TEXTS, REPORT_WIDTHS

@@ -38,7 +38,8 @@ SMALLEST_P_VALUE = 1e-4
 
 
 def choices(logits: mx.array, temperature: float, seed: int, start: int, noise_size: int) -> mx.array:
-    return mx.argmax(scores(logits, temperature, seed, start, noise_size), axis=-1)
+    decisions = [(seed, start + i) for i in range(logits.shape[0])]
+    return mx.argmax(scores(logits, temperature, decisions, noise_size), axis=-1)
 
 
 def judge_by_match(

@@ -13,8 +13,7 @@ from trees import POSITION, ROOT, at, chain_of, tree_of, view_of
 
 from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
-from protocol.draft_budget import EMPTY_BUDGET, DraftBudget, StepWorth
-from protocol.lookahead_policy import ChainPolicy, Policy, PolicyView
+from protocol.lookahead_policy import EMPTY_BUDGET, ChainPolicy, DraftBudget, Policy, PolicyView, StepWorth
 from protocol.lookahead_tree import Guess, LookaheadTree, Node
 from protocol.prices import Prices
 

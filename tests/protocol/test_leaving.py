@@ -10,8 +10,7 @@ import pytest
 from trees import POSITION, ROOT
 
 import protocol
-from protocol.leaving import withdrawal
-from protocol.lookahead_tree import Guess, LookaheadTree
+from protocol.lookahead_tree import Guess, LookaheadTree, withdrawal
 from protocol.messages import Withdraw
 
 SESSION = 3
@@ -65,4 +64,4 @@ def test_no_other_code_makes_a_withdrawal() -> None:
     sources = [path for package in ("protocol", "actors", "runtime") for path in (root / package).rglob("*.py")]
     assert len(sources) > 100
     makes = re.compile(r"(?<!class )(?<!case )\bWithdraw\(")
-    assert [path.name for path in sources if makes.search(path.read_text("utf-8"))] == ["leaving.py"]
+    assert [path.name for path in sources if makes.search(path.read_text("utf-8"))] == ["lookahead_tree.py"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.replay import ReplayDebt
+from protocol.cached_tokens import ReplayDebt
 
 seconds = st.floats(1e-4, 10.0)
 

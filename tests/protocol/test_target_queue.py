@@ -9,10 +9,9 @@ from trees import chain_of, view_of
 
 from protocol.auto_policy import AutoPolicy
 from protocol.calibration import Calibration
-from protocol.draft_budget import EMPTY_BUDGET
-from protocol.lookahead_policy import PolicyView
+from protocol.lookahead_policy import EMPTY_BUDGET, PolicyView
+from protocol.pass_plan import TargetQueue
 from protocol.prices import Prices
-from protocol.target_queue import TargetQueue
 
 # --- estimated times ------------------------------------------------------------------------------
 

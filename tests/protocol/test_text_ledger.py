@@ -6,7 +6,7 @@ import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.text_ledger import TextLedger
+from protocol.rank_messages import TextLedger
 
 TOKENS = st.lists(st.integers(0, 200_000), max_size=12)
 

@@ -14,11 +14,10 @@ from sweeps import sweep
 from protocol import drafter_wire, rank_messages
 from protocol.errors import ProtocolError
 from protocol.messages import Features, Open, Proposal
-from protocol.rank_messages import Operation, Operations
+from protocol.rank_messages import Operation, Operations, TextEntry
 from protocol.session_state import Commit
 from protocol.settings import Settings
 from protocol.tensor import Tensor
-from protocol.text_ledger import TextEntry
 from protocol.wire import MAX_FRAME_BYTES, Frames
 
 SIMPLE: dict[Any, st.SearchStrategy[Any]] = {

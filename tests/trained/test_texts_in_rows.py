@@ -18,7 +18,7 @@ from sweeps import sweep
 from trained_drafters import KINDS, close, make
 
 from actors.model import Feed
-from actors.rows.rows import Rows
+from actors.rows import Rows
 from actors.trained.drafter_model import TrainedDrafter
 from actors.trained.kinds.eagle3 import Eagle3Reader
 from actors.trained.kinds.mtp import MTPReader
