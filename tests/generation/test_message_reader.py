@@ -13,12 +13,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
-from chat_models import says
+from chat_models import demo_with, says
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import llama
 from sweeps import sweep
 from tool_call_cases import TOOLS, call_format
-from transformers import AutoTokenizer
 
 import runtime
 from runtime.generation.answers.message_format import HARMONY, MUSE_SPARK
@@ -187,9 +186,7 @@ def test_text_and_arguments_come_as_they_are_written() -> None:
 
 @sweep("tags", [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|inner_prefix|>", "<|inner_suffix|>")])
 def test_tags_that_are_special_tokens_mark_the_reasoning(tags: tuple[str, str]) -> None:
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens(list(tags), special_tokens=True)
-    tokenizer = TokenizerWrapper(base)
+    tokenizer = demo_with(*tags)
     for prompt, text in (("", f"{tags[0]}a{tags[1]}b"), (tags[0], f"a{tags[1]}b")):
         answer = ReasoningTracker(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
         assert answer.is_thinking is bool(prompt)
@@ -242,11 +239,8 @@ SAID = f"{FINAL}It is 8, so 8."
 
 @functools.cache
 def tokenizer() -> TokenizerWrapper:
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
     # The scripted model counts its turns by a token for the role.
-    base.add_tokens([*HARMONY.marks, "<|assistant|>"], special_tokens=True)
-    base.chat_template = TEMPLATE
-    return TokenizerWrapper(base)
+    return demo_with(*HARMONY.marks, "<|assistant|>", template=TEMPLATE)
 
 
 def target() -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, says, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, llama, near
-from sample_tokenizers import DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
+from sample_tokenizers import Bytes, DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -139,16 +139,6 @@ def test_what_lies_ahead_is_searched_and_given_only_where_the_text_ends() -> Non
 # --- tokens of any bytes --------------------------------------------------------------------------
 
 
-class Table:
-    """A tokenizer whose tokens are these bytes."""
-
-    def __init__(self, tokens: Sequence[bytes]) -> None:
-        self._tokens = tokens
-
-    def decode(self, ids: list[int]) -> str:
-        return b"".join(self._tokens[i] for i in ids).decode(errors="replace")
-
-
 PARTS = [
     *(text.encode() for text in ("a", "b", "ab", "ba", " ", "é", "中", "🙂", "\u0301", "\ufffd")),
     *(b"\xf0", b"\xf0\x9f", b"\x9f\x99", b"\x99\x82", b"\x82", b"a\xf0\x9f", b"ab\xf0", b"\x82b"),
@@ -164,7 +154,7 @@ def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
 ) -> None:
     if len(found := [i for i, token in enumerate(tokens) if token in ends]) > 0:
         del tokens[found[0] + 1 :]  # the end of the text
-    table = Table(PARTS)
+    table = Bytes(PARTS)
     assert read(table, tokens, stops, ends) == cut(table.decode, tokens, stops, ends)
 
 
@@ -175,7 +165,7 @@ def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
 ) -> None:
     is_over = data.draw(st.booleans())
     borders = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=5)) if len(tokens) > 1 else [])
-    find, table, decided = StopFinder(Table(PARTS), opened(stops)), Table(PARTS), None
+    find, table, decided = StopFinder(Bytes(PARTS), opened(stops)), Bytes(PARTS), None
     for round, (begin, end) in enumerate(itertools.pairwise([0, *borders, len(tokens)])):
         finish_reason = "length" if is_over and end == len(tokens) else None
         commit = Commit(0, round, 1 + begin, tuple(tokens[begin:end]), 0, finish_reason=finish_reason)

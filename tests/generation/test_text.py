@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, DecodeOnly, byte_fallback, demo
+from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, Bytes, DecodeOnly, byte_fallback, demo
 from sweeps import sweep
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -198,16 +198,6 @@ def test_a_character_after_many_stray_bytes_is_whole(number: int) -> None:
 @sweep("number", [1, 16, 40])
 def test_a_word_after_many_tokens_without_text_has_its_space(number: int) -> None:
     assert "".join(pieces(Vocabulary(), [2, *[0] * number, 3])) == "a b"
-
-
-class Bytes:
-    """A tokenizer whose ids stand for some bytes each."""
-
-    def __init__(self, parts: list[bytes]) -> None:
-        self._parts = parts
-
-    def decode(self, ids: list[int]) -> str:
-        return b"".join(self._parts[id] for id in ids).decode(errors="replace")
 
 
 @sweep("text", ["é" * 60, "中文和日本語" * 10, "a🙂" * 30])

@@ -18,7 +18,6 @@ import mlx.core as mx
 import pytest
 from asgi import Letters
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, p_value, random_price
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scripted import (
     Script,
     ScriptedModel,
@@ -34,7 +33,6 @@ from scripted import (
     within,
 )
 from sweeps import sweep
-from transformers import AutoTokenizer
 
 import runtime
 from runtime.generation.answers.message_format import HARMONY
@@ -328,9 +326,7 @@ def limit_of(tokenizer: Any, num_tokens: int, prompt: Sequence[int]) -> Reasonin
 
 
 def test_an_answer_of_messages_that_reasons_again_gets_the_header_of_its_content() -> None:
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens([*HARMONY.marks], special_tokens=True)
-    tokenizer = TokenizerWrapper(base)
+    tokenizer = chat_models.demo_with(*HARMONY.marks)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     prompt = encode("<|start|>assistant")
     limit, text = limit_of(tokenizer, 2, prompt), list(prompt)

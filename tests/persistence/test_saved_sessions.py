@@ -14,15 +14,13 @@ from typing import Any
 
 import attrs
 import mlx.nn as nn
-import mlx_lm
 import pytest
 import trio
 import trio.testing
 from architectures import ARCHITECTURES, build
-from chat_models import QUIET, ROLES, TEMPLATE, VOCAB_SIZE, tokenizer
+from chat_models import QUIET, ROLES, TEMPLATE, VOCAB_SIZE, demo_with, tokenizer
 from command_line import piped, save_model
 from completions import ids
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import gemma3_text, llama, near
 from sweeps import sweep
 
@@ -269,11 +267,8 @@ async def test_a_draft_model_that_comes_later_reads_the_text_anew(tmp_path: Path
 
 
 async def test_another_vocabulary_is_refused(path: Path) -> None:
-    other = mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
-    more = other._tokenizer.__class__.from_pretrained(str(runtime.DEMO_TARGET))
-    more.add_tokens([*ROLES, "<|more|>"], special_tokens=True)
-    more.chat_template = TEMPLATE
-    async with runtime.open((llama(vocab_size=VOCAB_SIZE), TokenizerWrapper(more))) as rt:
+    more = demo_with(*ROLES, "<|more|>", template=TEMPLATE)
+    async with runtime.open((llama(vocab_size=VOCAB_SIZE), more)) as rt:
         assert "tokenizer of another vocabulary" in await refusal(rt, path)
     async with runtime.open((llama(vocab_size=VOCAB_SIZE), None)) as rt:
         assert "with a tokenizer, and this runtime has none" in await refusal(rt, path)

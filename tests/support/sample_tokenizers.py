@@ -46,6 +46,16 @@ class DecodeOnly:
         return self._tokenizer.decode(ids)
 
 
+class Bytes:
+    """A tokenizer whose ids stand for some bytes each."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._parts = parts
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(self._parts[id] for id in ids).decode(errors="replace")
+
+
 WORDS = ["▁the", "▁cat", "▁sat", "s", "▁"]
 
 
