@@ -22,12 +22,12 @@ class Stop:
 
 
 class StopMatcher:
-    """Finds stop strings, at least one and none empty, in a text that comes in pieces."""
+    """Finds stop strings, none empty, in a text that comes in pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found: str | None = None  # the stop string that ended the text; None so far
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops))
+        self._longest = max(map(len, stops), default=0)
         self.withheld = ""  # the end of the text so far, if it may be the beginning of a stop string
 
     def add(self, piece: str, ahead: str = "") -> str:

@@ -99,10 +99,8 @@ class RankGroup:
             )
 
     def connect_mlx(self, draft_rank: int | None = None) -> None:
-        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before. All of them call
-        this at the same time.
-
-        Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
+        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before; all call this at the
+        same time. Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
         """
         if self.mlx is not None:
             return
@@ -128,10 +126,8 @@ class RankGroup:
         self.mlx, self._mlx_without = group, draft_rank
 
     def run(self, name: str, work: Callable[[], T], timeout_s: float | None = None, late: str = LATE) -> T:
-        """Do a piece of work on a thread, and wait for its result until it ends or the group is broken.
-
-        Raises: what the work raises, and RankError: the group is broken, or the time is up, which breaks it for the
-            reason `late`. A thread may be stuck in a collective.
+        """Do a piece of work on a thread, and wait for its result until it ends or the group is broken. Raises: what
+        the work raises, and RankError: the group is broken, or the time is up, which breaks it for the reason `late`.
         """
         results: list[T] = []
         ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
@@ -153,10 +149,7 @@ class RankGroup:
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
-        """Send a message to rank 0, or from rank 0 to all others, to those of the target, or to one of them.
-
-        Raises: RankError: the group is broken.
-        """
+        """Send a message to rank 0, or from there to all, the target's ranks, or one. Raises: RankError."""
         self.check()
         for rank, connection in self._connections.items():
             if to not in (None, rank) or (to_target and rank == self.draft_rank):
@@ -169,11 +162,9 @@ class RankGroup:
                     raise lost from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Wait for the next `RankMessage`, and the rank that sent it. To be called by one thread at a time.
+        """The next `RankMessage`, and the rank that sent it; in one thread at a time.
 
-        Raises:
-            RankError: the group is broken, and all messages from before are received.
-            TimeoutError: none has come in time.
+        Raises: RankError: the group is broken, and all messages from before are received. TimeoutError: none has come.
         """
         try:
             received = self._inbox.get(timeout=timeout_s)
@@ -237,8 +228,8 @@ class RankGroup:
         """The reason behind an error of the target's on this rank, which may well be another rank.
 
         MLX says that a connection was lost, but not whose. So this waits until the heartbeats tell; if they do not, the
-        error here is the reason, and the others wait for this rank's part of a pass. An error that leaves the ranks in
-        step is given back as it is, unless it has ended an operation that the others repeat (`is_out_of_step`).
+        error here is the reason. An error that leaves the ranks in step is given back as it is, unless it has ended an
+        operation that the others repeat (`is_out_of_step`).
         """
         if not isinstance(error, RuntimeError) or isinstance(error, OutriderError):
             return error
@@ -250,8 +241,7 @@ class RankGroup:
     @contextmanager
     def on_error(self, call: Callable[[RankError], None]) -> Iterator[None]:
         """While in force, have the group call a function, from any thread, once it is broken; at once if it is already.
-
-        Of several functions, the last is called first: streams are told why they end before the worker under them ends.
+        The last one is called first: streams are told why they end before the worker under them ends.
         """
         with self._lock:
             if (broken := self._failure) is None:

@@ -23,7 +23,7 @@ from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
-from actors.model import Feed, ReusableSequence, RewindMode
+from actors.model import Feed, ReusableSequence
 from actors.persistence.fingerprint import fingerprint
 from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
@@ -56,12 +56,11 @@ class Announcer:
         reads: Sequence[int] = (),
         holds_back: bool = False,
     ) -> Iterator[bool]:
-        """Announce the operation that the block runs; see `Operation`. What that calls in turn is not announced: each
-        rank calls it. `reads` are the sequences that a pass reads. With `holds_back`, the announcement may wait for the
-        next one.
+        """Announce the operation that the block runs; see `Operation`. Those inside it are not announced: each rank
+        calls them. `reads` are the sequences that a pass reads. With `holds_back`, it may wait for the next one.
 
-        Yields: whether this is the outermost operation. Raises: RankError: the group is broken, or the operation has
-        failed, which breaks it: the other ranks have done their part.
+        Yields: whether this is the outermost one. Raises: RankError: the group is broken, or the operation has failed,
+        which breaks it: the others have done their part.
         """
         if self._is_inside:
             yield False
@@ -113,6 +112,19 @@ class TakenParts:
         yield tuple(parts.values())
 
 
+def _announced(name: str, *, holds_back: bool = False) -> Any:
+    """`MLXSequence`'s method of a name, announced. It feeds nothing, and may drop tokens."""
+    method = getattr(MLXSequence, name)
+
+    def announced(self: ShardedSequence, *arguments: Any) -> Any:
+        with self._announcer.announced(name, self.number, *arguments, holds_back=holds_back):
+            result = method(self, *arguments)
+            self._announcer.ledger.cut(self.number, self.length)
+            return result
+
+    return announced
+
+
 class ShardedSequence(MLXSequence):
     """One rank's part of a sequence; see `CachedSequence`. Made by `ShardedModel.open_sequence`."""
 
@@ -134,26 +146,17 @@ class ShardedSequence(MLXSequence):
                 self._announcer.ledger.feed(self.number, tokens)
             return logits
 
-    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        with self._announcer.announced("prepare", self.number, num_tokens, settled, holds_back=True):
-            return super().prepare(num_tokens, settled)
-
-    def rewind(self, length: int) -> int:
-        with self._announcer.announced("rewind", self.number, length):
-            kept = super().rewind(length)
-            self._announcer.ledger.cut(self.number, kept)
-            return kept
+    prepare = _announced("prepare", holds_back=True)
+    rewind = _announced("rewind")
+    forget = _announced("forget")
+    add_prefix_checkpoint = _announced("add_prefix_checkpoint")
+    reuse = _announced("reuse")
 
     def leave_batch(self) -> None:
         """Announced only if it changes something."""
         if self.is_row:
             with self._announcer.announced("leave_batch", self.number):
                 super().leave_batch()
-
-    def forget(self) -> None:
-        with self._announcer.announced("forget", self.number):
-            super().forget()
-            self._announcer.ledger.cut(self.number, 0)
 
     def close(self) -> None:
         if self._announcer.group.error is not None:
@@ -162,15 +165,6 @@ class ShardedSequence(MLXSequence):
         with self._announcer.announced("close", self.number):
             super().close()
             self._announcer.ledger.close(self.number)
-
-    def add_prefix_checkpoint(self) -> None:
-        with self._announcer.announced("add_prefix_checkpoint", self.number):
-            super().add_prefix_checkpoint()
-
-    def reuse(self, length: int) -> None:
-        with self._announcer.announced("reuse", self.number, length):
-            super().reuse(length)
-            self._announcer.ledger.cut(self.number, length)
 
     def copy(self, length: int, number: int | None = None) -> ShardedSequence:
         """`number` is that of the copy at rank 0, if this is another rank."""
@@ -199,16 +193,11 @@ class ShardedSequence(MLXSequence):
         """The other ranks put their parts, which they have kept or are sent now."""
         announcer, others = self._announcer, state.others
         followers = announcer.followers
-        records: tuple[SequenceRecord, ...] = ()
-        kept: tuple[int, ...] = ()
-        if isinstance(others, TakenParts):
-            kept = (others.number,)
-        elif isinstance(others, tuple) and len(others) == len(followers):
-            records = others
-        else:
-            num_parts = len(others) + 1 if isinstance(others, tuple) else 1
+        kept = (others.number,) if isinstance(others, TakenParts) else ()
+        records = others if isinstance(others, tuple) else ()
+        if not kept and len(records) != len(followers):
             raise MisfitError(
-                f"its number of parts is {num_parts}, and the target is sharded over {len(followers) + 1} ranks"
+                f"its number of parts is {len(records) + 1}, and the target is sharded over {len(followers) + 1} ranks"
             )
         with announcer.announced("put_state", self.number, state.tokens, *kept):
             for rank, record in zip(followers, records, strict=False):
@@ -346,12 +335,7 @@ class FollowingModel:
         self._recorders: dict[int, Recorder] = {}
 
     def run(self, operation: Operation) -> None:
-        """Repeat an operation. Logits are not computed: only rank 0 chooses tokens.
-
-        Raises:
-            RankError: this rank is out of step with rank 0.
-            Whatever the model raises.
-        """
+        """Repeat an operation, without logits: only rank 0 chooses tokens. Raises: RankError: it is out of step."""
         for text in operation.texts:
             own, length = self._model.ledger.entry(text.sequence), self._sequences[text.sequence].length
             if own != text or length != text.length:
@@ -435,25 +419,23 @@ class FollowingModel:
 
     def _put_state(self, sequence: ShardedSequence, tokens: tuple[int, ...], kept: int | None = None) -> str | None:
         """Put this rank's part of a state into a sequence: what it has `kept` under a number, or what rank 0 sends.
-
         Returns: why it is not a part for this model; None if it is.
         """
         try:
-            state = self._received_state(tokens) if kept is None else attrs.evolve(self._states[kept], tokens=tokens)
+            if kept is not None:
+                state = attrs.evolve(self._states[kept], tokens=tokens)
+            else:
+                record = receive_record(self._group)
+                saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
+                if saved != self._identity:
+                    raise MisfitError("its part is that of another rank, or of another model")
+                state = recall(record, tokens)
             with never_computed():
                 MLXSequence.put_state(sequence, state)
         except (MisfitError, RewindError) as error:
             return str(error)
         self._model.ledger.feed(sequence.number, tokens)
         return None
-
-    def _received_state(self, tokens: tuple[int, ...]) -> SequenceState:
-        """The part of a saved text that rank 0 sends to this rank. Raises: MisfitError: it is not one of this model."""
-        record = receive_record(self._group)
-        saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
-        if saved != self._identity:
-            raise MisfitError("its part is that of another rank, or of another model")
-        return recall(record, tokens)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

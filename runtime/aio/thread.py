@@ -17,7 +17,7 @@ from protocol.errors import RuntimeClosedError, WrongEventLoopError
 from runtime.aio import asyncio_loop
 from runtime.bridge.portal import Future, TrioThread
 from runtime.engine.runtime import Runtime
-from runtime.generation.feeding import feed
+from runtime.generation.many_prompts import feed
 
 T = TypeVar("T")
 
@@ -85,15 +85,16 @@ class LoopTask(Generic[T]):
 
     _running: ClassVar[set[asyncio.Task[bool]]] = set()  # a loop refers to its tasks only weakly
 
+    _task: asyncio.Task[bool] | None = None
+    _is_waiting = False  # for a request
+    _is_closed = False
+
     def __init__(self, loop: asyncio.AbstractEventLoop, items: AsyncIterator[T], context: contextvars.Context) -> None:
         self._loop, self._items, self._context = loop, items, context
         self._trio_token = trio.lowlevel.current_trio_token()
         # Items, and then the iterator's error, or None for its end.
         self._arrive, self._arrived = trio.open_memory_channel[outcome.Outcome[T] | None](math.inf)
-        self._task: asyncio.Task[bool] | None = None
         self._requested = asyncio.Event()
-        self._is_waiting = False  # for a request
-        self._is_closed = False
 
     # --- in trio's thread -------------------------------------------------------------------------
 
@@ -151,11 +152,9 @@ class LoopTask(Generic[T]):
             self._loop.call_exception_handler({"message": what, "exception": error, "task": task})
         if error is None and not task.cancelled():
             self._send(None)
-        elif isinstance(error, Exception):
-            self._send(outcome.Error(error))
-        else:
-            cancelled = RuntimeClosedError("the asyncio loop has cancelled the iteration over the prompts")
-            self._send(outcome.Error(cancelled))
+            return
+        cancelled = RuntimeClosedError("the asyncio loop has cancelled the iteration over the prompts")
+        self._send(outcome.Error(error if isinstance(error, Exception) else cancelled))
 
 
 async def items_of_loop(

@@ -38,12 +38,10 @@ _MAX_LEXER_STATES = 100_000
 
 @attrs.frozen
 class _State:
-    """The state of a text: a matcher, and the tokens that it has not seen yet.
+    """The state of a text: a matcher, and the tokens that it has not seen yet. Continuing from it leaves it unchanged.
 
-    Continuing from a state leaves it unchanged. (llguidance can also roll a matcher back,
-    but version 1.9 then sometimes allows what the grammar does not, and a matcher that was given a forbidden token
-    cannot be rolled back at all.) Copying takes microseconds; a copy takes some hundred kilobytes for a long text. So
-    states share matchers, and keep the few tokens that follow.
+    (llguidance can also roll a matcher back, but version 1.9 then sometimes allows what the grammar does not.) A copy
+    of a matcher takes some hundred kilobytes for a long text, so states share matchers, and keep the few tokens after.
     """
 
     size: int  # of the text, in tokens, prompt included
@@ -52,10 +50,7 @@ class _State:
 
 
 class _ThreadState(threading.local):
-    """The state of the calls on one thread.
-
-    Calls mostly go on from the state after the last one, so its matcher goes on, too, and need not be copied.
-    """
+    """The state of the calls on one thread. They mostly go on from the last one, whose matcher need not be copied."""
 
     state: _State | None = None  # after the last call; None before the first
     is_saved = False
@@ -234,8 +229,7 @@ class Grammar:
 def _after(state: _State, token: int, matcher: LLMatcher | None) -> tuple[LLMatcher | None, _State]:
     """The matcher and the state after one more token; the matcher is None where the grammar forbids the token.
 
-    Args:
-        matcher: one in the state that may be changed; None to copy that of the state.
+    `matcher` is one in the state that may be changed; None to copy that of the state.
     """
     size = state.size + 1
     if state.matcher is None:
@@ -253,25 +247,24 @@ def _after(state: _State, token: int, matcher: LLMatcher | None) -> tuple[LLMatc
     return matcher, _State(size, matcher)
 
 
-def grammar_of_regex(pattern: str) -> str:
-    """A regular expression in llguidance's own format, as `Grammar` takes it.
+# --- in llguidance's own format, as `Grammar` takes it; not compiled yet ----------------------------
 
-    Args, Raises: see `Grammar.from_regex`; errors of compiling it are not raised here. The same holds for those below.
-    """
+
+def grammar_of_regex(pattern: str) -> str:
+    """See `Grammar.from_regex`."""
     text = _text(pattern, f"the regular expression {shortened(pattern)}")
-    grammar: str = library().LLMatcher.grammar_from_regex(text)
-    return grammar
+    return cast(str, library().LLMatcher.grammar_from_regex(text))
 
 
 def grammar_of_choices(choices: Sequence[str]) -> str:
-    """A list of texts in llguidance's own format; see `Grammar.from_choices`."""
+    """See `Grammar.from_choices`."""
     if isinstance(choices, str) or not choices:
         raise SettingsError(f"choices must be a list of at least one text, got {shown(choices)}")
     return _grammar_of_lark("start: " + " | ".join(json.dumps(_text(each, "a choice")) for each in choices))
 
 
 def grammar_of_gbnf(grammar: str) -> str:
-    """A grammar of llama.cpp in llguidance's own format; see `Grammar.from_gbnf`."""
+    """See `Grammar.from_gbnf`."""
     what = f"the grammar {shortened(grammar)}"
     text = _text(grammar, what)
     # Line by line: llguidance's own search for these takes hours if there are thousands of blank lines.
@@ -292,8 +285,7 @@ _LARK = re.compile(r"\s*(%llguidance\b|start\s*:(?!:=))")
 
 
 def _grammar_of_lark(grammar: str) -> str:
-    written: str = library().LLMatcher.grammar_from_lark(_text(grammar, f"the grammar {shortened(grammar)}"))
-    return written
+    return cast(str, library().LLMatcher.grammar_from_lark(_text(grammar, f"the grammar {shortened(grammar)}")))
 
 
 def _text(given: Any, what: str) -> str:

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import attrs
+
 from protocol.copying import Forced
 
 if TYPE_CHECKING:
@@ -33,12 +35,7 @@ class GrammarText:
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: LLTokenizer) -> None:
-        """Of a text that begins now.
-
-        Args:
-            matcher: in the state at the beginning of the text; this object's own.
-            vocabulary: the matcher's.
-        """
+        """Of a text that begins now; the matcher is this object's own, and the vocabulary the matcher's."""
         self._matcher = matcher
         self._vocabulary = vocabulary
         blank, one = (vocabulary.tokenize_bytes(text) for text in (b" ", b"1"))
@@ -103,9 +100,7 @@ class GrammarText:
         return forced
 
     def _matcher_after(self, beyond: Sequence[int]) -> LLMatcher:
-        """The matcher that goes ahead, after the text and some drafted tokens; it has stopped if the grammar forbids
-        them.
-        """
+        """The matcher that goes ahead, after the text and drafted tokens; stopped if the grammar forbids them."""
         drafted, ahead = self._ahead or ((), None)
         if ahead is None or tuple(beyond[: len(drafted)]) != drafted:
             drafted, ahead = (), self._matcher.deep_copy()
@@ -115,9 +110,7 @@ class GrammarText:
 
     def _after_blank(self, matcher: LLMatcher) -> bytes | None:
         """The byte that must follow if only blanks are free before it; empty if a number must, which has a token of its
-        own. None if more than that is free.
-
-        One blank shows it where the grammar allows no second one. Where it allows any number, nothing is guessed.
+        own; None if more is free. One blank shows it, unless the grammar allows any number of blanks.
         """
         may_follow = (byte for byte, tokens in self._begun if _allows(matcher, tokens))
         first = next(may_follow, b"")
@@ -149,17 +142,15 @@ _Place = tuple[bool, int]
 _BEHIND_COMMA, _BEHIND_COLON, _BEHIND_BRACE = (False, ord(",")), (False, ord(":")), (False, ord("{"))
 
 
+@attrs.define
 class _Blanks:
-    """The blanks that one text has between tokens of JSON, by their places.
+    """The blanks that one text has between tokens of JSON, by their places."""
 
-    Blanks within a line are kept as they are; of a new line, how much further it is indented than the line before.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[_Place, bytes | int] = {}
-        # A text that was foreseen, and where it might have had blanks; learnt from once the text is there.
-        self._foreseen = b""
-        self._places: list[int] = []
+    # Within a line, the blanks as they are; of a new line, how much further it is indented than the line before.
+    _known: dict[_Place, bytes | int] = attrs.field(factory=dict)
+    # A text that was foreseen, and where it might have had blanks; learnt from once the text is there.
+    _foreseen: bytes = b""
+    _places: list[int] = attrs.field(factory=list)
 
     def guess(self, text: bytes, following: bytes) -> bytes:
         """The blanks between a text, which is not empty, and what follows it; that is empty if it is a number."""
@@ -190,10 +181,8 @@ class _Blanks:
                 self._places.append(place)
                 continue
             blanks = text[place : len(text) - len(following)]
-            lines = blanks.split(b"\n")
-            is_in_line = len(lines) == 1
-            further = len(lines[-1]) - _indentation(text[:place])
-            self._known[_place(text[:place], following)] = blanks if is_in_line else further
+            further = len(blanks) - blanks.rfind(b"\n") - 1 - _indentation(text[:place])
+            self._known[_place(text[:place], following)] = further if b"\n" in blanks else blanks
 
 
 def _place(text: bytes, following: bytes) -> _Place:

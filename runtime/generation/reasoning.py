@@ -14,7 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from runtime.generation.answers.message_format import HARMONY_TAGS, MUSE_TAGS, begun_message, message_format
 from runtime.generation.answers.message_reader import MessageReader, Reader
-from runtime.generation.chat_template import opens_reasoning, structural_markers, tags_of
+from runtime.generation.chat_template.answer_start import opens_reasoning
+from runtime.generation.chat_template.tags import structural_markers, tags_of
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Answer
@@ -31,19 +32,22 @@ NO_REASONING: ReasoningMarks = {"tags": None, "is_thinking": False}
 
 
 class ReasoningTracker:
-    """Splits a growing answer into reasoning and the rest, token by token.
+    """Splits a growing answer into reasoning and the rest, token by token."""
 
-    Attributes:
-        num_tokens: number of tokens given.
-        tail: the withheld text of those tokens; see `TokenStream.tail`.
-        tags: the opening and the closing tag; both empty if none are known.
-        messages: the format of its messages, or None; `begun` is the text of the message that the prompt has begun.
-        dropped: markers of its structure, which are part of no text.
-        began_thinking: whether it begins within the reasoning.
-        has_tags: whether the answer so far has a tag.
-        is_thinking: whether the next token is reasoning, unless it completes a tag.
-        is_over: whether no more tokens are given.
-    """
+    num_tokens = 0  # number of tokens given
+    tail = ""  # the withheld text of those tokens; see `TokenStream.tail`
+    tags = ("", "")  # the opening and the closing tag; both empty if none are known
+    begun = ""  # the text of the message that the prompt has begun
+    has_tags = False  # whether the answer so far has a tag
+    is_thinking = False  # whether the next token is reasoning, unless it completes a tag
+    is_over = False  # whether no more tokens are given
+    _num_pieces_to_tag = 0  # the pieces up to the last tag
+    _has_said = False  # whether text outside of reasoning has come since then
+    _start: tuple[int, ...] = ()  # ids of the tags
+    _end: tuple[int, ...] = ()
+    _reader: Reader | None = None  # tells the reasoning, instead of ids, where an answer has more structure than tags
+    _num_readable_chars = 0  # including those withheld as a possible stop string
+    _num_given_chars = 0
 
     def __init__(self, tokenizer: TokenizerWrapper | None, prompt: Sequence[int]) -> None:
         """An empty answer.
@@ -52,26 +56,13 @@ class ReasoningTracker:
             tokenizer: names the tags. Without it, or without tags in its vocabulary, nothing is reasoning.
             prompt: token ids. Some chat templates open the reasoning themselves; the answer then begins within it.
         """
-        self.num_tokens = 0
-        self.tail = ""
-        self.is_over = False
-        self._num_pieces_to_tag = 0  # the pieces up to the last tag
-        self._has_said = False  # whether text outside of reasoning has come since then
-        self._start: tuple[int, ...] = ()
-        self._end: tuple[int, ...] = ()
-        self.tags = ("", "")
-        self.is_thinking = self.has_tags = False
         self._recent: list[int] = []  # ids since the last tag
         # Pieces of the readable text: offset, text, and whether it is reasoning; the text of tags is left out.
         self._pieces: list[tuple[int, str, bool]] = []
-        self._num_readable_chars = 0  # including those withheld as a possible stop string
         self._given_texts: list[str] = []
-        self._num_given_chars = 0
-        # How answers are structured beyond tags; then a reader tells the reasoning, instead of ids.
+        # The format of an answer of several messages, and markers of an answer's structure, which are part of no text.
         self.messages = None if tokenizer is None else message_format(tokenizer)
         self.dropped: tuple[str, ...] = () if tokenizer is None else structural_markers(tokenizer)
-        self.begun = ""
-        self._reader: Reader | None = None
         if tokenizer is not None and self.messages is not None:
             self.begun = begun_message(prompt, tokenizer)
             self.tags = HARMONY_TAGS if self.messages.is_harmony else MUSE_TAGS
@@ -80,7 +71,7 @@ class ReasoningTracker:
         elif tokenizer is not None and (tags := tags_of(tokenizer)) is not None:
             self.tags, (self._start, self._end) = tags
             self.is_thinking = opens_reasoning(tokenizer, prompt)
-        self.began_thinking = self.is_thinking
+        self.began_thinking = self.is_thinking  # whether it begins within the reasoning
         if self.dropped or (self.tags[0] and not self._start):
             self._reader = reader_of(self)
 
@@ -118,8 +109,8 @@ class ReasoningTracker:
             if self.is_over:
                 answer.add(reader.finish(is_complete=True))
             return answer.reasoning if is_thinking else answer.content
-        pieces = [(begin, text) for begin, text, is_piece_thinking in self._pieces if is_piece_thinking is is_thinking]
-        return "".join(text[: max(0, self._num_given_chars - begin)] for begin, text in pieces)
+        pieces = (piece for piece in self._pieces if piece[2] is is_thinking)
+        return "".join(text[: max(0, self._num_given_chars - begin)] for begin, text, _ in pieces)
 
     def add(self, token: int, readable: str, given: str, tail: str = "") -> bool:
         """Take the next token.

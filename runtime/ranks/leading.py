@@ -26,9 +26,8 @@ PASS_TIMEOUT_S = 60.0
 
 
 def check_group(group: Any, target: Source, draft: Source | None, draft_rank: Any = None) -> None:
-    """Check the options `group` and `draft_rank` of `open`, and whether the models can be opened with them.
-
-    Raises: SettingsError: they cannot, an option is invalid, or this is not rank 0. RankError: the group is broken.
+    """Check the options `group` and `draft_rank` of `open`, and whether the models can be opened with them. Raises:
+    SettingsError: they cannot, or this is not rank 0. RankError: the group is broken.
     """
     if group is None and draft_rank is None:
         return
@@ -51,10 +50,7 @@ def check_group(group: Any, target: Source, draft: Source | None, draft_rank: An
 
 
 def check_draft_rank(group: RankGroup, draft_rank: Any, *, has_model: bool) -> int | None:
-    """The rank that is to draft; None for rank 0, which drafts beside its part of the target.
-
-    Raises: SettingsError: there is no such rank, it has nothing to load, or the others cannot be connected without it.
-    """
+    """The rank that is to draft; None for rank 0. Raises: SettingsError: it cannot, or has nothing to load."""
     if draft_rank is not None:
         check_integer("draft_rank", draft_rank, 0, group.size - 1)
     if not draft_rank:
@@ -94,9 +90,8 @@ def worker_for(on_event: Callable[[Event], None], group: RankGroup | None, draft
 
 @contextmanager
 def leading(group: RankGroup, worker: ThreadWorker, draft_rank: int | None = None) -> Iterator[None]:
-    """While in force, the worker ends as soon as the group is broken; afterwards the other ranks release their parts.
-
-    A collective whose peers are gone may wait for ever, so the thread is not waited for.
+    """While in force, the worker ends as soon as the group is broken; afterwards the other ranks release their parts. A
+    collective whose peers are gone may wait for ever, so the thread is not waited for.
 
     Raises: SettingsError: another runtime leads the group.
     """

@@ -6,7 +6,7 @@ The handles of `runtime.bridge` do the work. Their coroutines block where they w
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from functools import wraps
 from typing import Any, Concatenate, Generic, Never, ParamSpec, Self, TypeVar, cast
 
@@ -112,23 +112,13 @@ def check_not_in_trio(what: str) -> None:
         )
 
 
-def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
+def run_blocking(coroutine: Coroutine[Any, Any, T] | Generator[Any, Any, T]) -> T:
     """The result of a coroutine that waits with `SyncThread.wait`, and so blocks."""
     try:
         coroutine.send(None)
     except StopIteration as end:
         return cast(T, end.value)
     raise AssertionError("a coroutine has waited in a plain thread")
-
-
-def waited(method: Callable[Concatenate[H, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[H, P], T]:
-    """A function that runs an async method to its end."""
-
-    @wraps(method)
-    def call(handle: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return run_blocking(method(handle, *args, **kwargs))
-
-    return call
 
 
 def giving(made: Callable[[T], R], method: Callable[Concatenate[H, P], T]) -> Callable[Concatenate[Any, P], R]:
@@ -143,24 +133,14 @@ def giving(made: Callable[[T], R], method: Callable[Concatenate[H, P], T]) -> Ca
 
 def blocking(method: Callable[Concatenate[H, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """A method that runs an async method of the handle to its end."""
-    return giving(lambda result: result, waited(method))
+    return giving(run_blocking, method)
 
 
 def gathered(
     method: Callable[Concatenate[RuntimeHandle, P], Completions[C]],
 ) -> Callable[Concatenate[Any, P], list[C]]:
     """A method that waits for all completions of the handle's method, and returns them in the order of the prompts."""
-
-    @wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> list[C]:
-        completions = method(self._handle, *args, **kwargs)
-
-        async def gather() -> list[C]:
-            return await completions
-
-        return run_blocking(gather())
-
-    return call
+    return giving(lambda completions: run_blocking(completions.__await__()), method)
 
 
 class TokenStream(StreamState):
@@ -269,7 +249,7 @@ class Runtime(RuntimeState):
     score = blocking(RuntimeHandle.score)
     warm = blocking(RuntimeHandle.warm)
     conversation = giving(Conversation, RuntimeHandle.conversation)
-    load = giving(Conversation, waited(RuntimeHandle.load))
+    load = giving(lambda loaded: Conversation(run_blocking(loaded)), RuntimeHandle.load)
     attach_draft = blocking(RuntimeHandle.attach_draft)
     detach_draft = blocking(RuntimeHandle.detach_draft)
 

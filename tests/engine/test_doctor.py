@@ -29,7 +29,7 @@ from sample_tokenizers import demo
 from sweeps import sweep
 
 import runtime
-from actors.distributed.backends import BACKENDS
+from actors.distributed.joining import BACKENDS
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.model import RewindMode

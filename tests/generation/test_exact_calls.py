@@ -14,7 +14,7 @@ from tool_call_cases import FORMATS, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.argument_values import is_json
-from runtime.generation.tool_calls.call_writer import written_calls
+from runtime.generation.tool_calls.call_format import written_calls
 from runtime.generation.tool_calls.events import Answer
 
 THINK: dict[str, Any] = {"tags": ("<think>", "</think>")}
@@ -149,7 +149,7 @@ PIECES = st.sampled_from(
 def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.DataObject) -> None:
     known = call_format(format)
     layout = known.layout
-    key = (layout.key or "").replace("{type}", "string")
+    key = layout.key.replace("{type}", "string")
     markers = {
         **{"START": known.start, "END": known.end, "VALUE_END": layout.value_end.strip(), "TAIL": layout.tail},
         **{"KEY": key.replace("{key}", "path"), "OTHER_KEY": key.replace("{key}", "x")},

@@ -17,7 +17,7 @@ from tool_call_cases import FORMATS, block, call_format, call_in
 from transformers import AutoTokenizer
 
 import runtime
-from runtime.generation.closed_schemas import closed
+from runtime.generation.json_schema import closed
 from runtime.generation.grammar import Grammar
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat

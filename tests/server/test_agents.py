@@ -19,10 +19,9 @@ from tool_letters import TOOLS, USER, on_calling_server
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.server.answers.tokens import AnswerSplitter
+from runtime.server.answers.api import AnswerSplitter
 from runtime.server.limits import Limits
-from runtime.server.responses.offered_tools import OfferedTools
-from runtime.server.responses.requests import ResponsesRequest
+from runtime.server.responses.requests import OfferedTools, ResponsesRequest
 
 HEADER = "x-outrider-ignored"
 SHORT = Limits(max_tokens=3)

@@ -21,12 +21,11 @@ from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Answer
-from runtime.server.answers.api import BegunAnswer, Event, Serializer
+from runtime.server.answers.api import AnswerSplitter, BegunAnswer, Event, Serializer
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.chat import function_of
 from runtime.server.answers.preparation import Preparation
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.tokens import AnswerSplitter
 from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.serializer import MessageSerializer
 from runtime.server.openai.requests import ChatRequest

@@ -24,7 +24,7 @@ from asgi import (
 from scripted import Script, ScriptedModel
 from sweeps import sweep
 
-from runtime.server.answers.preparation import make_echo
+from runtime.server.answers.api import make_echo
 from runtime.server.limits import Limits
 
 SAMPLED: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 12}

@@ -23,9 +23,8 @@ from transformers import PreTrainedTokenizerFast
 from protocol.errors import ProcessorError
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.errors import error_response_of
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
-from runtime.server.grammars.schemas import Schemas
+from runtime.server.errors import ConstraintError, error_response_of
+from runtime.server.grammars.schemas import ANY_OBJECT, Constraint, Schemas
 from runtime.server.openai.requests import ChatRequest
 
 SCHEMA: dict[str, Any] = {

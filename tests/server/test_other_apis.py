@@ -25,12 +25,11 @@ from sweeps import sweep
 
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.server.answers.api import BegunAnswer
+from runtime.server.answers.api import AnswerSplitter, BegunAnswer
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.tokens import AnswerSplitter
 from runtime.server.anthropic.requests import MessagesRequest
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
+from runtime.server.grammars.schemas import ANY_OBJECT, Constraint
 from runtime.server.limits import Limits
 from runtime.server.responses.requests import parse_response_request
 from runtime.server.responses.serializer import ResponseSerializer

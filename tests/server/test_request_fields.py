@@ -32,9 +32,9 @@ from sweeps import sweep
 from transformers import AddedToken
 
 from runtime.generation.tokens import Token
+from runtime.server.answers.api import ShownTokens
 from runtime.server.answers.body import IgnoredFields, parse_request
 from runtime.server.answers.preparation import min_tokens
-from runtime.server.answers.tokens import ShownTokens
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
 from runtime.server.openai.requests import ChatRequest

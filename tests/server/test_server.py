@@ -47,8 +47,8 @@ import runtime
 from runtime.generation.text import apply_chat_template
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Answer
-from runtime.server.admission import RequestAdmission
-from runtime.server.answers.tokens import token_bytes
+from runtime.server.answers.api import token_bytes
+from runtime.server.context import RequestAdmission
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
 

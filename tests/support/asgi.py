@@ -23,12 +23,10 @@ import runtime
 from protocol.settings import Settings
 from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
-from runtime.server.fair_threads import Background
 from runtime.server.grammars.checker import Outcome
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.limits import Limits
-from runtime.server.models.loaded_model import LoadedModel
-from runtime.server.models.pool import ModelPool, model_pool
+from runtime.server.models.pool import LoadedModel, ModelPool, model_pool
 from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
 
@@ -339,7 +337,7 @@ async def pool_of(
     *,
     draft_name: str | None = None,
     check: ScriptedCheck | None = None,
-    background: Background = trio.to_thread.run_sync,
+    background: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[ModelPool]:
     """The pool of a server of one model: a runtime that is open already, and its trace."""

@@ -12,12 +12,11 @@ import pytest
 from sweeps import sweep
 from trained_drafters import expected_of
 
-from actors.trained.depth_sequence import DepthSequence
+from actors.trained.depth_sequence import DepthSequence, ModulePass
 from actors.trained.drafter_files import DrafterFiles
-from actors.trained.eagle3_training import logits_of_steps
 from actors.trained.kinds.eagle3 import Eagle3Config, Eagle3Reader, LoadedEagle3, load_eagle3, read_config
-from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
+from runtime.distill.training import logits_of_steps
 
 CASES = sorted(path for path in (Path(__file__).parent / "eagle3").iterdir() if path.is_dir())
 # Steps after a position for which Speculators has given logits.

@@ -18,11 +18,10 @@ from trained_drafters import expected_of, mtp_readers, mtp_target_of, write_mtp
 
 import runtime
 from actors.mlx.model import is_quantized
-from actors.trained.depth_sequence import DepthSequence
+from actors.trained.depth_sequence import DepthSequence, ModulePass
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.mtp import MTPLayers, names_a_layer
 from actors.trained.kinds.mtp import load_mtp as load_files
-from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
 CASES = sorted(path for path in (Path(__file__).parent / "mtp").iterdir() if path.is_dir())

@@ -14,12 +14,11 @@ from trained_drafters import close, dflash_reader, mtp_readers, mtp_target_of
 
 from actors.prefix_cache import common_length, pack
 from actors.trained import depth_sequence
-from actors.trained.depth_sequence import DepthSequence, Masks
+from actors.trained.depth_sequence import DepthSequence, Masks, ModulePass
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.dflash import BlockSequence
 from actors.trained.kinds.eagle3 import Eagle3Reader, load_eagle3
 from actors.trained.kinds.medusa import HeadPass, HeadSequence, load_medusa
-from actors.trained.module_pass import ModulePass
 from actors.trained.positioned_rows import PositionedRows
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.errors import RewindError

@@ -1,6 +1,4 @@
-"""The parts of a target that its drafters use: embedding, final norm and head, wherever mlx-lm's classes keep them; and
-what a drafter of any kind is once it is attached to its target.
-"""
+"""Embedding, final norm and head of a target, wherever mlx-lm's classes keep them; and an attached drafter."""
 
 from __future__ import annotations
 
@@ -48,10 +46,7 @@ def final_norm_of(target: Module, named: str) -> Layer:
 
 
 def head_of(target: Module, named: str) -> Layer:
-    """The head of a target: (…, hidden size) normalised hidden states to (…, V) logits.
-
-    Raises: ModelError: none is found, or it is sharded over ranks: a drafter is on one of them.
-    """
+    """The head: (…, hidden size) normalised hidden states to (…, V) logits. Raises: ModelError: none can be used."""
     for holder in (target, target.get("language_model"), target.get("model")):
         for name in _HEADS:
             if holder is not None and isinstance(head := holder.get(name), Module):

@@ -15,36 +15,33 @@ class ContentStops:
     A stop string must occur in one stretch of content: neither tags nor the whitespace beside them are part of it. A
     stop string with a tag or a marker of calls in it is searched for in the whole text. Text that may become a call is
     withheld, as it is content if it becomes none.
-
-    Attributes:
-        found: the stop string that ended the text; None so far.
     """
 
     def __init__(self, stops: Sequence[str], reader: Reader) -> None:
         """Search the answer that `reader` reads; it has read nothing yet."""
-        self.found: str | None = None
         with_marks = [stop for stop in stops if any(mark in stop for mark in reader.marks)]
-        self._whole = StopMatcher(with_marks) if with_marks else None
+        self.found: str | None = None  # the stop string that ended the text; None so far
+        self._whole = StopMatcher(with_marks)
         self._stops = [stop for stop in stops if stop not in with_marks]
-        self._matcher = self._new_matcher()
+        self._matcher = StopMatcher(self._stops)
         self._reader = reader
         self._pending = ""  # text that was read, and not given
 
     @property
     def withheld(self) -> str:
         """The end of the text so far that is not given yet."""
-        return self._pending + ("" if self._whole is None else self._whole.withheld)
+        return self._pending + self._whole.withheld
 
     def add(self, piece: str, ahead: str = "") -> str:
         """See `StopMatcher.add`."""
-        if self._whole is not None:
-            piece = self._whole.add(piece, ahead)
-        given = self._read(piece)
-        if ahead and self.found is None and self._matcher is not None and self._is_in_content:
+        given = self._read(self._whole.add(piece, ahead))
+        # The next text is content, whatever it is but a mark, where nothing is withheld but by the matcher.
+        is_in_content = not (self._reader.is_reasoning or self._reader.is_in_block)
+        if ahead and self.found is None and is_in_content and self._pending == self._matcher.withheld:
             given += self._matcher.add("", ahead)
-            if (found := self._matcher.found) is not None:
-                self.found, self._pending = found, ""
-        if self._whole is not None and self._whole.found is not None:
+            if self._matcher.found is not None:
+                self.found, self._pending = self._matcher.found, ""
+        if self._whole.found is not None:
             given, self._pending = given + self._pending, ""
             self.found = self.found or self._whole.found
         return given
@@ -52,19 +49,12 @@ class ContentStops:
     def finish(self, rest: str = "") -> str:
         """See `StopMatcher.finish`."""
         given = self.add(rest)
-        if self._whole is not None:
-            given += self._read(self._whole.finish())
+        given += self._read(self._whole.finish())
         if self.found is None:
             given += self._pass(self._reader.finish(is_complete=False))
         if self.found is None:
             given, self._pending = given + self._pending, ""
         return given
-
-    @property
-    def _is_in_content(self) -> bool:
-        """Whether the next text is content, whatever it is but a mark."""
-        withheld = "" if self._matcher is None else self._matcher.withheld
-        return self._pending == withheld and not (self._reader.is_reasoning or self._reader.is_in_block)
 
     def _read(self, piece: str) -> str:
         if self.found is not None:
@@ -78,19 +68,12 @@ class ContentStops:
         for event in events:
             content = event.text if event.kind == "content" and event.source else ""
             if num_around := len(event.source) - len(content):
-                num_given += len(self._flushed()) + num_around
-            num_given += len(content) if self._matcher is None else len(self._matcher.add(content))
-            if self._matcher is not None and self._matcher.found is not None:
+                # Another stretch of content begins.
+                num_given += len(self._matcher.withheld) + num_around
+                self._matcher = StopMatcher(self._stops)
+            num_given += len(self._matcher.add(content))
+            if self._matcher.found is not None:
                 self.found, given, self._pending = self._matcher.found, self._pending[:num_given], ""
                 return given
         given, self._pending = self._pending[:num_given], self._pending[num_given:]
         return given
-
-    def _flushed(self) -> str:
-        """What the matcher has withheld; it begins again."""
-        withheld = "" if self._matcher is None else self._matcher.withheld
-        self._matcher = self._new_matcher()
-        return withheld
-
-    def _new_matcher(self) -> StopMatcher | None:
-        return StopMatcher(self._stops) if self._stops else None

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.logits_processors import LogitsProcessor
 from runtime.generation.answers.message_format import FINALS
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template import space_before_closing
+from runtime.generation.chat_template.answer_start import space_before_closing
 from runtime.generation.grammar import Grammar
 
 # The longest tag or marker has fewer.
 _MAX_MARK_CHARS = 64
 
 
+@attrs.define(eq=False)
 class ReasoningLimit:
     """Counts the reasoning of one answer while it is committed; see `actors.session.ReasoningLimit`.
 
@@ -23,23 +25,14 @@ class ReasoningLimit:
     Within a call, which may end the reasoning, nothing is closed.
     """
 
-    def __init__(
-        self, tokenizer: TokenizerWrapper, tags: tuple[str, str], reader: Reader, prompt_length: int, num_tokens: int
-    ) -> None:
-        """Of an answer without tokens.
-
-        Args:
-            tags: of the reasoning; not empty.
-            reader: of the answer; used by this object alone.
-            num_tokens: the most of the reasoning, >= 0, without its tags.
-        """
-        self._tokenizer = tokenizer
-        self._tags = tags
-        self._reader = reader
-        self._num_read = prompt_length
-        self._num_left = num_tokens
-        self._tail = ""  # of the text that was read
-        self._has_said = self._has_closed = False
+    _tokenizer: TokenizerWrapper
+    _tags: tuple[str, str]  # of the reasoning; not empty
+    _reader: Reader  # of the answer, of which nothing was read; used by this object alone
+    _num_read: int  # tokens of the text, beginning with those of the prompt
+    _num_left: int  # the most tokens of reasoning that may follow, >= 0, without its tags
+    _tail: str = ""  # of the text that was read
+    _has_said: bool = False
+    _has_closed: bool = False
 
     def end(self) -> None:
         """Allow no more reasoning."""
@@ -59,9 +52,8 @@ class ReasoningLimit:
                 self._num_left = max(0, self._num_left - len(some))
 
     def excluded_by(self, processors: Iterable[LogitsProcessor]) -> Grammar | None:
-        """The grammar by which the reasoning, within which the answer begins, cannot be closed; None without one.
-
-        It would be one that has no place for the tag, at the beginning or after some words.
+        """The grammar with no place for the tag that closes the reasoning, within which the answer begins, neither at
+        the beginning nor after some words; None without one.
         """
         for processor in processors if self._reader.is_reasoning else ():
             if isinstance(processor, Grammar):

@@ -5,23 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from runtime.generation.chat_template.known import AnswerStart, known_of
+import attrs
+
+from runtime.generation.chat_template.known import once_per_template
 from runtime.generation.chat_template.plain import ANSWER_MARK, QUESTION, USER_MARK, tried_with
 from runtime.generation.chat_template.switches import thinking_switch
 from runtime.generation.chat_template.tags import last_index, tags_of
 
 
+@attrs.frozen
+class AnswerStart:
+    """How a template begins an answer."""
+
+    header: str  # the text before the answer, up to its reasoning
+    prompts: tuple[str, ...]  # with what the template opens or closes for it, for each position of its switch
+
+
+@once_per_template
 def answer_start(tokenizer: Any) -> AnswerStart | None:
     """How the template begins an answer; None without a template, or if it cannot be found out."""
     if not getattr(tokenizer, "has_chat_template", False):
         return None
-    known = known_of(tokenizer)
-    if not known.starts:
-        known.starts.append(_found_start(tokenizer))
-    return known.starts[0]
-
-
-def _found_start(tokenizer: Any) -> AnswerStart | None:
     ended = tried_with(tokenizer, QUESTION, add_generation_prompt=False)
     switch, prompts = thinking_switch(tokenizer), []
     for variables in [{}] if switch is None else [{}, {switch.name: switch.on}, {switch.name: switch.off}]:
@@ -39,18 +43,16 @@ def _found_start(tokenizer: Any) -> AnswerStart | None:
     return AnswerStart(found[0] if tags is None else found[0].partition(tags[0][0])[0], found)
 
 
+@once_per_template
 def space_before_closing(tokenizer: Any) -> str:
     """The white space that the template writes between reasoning and its closing tag; "" if it writes no reasoning."""
-    known, tags = known_of(tokenizer), tags_of(tokenizer)
-    if not known.closings:
-        answer = {"role": "assistant", "content": ANSWER_MARK, "reasoning_content": _REASON_MARK}
-        text = (tags and tried_with(tokenizer, QUESTION, answer, add_generation_prompt=False)) or ""
-        space, tag, _ = text.partition(_REASON_MARK)[2].partition(tags[0][1] if tags else ANSWER_MARK)
-        known.closings.append(space if tag and not space.strip() else "")
-    return known.closings[0]
+    if (tags := tags_of(tokenizer)) is None:
+        return ""
+    answer = {"role": "assistant", "content": ANSWER_MARK, "reasoning_content": "reasonone"}
+    text = tried_with(tokenizer, QUESTION, answer, add_generation_prompt=False) or ""
+    space, tag, _ = text.partition("reasonone")[2].partition(tags[0][1])
+    return space if tag and not space.strip() else ""
 
-
-_REASON_MARK = "reasonone"
 
 # Most tokens of a text before an answer. Longer ones are not recognised.
 _MAX_START_TOKENS = 64

@@ -1,59 +1,35 @@
-"""What is known of a tokenizer's chat template."""
+"""What is known of a tokenizer's chat template: found out once, and again if the tokenizer gets another template."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
-import attrs
-
-from runtime.generation.chat_template.probes import Needs
-
-# The opening and the closing tag of reasoning, and the ids of each.
-Tags = tuple[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-@attrs.frozen
-class ThinkingSwitch:
-    """The variable with which a template switches reasoning: its name, and its values for on and off."""
+def once_per_template(find: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A function of a tokenizer that keeps what it has found out about the tokenizer's present template."""
+    known: WeakKeyDictionary[Any, tuple[Any, dict[Any, T]]] = WeakKeyDictionary()
 
-    name: str
-    on: Any
-    off: Any
+    @wraps(find)
+    def found(tokenizer: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        template = getattr(tokenizer, "chat_template", None)
+        if tokenizer not in known or known[tokenizer][0] != template:
+            known[tokenizer] = template, {}
+        answers, question = known[tokenizer][1], (*args, *kwargs.items())
+        if question not in answers:
+            answers[question] = find(tokenizer, *args, **kwargs)
+        return answers[question]
 
-
-@attrs.frozen
-class AnswerStart:
-    """How a template begins an answer.
-
-    Attributes:
-        header: the text before the answer, up to its reasoning.
-        prompts: that text with what the template opens or closes for the answer, for each position of its switch.
-    """
-
-    header: str
-    prompts: tuple[str, ...]
+    return found
 
 
-@attrs.define
-class KnownTemplate:
-    """What is known of one tokenizer's template."""
-
-    template: Any
-    needs: dict[bool, Needs] = attrs.field(factory=dict)  # by whether there are tools
-    efforts: dict[str, str | None] = attrs.field(factory=dict)
-    switches: list[ThinkingSwitch | None] = attrs.field(factory=list)  # empty before the first question
-    starts: list[AnswerStart | None] = attrs.field(factory=list)
-    closings: list[str] = attrs.field(factory=list)
-    tags: list[Tags | None] = attrs.field(factory=list)
-
-
-_known: WeakKeyDictionary[Any, KnownTemplate] = WeakKeyDictionary()
-
-
-def known_of(tokenizer: Any) -> KnownTemplate:
-    """What is known so far of a tokenizer's present template."""
-    template, known = getattr(tokenizer, "chat_template", None), _known.get(tokenizer)
-    if known is None or known.template != template:
-        known = _known[tokenizer] = KnownTemplate(template)
-    return known
+def source_of(tokenizer: Any) -> str:
+    """The source of a tokenizer's template, or of all its templates; "" for a renderer in Python."""
+    template = getattr(tokenizer, "chat_template", None)
+    sources = template.values() if isinstance(template, Mapping) else [template]
+    return "\n".join(source for source in sources if isinstance(source, str))

@@ -6,8 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.generation.chat_template.known import ThinkingSwitch, known_of
+import attrs
+
+from runtime.generation.chat_template.known import once_per_template, source_of
 from runtime.generation.chat_template.plain import QUESTION, USER_MARK, tried_with
+
+
+@attrs.frozen
+class ThinkingSwitch:
+    """The variable with which a template switches reasoning: its name, and its values for on and off."""
+
+    name: str
+    on: Any
+    off: Any
+
 
 # Names of switches and their values for on and off. The last ones are also levels of effort in other templates.
 _SWITCHES = (
@@ -25,17 +37,10 @@ _SWITCH_NAME = re.compile(
 _NEGATIONS = ("disable_", "no_", "skip_")
 
 
+@once_per_template
 def thinking_switch(tokenizer: Any) -> ThinkingSwitch | None:
     """The template's own switch for reasoning, found by rendering with it on and off; None if it has none."""
-    known = known_of(tokenizer)
-    if not known.switches:
-        known.switches.append(_found_switch(tokenizer, known.template))
-    return known.switches[0]
-
-
-def _found_switch(tokenizer: Any, template: Any) -> ThinkingSwitch | None:
-    sources = template.values() if isinstance(template, Mapping) else [template]
-    names = {name: None for text in sources if isinstance(text, str) for name in _SWITCH_NAME.findall(text)}
+    names = dict.fromkeys(_SWITCH_NAME.findall(source_of(tokenizer)))
     named = (ThinkingSwitch(name, not (off := name.startswith(_NEGATIONS)), off) for name in names)
     for switch in (*_SWITCHES, *named, *_EFFORT_SWITCHES):
         on, off = (tried_with(tokenizer, QUESTION, **{switch.name: value}) for value in (switch.on, switch.off))
@@ -51,7 +56,7 @@ def _found_switch(tokenizer: Any, template: Any) -> ThinkingSwitch | None:
 
 def lacks_switch(tokenizer: Any) -> bool:
     """Whether the template has no switch for reasoning. That a renderer in Python has none cannot be told."""
-    return known_of(tokenizer).template is not None and thinking_switch(tokenizer) is None
+    return getattr(tokenizer, "chat_template", None) is not None and thinking_switch(tokenizer) is None
 
 
 def with_own_switch(tokenizer: Any, switches: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,21 +83,12 @@ def with_known_effort(tokenizer: Any, switches: Mapping[str, Any]) -> dict[str, 
     """The variables, with the nearest effort that the template takes, or without one if it takes none."""
     changed = dict(switches)
     if isinstance(effort := changed.pop("reasoning_effort", None), str):
-        efforts = known_of(tokenizer).efforts
-        nearest = efforts[effort] if effort in efforts else _nearest_effort(tokenizer, effort)
-        if effort in _EFFORTS:  # clients may think of any number of others
-            efforts[effort] = nearest
-        if nearest is not None:
+        efforts = [effort]
+        if effort.lower() in _EFFORTS:
+            level = _EFFORTS.index(effort.lower())
+            downwards = _EFFORTS[:0:-1]  # without "none"; of two that are as near, the higher comes first
+            efforts += sorted(downwards, key=lambda other: abs(_EFFORTS.index(other) - level))
+        taken = (each for each in efforts if tried_with(tokenizer, QUESTION, reasoning_effort=each) is not None)
+        if (nearest := next(taken, None)) is not None:
             changed["reasoning_effort"] = nearest
     return changed
-
-
-def _nearest_effort(tokenizer: Any, effort: str) -> str | None:
-    """The nearest effort that the template takes, of two the higher; None for none."""
-    efforts = [effort]
-    if effort.lower() in _EFFORTS:
-        level = _EFFORTS.index(effort.lower())
-        downwards = _EFFORTS[:0:-1]  # without "none"
-        efforts += sorted(downwards, key=lambda other: abs(_EFFORTS.index(other) - level))
-    taken = (each for each in efforts if tried_with(tokenizer, QUESTION, reasoning_effort=each) is not None)
-    return next(taken, None)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, cast
 
 from runtime.generation.answers.message_format import special_tokens_of
-from runtime.generation.chat_template.known import Tags, known_of
+from runtime.generation.chat_template.known import once_per_template, source_of
+
+# The opening and the closing tag of reasoning, and the ids of each.
+Tags = tuple[tuple[str, str], tuple[tuple[int, ...], tuple[int, ...]]]
 
 # Names of tags: "<think>", "[THINK]", "<seed:think>", "<reasoning>", "<|START_THINKING|>", Apertus' "<|inner_prefix|>".
 _NAME = re.compile(r"think|thought|reason|inner_prefix", re.IGNORECASE)
@@ -18,18 +21,12 @@ _CLOSING_WORDS = (("START", "END"), ("start", "end"), ("begin", "end"), ("prefix
 _AROUND_ANSWERS = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
 
 
+@once_per_template
 def tags_of(tokenizer: Any) -> Tags | None:
     """The opening and the closing tag of a model's reasoning, and the ids of each; None if it has none.
 
     A tag that is ordinary text has no ids of its own, since its neighbours decide on its tokens.
     """
-    known = known_of(tokenizer)
-    if not known.tags:
-        known.tags.append(_found_tags(tokenizer, known.template))
-    return known.tags[0]
-
-
-def _found_tags(tokenizer: Any, template: Any) -> Tags | None:
     if tokenizer.has_thinking:
         texts = cast(tuple[str, str], (tokenizer.think_start, tokenizer.think_end))
         return texts, (tuple(tokenizer.think_start_tokens or ()), tuple(tokenizer.think_end_tokens or ()))
@@ -37,10 +34,8 @@ def _found_tags(tokenizer: Any, template: Any) -> Tags | None:
     for opening in filter(_NAME.search, tokens):
         if closing := _closing(opening, tokens):
             return (opening, closing), ((tokens[opening],), (tokens[closing],))
-    sources = template.values() if isinstance(template, Mapping) else [template]
-    for name in _IN_TEMPLATE.findall("\n".join(source for source in sources if isinstance(source, str))):
-        return (f"<{name}>", f"</{name}>"), ((), ())
-    return None
+    in_template = _IN_TEMPLATE.search(source_of(tokenizer))
+    return ((f"<{in_template[1]}>", f"</{in_template[1]}>"), ((), ())) if in_template else None
 
 
 def _closing(opening: str, tokens: Container[str]) -> str | None:

@@ -46,8 +46,14 @@ def _refuse(awaitable: Any) -> NoReturn:
     raise TypeError("the tool is async, and nothing awaits it here; use runtime.aio.open")
 
 
+# Most rounds of calls in one turn, after which `generate` leaves an answer as it is, with its calls.
+MAX_TOOL_ROUNDS = 8
+
+
 class Functions:
-    """Functions that a model may call, by name; `schemas` has them in OpenAI's form."""
+    """The functions that the model may call in a conversation, for one answer at a time."""
+
+    _is_calling = False
 
     def __init__(self, functions: Sequence[Callable[..., Any]], *, may_be_async: bool = True) -> None:
         """Check the functions of a conversation.
@@ -60,7 +66,7 @@ class Functions:
         self._functions: dict[str, Callable[..., Any]] = {}
         self.listed = tuple(functions)
         self._may_be_async = may_be_async
-        self.schemas: list[dict[str, Any]] = []
+        self.schemas: list[dict[str, Any]] = []  # in OpenAI's form
         for function in self.listed:
             if not callable(function):
                 raise SettingsError(
@@ -75,39 +81,6 @@ class Functions:
                 raise SettingsError(f"the tool {name!r} is async, and nothing awaits it here; use runtime.aio.open")
             self._functions[name] = function
             self.schemas.append(schema)
-
-    async def call(self, call: ToolCall, call_function: CallFunction) -> str:
-        """Call a function. Returns the result for the model: text as it is, anything else as JSON, or the error."""
-        # Half characters, such as in names of files, would make each later prompt invalid.
-        return (await self._called(call, call_function)).encode(errors="backslashreplace").decode()
-
-    async def _called(self, call: ToolCall, call_function: CallFunction) -> str:
-        if (function := self._functions.get(call.name)) is None:
-            return f"Error: there is no function {call.name!r}"
-        # The user's code, with arguments that a model wrote.
-        try:
-            if inspect.iscoroutinefunction(function):
-                result = function(**call.values)
-            else:
-                result = await call_function(partial(function, **call.values))
-            # A function that wraps an async one is not async itself.
-            if inspect.isawaitable(result):
-                result = await result if self._may_be_async else _refuse(result)
-            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        except Exception as error:
-            return f"Error: {type(error).__name__}: {error}"
-
-
-# Most rounds of calls in one turn, after which `generate` leaves an answer as it is, with its calls.
-MAX_TOOL_ROUNDS = 8
-
-
-class FunctionCaller:
-    """Calls the functions of one conversation, for one answer at a time."""
-
-    def __init__(self, functions: Functions) -> None:
-        self.functions = functions
-        self._is_calling = False
 
     def check_idle(self, what: str, is_answering: bool, how_to_close: str) -> None:
         """Raises: ConversationBusyError: `what` has to wait for the end of an answer, or for results of functions."""
@@ -127,8 +100,27 @@ class FunctionCaller:
         self._is_calling = True
         try:
             for call in calls:
-                text = await self.functions.call(call, call_function)
+                text = await self._called(call, call_function)
+                # Half characters, such as in names of files, would make each later prompt invalid.
+                text = text.encode(errors="backslashreplace").decode()
                 messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
         finally:
             self._is_calling = False
         return messages
+
+    async def _called(self, call: ToolCall, call_function: CallFunction) -> str:
+        """The result for the model: text as it is, anything else as JSON, or the error."""
+        if (function := self._functions.get(call.name)) is None:
+            return f"Error: there is no function {call.name!r}"
+        # The user's code, with arguments that a model wrote.
+        try:
+            if inspect.iscoroutinefunction(function):
+                result = function(**call.values)
+            else:
+                result = await call_function(partial(function, **call.values))
+            # A function that wraps an async one is not async itself.
+            if inspect.isawaitable(result):
+                result = await result if self._may_be_async else _refuse(result)
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        except Exception as error:
+            return f"Error: {type(error).__name__}: {error}"

@@ -22,19 +22,13 @@ _MAX_HELD_TOOLS = 256
 
 @attrs.frozen
 class Tools:
-    """The functions that a model may call in an answer.
+    """The functions that a model may call in an answer."""
 
-    Attributes:
-        listed: in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
-        choice: "auto": the model decides; "required": it must call one; a name: it must call that function.
-        is_parallel: whether the answer may have more than one call.
-        allowed: the names of those that may be called; all are described to the model. None for all.
-    """
-
+    # In OpenAI's form: {"type": "function", "function": {"name", "description", "parameters", "strict"}}.
     listed: tuple[Mapping[str, Any], ...]
-    choice: Literal["auto", "required"] | str = "auto"
-    is_parallel: bool = True
-    allowed: frozenset[str] | None = None
+    choice: Literal["auto", "required"] | str = "auto"  # a name: it must call that function
+    is_parallel: bool = True  # whether the answer may have more than one call
+    allowed: frozenset[str] | None = None  # names of those that may be called; all are described to the model
 
     @property
     def must_call(self) -> bool:
@@ -130,9 +124,8 @@ def tools_of(
 
     Args:
         listed: in OpenAI's form, or without the "type" around the function.
-        choice: "none", "auto", "required" or a function's name.
+        choice, allowed: as of `Tools`, or "none".
         is_parallel: None: only with "auto", since a model that must call and may go on often repeats its call.
-        allowed: the names of those that may be called; None for all.
 
     Raises: SettingsError: a tool is not of that form, two have one name, the choice or `allowed` names none, or they
         are too many.

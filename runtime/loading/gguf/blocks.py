@@ -53,9 +53,7 @@ def floats_of(tensor: Tensor, dtype: mx.Dtype) -> mx.array:
 
 
 def packed(tensor: Tensor, dtype: mx.Dtype) -> Packed | None:
-    """A quantised tensor with the values that the file has, but for rounding scales and biases to `dtype`; None if it
-    is of a type that MLX's quantisation cannot express.
-    """
+    """A quantised tensor, but for rounding scales and biases to `dtype`; None if MLX cannot express it."""
     if (unpack := _UNPACK.get(tensor.type)) is None:
         return None
     bits, block_bytes, values_of = unpack

@@ -20,6 +20,12 @@ def is_gguf(name: object) -> bool:
     return str(name).lower().endswith(SUFFIX)
 
 
+def in_repository(name: str) -> tuple[str, str]:
+    """The hub repository of a file "owner/name/file.gguf", and the file in it."""
+    owner, repository, file = [*name.split("/", 2), "", ""][:3]
+    return f"{owner}/{repository}", file
+
+
 def parts_of(name: str) -> list[str]:
     """The names of all files of a model, the first one first, by the name of one of them."""
     if (match := _PART.fullmatch(name)) is None:
@@ -41,10 +47,7 @@ def models_among(names: Iterable[str]) -> list[str]:
 
 
 def only_model(named: str, names: Iterable[str], *, prefix: str) -> str | None:
-    """The name of the only model among files; None if there is none. Messages call the place `named`.
-
-    Raises: ModelError: there are several. The message lists them; one is named by `prefix` and its name.
-    """
+    """The only model among files; None if there is none. Raises: ModelError: there are several, listed."""
     found = models_among(names)
     if len(found) > 1:
         listed = ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
@@ -53,10 +56,7 @@ def only_model(named: str, names: Iterable[str], *, prefix: str) -> str | None:
 
 
 def model_in(folder: Path, role: str) -> Path | None:
-    """The GGUF file of a folder that has a GGUF model and no other; None if it has safetensors, or no GGUF file.
-
-    Raises: ModelError: it has several.
-    """
+    """The GGUF file of a folder; None if it has safetensors, or no GGUF file. Raises: ModelError: it has several."""
     names = [file.name for file in folder.iterdir()]
     if any(name.endswith(".safetensors") for name in names):
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -13,8 +13,7 @@ from typing_extensions import TypedDict
 from protocol.statistics import Statistics
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Event, Serializer
-from runtime.server.answers.tokens import end_reason
+from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.reports import ModelDescription
 
@@ -159,11 +158,6 @@ def models_of(described: Sequence[ModelDescription]) -> AnthropicModelList:
 _Event = dict[str, Any]
 
 
-class _End(TypedDict):
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
 class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`. Each method that yields events changes the content, and the events say how."""
 
@@ -176,7 +170,7 @@ class MessageSerializer(Serializer):
         self._index = -1  # of the last block that events have begun
         self._is_open = False
 
-    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> AnthropicMessage:
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         for _ in self._added(tokens):
             pass
         return {**self._message(statistics), "content": self._content, **self._end()}
@@ -213,15 +207,14 @@ class MessageSerializer(Serializer):
             "usage": _usage(statistics),
         }
 
-    def _end(self) -> _End:
+    def _end(self) -> dict[str, StopReason | str | None]:
         assert self._last_token is not None, "the last token of a stream has a finish reason"
-        stop = self._last_token.stop_reason
+        reason, stop = end_reason(self._last_token), self._last_token.stop_reason
+        if reason != "stop":
+            return {"stop_reason": "cancelled" if reason == "cancelled" else "max_tokens", "stop_sequence": None}
         # Only for a stop string: clients look for the text of the sequence, and a stop token has none.
-        if self._last_token.finish_reason != "length" and isinstance(stop, str):
+        if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        if self._last_token.finish_reason == "length":
-            is_cancelled = end_reason(self._last_token) == "cancelled"
-            return {"stop_reason": "cancelled" if is_cancelled else "max_tokens", "stop_sequence": None}
         return {"stop_reason": "tool_use" if self._answer.splitter.has_calls else "end_turn", "stop_sequence": None}
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[_Event]:

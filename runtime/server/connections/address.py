@@ -26,10 +26,7 @@ class ServerError(OutriderError):
 
 
 def api_key(given: str | None) -> str | None:
-    """The API key that requests must send: `given` on the command line, or that of the environment; or None.
-
-    Raises: SettingsError: the key cannot be sent in a header.
-    """
+    """The API key: `given`, or that of the environment; or None. Raises: SettingsError: no header can have it."""
     key = given if given is not None else os.environ.get(KEY_VARIABLE)
     if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
         raise SettingsError("the API key must be of printable ASCII characters without blanks, and not empty")
@@ -99,12 +96,10 @@ OTHER_FILES = 128
 
 
 def make_room_for_connections(requested: int | None) -> int:
-    """Raise the limit of open files as far as connections need it.
+    """Raise the limit of open files as far as connections need it. Returns the number of connections.
 
     Args:
         requested: number of connections, >= 1; None for the default, or as many as are possible if these are fewer.
-
-    Returns: the number of connections.
 
     Raises: SettingsError: the system does not allow so many open files.
     """

@@ -38,28 +38,17 @@ from runtime.loading.model_spec import ModelSpec
 
 @attrs.frozen
 class ServedModel:
-    """A model that a server can load.
+    """A model that a server can load."""
 
-    Attributes:
-        name: what requests call it.
-        target: as for `runtime.open`, but not a model that is already built.
-        draft: likewise; None for plain decoding.
-        draft_name: the drafter's name in reports, or None.
-        options: options of `runtime.open`, without `trace` and `defaults`.
-        settings: settings of each request that has no others, by name.
-        idle_s: seconds after its last request at which it is unloaded, >= 0; None for never.
-        num_bytes: of its weights, by the sizes of its files; 0 if unknown.
-        is_pinned: whether it stays loaded for good: also when its target has failed, which ends the server.
-    """
-
-    name: str
+    name: str  # what requests call it
     target: str | Path | ModelSpec
     draft: str | Path | ModelSpec | None = None
-    draft_name: str | None = None
-    options: Mapping[str, Any] = attrs.field(factory=dict)
-    settings: Mapping[str, Any] = attrs.field(factory=dict)
-    idle_s: float | None = None
-    num_bytes: int = 0
+    draft_name: str | None = None  # in reports
+    options: Mapping[str, Any] = attrs.field(factory=dict)  # of `runtime.open`, without `trace` and `defaults`
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  # of each request that has no others, by name
+    idle_s: float | None = None  # seconds after its last request at which it is unloaded, >= 0; None for never
+    num_bytes: int = 0  # of its weights, by the sizes of its files; 0 if unknown
+    # Whether it stays loaded for good: also when its target has failed, which ends the server.
     is_pinned: bool = False
 
 
@@ -134,10 +123,9 @@ def _model(file: _Place, name: str, table: Any, shared: ServedModel) -> ServedMo
         place.fail("target", "is missing; give a path or a hub id")
     target = _source(place, "target", table["target"])
     draft = _source(place, "draft", table["draft"]) if "draft" in table else None
-    with place.reporting("target"):
-        check_open(target, None, {})
-    with place.reporting("draft"):
-        check_open(target, draft, {})
+    for key, checked in (("target", None), ("draft", draft)):
+        with place.reporting(key):
+            check_open(target, checked, {})
     own = {name: value for name, value in table.items() if name in _OPTIONS}
     for number, key in enumerate(own):
         # Together with those before it, since some exclude each other.
@@ -152,16 +140,12 @@ def _model(file: _Place, name: str, table: Any, shared: ServedModel) -> ServedMo
         name,
         target,
         draft,
-        None if draft is None else _path_of(table["draft"]),
+        table["draft"]["path"] if isinstance(table.get("draft"), dict) else table.get("draft"),
         {**shared.options, **own},
         {**shared.settings, **settings},
         _idle_s(place, table) if "idle_seconds" in table else shared.idle_s,
         sum(num_bytes_of(model) for model in (target, draft) if model is not None),
     )
-
-
-def _path_of(source: str | Mapping[str, Any]) -> str:
-    return source if isinstance(source, str) else str(source["path"])
 
 
 def _source(place: _Place, key: str, given: Any) -> str | ModelSpec:
@@ -170,13 +154,11 @@ def _source(place: _Place, key: str, given: Any) -> str | ModelSpec:
     if not (isinstance(table.get("path"), str) and table["path"]):
         place.fail(key, f"must be a path or a hub id, or a table with one as `path`, got {shown(given)}")
     _check_keys(_Place(place.path, f"{place.table}, {key}"), table, fields)
-    found = {**table, "path": _found(place, table["path"])}
+    beside = {name: _found(place, str(table[name])) for name in ("path", "adapter_path") if name in table}
     if table.keys() == {"path"}:
-        return _found(place, table["path"])
-    if "adapter_path" in table:
-        found["adapter_path"] = _found(place, str(table["adapter_path"]))
+        return beside["path"]
     with place.reporting(key):
-        return ModelSpec(**found)
+        return ModelSpec(**{**table, **beside})
 
 
 def _check_keys(place: _Place, table: Mapping[str, Any], known: tuple[str, ...]) -> None:

@@ -13,11 +13,17 @@ from typing_extensions import TypedDict
 from protocol.statistics import Statistics
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Event, Serializer, event_json
-from runtime.server.answers.tokens import TokenLogprob, end_reason, token_logprobs
+from runtime.server.answers.api import (
+    BegunAnswer,
+    Event,
+    Serializer,
+    TokenLogprob,
+    end_reason,
+    event_json,
+    token_logprobs,
+)
 from runtime.server.errors import ErrorResponse
-from runtime.server.responses.offered_tools import OfferedTool
-from runtime.server.responses.requests import GIVEN_BACK, ITEM, ParsedRequest, messages_of
+from runtime.server.responses.requests import GIVEN_BACK, ITEM, OfferedTool, ParsedRequest, messages_of
 from runtime.server.responses.store import ResponseStore, StoredResponse
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
