@@ -17,8 +17,8 @@ from tool_call_cases import FORMATS, block, call_format, call_in
 from transformers import AutoTokenizer
 
 import runtime
-from runtime.generation.json_schema import closed
 from runtime.generation.grammar import Grammar
+from runtime.generation.json_schema import closed
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.call_grammar import call_grammar
