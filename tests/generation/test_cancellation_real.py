@@ -19,7 +19,7 @@ import trio.testing
 from blocking_models import BlockingModel
 from completions import ids
 from greedy_pair import LONG, PROMPT, drafter, target, the_next_text_is_right
-from models import Wrapped, greedy, llama
+from models import Failing, greedy, llama
 from our_threads import outrider_threads
 from sweeps import sweep
 from ways_to_cancel import Way, by_aclose, by_break, by_dropping_unread, by_leaving, by_scope, read
@@ -300,22 +300,16 @@ async def test_two_runtimes_over_one_model_of_which_the_first_is_left_first() ->
     assert outrider_threads() == []
 
 
-class Broken(Wrapped):
-    """A model whose probe fails."""
-
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        raise RuntimeError("no such kernel")
-
-
 @sweep("which", ["target", "draft"])
 async def test_opening_that_fails_half_way_leaves_the_other_model_as_it_was(which: str) -> None:
     model = llama(seed=1)
     before = layer_classes(model)
-    broken = Broken(llama(seed=2))
-    models = (broken, model) if which == "target" else (model, broken)
-    with pytest.raises(runtime.ModelError, match=f"cannot load {which} 'Broken': no such kernel") as raised:
+    failing = Failing(llama(seed=2))
+    failing.fails = True
+    models = (failing, model) if which == "target" else (model, failing)
+    with pytest.raises(runtime.ModelError, match=f"cannot load {which} 'Failing': out of memory") as raised:
         async with runtime.open(*pair(*models)):
             raise AssertionError("should not be reached")
-    assert isinstance(raised.value.__cause__, RuntimeError)
+    assert isinstance(raised.value.__cause__, ValueError)
     assert layer_classes(model) == before
     assert outrider_threads() == []
