@@ -11,7 +11,6 @@ from scripted import ScriptedModel, Simulation, agreeing, continuation, ids, pri
 from sweeps import sweep
 
 import runtime
-from protocol.trace import Span
 
 PROMPT = [7, *range(40)]
 SETTINGS = {"reuse_prefix": True, "prefill_step_size": 8}
@@ -19,9 +18,7 @@ SETTINGS = {"reuse_prefix": True, "prefill_step_size": 8}
 
 def read(simulation: Simulation, actor: str = "target") -> int:
     """How many tokens of prompts an actor has read."""
-    return sum(
-        e.num_tokens for e in simulation.events if isinstance(e, Span) and (e.actor, e.kind) == (actor, "prefill")
-    )
+    return sum(span.num_tokens for span in simulation.spans(actor, "prefill"))
 
 
 async def goes_on(simulation: Simulation, num_cached: int, prompt: Any = PROMPT) -> None:

@@ -30,7 +30,6 @@ from scripted import ScriptedModel, priced
 from sweeps import sweep
 
 from protocol.settings import settings_from
-from protocol.trace import Span
 
 
 async def both_ways(server: Served, api: Api, **more: Any) -> list[Any]:
@@ -163,8 +162,7 @@ async def test_a_request_for_no_tokens_reads_its_prompt_for_the_next_one(server:
     cached = [num_cached(body["usage"], api) for body in (*bodies, body_of(answer))]
     assert cached[0] == 0 < cached[1] == cached[2]
     for actor in ("target", "draft"):  # each has read it once
-        spans = [event for event in server.simulation.events if isinstance(event, Span) and event.actor == actor]
-        assert sum(span.num_tokens for span in spans if span.kind == "prefill") == cached[1]
+        assert sum(span.num_tokens for span in server.simulation.spans(actor, "prefill")) == cached[1]
     assert text_of(answer) == (await direct(server, HELLO, max_tokens=NUM_TOKENS)).text
     assert await server.outcomes() == {"finished": 3}
 
