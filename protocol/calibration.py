@@ -31,7 +31,8 @@ class _Curve:
         logit = _logit(raw)
         knot, share = _knot_below(logit)
         offset = (1.0 - share) * self._offsets[knot] + share * self._offsets[knot + 1]
-        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, _expit(logit + offset)))
+        probability = 1.0 / (1.0 + math.exp(min(700.0, -logit - offset)))
+        return min(MAX_CONFIDENCE, max(MIN_CONFIDENCE, probability))
 
     def observe(self, raw: float, was_right: bool) -> None:
         """Learn from one guess: a step of Newton's method, with the past fading."""
@@ -102,7 +103,3 @@ def _knot_below(logit: float) -> tuple[int, float]:
 def _logit(probability: float) -> float:
     bounded = min(max(probability, MIN_CONFIDENCE), MAX_CONFIDENCE)
     return math.log(bounded / (1.0 - bounded))
-
-
-def _expit(logit: float) -> float:
-    return 1.0 / (1.0 + math.exp(-logit)) if logit > -700 else 0.0

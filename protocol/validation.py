@@ -1,4 +1,4 @@
-"""Checks of numbers that a user gives, with one form of message: name, bounds, value and remedy. A bool is no number."""
+"""Checks of numbers that a user gives, with one form of message: name, bounds, value, remedy. A bool is no number."""
 
 from __future__ import annotations
 

@@ -53,11 +53,12 @@ _MIN_PHI3SMALL_VOCAB_SIZE = 100_352
 
 def dtypes_of(module: Module) -> tuple[str, ...]:
     """The types of a module's weights, by name."""
-    return tuple(sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in _weights_of(module)}))
+    return tuple(sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in weights_of(module).values()}))
 
 
-def _weights_of(module: Module) -> list[mx.array]:
-    return [cast(mx.array, pair[1]) for pair in tree_flatten(module.parameters())]
+def weights_of(module: Module) -> dict[str, mx.array]:
+    """The weights of a module, by name."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
 def load(
@@ -194,11 +195,11 @@ class MLXModel(SharedPasses):
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(weight.nbytes for weight in _weights_of(self.module))
+        return sum(weight.nbytes for weight in weights_of(self.module).values())
 
     def anatomy(self) -> Anatomy:
         """What the model consists of, and what its caches can do. Feeds it some tokens to find out."""
-        weights = _weights_of(self.module)
+        weights = weights_of(self.module).values()
         sequence = MLXSequence(self.module, self._options, vocab_size=self.vocab_size)
         sequence.feed((0,) * 8, 0)
         kinds = list(kinds_of(sequence.cache))
@@ -310,7 +311,9 @@ def context_length_of(model: Module) -> int | None:
             break
     else:
         return None
-    if _scales_positions(model):
+    # mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base.
+    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
+    if not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes):
         lengths = [_scaled_length(each) for each in (given.get("rope_scaling"), given.get("rope_parameters"))]
         length = max(length, *lengths)
     return length
@@ -326,12 +329,6 @@ def _scaled_length(scaling: Any) -> int:
     is_scaled = (scaling.get("type") or scaling.get("rope_type")) != "default"
     is_given = isinstance(original, (int, float)) and isinstance(factor, (int, float))
     return int(original * factor) if is_scaled and is_given else 0  # type: ignore[operator]
-
-
-def _scales_positions(model: Module) -> bool:
-    """Whether mlx-lm may apply the scaling of a configuration. For some models it reads no more than the base."""
-    ropes = [module for module in model.modules() if re.search("rope|rotary", type(module).__name__, re.IGNORECASE)]
-    return not ropes or any(type(rope) is not RoPE or rope.scale != 1 for rope in ropes)
 
 
 def _names(layers: Iterable[Any]) -> list[str]:

@@ -136,7 +136,9 @@ class MLXSequence(RowText, StatefulSequence):
         last = self._checkpoints[-1].length if self._checkpoints else -1
         if rewind_mode is RewindMode.CHECKPOINT and last < self._length:
             self._checkpoints.append(self._make_checkpoint())
-        self._forget_below(settled)
+        # No rewind can need the checkpoints below the last one at or below `settled`.
+        while len(self._checkpoints) > 1 and self._checkpoints[1].length <= settled:
+            del self._checkpoints[0]
         return rewind_mode
 
     def rewind(self, length: int) -> int:
@@ -378,11 +380,6 @@ class MLXSequence(RowText, StatefulSequence):
         for kind, layer in kinds_of(self.cache):
             kind.trim(layer, self._length - length)
         self._length = length
-
-    def _forget_below(self, settled: int) -> None:
-        """Drop checkpoints that no rewind can need: all below the last one at or below `settled`."""
-        while len(self._checkpoints) > 1 and self._checkpoints[1].length <= settled:
-            del self._checkpoints[0]
 
     def _grow(self, num_tokens: int) -> None:
         """Count tokens that were fed, and quantise the caches if it is time."""

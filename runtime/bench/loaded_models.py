@@ -339,13 +339,13 @@ async def load_models(
 
     async def load_draft(stack: AsyncExitStack, source: Source) -> tuple[Source, Worker, AnyModel]:
         worker = await stack.enter_async_context(ThreadWorker("draft", events))
-        return source, worker, (await load_draft_onto(worker, source, options, loaded)).model
+        return source, worker, (await load_draft_onto(worker, source, options, loaded.drafted)).model
 
     for name, source in sources.items():
         on_progress("loading the draft" + ("" if name == ONLY_DRAFT else f" {name}"))
         if source != AUTO_DRAFT:
             drafter = await load_draft(stack, source)
-        elif (found := await load_auto_onto(stack, loaded, load_draft)) is not None:
+        elif (found := await load_auto_onto(stack, loaded.folder, load_draft)) is not None:
             drafter = found
         else:
             raise ModelError(f'draft "{AUTO_DRAFT}" finds none that fits the target, and one is measured; name one')

@@ -47,7 +47,7 @@ def distill(arguments: argparse.Namespace) -> CommandOutcome:
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         models.print_default()
         models.use_device()
-        from runtime.distill.run import distill
+        from runtime.distill.distillation import distill
 
         best, failures = list[Evaluation](), list[OutriderError]()
 

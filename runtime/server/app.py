@@ -21,13 +21,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runtime.server.admission import RequestAdmission
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
 from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelList, model_of, models_of
-from runtime.server.context import ServerContext
+from runtime.server.context import RequestAdmission, ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.fair_threads import Background, in_thread
 from runtime.server.limits import Limits
 from runtime.server.middleware import ClientPaths, CommonHeaders, Guard, host_error, key_error
 from runtime.server.models.pool import ModelPool
@@ -35,6 +33,7 @@ from runtime.server.models.reports import HealthReport, ModelDescription, ModelL
 from runtime.server.openai import api as openai_api
 from runtime.server.operations import COMMON_ERRORS, Operation, description
 from runtime.server.responses import api as responses_api
+from runtime.tracing.timeline import render, texts_of
 
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -51,44 +50,30 @@ _TIMELINE_POLICY = (
 
 @attrs.frozen
 class Service:
-    """Settings of a server: how much it serves, and to whom.
-
-    Attributes:
-        api_key: the key that requests must send, except for web pages and monitoring (`needs_key`); None for no key.
-        hosts: host names that requests may use, or ["*"] for any; see `host_error`.
-        origins: origins whose web pages may use the server although another host serves them (CORS).
-        is_strict: whether unsupported parts of a request are refused instead of ignored; see `ServerContext`.
-    """
+    """Settings of a server: how much it serves, and to whom."""
 
     limits: Limits = attrs.field(factory=Limits)
-    api_key: str | None = attrs.field(default=None, repr=False)
-    hosts: Sequence[str] = ("*",)
-    origins: Sequence[str] = ()
-    is_strict: bool = False
+    api_key: str | None = attrs.field(default=None, repr=False)  # see `key_error`
+    hosts: Sequence[str] = ("*",)  # see `host_error`
+    origins: Sequence[str] = ()  # of web pages that may use the server although another host serves them (CORS)
+    is_strict: bool = False  # see `ServerContext`
 
 
 @attrs.frozen
 class Application:
-    """An ASGI application, for a server on trio; made by `application`.
-
-    Attributes:
-        app: answers the requests.
-        admission: limits its requests. A server that is about to stop drains it, and `/health` says so.
-    """
+    """An ASGI application, for a server on trio; made by `application`."""
 
     app: ASGIApp
-    admission: RequestAdmission
+    admission: RequestAdmission  # a server that is about to stop drains it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
 
 
-def application(models: ModelPool, service: Service, *, background: Background = in_thread) -> Application:
-    """The ASGI application, for a server on trio.
-
-    Args:
-        background: runs long work, such as tokenising prompts and encoding responses, in threads.
-    """
+def application(
+    models: ModelPool, service: Service, *, background: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync
+) -> Application:
+    """The ASGI application. `background` runs long work, such as tokenising prompts, in threads."""
     admission = RequestAdmission(lambda: models.max_streams, service.limits.max_waiting, trio.current_time)
     context = ServerContext(models, service.limits, admission, background, service.is_strict)
     described = partial(
@@ -182,14 +167,14 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif path.startswith("/v1/v1/"):
         # From a client that adds /v1 by itself, as Anthropic's do.
         there = "leave /v1 out of the client's base URL"
-    allowed = (error.headers or {}).get("Allow", "another method")
-    messages = {
-        404: f"there is nothing at {path}; {there}",
-        405: f"{path} does not support {request.method}; use {allowed}",
-    }
-    if path.endswith("/embeddings"):
-        messages[404] = "there are no embeddings here: the served model generates text; ask an embedding model"
-    message = messages.get(error.status_code, error.detail)
+    message = error.detail
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{path} does not support {request.method}; use {allowed}"
+    elif error.status_code == 404:
+        message = f"there is nothing at {path}; {there}"
+        if path.endswith("/embeddings"):
+            message = "there are no embeddings here: the served model generates text; ask an embedding model"
     return _error_response(ErrorResponse(error.status_code, message, headers=error.headers), path)
 
 
@@ -222,8 +207,10 @@ def _version(context: ServerContext, request: Request) -> Version:
 
 async def _timeline(context: ServerContext, request: Request) -> Response:
     for loaded in context.models.in_memory():
-        html = await loaded.timelines.page(request.path_params["id"], loaded.runtime.tokenizer, context.background)
-        if html is not None:
+        if (timeline := loaded.timelines.get(request.path_params["id"])) is not None:
+            events, num_lost = list(timeline.events), timeline.num_lost
+            texts = await texts_of(events, loaded.runtime.tokenizer)
+            html = await context.in_thread(partial(render, events, texts, num_lost=num_lost))
             headers = {"Content-Security-Policy": _TIMELINE_POLICY, "Cache-Control": "no-store"}
             return HTMLResponse(html, headers=headers)
     raise ErrorResponse(

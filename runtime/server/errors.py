@@ -25,11 +25,18 @@ from protocol.errors import (
     RuntimeClosedError,
     SettingsError,
 )
-from runtime.server.grammars.constraint import ConstraintError
 
 
 class ModelLoadError(OutriderError):
     """A model cannot be loaded; the error of the load is the cause."""
+
+
+class ConstraintError(SettingsError):
+    """A constraint, in a `field` of a request, is invalid, or cannot be followed to its end."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ErrorDetail(TypedDict):
@@ -48,11 +55,7 @@ class ErrorBody(TypedDict):
 
 
 class ErrorResponse(Exception):
-    """An error response, raised while a request is handled, before anything was sent.
-
-    Attributes:
-        detail: what the body says; an API may have a form of its own for it (`Operation.errors`).
-    """
+    """An error response, raised while a request is handled, before anything was sent."""
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class ErrorResponse(Exception):
             self.headers["Retry-After"] = str(retry_after_s)
 
     def body(self) -> ErrorBody:
-        """The body, for JSON, in the form of all paths whose API has no form of its own."""
+        """The body, in the form of all paths whose API has no form of its own (`Operation.errors`)."""
         return {"error": self.detail}
 
 
@@ -82,10 +85,9 @@ def error_response_of(error: OutriderError, prompt_field: str = "prompt") -> Err
     """The error response for an error of the runtime; `prompt_field` is the request's field with the prompt."""
     message = str(error)
     match error:
-        case PromptTooLongError():
-            return ErrorResponse(400, message, code="context_length_exceeded", param=prompt_field)
         case PromptError():
-            return ErrorResponse(400, message, param=prompt_field)
+            is_long = isinstance(error, PromptTooLongError)
+            return ErrorResponse(400, message, code="context_length_exceeded" if is_long else None, param=prompt_field)
         case SettingsError():
             return ErrorResponse(400, message)
         case ProcessorError() if isinstance(error.__cause__, SettingsError):
@@ -171,12 +173,11 @@ def error_response_of_body(error: ValidationError) -> ErrorResponse:
     problems = error.errors(include_url=False)
     # For a union, pydantic reports a problem for each member. The client meant the member that was read furthest.
     field = problems[0]["loc"][:1]
-    candidates = [(problem, _location(problem["loc"])) for problem in problems if problem["loc"][:1] == field]
-    location = max((each for _, each in candidates), key=len)
-    problems = [problem for problem, each in candidates if each == location]
+    problems = [problem for problem in problems if problem["loc"][:1] == field]
+    location = max((_location(problem["loc"]) for problem in problems), key=len)
+    problems = [problem for problem in problems if _location(problem["loc"]) == location]
     param = ".".join(map(str, location)) or None
-    names = [part for part in location if isinstance(part, str)]
-    first = problems[0]
+    first, names = problems[0], [part for part in location if isinstance(part, str)]
     match first["type"]:
         case "json_invalid":
             reason = first["msg"].removeprefix("Invalid JSON: ")
@@ -193,8 +194,7 @@ def error_response_of_body(error: ValidationError) -> ErrorResponse:
         case _:
             message = f"{param or 'the body'} must be {_expected(problems)}, got {short_json(first['input'])}"
             # The remedy for n does not help with n = 0.
-            is_too_small = first["type"] == "greater_than_equal"
-            if names and names[-1] in _REMEDIES and not is_too_small:
+            if names and names[-1] in _REMEDIES and first["type"] != "greater_than_equal":
                 message += f"; {_REMEDIES[names[-1]]}"
     return ErrorResponse(400, message, param=None if param is None else param[:100])
 
@@ -202,8 +202,12 @@ def error_response_of_body(error: ValidationError) -> ErrorResponse:
 def unknown_field(name: str, known: Sequence[str]) -> ErrorResponse:
     """The error response of a strict server for an unknown field of a body; `known` are the names of its fields."""
     path, _, last = name.rpartition(".")
-    message = f"there is no field {short_json(last)} here; {_hint(last, () if path else known)}"
-    return ErrorResponse(400, message, param=name[:100])
+    candidates = () if path else known
+    close = difflib.get_close_matches(last, candidates, n=1, cutoff=0.7)
+    if ALIASES.get(last) in candidates:
+        close = [ALIASES[last]]
+    hint = _REMEDIES.get(last) or (f"did you mean {close[0]!r}?" if close else "leave it out")
+    return ErrorResponse(400, f"there is no field {short_json(last)} here; {hint}", param=name[:100])
 
 
 def _location(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -218,36 +222,20 @@ def _location(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return tuple(location)
 
 
-def _hint(unknown: str, known: Sequence[str]) -> str:
-    if unknown in _REMEDIES:
-        return _REMEDIES[unknown]
-    if ALIASES.get(unknown) in known:
-        return f"did you mean {ALIASES[unknown]!r}?"
-    close = difflib.get_close_matches(unknown, known, n=1, cutoff=0.7)
-    return f"did you mean {close[0]!r}?" if close else "leave it out"
-
-
 def _expected(problems: Sequence[ErrorDetails]) -> str:
-    # A value of the right type that is out of bounds: the other types of the union do not matter.
-    out_of_bounds = [
-        problem for problem in problems if problem["type"] not in _EXPECTED_TYPES and problem["type"] != "literal_error"
-    ]
-    if out_of_bounds:
-        return _expected_bound(out_of_bounds[0])
-    types = [
-        str(problem["ctx"]["expected"]).replace("False", "false")
-        if problem["type"] == "literal_error"
-        else _EXPECTED_TYPES[problem["type"]]
-        for problem in problems
-    ]
+    types = []
+    for problem in problems:
+        kind, context = problem["type"], problem.get("ctx", {})
+        if kind == "literal_error":
+            types.append(str(context["expected"]).replace("False", "false"))
+        elif kind in _EXPECTED_TYPES:
+            types.append(_EXPECTED_TYPES[kind])
+        # A value of the right type that is out of bounds: the other types of the union do not matter.
+        elif kind == "too_long" and context["field_type"] != "List":
+            return f"an object of at most {context['max_length']} entries"
+        elif kind in _EXPECTED_BOUNDS:
+            return _EXPECTED_BOUNDS[kind].format(**context)
+        else:
+            return problem["msg"].removeprefix("Input should be ")
     *others, last = dict.fromkeys(types)
     return f"{', '.join(others)} or {last}" if others else last
-
-
-def _expected_bound(problem: ErrorDetails) -> str:
-    context = problem.get("ctx", {})
-    if problem["type"] == "too_long" and context["field_type"] != "List":
-        return f"an object of at most {context['max_length']} entries"
-    if problem["type"] not in _EXPECTED_BOUNDS:
-        return problem["msg"].removeprefix("Input should be ")
-    return _EXPECTED_BOUNDS[problem["type"]].format(**context)

@@ -13,8 +13,7 @@ from prometheus_client.registry import Collector
 
 from runtime.engine.runtime import Runtime
 from runtime.generation.token_stream import TokenStream
-from runtime.server.models.loaded_model import LoadedModel
-from runtime.server.models.pool import ModelPool
+from runtime.server.models.pool import LoadedModel, ModelPool
 from runtime.server.models.reports import ModelHealth, health_of
 
 # Upper bounds of the histograms' buckets, in seconds, about as far apart as a person notices.
@@ -65,8 +64,6 @@ _COUNTERS = (
     ("target_passes", "The target's passes that verify or decode", "passes"),
     ("target_pass_rows", "Rounds in these passes, of one stream each", "pass_rows"),
     ("pass_wait_seconds", "Seconds that rounds were ready and waited for a pass", "wait_seconds"),
-)
-_COUNTERS_BY_POSITION = (
     (
         "spec_decode_num_accepted_tokens_per_pos",
         "Drafted tokens that were accepted, by place in the proposal",
@@ -78,6 +75,7 @@ _COUNTERS_BY_POSITION = (
         "proposed_by_position",
     ),
 )
+_BUSY_SECONDS = ("busy_seconds", "Seconds in which a model had a job", "busy_seconds")
 # Gauges of a model: name, help, and the value that its health stands for.
 _GAUGES: tuple[tuple[str, str, Callable[[ModelHealth], float]], ...] = (
     ("model_loaded", "1 while the model is in memory", lambda health: health["state"] == "loaded"),
@@ -100,14 +98,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[ModelHealth], float]], ...] = (
         lambda health: health["status"] == "degraded",
     ),
 )
-# The counters, with the labels that they have besides the model.
-_LABELLED = (
-    *((metric, text, ()) for metric, text, _ in _COUNTERS),
-    *((metric, text, ("position",)) for metric, text, _ in _COUNTERS_BY_POSITION),
-    ("busy_seconds", "Seconds in which a model had a job", ("actor",)),
-)
 _ZERO: _Counts = {
-    **{(metric,): 0.0 for metric, _, _ in _COUNTERS},
+    **{(metric,): 0.0 for metric, _, field in _COUNTERS if not field.endswith("_by_position")},
     ("busy_seconds", "target"): 0.0,
     ("busy_seconds", "draft"): 0.0,
 }
@@ -115,24 +107,15 @@ _ZERO: _Counts = {
 
 @attrs.define
 class RequestOutcome:
-    """How a request has ended, for the metrics and the access log.
+    """How a request has ended, for the metrics and the access log."""
 
-    Attributes:
-        model: the name of its model; None if it asked for none that is served, or was rejected before.
-        streams: its generations that have begun.
-        num_texts, num_prompt_tokens: generations that it asks for, and tokens of its prompts; 0 until they are known.
-        is_sent: whether the whole response was sent.
-        failure: the error of the generation or of the server.
-        status: the HTTP status of an error response.
-    """
-
-    model: str | None = None
-    streams: list[TokenStream] = attrs.Factory(list)
-    num_texts: int = 0
-    num_prompt_tokens: int = 0
-    is_sent: bool = False
-    failure: Exception | None = None
-    status: int | None = None
+    model: str | None = None  # None if it asked for none that is served, or was rejected before
+    streams: list[TokenStream] = attrs.Factory(list)  # its generations that have begun
+    num_texts: int = 0  # generations that it asks for; 0 until they are known
+    num_prompt_tokens: int = 0  # likewise
+    is_sent: bool = False  # whether the whole response was sent
+    failure: Exception | None = None  # of the generation or of the server
+    status: int | None = None  # of an error response
 
     @property
     def word(self) -> str:
@@ -145,17 +128,21 @@ class RequestOutcome:
         return "finished" if self.is_sent or 0 < num_finished == self.num_texts else "cancelled"
 
 
-class Metrics:
-    """The metrics of a server: those of its requests, and the statistics of its models.
+class Metrics(Collector):
+    """The metrics of a server: those of its requests, and the statistics of its models when they are asked for.
 
-    All of them can be added up over several servers: none is a ratio, as ratios can be computed from the sums.
+    All of them can be added up over several servers: none is a ratio, as ratios can be computed from the sums. Counters
+    of a model that was unloaded are kept, and those of its next load are added.
     """
 
-    def __init__(self, models: ModelPool, *, is_draining: Callable[[], bool] = lambda: False) -> None:
-        """All start at zero; the statistics of the models are read when the metrics are requested."""
+    def __init__(self, models: ModelPool, *, is_draining: Callable[[], bool]) -> None:
+        self._models = models
+        # Counts of runtimes that are gone, by model.
+        self._past: dict[str, _Counts] = dict.fromkeys((spec.name for spec in models.specs), _ZERO)
+        models.on_unloading = self._keep
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_ModelCollector(models))
+        self.registry.register(self)
         self._requests = Counter("outrider_requests", "Requests by outcome", ["outcome"], registry=self.registry)
         self._error_responses = Counter(
             "outrider_refusals", "Error responses by HTTP status", ["status"], registry=self.registry
@@ -196,38 +183,18 @@ class Metrics:
             self._error_responses.labels(str(outcome.status)).inc()
         self._requests.labels(outcome.word).inc()
 
-
-class _ModelCollector(Collector):
-    """Metrics of the models. Counters of a model that was unloaded are kept, and those of its next load are added."""
-
-    def __init__(self, models: ModelPool) -> None:
-        self._models = models
-        # Counts of runtimes that are gone, by model.
-        self._past: dict[str, _Counts] = dict.fromkeys((spec.name for spec in models.specs), _ZERO)
-        models.when_unloaded(self._keep)
+    # --- the models -------------------------------------------------------------------------------
 
     def _keep(self, loaded: LoadedModel) -> None:
         self._past[loaded.name] = _added(self._past[loaded.name], _counts(loaded.runtime))
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._counters()
-        health = {name: health_of(self._models, name) for name in self._past}
-        for metric, text, value in _GAUGES:
-            family = GaugeMetricFamily(f"outrider_{metric}", text, labels=["model"])
-            for name, each in health.items():
-                family.add_metric([name], value(each))
-            yield family
-        yield GaugeMetricFamily(
-            "outrider_peak_memory_bytes", "Maximum of the memory that MLX has held at once", value=mx.get_peak_memory()
-        )
-        yield GaugeMetricFamily("outrider_memory_bytes", "Memory that MLX holds", value=mx.get_active_memory())
-
-    def _counters(self) -> Iterator[Metric]:
-        counts = {}
-        for name, past in self._past.items():
-            runtimes = [each.runtime for each in self._models.in_memory(name)]
-            counts[name] = reduce(_added, map(_counts, runtimes), past)
-        for metric, text, labels in _LABELLED:
+        counts = {
+            name: reduce(_added, (_counts(each.runtime) for each in self._models.in_memory(name)), past)
+            for name, past in self._past.items()
+        }
+        for metric, text, field in (*_COUNTERS, _BUSY_SECONDS):
+            labels = ["position"] if field.endswith("_by_position") else ["actor"] if field == "busy_seconds" else []
             family = CounterMetricFamily(f"outrider_{metric}", text, labels=["model", *labels])
             for name, each in counts.items():
                 for (counted, *values), number in each.items():
@@ -239,6 +206,16 @@ class _ModelCollector(Collector):
             loads.add_metric([name, "loaded"], self._models[name].num_loads)
             loads.add_metric([name, "failed"], self._models[name].num_failed_loads)
         yield loads
+        health = {name: health_of(self._models, name) for name in counts}
+        for metric, text, value in _GAUGES:
+            gauge = GaugeMetricFamily(f"outrider_{metric}", text, labels=["model"])
+            for name, state in health.items():
+                gauge.add_metric([name], value(state))
+            yield gauge
+        yield GaugeMetricFamily(
+            "outrider_peak_memory_bytes", "Maximum of the memory that MLX has held at once", value=mx.get_peak_memory()
+        )
+        yield GaugeMetricFamily("outrider_memory_bytes", "Memory that MLX holds", value=mx.get_active_memory())
 
 
 def _counts(runtime: Runtime) -> _Counts:
@@ -247,10 +224,13 @@ def _counts(runtime: Runtime) -> _Counts:
     Busy seconds are not computed from the busy fractions: rounding could make the value fall, and Prometheus takes a
     counter that falls for one that was reset.
     """
-    statistics = runtime.statistics()
-    counts: _Counts = {(metric,): getattr(statistics, field) for metric, _, field in _COUNTERS}
-    for metric, _, field in _COUNTERS_BY_POSITION:
-        counts |= {(metric, str(place)): number for place, number in enumerate(getattr(statistics, field))}
+    statistics, counts = runtime.statistics(), dict[tuple[str, ...], float]()
+    for metric, _, field in _COUNTERS:
+        value = getattr(statistics, field)
+        if field.endswith("_by_position"):
+            counts |= {(metric, str(place)): number for place, number in enumerate(value)}
+        else:
+            counts[metric,] = value
     counts["busy_seconds", "target"], counts["busy_seconds", "draft"] = runtime.busy_seconds
     return counts
 

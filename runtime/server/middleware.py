@@ -47,9 +47,6 @@ class AccessLog:
     _probe_statuses: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(_PROBE_PATHS, 200), init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         began, status, is_whole = trio.current_time(), _CLIENT_CLOSED_REQUEST, False
 
         async def send_and_note(message: Message) -> None:
@@ -74,7 +71,7 @@ class AccessLog:
 
 
 def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
-    host, port = scope.get("client") or ("-", 0)
+    host, port = scope["client"]
     client = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     # Percent-encoded: the decoded path could contain line breaks, quotes, and terminal escape sequences.
     path = quote(scope["raw_path"].partition(b"?")[0], safe=_SAFE_CHARACTERS)
@@ -97,21 +94,6 @@ _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-r
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
 
 
-def with_headers(send: Send, headers: Sequence[tuple[bytes, bytes]]) -> Send:
-    """`send` of ASGI, with further headers in the response."""
-
-    async def send_with_headers(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message.get("headers", ()), *headers]}
-        await send(message)
-
-    return send_with_headers
-
-
-Respond = Callable[[ErrorResponse, str], ASGIApp]
-"""Makes the response with an error, in the form of the API that a path belongs to."""
-
-
 @attrs.frozen
 class CommonHeaders:
     """Adds the headers that every response has."""
@@ -119,24 +101,28 @@ class CommonHeaders:
     _app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, with_headers(send, _HEADERS))
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers)
 
 
 @attrs.frozen
 class ClientPaths:
     """Takes paths as clients write them: without `/v1`, as for other servers, and with a slash too many.
 
-    There is no redirection: it would lead from https to http where a proxy stands in front of the server.
+    A redirection would lead from https to http where a proxy stands in front of the server.
     """
 
     _app: ASGIApp
     _names: Set[str]  # the first parts of the paths below `/v1`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
-            # In place: what is noted in the scope later is read outside of here.
-            scope["path"] = f"/v1{path}" if _first_part(path) in self._names else path
+        path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
+        # In place: what is noted in the scope later is read outside of here.
+        scope["path"] = f"/v1{path}" if _first_part(path) in self._names else path
         await self._app(scope, receive, send)
 
 
@@ -146,24 +132,23 @@ class Guard:
 
     _app: ASGIApp
     _check: Callable[[Scope], ErrorResponse | None]
-    _respond: Respond
+    _respond: Callable[[ErrorResponse, str], ASGIApp]  # the response with an error, to a request for a path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._check(scope) if scope["type"] == "http" else None
+        error = self._check(scope)
         app = self._app if error is None else self._respond(error, scope["path"])
         await app(scope, receive, send)
 
 
 def host_error(names: Sequence[str], scope: Scope) -> ErrorResponse | None:
-    """The error of a request whose Host header is not a name of this server.
+    """The error of a request whose Host header is not one of the `names` of this server; "*" allows any.
 
     This keeps out DNS rebinding: a web page of another host whose name was made to resolve to this machine.
-
-    Args:
-        names: an IPv6 address may be with or without brackets; "*" allows any.
     """
     hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-    name = _without_port(hosts[0]) if len(hosts) == 1 else ""
+    host = hosts[0] if len(hosts) == 1 else ""
+    # An IPv6 address contains colons, and is in brackets.
+    name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
     if "*" in names or _normalized(name) in map(_normalized, names):
         return None
     return ErrorResponse(
@@ -190,14 +175,8 @@ class ForwardedClients:
     _proxies: Sequence[IpNetwork]  # where trusted proxies are
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope.get("client") is not None:
-            address = self._client(scope["client"][0], scope["headers"])
-            if address != scope["client"][0]:
-                scope = {**scope, "client": (address, 0)}  # the header has no port
-        await self._app(scope, receive, send)
-
-    def _client(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        values = [value.decode("latin-1") for name, value in headers if name == b"x-forwarded-for"]
+        peer, _ = scope["client"]
+        values = [value.decode("latin-1") for name, value in scope["headers"] if name == b"x-forwarded-for"]
         hops = ",".join(values).split(",") if values else []
         client = peer
         while hops and self._is_trusted(client):
@@ -205,7 +184,9 @@ class ForwardedClients:
                 client = str(ip_address(_PORT.sub(r"\1\2", hops.pop().strip())))
             except ValueError:
                 break
-        return client
+        if client != peer:
+            scope = {**scope, "client": (client, 0)}  # the header has no port
+        await self._app(scope, receive, send)
 
     def _is_trusted(self, address: str) -> bool:
         found = ip_address(address.partition("%")[0])
@@ -240,11 +221,6 @@ def needs_key(path: str) -> bool:
 
 def _first_part(path: str) -> str:
     return path.removeprefix("/").partition("/")[0]
-
-
-def _without_port(host: str) -> str:
-    # An IPv6 address contains colons, and is in brackets.
-    return host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
 
 
 def _normalized(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -46,39 +46,20 @@ _OF_GENERATIONS = (*_OF_BODIES, "500", "503")
 
 @attrs.frozen
 class Operation:
-    """One method at one path.
-
-    Attributes:
-        endpoint: makes the ASGI application, or the endpoint of Starlette's, that answers.
-        id: its name; "" for a page, which the description leaves out.
-        response: the type of the body, for a response of JSON; or the content type of any other.
-        request: the type of the body of a request; None for none.
-        is_streamed: whether the response comes as server-sent events with `stream: true`. Their form is that of the API
-            whose path this is.
-        errors: the form of the bodies of errors, also at further paths below this one.
-        statuses: of errors, besides those of every operation with a request body.
-        responses: descriptions by status, instead of `summary` and `statuses`.
-    """
+    """One method at one path."""
 
     path: str
-    endpoint: Callable[[ServerContext], Any]
-    id: str = ""
-    summary: str = ""
-    response: type | str = "text/html"
-    method: str = "GET"
-    request: type | None = None
+    endpoint: Callable[[ServerContext], Any]  # makes the ASGI application, or the endpoint of Starlette's, that answers
+    id: str
+    summary: str
+    response: type | str = "text/html"  # the type of the body, for JSON; or the content type of any other
+    request: type | None = None  # the type of the body of a request
     example: Any = None
-    is_streamed: bool = False
-    errors: ErrorForm = COMMON_ERRORS
-    statuses: Sequence[str] = ()
-    responses: Mapping[str, str] | None = None
-
-    @property
-    def types(self) -> Iterator[type]:
-        """The types of everything that is sent."""
-        yield self.errors.type
-        if isinstance(self.response, type):
-            yield self.response
+    method: str = attrs.Factory(lambda self: "GET" if self.request is None else "POST", takes_self=True)
+    is_streamed: bool = False  # whether the response comes as server-sent events with `stream: true`
+    errors: ErrorForm = COMMON_ERRORS  # also at further paths below this one
+    statuses: Sequence[str] = ()  # of errors, besides those of every operation with a request body
+    responses: Mapping[str, str] | None = None  # descriptions by status, instead of `summary` and `statuses`
 
     def described(self, *, has_key: bool) -> dict[str, Any]:
         """The description, without path and method."""
@@ -112,7 +93,8 @@ class Operation:
             return described
         answer: dict[str, Any] = {"description": self.summary, "content": content}
         if self.request is not None:
-            answer["headers"] = _HEADERS
+            text = "Names of the request's fields that are ignored; absent if there are none"
+            answer["headers"] = {IGNORED_HEADER: {"description": text, "schema": {"type": "string"}}}
         error = {"application/json": {"schema": _ref(self.errors.type)}}
         described["responses"] = {
             "200": answer,
@@ -121,21 +103,13 @@ class Operation:
         return described
 
 
-_HEADERS = {
-    IGNORED_HEADER: {
-        "description": "Names of the request's fields that are ignored; absent if there are none",
-        "schema": {"type": "string"},
-    }
-}
-
-
 def description(
     operations: Sequence[Operation], model: str, *, has_key: bool, is_strict: bool = False
 ) -> dict[str, Any]:
     """The OpenAPI 3.1 description, for JSON."""
-    described = [operation for operation in operations if operation.id]
-    sent = dict.fromkeys(each for operation in described for each in operation.types)
-    received = dict.fromkeys(operation.request for operation in described if operation.request is not None)
+    types = (each for operation in operations for each in (operation.errors.type, operation.response))
+    sent = dict.fromkeys(each for each in types if not isinstance(each, str))
+    received = dict.fromkeys(operation.request for operation in operations if operation.request is not None)
     schemas: dict[str, Any] = json.loads(_schemas(tuple(sent), tuple(received)))
     if is_strict:
         for schema in schemas.values():
@@ -146,7 +120,7 @@ def description(
     if has_key:
         components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     paths: dict[str, dict[str, Any]] = {}
-    for operation in described:
+    for operation in operations:
         methods = paths.setdefault(operation.path.replace(":path}", "}"), {})
         methods[operation.method.lower()] = operation.described(has_key=has_key)
     return {

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 from typing import Literal
 
-import trio
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from typing_extensions import TypedDict
 
 from protocol.trace import Event, Instant, Span
-from runtime.server.fair_threads import Background
-from runtime.tracing.timeline import DRAFTER_STATES, DrafterState, render, texts_of
+from runtime.tracing.timeline import DRAFTER_STATES, DrafterState
 
 # How many of the latest timelines are kept, and how many events of each: those of some 3,000 tokens.
 MAX_TIMELINES = 32
@@ -49,25 +45,19 @@ class ModelActivity(TypedDict):
 
 
 class Timeline:
-    """The events of one stream, including passes that it shared with others.
-
-    Attributes:
-        session: that of the stream.
-        events: the first `MAX_EVENTS` events.
-        num_lost: number of further events, which were not recorded.
-    """
+    """The events of one stream, including passes that it shared with others."""
 
     def __init__(self, session: int, opened: list[Instant], began: float) -> None:
         """A timeline of a stream that began at `began`, on the clock of events; `opened` are its events so far."""
         self.events: list[Event] = list(opened)
-        self.num_lost = 0
+        self.num_lost = 0  # events beyond `MAX_EVENTS`
         self.session = session
         self._began = began
         self._num_reported = 0
         self._drafter_state: DrafterState | None = None
 
     def add(self, event: Event) -> None:
-        """Record an event; beyond `MAX_EVENTS`, only count it."""
+        """Record an event, or count it as lost."""
         if len(self.events) < MAX_EVENTS:
             self.events.append(event)
         else:
@@ -105,7 +95,7 @@ class Timelines:
     """The timelines of the streams that are watched; pass it to `runtime.open` as `trace`."""
 
     def __init__(self) -> None:
-        self._timelines: OrderedDict[str, Timeline] = OrderedDict()  # by id
+        self._timelines: OrderedDict[str, Timeline] = OrderedDict()  # by the id of the response
         self._by_session: dict[int, Timeline] = {}
         self._opened: list[Instant] = []  # events of the session that was opened last
 
@@ -123,11 +113,9 @@ class Timelines:
             self._opened.append(event)
 
     def watch(self, id: str, session: int, began: float) -> Timeline:
-        """Record a session from now on.
+        """Record a session from now on, for a response: one that was opened just now, and has had no other event yet.
 
         Args:
-            id: of the response; `page` finds the timeline by it.
-            session: it was opened just now, and has had no other event yet.
             began: when its stream began, in seconds on the clock of events.
         """
         opened = [instant for instant in self._opened if instant.session == session]
@@ -137,14 +125,6 @@ class Timelines:
             self._by_session.pop(oldest.session, None)
         return timeline
 
-    async def page(self, id: str, tokenizer: TokenizerWrapper | None, background: Background) -> str | None:
-        """The timeline of a response as an HTML page, or None. Cancellation: the rendering finishes first."""
-        if (timeline := self._timelines.get(id)) is None:
-            return None
-        events = list(timeline.events)
-        texts = await texts_of(events, tokenizer)
-        return await background(
-            partial(render, events, texts, num_lost=timeline.num_lost),
-            abandon_on_cancel=False,
-            limiter=trio.to_thread.current_default_thread_limiter(),
-        )
+    def get(self, id: str) -> Timeline | None:
+        """The timeline of a response; None if there is none, or no longer."""
+        return self._timelines.get(id)

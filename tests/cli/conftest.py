@@ -13,7 +13,7 @@ from served_command import KEY, PROMPT, Server, serving
 
 import runtime
 import runtime.engine.opening
-import runtime.server.models.loaded_model
+import runtime.server.models.pool
 
 if TYPE_CHECKING:
     import openai
@@ -79,5 +79,5 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         raise OpenedError
 
     monkeypatch.setattr(runtime.engine.opening, "open", open)
-    monkeypatch.setattr(runtime.server.models.loaded_model, "open_runtime", open)
+    monkeypatch.setattr(runtime.server.models.pool, "open_runtime", open)
     return given

@@ -83,7 +83,6 @@ CHAT = Operation(
     "ollama_chat",
     "Answer a chat in Ollama's form",
     OllamaChat,
-    "POST",
     OllamaRequest,
     {"messages": HELLO["messages"]},
     errors=ErrorForm(OllamaError, lambda error: {"error": error.detail["message"]}),

@@ -15,7 +15,7 @@ from asgi import COMPLETIONS, ask, figures, with_parameters_of
 from model_pools import LOAD_S, PROMPT, ScriptedLoads, ServedModels, served_models, spec, text_of
 from scripted import run
 
-from runtime.server.models.loaded_model import free_memory
+from runtime.server.models.pool import free_memory
 from runtime.server.models.served_model import ServedModel
 
 A, B, C = spec("a"), spec("b"), spec("c")
@@ -233,7 +233,7 @@ async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhil
             self.runtime = self
 
     held = Holds()
-    held.itself = held  # type: ignore[attr-defined]
+    held.itself = held
     del held
     thread = threading.Thread(target=gc.collect)
     thread.start()

@@ -28,8 +28,7 @@ from runtime.server.errors import ErrorResponse
 from runtime.server.grammars import checker as checker_module
 from runtime.server.grammars import schemas as schemas_module
 from runtime.server.grammars.checker import CheckerGoneError, GrammarChecker, grammar_checker
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint
-from runtime.server.grammars.schemas import Schemas
+from runtime.server.grammars.schemas import ANY_OBJECT, Constraint, Schemas
 
 PLAIN: dict[str, Any] = {"type": "integer", "minimum": 5}
 # What no look at it finds to be expensive: 99,400,891 remainders.

@@ -23,12 +23,10 @@ import runtime
 from protocol.settings import Settings
 from runtime.engine.runtime import Runtime
 from runtime.server.app import Service, application
-from runtime.server.fair_threads import Background
 from runtime.server.grammars.checker import Outcome
 from runtime.server.grammars.schemas import Schemas
 from runtime.server.limits import Limits
-from runtime.server.models.loaded_model import LoadedModel
-from runtime.server.models.pool import ModelPool, model_pool
+from runtime.server.models.pool import LoadedModel, ModelPool, model_pool
 from runtime.server.models.served_model import ServedModel
 from runtime.server.timelines import Timelines
 
@@ -339,7 +337,7 @@ async def pool_of(
     *,
     draft_name: str | None = None,
     check: ScriptedCheck | None = None,
-    background: Background = trio.to_thread.run_sync,
+    background: Callable[..., Awaitable[Any]] = trio.to_thread.run_sync,
     settings: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[ModelPool]:
     """The pool of a server of one model: a runtime that is open already, and its trace."""
@@ -528,7 +526,7 @@ def with_parameters_of(test: Callable[..., Any], wrapper: Callable[..., Any]) ->
     functools.update_wrapper(wrapper, test)
     signature = inspect.signature(test)
     fixtures = [each for name, each in signature.parameters.items() if name != "server"]
-    wrapper.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+    wrapper.__signature__ = signature.replace(parameters=fixtures)
     return wrapper
 
 
@@ -542,7 +540,7 @@ def watched_streams(server: Served) -> list[tuple[Settings, Any]]:
         seen.append((settings, stream))
         return stream
 
-    server.simulation.runtime.stream = watch  # type: ignore[method-assign]
+    server.simulation.runtime.stream = watch
     return seen
 
 

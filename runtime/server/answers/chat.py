@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field
 
 from protocol.errors import SettingsError
-from runtime.generation.tool_calls.tools import Tools, tools_of
+from runtime.generation.tool_calls.tools import tools_of
 from runtime.server.answers.body import Body, NoEffect, without_halves
-from runtime.server.answers.client_tools import callable_in_chat, check_choice
 from runtime.server.answers.content import Content, joined
 from runtime.server.answers.request import Chat, GenerationBody
-from runtime.server.errors import ErrorResponse, short_json
+from runtime.server.errors import ErrorResponse
 
 Effort = Annotated[str, Field(max_length=100)]
 
@@ -28,6 +28,11 @@ def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:
     # JSON in a text, whose escapes those of the body do not include.
     whole = without_halves(arguments.encode()).decode() if "\\u" in arguments else arguments
     return {"id": id, **function_of(name=name, arguments=whole)}
+
+
+def custom_arguments(input: str) -> str:
+    """The arguments of a call of a custom tool."""
+    return json.dumps({"input": input}, ensure_ascii=False)
 
 
 class Thinking(Body):
@@ -89,49 +94,53 @@ class ChatBody(GenerationBody):
             given["thinking_budget"] = self.thinking.budget_tokens
         return given
 
-    @property
-    def predicted_text(self) -> str:
-        """The text that the answer may resemble; "" for none."""
-        return "" if self.prediction is None else joined(self.prediction.content)
-
     def chat_of(
         self,
         messages: Sequence[dict[str, Any]],
         tools: Sequence[Any],
-        choice: Any,
+        choice: str | None,
         is_parallel: bool | None,
         *,
+        allowed: Sequence[Any] | None = None,
         effort: str | None = None,
         may_continue: bool = True,
     ) -> Chat:
-        """The chat of some messages and tools.
+        """The chat of some messages and tools. Raises: ErrorResponse: fields do not go together, or a tool is invalid.
 
         Args:
-            tools, choice, is_parallel: see `checked_tools`.
+            tools, choice, is_parallel, allowed: see `tools_of`.
             effort: instead of `reasoning_effort`, for APIs that have it in a form of their own.
             may_continue: whether the answer may continue a last message of the assistant's if no field says so.
-
-        Raises: ErrorResponse: fields do not go together, or a tool is invalid.
         """
         last, effort = messages[-1], effort or self.reasoning_effort
-        if self.continue_final_message and (problem := self._problem_of_continuing(last)) is not None:
+        problem = None
+        if self.add_generation_prompt:
+            problem = "cannot go together with add_generation_prompt: true, which begins a new message"
+        elif last["role"] != "assistant":
+            problem = f"needs a last message of the assistant's, got one of {last['role']!r}"
+        elif last.get("tool_calls"):
+            problem = "cannot continue a message with calls, which is complete"
+        if self.continue_final_message and problem is not None:
             message = f"continue_final_message {problem}; leave it out"
             raise ErrorResponse(400, message, param="continue_final_message")
         continues = self.continue_final_message
-        if continues is None:
-            # The default is llama.cpp's.
-            is_open = may_continue and last["role"] == "assistant" and not last.get("tool_calls")
-            continues = is_open and not self.add_generation_prompt
+        if continues is None:  # the default is llama.cpp's
+            continues = may_continue and problem is None
         reasoning_field = "thinking" if self.thinking is not None else "reasoning_effort" if effort == "none" else None
-        checked = checked_tools(tools, choice, is_parallel)
-        return Chat(messages, continues, self._variables(effort), reasoning_field, bool(tools), checked)
-
-    def _problem_of_continuing(self, last: Mapping[str, Any]) -> str | None:
-        if self.add_generation_prompt:
-            return "cannot go together with add_generation_prompt: true, which begins a new message"
-        if last["role"] != "assistant":
-            return f"needs a last message of the assistant's, got one of {last['role']!r}"
-        return "cannot continue a message with calls, which is complete" if last.get("tool_calls") else None
+        variables = self._variables(effort)
+        try:
+            checked = tools_of(tools, choice or "auto", is_parallel=is_parallel, allowed=allowed)
+        except SettingsError as error:
+            raise ErrorResponse(400, str(error), param="tools") from error
+        return Chat(
+            messages,
+            continues=continues,
+            variables=variables,
+            reasoning_field=reasoning_field,
+            predicted_text="" if self.prediction is None else joined(self.prediction.content),
+            has_tools=bool(tools),
+            tools=checked,
+        )
 
     def _variables(self, effort: str | None) -> dict[str, Any]:
         """The variables of the chat template."""
@@ -149,43 +158,30 @@ class ChatBody(GenerationBody):
         return {**variables, **(self.chat_template_kwargs or {})}
 
 
-def checked_tools(listed: Any, choice: Any, is_parallel: bool | None) -> Tools | None:
-    """The tools of a request; None where the model may call nothing.
+def label_of(tool: Any) -> str:
+    """The type of a tool that is left out, and its name where the type does not say it."""
+    type, name = _type_and_name(tool)
+    return f"{type}.{name}" if isinstance(name, str) and name not in str(type) else str(type)
 
-    Args:
-        listed, is_parallel: see `tools_of`.
-        choice: likewise, also as the type of an object, or a function or the allowed tools as an object.
 
-    Raises: ErrorResponse: a tool or the choice is invalid.
+def check_choice(choice: Any, offered: Sequence[Any], left_out: Sequence[Any]) -> None:
+    """Check a choice: "none", "auto", "required", or a tool's name or type.
+
+    Raises: ErrorResponse: the call that it asks for would be one of a tool that is left out.
     """
-    allowed: list[Any] | None = None
-    if isinstance(choice, Mapping) and set(choice) == {"type"}:
-        choice = choice["type"]
-    match choice:
-        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(allowed)}}:
-            choice = mode
-            allowed = [
-                (tool.get("function") or tool).get("name") if isinstance(tool, Mapping) else tool
-                for tool in allowed
-                if callable_in_chat(tool)
-            ]
-        case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
-            choice = name
-        case str() | None:
-            # "any" is Mistral's name.
-            choice = {None: "auto", "any": "required"}.get(choice, choice)
-        case _:
-            raise ErrorResponse(
-                400,
-                'tool_choice must be "none", "auto", "required", '
-                '{"type": "function", "function": {"name": "…"}} or '
-                '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": […]}}, '
-                f"got {short_json(choice)}",
-                param="tool_choice",
-            )
-    offered = [tool for tool in listed or () if callable_in_chat(tool)]
-    check_choice(choice, offered, [tool for tool in listed or () if not callable_in_chat(tool)])
-    try:
-        return tools_of(offered, choice, is_parallel=is_parallel, allowed=allowed)
-    except SettingsError as error:
-        raise ErrorResponse(400, str(error), param="tools") from error
+    if choice in ("none", "auto") or any(choice in ("required", _type_and_name(tool)[1]) for tool in offered):
+        return
+    if asked := [tool for tool in left_out if choice == "required" or choice in _type_and_name(tool)]:
+        raise ErrorResponse(
+            400,
+            f"{', '.join(map(label_of, asked))[:200]} cannot be called here, and tool_choice asks for it: the model "
+            "calls functions, which the client runs; offer a function, or leave tool_choice out",
+            param="tool_choice",
+        )
+
+
+def _type_and_name(tool: Any) -> tuple[Any, Any]:
+    if not isinstance(tool, Mapping):
+        return tool.type, tool.name
+    inner = tool.get("function") or tool.get("custom")
+    return tool.get("type"), tool.get("name") or (inner.get("name") if isinstance(inner, Mapping) else None)

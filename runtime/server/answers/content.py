@@ -38,11 +38,6 @@ class RefusalPart(Body):
     type: Literal["refusal"]
     refusal: str
 
-    @property
-    def text(self) -> str:
-        """What was said."""
-        return self.refusal
-
 
 class ThinkingPart(Body):
     """Reasoning of an earlier answer, which is no text of the message; redacted reasoning cannot be read."""
@@ -53,25 +48,15 @@ class ThinkingPart(Body):
     data: SentBack = None
     closed: SentBack = None
 
-    @property
-    def text(self) -> str:
-        """The text of the message: none."""
-        return ""
-
 
 class OtherPart(Body):
     """A part of another type, of which nothing is read: an image, audio, a file, a call that a service has run, …"""
 
     type: str
 
-    @property
-    def text(self) -> str | None:
-        """The text to read; None if the part has none."""
-        return None
-
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
         """See `Body`: the type, if nothing is read."""
-        if self.text is None:
+        if text_of(self) is None:
             yield self.type, False
 
 
@@ -83,23 +68,28 @@ class DocumentPart(OtherPart):
     title: str | None = None
     context: str | None = None
 
-    @property
-    def text(self) -> str | None:
-        """The text of the document with its title and its context, or source, before it; None if it has none."""
-        text, source = _texts(self.content), self.source
-        match source:
-            case {"type": "text", "data": data} | {"type": "content", "content": data}:
-                text, source = _texts(data), self.context
-        parts = (self.title, source, text)
-        return None if text is None else "\n".join(part for part in parts if part and isinstance(part, str))
 
-
-def _texts(content: Any) -> str | None:
-    """The text of content that is a text or parts of text; None if it is anything else."""
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None  # type: ignore[arg-type]
+def text_of(part: Any) -> str | None:
+    """The text of a part of a message; None if it has none that can be read."""
+    match part:
+        case TextPart():
+            return part.text
+        case RefusalPart():
+            return part.refusal
+        case ThinkingPart():
+            return ""
+        case DocumentPart():
+            # With its title and its context, or source, before it.
+            content, before = part.content, part.source
+            match part.source:
+                case {"type": "text", "data": data} | {"type": "content", "content": data}:
+                    content, before = data, part.context
+            pieces = content if isinstance(content, list) else [{"text": content}]
+            texts: list[Any] = [piece.get("text") if isinstance(piece, dict) else None for piece in pieces]
+            if all(isinstance(text, str) for text in texts):
+                lines = (part.title, before, "".join(texts))
+                return "\n".join(line for line in lines if line and isinstance(line, str))
+    return None
 
 
 _KINDS = {
@@ -148,15 +138,14 @@ _BILLING = "x-anthropic-billing-header:"
 def joined(content: str | list[Any], *, is_system: bool = False) -> str:
     """The text of a message's content. A document is a block of its own, and so is a part that cannot be read, a line.
 
-    Args:
-        is_system: whether it is the system's message, of which Claude Code's billing header is no part.
+    Claude Code's billing header is no part of the system's message.
     """
-    if isinstance(content, str):
-        return _without_billing(content) if is_system else content
     text, was_block = "", False
-    for part in content:
-        read = part.text
-        piece = line_of(part.type) if read is None else _without_billing(read) if is_system else read
+    for part in [TextPart(type="text", text=content)] if isinstance(content, str) else content:
+        read = text_of(part)
+        piece = line_of(part.type) if read is None else read
+        if is_system and piece.startswith(_BILLING):
+            piece = piece.partition("\n")[2].lstrip("\n")
         if not piece:
             continue
         is_block = read is None or isinstance(part, DocumentPart)
@@ -182,12 +171,7 @@ def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], 
 
     A part that cannot be read is refused unless two texts follow it in the message, of which the first may be the
     question about the part: some clients join what the user says after an error to the message that was refused. What
-    agents say there of their tools is never what the user asks about.
-
-    Args:
-        messages: of the conversation, or its items.
-        field: the name of the body's field that has them.
-        is_result: whether a message has results of tools. What stands in it, or behind it, may belong to a result.
+    agents say there of their tools is never what the user asks about; nor is what stands with a result, or behind it.
 
     Raises: ErrorResponse: a part cannot be read. An answer that ignores it would mislead.
     """
@@ -198,7 +182,7 @@ def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], 
     parts = last.content if isinstance(last.content, list) else ()  # type: ignore[union-attr]
     texts = [index for index, part in enumerate(parts) if isinstance(part, TextPart) and part.text.strip()]
     for index, part in enumerate(parts):
-        is_asked = isinstance(part, OtherPart) and part.text is None and "tool" not in part.type
+        is_asked = isinstance(part, OtherPart) and text_of(part) is None and "tool" not in part.type
         if is_asked and not any(index < text for text in texts[-2:-1]):
             where = f"{field}.{said[-1]}.content.{index}"
             what = {"image": "images", "video": "videos", "file": "files"}.get(_plain(part.type), _plain(part.type))
@@ -212,7 +196,3 @@ def check_asked(messages: Sequence[Any], field: str, is_result: Callable[[Any], 
 
 def _plain(type: str) -> str:
     return type[:60].removeprefix("input_").removesuffix("_url")
-
-
-def _without_billing(text: str) -> str:
-    return text.partition("\n")[2].lstrip("\n") if text.startswith(_BILLING) else text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing, suppress
@@ -17,21 +18,19 @@ from typing_extensions import TypedDict
 
 from protocol.errors import OutriderError, RuntimeClosedError
 from protocol.statistics import Statistics
+from runtime.engine.nursery import BackgroundNursery
 from runtime.engine.runtime import Runtime
 from runtime.engine.sessions import NEW_READER
 from runtime.generation.tokens import Token
-from runtime.server.answers.api import BegunAnswer, Choice, Choices, Event, Serializer
-from runtime.server.answers.body import RequestBody
+from runtime.server.answers.api import BegunAnswer, Choice, Choices, Event, Serializer, end_without_token
+from runtime.server.answers.body import ClientGone, RequestBody, read_body
 from runtime.server.answers.preparation import Preparation, PreparedPrompt
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.tokens import end_without_token
-from runtime.server.connections.client import ClientGone, client_address, read_body, while_there
 from runtime.server.context import SHORT, ServerContext
 from runtime.server.errors import ErrorResponse, error_response_of
 from runtime.server.metrics import RequestOutcome
 from runtime.server.middleware import TOKENS
 from runtime.server.operations import COMMON_ERRORS, ErrorForm, Operation
-from runtime.server.timelines import Timeline
 
 Parsed = tuple[GenerationRequest, Callable[[BegunAnswer], Serializer]]
 """A request, and what makes the serializer of its response, or of one of its choices."""
@@ -55,12 +54,7 @@ R = TypeVar("R", bound=TextBody | GenerationRequest)
 
 
 async def read_request(context: ServerContext, parse: Callable[[bytes], B], scope: Scope, receive: Receive) -> B:
-    """The body of a request, parsed; in another thread if it is long.
-
-    Raises:
-        ErrorResponse: the request is rejected.
-        ClientGone: the client has left.
-    """
+    """The body of a request, parsed; in another thread if it is long. Raises: ErrorResponse or ClientGone."""
     # Before the body is read, so that a client need not send one that cannot be admitted.
     context.admission.check()
     limits = context.limits
@@ -73,76 +67,70 @@ async def read_request(context: ServerContext, parse: Callable[[bytes], B], scop
 
 
 def model_of(context: ServerContext, request: RequestBody | GenerationRequest) -> str:
-    """The name of a request's model.
-
-    A server of one model takes any name, as clients have their own, unless it is strict.
-
-    Raises: ErrorResponse: there is none of that name; or the server is strict, and the request has an unknown field.
-    """
+    """The name of a request's model. Raises: ErrorResponse: there is none, or a strict server refuses the request."""
     if context.is_strict:
         request.ignored.refuse()
+    # A server of one model takes any name, as clients have their own, unless it is strict.
     is_any = len(context.models.specs) == 1 and not context.is_strict
     return context.find_model(None if is_any else request.model, param="model")
 
 
+async def while_there(receive: Receive, work: Callable[[], Awaitable[None]]) -> None:
+    """Do some work for a client; cancel it and raise ClientGone when the client leaves, or has not read for long."""
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        there.cancel()
+
+    with trio.CancelScope() as there:
+        async with BackgroundNursery() as nursery:
+            nursery.start_soon(listen)
+            await work()
+    if there.cancelled_caught:
+        raise ClientGone
+
+
 @attrs.frozen
 class TokenizerEndpoint(Generic[R]):
-    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body.
+    """An ASGI application that answers one type of request with the tokenizer; `R` is the type of its body."""
 
-    Attributes:
-        parse: parses and validates a body; may raise ErrorResponse.
-        result: returns the response, in another thread; may raise ErrorResponse or OutriderError.
-    """
-
-    _parse: Callable[[bytes], R]
-    _result: Callable[[R, Runtime], Mapping[str, Any]]
+    _parse: Callable[[bytes], R]  # may raise ErrorResponse
+    _result: Callable[[R, Runtime], Mapping[str, Any]]  # called in another thread; may raise it, or OutriderError
     _context: ServerContext
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected; nothing was sent.
-
-        Cancellation: as for `ServerContext.in_thread`.
-        """
         with suppress(ClientGone):
             body = await read_request(self._context, self._parse, scope, receive)
             model_name = model_of(self._context, body)
-            await while_there(receive, partial(self._respond, body, model_name, body.ignored.named_by(send)))
+            await while_there(receive, partial(self._respond, body, model_name, send))
 
     async def _respond(self, body: R, model_name: str, send: Send) -> None:
         try:
             async with self._context.models.use(model_name) as model:
-                runtime = model.runtime
                 # The JSON of a long result takes a while, too.
-                make = lambda: JSONResponse(self._result(body, runtime))  # noqa: E731
+                make = lambda: JSONResponse(self._result(body, model.runtime))  # noqa: E731
                 response = await self._context.in_thread(make, body.prompt_length)
         except OutriderError as error:
             raise error_response_of(error, body.prompt_field) from error
-        await _send_response(response, send)
+        await _send_response(response, body, send)
 
 
 @attrs.frozen
 class Endpoint:
-    """An ASGI application that generates for one type of request.
-
-    Attributes:
-        parse: parses and validates a body, in another thread if it is long; may raise ErrorResponse.
-    """
+    """An ASGI application that generates for one type of request. A cancellation ends the generation."""
 
     _context: ServerContext
-    _parse: Callable[[bytes], Parsed]
+    _parse: Callable[[bytes], Parsed]  # called in another thread if the body is long; may raise ErrorResponse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent.
-
-        Cancellation: ends the generation.
-        """
-        context, outcome, client = self._context, RequestOutcome(), client_address(scope)
+        context, outcome = self._context, RequestOutcome()
+        client, _ = scope["client"]  # behind a proxy that is not trusted, the proxy's address
         try:
             request, make_serializer = await read_request(context, self._parse, scope, receive)
             outcome.model = model_of(context, request)
             with context.admission.admit():
-                named = request.ignored.named_by(send)
-                await while_there(receive, partial(self._respond, request, make_serializer, client, outcome, named))
+                await while_there(receive, partial(self._respond, request, make_serializer, client, outcome, send))
         except ErrorResponse as error:
             outcome.status = error.status
             raise
@@ -165,7 +153,6 @@ class Endpoint:
         outcome: RequestOutcome,
         send: Send,
     ) -> None:
-        """Raises: ErrorResponse: the request is rejected or has failed; nothing was sent."""
         assert outcome.model is not None
         send_answer = send_events if request.stream else send_whole
         try:
@@ -176,8 +163,10 @@ class Endpoint:
                 outcome.num_texts = request.num_choices * sum(prompt.read is None for prompt in prompts)
                 begin = partial(_begun, preparation, make_serializer, outcome)
                 begins = (partial(begin, prompt, i) for prompt in prompts for i in range(request.num_choices))
-                with closing(Choices(begins, model.runtime.max_streams)) as choices:
-                    await choices.begin_first()
+                most = math.inf if model.runtime.max_streams is None else model.runtime.max_streams
+                with closing(Choices(begins)) as choices:
+                    while len(choices.begun) < most and await choices.begin_next() is not None:
+                        pass
                     id = choices.begun[0].serializer.id
                     self._context.running[id] = choices
                     try:
@@ -202,7 +191,7 @@ def _begun(
     before: Sequence[Choice],
 ) -> Choice:
     """Begin answer `number` to a prompt; `outcome` gets its stream. Raises: OutriderError: it cannot begin."""
-    model, stream = preparation.model, None
+    model, stream, watch = preparation.model, None, None
     if (read := prompt.read) is not None:
         statistics: Callable[[], Statistics] = lambda: read  # noqa: E731
     else:
@@ -210,11 +199,7 @@ def _begun(
         stream = model.runtime.stream(prompt.ids, prompt.settings_of_text(number))
         outcome.streams.append(stream)
         statistics = stream.statistics
-
-    def watch(id: str) -> Timeline:
-        assert stream is not None, "a request that watches its answer has one"
-        return model.timelines.watch(id, stream.session, stream.began)
-
+        watch = partial(model.timelines.watch, session=stream.session, began=stream.began)
     answer = BegunAnswer(
         preparation.request,
         model.name,
@@ -242,11 +227,6 @@ SHORT_RESPONSE = 512
 # 5 MB. An answer within this bound ends and makes room for the next stream whether or not its client reads.
 _MAX_BUFFERED = 2**14
 
-_EVENT_HEADERS = [
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
-]
-
 
 async def send_whole(
     choices: Choices, request: GenerationRequest, send: Send, context: ServerContext
@@ -254,8 +234,6 @@ async def send_whole(
     """Send the response as one body, once all of its generations have ended.
 
     Returns: the error of a generation, or None; after an error, nothing was sent.
-
-    Cancellation: ends the streams; the body may have been sent in part.
     """
     tokens: defaultdict[int, list[Token]] = defaultdict(list)
     async with _tokens(choices, _MAX_BUFFERED) as (take, failures):
@@ -272,12 +250,13 @@ async def send_whole(
     def make() -> Response:
         return JSONResponse(first.whole_of(choices.begun), headers={first.id_header.decode(): first.id})
 
-    await _send_response(await context.in_thread(make) if is_long else make(), send)
+    await _send_response(await context.in_thread(make) if is_long else make(), request, send)
     return None
 
 
-async def _send_response(response: Response, send: Send) -> None:
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
+async def _send_response(response: Response, request: RequestBody | GenerationRequest, send: Send) -> None:
+    headers = [*response.raw_headers, *request.ignored.raw_headers]
+    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
     await send({"type": "http.response.body", "body": response.body})
 
 
@@ -286,12 +265,7 @@ async def send_events(
 ) -> OutriderError | None:
     """Send the response as server-sent events while the tokens arrive.
 
-    Args:
-        choices: its generations, the first of which have begun; their serializers make the events.
-
     Returns: the error of a generation, or None; the error was sent as the last event.
-
-    Cancellation: ends the streams; an event may have been sent in part.
     """
     written_at = trio.current_time()
 
@@ -312,7 +286,13 @@ async def send_events(
     has_logprobs = request.num_logprobs is not None
     begun: set[int] = set()  # choices some of whose events were written
     first = choices.begun[0].serializer
-    headers = [(b"content-type", first.content_type), (first.id_header, first.id.encode()), *_EVENT_HEADERS]
+    headers = [
+        (b"content-type", first.content_type),
+        (first.id_header, first.id.encode()),
+        (b"cache-control", b"no-store"),
+        (b"x-accel-buffering", b"no"),  # nginx would collect events before it forwards them
+        *request.ignored.raw_headers,
+    ]
     max_at_once = max(1, SHORT_RESPONSE // request.num_named)
     async with _tokens(choices, max(1, _MAX_BUFFERED // request.num_named)) as (take, failures):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -362,16 +342,17 @@ async def _read_in_turn(
     with put:
         try:
             while index is not None:
-                if (stream := choices.begun[index].stream) is not None:
-                    try:
+                stream = choices.begun[index].stream
+                try:
+                    if stream is None:
+                        await put.send((index, end_without_token(None)))
+                    else:
                         async for token in stream:
                             await put.send((index, token))
-                    except RuntimeClosedError:
-                        if not choices.is_cancelled:
-                            raise
-                        await put.send((index, end_without_token(stream)))
-                else:
-                    await put.send((index, end_without_token(None)))
+                except RuntimeClosedError:
+                    if not choices.is_cancelled:
+                        raise
+                    await put.send((index, end_without_token(stream)))
                 index = await choices.begin_next()
         except OutriderError as error:
             failures.append(error)
@@ -405,43 +386,36 @@ class EndedAnswer(TypedDict):
     status: Literal["cancelled", "in_progress"]
 
 
-def _running(context: ServerContext, id: str) -> Choices:
-    """The choices of an answer. Raises: ErrorResponse: none with this id is being generated."""
-    if id not in context.running:
+async def _end(context: ServerContext, request: Request, *, is_whole: bool) -> Response:
+    """End an answer, whole or just its reasoning. Raises: ErrorResponse: none with this id is being generated."""
+    id = request.path_params["id"]
+    if (choices := context.running.get(id)) is None:
         raise ErrorResponse(404, "there is no such answer, or it has ended by itself", param="id")
-    return context.running[id]
-
-
-async def _cancelled(context: ServerContext, request: Request) -> Response:
-    id = request.path_params["id"]
-    _running(context, id).cancel()
-    return JSONResponse(EndedAnswer(id=id, status="cancelled"))
-
-
-async def _thought(context: ServerContext, request: Request) -> Response:
-    id = request.path_params["id"]
-    for choice in _running(context, id).begun:
-        if choice.stream is not None:
-            choice.stream.end_thinking()
-    return JSONResponse(EndedAnswer(id=id, status="in_progress"))
+    if is_whole:
+        choices.cancel()
+    else:
+        for choice in choices.begun:
+            if choice.stream is not None:
+                choice.stream.end_thinking()
+    return JSONResponse(EndedAnswer(id=id, status="cancelled" if is_whole else "in_progress"))
 
 
 def endings(path: str, name: str, errors: ErrorForm = COMMON_ERRORS) -> tuple[Operation, ...]:
     """The operations that end answers to requests to a path, which are called `name`."""
 
-    def post(word: str, respond: Callable[..., Awaitable[Response]], summary: str) -> Operation:
+    def ending(word: str, summary: str) -> Operation:
         return Operation(
             f"{path}/{{id}}/{word}",
-            lambda context: partial(respond, context),
+            lambda context: partial(_end, context, is_whole=word == "cancel"),
             f"{word}_{name}",
             summary,
             EndedAnswer,
-            "POST",
+            method="POST",
             errors=errors,
             statuses=("404",),
         )
 
     return (
-        post("cancel", _cancelled, f"End a {name} that is being generated, with what there is by now"),
-        post("end_thinking", _thought, f"End the reasoning of a {name} that is being generated"),
+        ending("cancel", f"End a {name} that is being generated, with what there is by now"),
+        ending("end_thinking", f"End the reasoning of a {name} that is being generated"),
     )

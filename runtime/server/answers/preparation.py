@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import attrs
@@ -21,21 +20,21 @@ from protocol.settings import Settings
 from protocol.statistics import Counts, Statistics
 from runtime.engine.runtime import Runtime
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template import asks_for_reasoning, lacks_switch
+from runtime.generation.chat_template.known import asks_for_reasoning, lacks_switch
 from runtime.generation.grammar import Grammar
 from runtime.generation.reasoning import NO_REASONING, ReasoningTracker, marks_of, reader_of
-from runtime.generation.text import Detokenizer, check_prompt_length
+from runtime.generation.text import check_prompt_length
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.answer_reader import AnswerReader
-from runtime.generation.tool_calls.call_format import CallFormat, call_format
+from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.call_grammar import call_grammar, reasoning_before
 from runtime.generation.tool_calls.events import Answer, ToolCall
-from runtime.generation.tool_calls.tools import Tools, check_callable
+from runtime.generation.tool_calls.tools import check_callable
+from runtime.server.answers.api import AnswerSplitter, Echo, make_echo
 from runtime.server.answers.request import GenerationRequest
-from runtime.server.answers.tokens import AnswerSplitter
 from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse, short_json
-from runtime.server.models.loaded_model import LoadedModel, tokenizer_of
+from runtime.server.models.pool import LoadedModel, tokenizer_of
 
 # Most tokens that a response may name: those of all answers, and the likely others beside them. Each takes some 60
 # bytes of JSON, and several times that in memory.
@@ -50,19 +49,13 @@ _CHARACTERS_OF_KEY = 128
 
 @attrs.frozen
 class PreparedPrompt:
-    """One prompt of a request.
-
-    Attributes:
-        settings: of its generations, completed by the defaults.
-        echo, score: see `BegunAnswer`.
-        read: the statistics of reading it, if nothing is generated.
-    """
+    """One prompt of a request."""
 
     ids: tuple[int, ...]
-    settings: Settings
-    echo: Echo | None = None
-    score: Score | None = None
-    read: Statistics | None = None
+    settings: Settings  # of its generations, completed by the defaults
+    echo: Echo | None  # see `BegunAnswer`
+    score: Score | None  # likewise
+    read: Statistics | None  # of reading it, if nothing is generated
 
     def settings_of_text(self, number: int) -> Settings:
         """The settings of the answer with this number; answer 0 is the one that a request for a single answer gets."""
@@ -72,57 +65,42 @@ class PreparedPrompt:
 
 @attrs.frozen
 class _Encoded:
-    """What the tokenizer makes of a request.
+    """What the tokenizer makes of a request."""
 
-    Attributes:
-        prompts: at least one; a chat is one.
-        ends: tokens that end the answers besides the end of text, if the model fills in the middle.
-    """
-
-    prompts: Sequence[tuple[int, ...]]
+    prompts: Sequence[tuple[int, ...]]  # at least one; a chat is one
     logit_bias: dict[int, float]
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...] = ()  # tokens that end the answers besides the end of text, if the model fills in the middle
 
 
 class Preparation:
-    """Prepares the prompts of one request, and the readers of its answers.
-
-    Attributes:
-        client: the client's address; clients take turns at long prompts and at schemas.
-        tools: those that the model may call; None for none.
-    """
+    """Prepares the prompts of one request, and the readers of its answers."""
 
     def __init__(self, context: ServerContext, model: LoadedModel, request: GenerationRequest, client: str) -> None:
         self.model = model
         self.request = request
-        self.tools = None if request.chat is None else request.chat.tools
+        self.tools = None if request.chat is None else request.chat.tools  # those that the model may call
         self.tokenizer = tokenizer_of(model.runtime)
         self._context = context
-        self._client = client
+        self._client = client  # its address; clients take turns at schemas
 
     async def prompts(self) -> list[PreparedPrompt]:
-        """The prompts, at least one, scored if the request asks for their log-probabilities.
-
-        Raises:
-            OutriderError: a setting or a prompt is invalid, or the target has failed.
-            ErrorResponse: a prompt or the possible response is too long, or the JSON schema cannot be compiled.
-        """
+        """The prompts, at least one. Raises: OutriderError or ErrorResponse: the request is invalid, or has failed."""
         max_tokens = self._max_tokens()
         encoded, grammar = await self._encoded_and_grammar()
-        if self.request.max_tokens is None:
-            # Nobody has asked for so many.
-            bounds = (max_tokens, self._max_named_tokens(encoded.prompts))
-            max_tokens = min((bound for bound in bounds if bound is not None), default=None)
+        max_tokens = self._bounded(max_tokens, encoded.prompts)
         settings, ends = await self._settings_and_ends(encoded, grammar, max_tokens)
-        self._check_size(encoded.prompts, max_tokens)
         prepared = []
         for index, ids in enumerate(encoded.prompts):
             await trio.lowlevel.checkpoint()
-            own = settings
+            own, echo = settings, None
             if self.request.min_tokens:
                 processor = min_tokens(len(ids) + self.request.min_tokens, ends)
                 own = attrs.evolve(settings, logits_processors=(*settings.logits_processors, processor))
-            echo, score = await self._echo(index, ids), await self._score(ids, settings)
+            if self.request.echoes:
+                text = self.request.texts[index]
+                make = partial(make_echo, text if isinstance(text, str) else None, ids, self.tokenizer)
+                echo = await self._context.in_thread(make, len(ids))
+            score = await self._score(ids, settings)
             read = await self._read(ids, settings) if max_tokens == 0 else None
             prepared.append(PreparedPrompt(ids, own, echo, score, read))
         return prepared
@@ -187,7 +165,12 @@ class Preparation:
         (prompt,) = encoded.prompts  # a chat has one
         if constraint is None and not tools.needs_grammar:
             return encoded, None
-        write = partial(self._call_grammar, tools, format, prompt)
+
+        def write(loose: Collection[str]) -> str:
+            answer = ReasoningTracker(self.tokenizer, prompt)
+            content = None if constraint is None or tools.must_call else constraint.schema
+            marks = marks_of(answer) if self._reasons(answer) else NO_REASONING
+            return call_grammar(tools, format, self.tokenizer, **marks, content=content, loose=loose)
 
         def write_one(name: str) -> str:
             return call_grammar(tools.alone(name), format, self.tokenizer)
@@ -195,12 +178,6 @@ class Preparation:
         may_be_loose = tools.not_strict
         grammar = await schemas.grammar_of_calls(write, self._client, may_be_loose=may_be_loose, write_one=write_one)
         return encoded, grammar
-
-    def _call_grammar(self, tools: Tools, format: CallFormat, prompt: tuple[int, ...], loose: Collection[str]) -> str:
-        constraint, answer = self.request.constraint, ReasoningTracker(self.tokenizer, prompt)
-        content = None if constraint is None or tools.must_call else constraint.schema
-        marks = marks_of(answer) if self._reasons(answer) else NO_REASONING
-        return call_grammar(tools, format, self.tokenizer, **marks, content=content, loose=loose)
 
     async def _encoded(self) -> _Encoded:
         num_texts = sum(not _is_id(key) for key in self.request.logit_bias)
@@ -248,9 +225,12 @@ class Preparation:
         settings["max_tokens"] = max_tokens or None
         if encoded.logit_bias:
             settings["logit_bias"] = encoded.logit_bias
-        if predicted := self.request.predicted_text:
-            encode_ahead = partial(encode_prediction, predicted, self.tokenizer)
-            settings["prediction"] = await self._context.in_thread(encode_ahead, len(predicted))
+        if self.request.chat is not None and (predicted := self.request.chat.predicted_text):
+            # Cut generously before: in text that is not code, a token has some five characters.
+            cut = predicted[: 16 * _MAX_PREDICTED_TOKENS]
+            encode = partial(self.tokenizer.encode, cut, add_special_tokens=False)
+            tokens = await self._context.in_thread(encode, len(predicted))
+            settings["prediction"] = tokens[:_MAX_PREDICTED_TOKENS]
         if grammar is not None:
             settings["logits_processors"] = [grammar]
         # Before any model work. This adds the server's defaults for what the request leaves out.
@@ -272,41 +252,37 @@ class Preparation:
         elif self._context.is_strict and limit is not None and requested > limit:
             field = self.request.max_tokens_field
             raise ErrorResponse(400, f"{field} must be at most {limit} here, got {requested}", param=field)
-        if limit is None:
-            return requested
-        return limit if requested is None else min(requested, limit)
+        return min((bound for bound in (requested, limit) if bound is not None), default=None)
 
-    def _max_named_tokens(self, prompts: Sequence[tuple[int, ...]]) -> int | None:
-        """The most tokens of each answer with which the response names no more than `MAX_NAMED_TOKENS`, at least 1.
+    def _bounded(self, max_tokens: int | None, prompts: Sequence[tuple[int, ...]]) -> int | None:
+        """The most tokens of an answer, lowered so far that the response names no more than `MAX_NAMED_TOKENS`.
 
-        None for any number: there is a single answer without log-probabilities.
+        Raises: ErrorResponse: the request asks for too many.
         """
         request = self.request
-        num_answers = request.num_choices * len(prompts)
-        if num_answers * request.num_named == 1 and request.num_prompt_logprobs is None:
-            return None
-        left = MAX_NAMED_TOKENS - request.num_choices * self._num_named_of(prompts)
-        return max(1, left // (num_answers * request.num_named))
-
-    def _num_named_of(self, prompts: Sequence[tuple[int, ...]]) -> int:
-        return self.request.num_named_with_prompt * sum(map(len, prompts))
-
-    def _check_size(self, prompts: Sequence[tuple[int, ...]], max_tokens: int | None) -> None:
-        """Check how many tokens the response may name."""
-        request = self.request
+        each, num_answers = request.num_named, request.num_choices * len(prompts)
+        if each * num_answers == 1 and request.num_prompt_logprobs is None:
+            return max_tokens
+        with_prompt = each if request.echoes else 0
+        with_prompt += 0 if request.num_prompt_logprobs is None else 1 + request.num_prompt_logprobs
+        of_prompts = with_prompt * sum(map(len, prompts))
+        left = MAX_NAMED_TOKENS - request.num_choices * of_prompts
+        if request.max_tokens is None:
+            # Nobody has asked for so many.
+            fitting = max(1, left // (each * num_answers))
+            max_tokens = fitting if max_tokens is None else min(max_tokens, fitting)
         # No answer is longer than the context.
         bounds = [bound for bound in (self.model.runtime.context_length, max_tokens) if bound is not None]
-        each, most = request.num_named, min(bounds, default=0)
-        num_answers, of_prompts = request.num_choices * len(prompts), self._num_named_of(prompts)
-        num_named = request.num_choices * of_prompts + each * most * num_answers
-        if num_named > MAX_NAMED_TOKENS and self._max_named_tokens(prompts) is not None:
+        most = min(bounds, default=0)
+        if (num_named := each * num_answers * most) > left:
             raise ErrorResponse(
                 400,
-                f"the response may have {num_named} tokens ({num_answers} answers of up to {most} tokens, each with "
-                f"{each - 1} likely others, and {of_prompts} of prompts), and the most is {MAX_NAMED_TOKENS}; ask "
-                f"for fewer answers or log-probabilities, or lower {request.max_tokens_field}",
+                f"the response may have {MAX_NAMED_TOKENS - left + num_named} tokens ({num_answers} answers of up to "
+                f"{most} tokens, each with {each - 1} likely others, and {of_prompts} of prompts), and the most is "
+                f"{MAX_NAMED_TOKENS}; ask for fewer answers or log-probabilities, or lower {request.max_tokens_field}",
                 param=request.max_tokens_field,
             )
+        return max_tokens
 
     async def _read(self, ids: tuple[int, ...], settings: Settings) -> Statistics:
         """The statistics of a prompt for which nothing is generated: it is read and kept, unless it only comes back."""
@@ -314,15 +290,6 @@ class Preparation:
         if self.request.echoes or not settings.reuse_prefix:
             return Counts(prompt_tokens=len(ids)).snapshot(estimates=runtime.estimates)
         return await runtime.warm(ids, settings)
-
-    # --- echo and score ---------------------------------------------------------------------------
-
-    async def _echo(self, index: int, ids: tuple[int, ...]) -> Echo | None:
-        if not self.request.echoes:
-            return None
-        prompt = self.request.texts[index]
-        make = partial(make_echo, prompt if isinstance(prompt, str) else None, ids, self.tokenizer)
-        return await self._context.in_thread(make, len(ids))
 
     async def _score(self, ids: tuple[int, ...], settings: Settings) -> Score | None:
         if (num_top := self.request.num_scored) is None or len(ids) == 1:
@@ -341,10 +308,13 @@ class Preparation:
 
 def encode_prompts(request: GenerationRequest, runtime: Runtime) -> list[tuple[int, ...]]:
     """The prompts of a request as token ids; a chat is one. Raises: PromptError: one cannot be encoded."""
-    tokenizer = tokenizer_of(runtime)
-    has_template = bool(tokenizer.has_chat_template)
-    prompts, variables = request.prompts(has_template=has_template), {}
-    if (chat := request.chat) is not None and has_template:
+    tokenizer, prompts, variables = tokenizer_of(runtime), request.texts, {}
+    if (chat := request.chat) is not None and not tokenizer.has_chat_template:
+        # One text, as a base model continues it.
+        prompts = ["".join(message["content"] for message in chat.messages)]
+    elif chat is not None:
+        *before, last = chat.messages
+        prompts = [[*before, {**last, "prefix": chat.continues}]]
         variables = _variables(request, tokenizer)
         if chat.reasoning_field is not None and lacks_switch(tokenizer):
             request.ignored.add(chat.reasoning_field)
@@ -372,13 +342,6 @@ def _variables(request: GenerationRequest, tokenizer: TokenizerWrapper) -> dict[
     return variables
 
 
-def encode_prediction(text: str, tokenizer: TokenizerWrapper) -> list[int]:
-    """The token ids of a prediction, cut to the first 32,768."""
-    # Cut generously before: in text that is not code, a token has some five characters.
-    tokens: list[int] = tokenizer.encode(text[: 16 * _MAX_PREDICTED_TOKENS], add_special_tokens=False)
-    return tokens[:_MAX_PREDICTED_TOKENS]
-
-
 def _biases(by_key: Mapping[str, float], tokenizer: TokenizerWrapper) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in by_key.items():
@@ -399,14 +362,10 @@ def _is_id(key: str) -> bool:
 
 
 def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
-    """A logits processor that forbids the tokens that end a text until the text has `length` tokens.
+    """A logits processor that forbids the tokens that end a text until the text has `length` tokens, prompt included.
 
     Drafter and target apply it to the same texts, so proposals are drawn and judged by the same rule. Where no other
-    token is allowed, as after complete JSON, the text may end.
-
-    Args:
-        length: in tokens, prompt included.
-        ends: ids of the tokens that end a text; those beyond the model's vocabulary do not matter.
+    token is allowed, as after complete JSON, the text may end. Ids beyond the model's vocabulary do not matter.
     """
     ids = sorted(ends)
 
@@ -418,32 +377,3 @@ def min_tokens(length: int, ends: Iterable[int]) -> Stateless:
         return mx.where(mx.max(masked) == -mx.inf, logits, masked)
 
     return stateless(forbid)
-
-
-@attrs.frozen
-class Echo:
-    """A prompt as a response repeats it.
-
-    Attributes:
-        tokens: the text of each token, decoded alone.
-        offsets: where in `text` each token begins.
-    """
-
-    text: str
-    tokens: list[str]
-    offsets: list[int]
-
-
-def make_echo(prompt: str | None, ids: tuple[int, ...], tokenizer: TokenizerWrapper) -> Echo:
-    """The echo of a prompt; `prompt` is its text, or None if the request has token ids, which are decoded then."""
-    detokenizer, decoded, ends = Detokenizer(tokenizer), "", [0]
-    for id in ids:
-        decoded += detokenizer.add(id)
-        ends.append(len(decoded))
-    decoded += detokenizer.unread
-    text = decoded if prompt is None else prompt
-    # A tokenizer may put special tokens and a space in front, which the prompt's text does not have, or has in part.
-    num_added = max(0, len(decoded) - len(text))
-    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(decoded, text, strict=False)))
-    offsets = [max(0, end - num_added, min(end, num_same)) for end in ends[:-1]]
-    return Echo(text, [detokenizer.alone(id) for id in ids], offsets)

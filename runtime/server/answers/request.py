@@ -18,7 +18,7 @@ from runtime.generation.text import Prompt
 from runtime.generation.tool_calls.tools import MAX_TOOLS, Tools
 from runtime.server.answers.body import Body, IgnoredFields, NoEffect, RequestBody
 from runtime.server.errors import ErrorResponse
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, Kind
+from runtime.server.grammars.schemas import ANY_OBJECT, Constraint, Kind
 
 Id = Annotated[int, Field(ge=0)]
 # Validation stops at the first invalid item: to report each of a million takes seconds.
@@ -42,8 +42,8 @@ _MAX_BIASES = 10_000
 
 def _biases(biases: Any) -> Any:
     # Checked here, as pydantic checks the field's own bound last, after it has gathered the problems of all entries.
-    if isinstance(biases, dict) and len(biases) > _MAX_BIASES:
-        context = {"field_type": "Dictionary", "max_length": _MAX_BIASES, "actual_length": len(biases)}
+    if isinstance(biases, dict) and (length := len(biases)) > _MAX_BIASES:
+        context = {"field_type": "Dictionary", "max_length": _MAX_BIASES, "actual_length": length}
         raise PydanticKnownError("too_long", context)
     return biases
 
@@ -91,9 +91,6 @@ _NULL_IS_A_VALUE = {
     name for name, hint in _HINTS.items() if NoneType in get_args(hint) and attrs.fields_dict(Settings)[name].default
 }
 
-# Names of the fields that are settings.
-_SETTINGS = set(_HINTS)
-
 if TYPE_CHECKING:
     SettingFields = RequestBody
 else:
@@ -102,10 +99,6 @@ else:
 
 
 # --- constraints on an answer -----------------------------------------------------------------------
-
-# A JSON schema, or one as JSON.
-_Schema = dict[str, Any] | bool | str
-_Choices = Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)]
 
 
 class AnyText(Body):
@@ -142,9 +135,9 @@ ResponseFormat = Annotated[AnyText | AnyJson | SchemaJson, Field(discriminator="
 class StructuredOutputs(Body):
     """A constraint on the answer, in vLLM's form; at most one field is set."""
 
-    json_: _Schema | None = Field(None, alias="json")
+    json_: dict[str, Any] | bool | str | None = Field(None, alias="json")  # a JSON schema, or one as JSON
     regex: str | None = None
-    choice: _Choices | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=10_000, fail_fast=True)] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -172,86 +165,44 @@ def format_constraint(format: ResponseFormat | NamedSchema | None) -> Constraint
 
 @attrs.frozen
 class Chat:
-    """A chat to continue, as chat templates take it.
+    """A chat to continue, as chat templates take it."""
 
-    Attributes:
-        messages: for the template, at least one; the text of each is its `content`.
-        continues: whether the answer continues the last message.
-        variables: further variables of the template.
-        reasoning_field: the field of the body that asks for reasoning, or for none, by the template's switch; None if
-            none does.
-        has_tools: whether the request lists tools, which its answer may call or not.
-        tools: those that the model may call; None for none.
-    """
-
-    messages: Sequence[dict[str, Any]]
-    continues: bool
-    variables: Mapping[str, Any]
-    reasoning_field: str | None
-    has_tools: bool
-    tools: Tools | None
-
-    def prompt(self, *, has_template: bool) -> Prompt:
-        """The prompt for a model with a chat template, or without: one text, as a base model continues it."""
-        if not has_template:
-            return "".join(message["content"] for message in self.messages)
-        *before, last = self.messages
-        return [*before, {**last, "prefix": self.continues}]
+    messages: Sequence[dict[str, Any]]  # at least one; the text of each is its `content`
+    continues: bool  # whether the answer continues the last message
+    variables: Mapping[str, Any]  # further ones of the template
+    reasoning_field: str | None  # the field of the body that asks for reasoning, or for none, by the template's switch
+    predicted_text: str  # that the answer may resemble
+    has_tools: bool  # whether the request lists tools, which its answer may call or not
+    tools: Tools | None  # those that the model may call
 
 
 @attrs.frozen(kw_only=True)
 class GenerationRequest:
-    """A request for one or more generations, in the form of no API.
-
-    Attributes:
-        model, stream, ignored: see `GenerationBody`.
-        settings: for `Runtime.stream`, without those that need the tokenizer: see `Preparation`.
-        prompt_field: the name of the body's field that has the prompt.
-        chat: a chat to continue; None for texts.
-        texts: texts or token ids to continue, if there is no chat; at least one.
-        suffix: the text that follows the answers, for fill-in-the-middle; None if they only continue the prompt.
-        echoes: whether the answers begin with their prompt.
-        num_choices: number of answers to each prompt.
-        num_logprobs: how many of the most probable tokens to return with each token; None for no log-probabilities.
-        num_prompt_logprobs: likewise, for the tokens of the prompt.
-        max_tokens: maximum number of tokens of an answer, -1 for as many as there may be; None if the body says none.
-        max_tokens_field: the name of the body's field that has `max_tokens`.
-        min_tokens: minimum number of tokens of an answer.
-        logit_bias: numbers to add to logits, by token ids or texts.
-        constraint: on the answers; None for any text.
-        predicted_text: a text that the answers may resemble; "" for none.
-        includes_stop: whether a stop string or token remains at the end.
-        skips_special_tokens: whether special tokens are left out of the text.
-    """
+    """A request for one or more generations, in the form of no API."""
 
     model: str | None
     stream: bool
     ignored: IgnoredFields
-    settings: Mapping[str, Any]
-    prompt_field: str
+    settings: Mapping[str, Any]  # without those that need the tokenizer: see `Preparation`
+    prompt_field: str  # the name of the body's field that has the prompt
     chat: Chat | None = None
-    texts: Sequence[Prompt] = ()
-    suffix: str | None = None
+    texts: Sequence[Prompt] = ()  # texts or token ids to continue, if there is no chat; at least one
+    suffix: str | None = None  # the text that follows the answers, for fill-in-the-middle
     echoes: bool = False
-    num_choices: int = 1
-    num_logprobs: int | None = None
+    num_choices: int = 1  # answers to each prompt
+    num_logprobs: int | None = None  # most probable tokens to return with each token; None for no log-probabilities
     num_prompt_logprobs: int | None = None
-    max_tokens: int | None
-    max_tokens_field: str = "max_tokens"
+    max_tokens: int | None  # -1 for as many as there may be; None if the body says none
+    max_tokens_field: str = "max_tokens"  # the name that the body has for it
     min_tokens: int
-    logit_bias: Mapping[str, float]
+    logit_bias: Mapping[str, float]  # by token ids or texts
     constraint: Constraint | None
-    predicted_text: str = ""
     includes_stop: bool
     skips_special_tokens: bool
 
-    def prompts(self, *, has_template: bool) -> Sequence[Prompt]:
-        """The prompts, at least one, for a model with a chat template or without; a chat is one."""
-        return self.texts if self.chat is None else [self.chat.prompt(has_template=has_template)]
-
     @property
     def prompt_length(self) -> int:
-        """Number of characters or token ids of the prompts."""
+        """In characters or token ids."""
         if self.chat is not None:
             return sum(len(message["content"]) for message in self.chat.messages)
         return sum(map(len, self.texts)) + len(self.suffix or "")
@@ -263,7 +214,7 @@ class GenerationRequest:
 
     @property
     def num_scored(self) -> int | None:
-        """As `num_prompt_logprobs`, also for an echo of the prompt; None if its log-probabilities are not needed."""
+        """As `num_prompt_logprobs`, also for an echo of the prompt."""
         asked = (self.num_prompt_logprobs, self.num_logprobs if self.echoes else None)
         return max((number for number in asked if number is not None), default=None)
 
@@ -271,12 +222,6 @@ class GenerationRequest:
     def num_named(self) -> int:
         """How many tokens a response names for each token of an answer: itself, and the likely others."""
         return 1 + (self.num_logprobs or 0)
-
-    @property
-    def num_named_with_prompt(self) -> int:
-        """How many tokens a response names for each token of the prompt."""
-        echoed = self.num_named if self.echoes else 0
-        return echoed + (0 if self.num_prompt_logprobs is None else 1 + self.num_prompt_logprobs)
 
 
 class GenerationBody(SettingFields):
@@ -306,20 +251,23 @@ class GenerationBody(SettingFields):
 
     def given_settings(self) -> dict[str, Any]:
         """The settings that the request gives, as it gives them."""
-        return self.model_dump(include=_SETTINGS, exclude_unset=True)
+        return self.model_dump(include=set(_HINTS), exclude_unset=True)
 
     def request_of(
         self, *, format: Constraint | None, num_logprobs: int | None, stop: Sequence[str] | None = None, **more: Any
     ) -> GenerationRequest:
-        """The request that the fields stand for.
+        """The request that the fields stand for, with `more` fields. Raises: ErrorResponse: there are two constraints.
 
         Args:
             format: the constraint of the field that each API has in a form of its own.
             stop: stop strings, in place of `stop`.
-            **more: fields of `GenerationRequest`.
-
-        Raises: ErrorResponse: there are two constraints.
         """
+        constraints = [] if format is None else [format]
+        if self.structured_outputs is not None:
+            constraints += self.structured_outputs.constraints()
+        if len(constraints) > 1:
+            one, other = (constraint.field for constraint in constraints[:2])
+            raise ErrorResponse(400, f"the answer cannot follow both {one} and {other}; leave one out", param=other)
         return GenerationRequest(
             model=self.model,
             stream=bool(self.stream),
@@ -328,22 +276,11 @@ class GenerationBody(SettingFields):
             num_logprobs=num_logprobs,
             min_tokens=self.min_tokens or 0,
             logit_bias=self.logit_bias or {},
-            constraint=self._constraint(format),
+            constraint=constraints[0] if constraints else None,
             includes_stop=bool(self.include_stop_str_in_output),
             skips_special_tokens=bool(self.skip_special_tokens),
             **more,
         )
-
-    def _constraint(self, format: Constraint | None) -> Constraint | None:
-        given = [] if format is None else [format]
-        if self.structured_outputs is not None:
-            given += self.structured_outputs.constraints()
-        if len(given) > 1:
-            fields = [constraint.field for constraint in given]
-            raise ErrorResponse(
-                400, f"the answer cannot follow both {fields[0]} and {fields[1]}; leave one out", param=fields[1]
-            )
-        return given[0] if given else None
 
     def _settings(self, num_logprobs: int | None, stop: str | Sequence[str] | None) -> dict[str, Any]:
         settings = {

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from runtime.server.answers.body import Body, BoundedList, NoEffect
-from runtime.server.answers.chat import ChatBody, Effort, call_of, function_of
-from runtime.server.answers.client_tools import anthropic_function, check_choice, label_of
+from runtime.server.answers.chat import ChatBody, Effort, call_of, check_choice, function_of, label_of
 from runtime.server.answers.content import (
     CachedBody,
     Content,
@@ -25,7 +24,7 @@ from runtime.server.answers.content import (
 )
 from runtime.server.answers.request import GenerationRequest, MaxTokens, Stops
 from runtime.server.errors import ErrorResponse
-from runtime.server.grammars.constraint import Constraint
+from runtime.server.grammars.schemas import Constraint
 
 
 class ToolUseBlock(CachedBody):
@@ -70,16 +69,9 @@ class InputMessage(Body):
     content: str | BoundedList[Block]
 
     @property
-    def has_results(self) -> bool:
-        """Whether results of tools are among its blocks."""
-        return any(isinstance(block, ToolResultBlock) for block in self.content)
-
-    @property
-    def ends_in_space(self) -> bool:
-        """Whether the message ends with text that ends with white space."""
-        if isinstance(self.content, str):
-            return self.content[-1:].isspace()
-        return any(block.text[-1:].isspace() for block in self.content[-1:] if isinstance(block, TextPart))
+    def blocks(self) -> list[Any]:
+        """Its content, also if that is a text."""
+        return self.content if isinstance(self.content, list) else [TextPart(type="text", text=self.content)]
 
 
 class JsonFormat(Body):
@@ -96,6 +88,45 @@ class OutputConfig(Body):
     effort: Effort | None = None
 
 
+def _object(required: Sequence[str], **properties: Any) -> dict[str, Any]:
+    """The JSON schema of an object of some properties."""
+    return {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+
+
+_TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}
+
+
+def _edits(*further: str, **properties: Any) -> dict[str, Any]:
+    """The arguments of a tool that views and edits files, as Anthropic documents them."""
+    return _object(
+        ("command",),
+        command={"type": "string", "enum": ["view", "create", "str_replace", "insert", *further]},
+        path=_TEXT,
+        view_range={"type": "array", "items": _WHOLE},
+        file_text=_TEXT,
+        old_str=_TEXT,
+        new_str=_TEXT,
+        insert_line=_WHOLE,
+        **properties,
+    )
+
+
+# Tools that the client runs, by the beginning of their type: what they do, and their arguments.
+_CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bash_": (
+        "Run a command in a bash session, which goes on from call to call. restart: true begins a new session.",
+        _object((), command=_TEXT, restart={"type": "boolean"}),
+    ),
+    "text_editor_2024": ("View, create and edit files.", _edits("undo_edit")),
+    "text_editor_20250124": ("View, create and edit files.", _edits("undo_edit")),
+    "text_editor_": ("View, create and edit files.", _edits(insert_text=_TEXT)),
+    "memory_": (
+        "View, create and edit the files of the memory, which are below /memories.",
+        _edits("delete", "rename", insert_text=_TEXT, old_path=_TEXT, new_path=_TEXT),
+    ),
+}
+
+
 class MessagesTool(CachedBody):
     """A tool that the client runs. Tools of other types, which Anthropic's service runs, are left out."""
 
@@ -109,10 +140,11 @@ class MessagesTool(CachedBody):
     def function(self) -> dict[str, Any] | None:
         """The tool as a function of a chat; None if it is left out."""
         description, parameters = self.description, self.input_schema
-        if (known := anthropic_function(self.type)) is not None and parameters is None:
-            description, parameters = known
-        elif parameters is None and self.type not in (None, "custom"):
-            return None
+        if parameters is None and self.type not in (None, "custom"):
+            known = (found for begin, found in _CLIENT_TOOLS.items() if (self.type or "").startswith(begin))
+            description, parameters = next(known, (None, None))
+            if parameters is None:
+                return None
         return function_of(name=self.name, description=description, parameters=parameters, strict=self.strict)
 
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
@@ -147,7 +179,8 @@ class MessagesRequest(ChatBody, CachedBody):
     def check_last(self) -> None:
         """Raises: ErrorResponse: the message to continue ends with white space, which Anthropic's API refuses."""
         last = self.messages[-1]
-        if last.role == "assistant" and last.ends_in_space:
+        ends = [block.text[-1:] for block in last.blocks[-1:] if isinstance(block, TextPart)]
+        if last.role == "assistant" and any(end.isspace() for end in ends):
             message = "messages: final assistant content cannot end with trailing whitespace; take it away"
             raise ErrorResponse(400, message, param="messages")
 
@@ -163,36 +196,41 @@ class MessagesRequest(ChatBody, CachedBody):
             num_logprobs=None,
             stop=self.stop_sequences or None,
             max_tokens=self.max_tokens,
-            predicted_text=self.predicted_text,
         )
 
-    def _tools(self) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None, bool | None]:
+    def _tools(self) -> tuple[list[dict[str, Any]], str | None, bool | None]:
         """The functions that are offered, which of them the model may call, and whether it may call several."""
         known = [(tool, tool.function) for tool in self.tools or ()]
         functions = [function for _, function in known if function is not None]
-        if self.tool_choice is None:
+        if (given := self.tool_choice) is None:
             return functions, None, None
-        choice = _tool_choice(self.tool_choice)
-        left_out = [tool for tool, function in known if function is None]
-        check_choice(self.tool_choice.name if isinstance(choice, dict) else choice, functions, left_out)
-        alone = self.tool_choice.disable_parallel_tool_use
+        choice = {"any": "required", "tool": given.name}.get(given.type, given.type)
+        if choice is None:
+            raise ErrorResponse(400, "tool_choice.name is missing; add the name of the tool", param="tool_choice.name")
+        check_choice(choice, functions, [tool for tool, function in known if function is None])
+        alone = given.disable_parallel_tool_use
         return functions, choice, None if alone is None else not alone
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if system := joined(self.system or "", is_system=True):
             yield {"role": "system", "content": system}
-        check_asked(self.messages, "messages", lambda message: message.has_results)
+        check_asked(
+            self.messages, "messages", lambda message: any(isinstance(each, ToolResultBlock) for each in message.blocks)
+        )
         for message in self.messages:
             yield from _messages_of(message)
 
 
 def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
     """The messages of a chat that a message stands for: in a chat, results of tools are messages of their own."""
-    blocks = message.content if isinstance(message.content, list) else [TextPart(type="text", text=message.content)]
+    blocks = message.blocks
     calls = [call_of(block.id, block.name, block.arguments) for block in blocks if isinstance(block, ToolUseBlock)]
     results = [block for block in blocks if isinstance(block, ToolResultBlock)]
     for result in results:
-        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": _result(result)}
+        text = joined(result.content or "")
+        # Chats have no field for errors.
+        text = f"Error: {text}" if result.is_error else text
+        yield {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
     rest = [block for block in blocks if not isinstance(block, (ToolUseBlock, ToolResultBlock))]
     if rest or calls or not results:
         plain: dict[str, Any] = {"role": message.role, "content": joined(rest, is_system=message.role == "system")}
@@ -201,17 +239,3 @@ def _messages_of(message: InputMessage) -> Iterator[dict[str, Any]]:
         if calls:
             plain["tool_calls"] = calls
         yield plain
-
-
-def _result(block: ToolResultBlock) -> str:
-    text = joined(block.content or "")
-    # Chats have no field for errors.
-    return f"Error: {text}" if block.is_error else text
-
-
-def _tool_choice(choice: MessagesToolChoice) -> str | dict[str, Any]:
-    if choice.type == "tool":
-        if choice.name is None:
-            raise ErrorResponse(400, "tool_choice.name is missing; add the name of the tool", param="tool_choice.name")
-        return function_of(name=choice.name)
-    return "required" if choice.type == "any" else choice.type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -13,8 +13,7 @@ from typing_extensions import TypedDict
 from protocol.statistics import Statistics
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Event, Serializer
-from runtime.server.answers.tokens import end_reason
+from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason
 from runtime.server.errors import ErrorResponse
 from runtime.server.models.reports import ModelDescription
 
@@ -159,11 +158,6 @@ def models_of(described: Sequence[ModelDescription]) -> AnthropicModelList:
 _Event = dict[str, Any]
 
 
-class _End(TypedDict):
-    stop_reason: StopReason
-    stop_sequence: str | None
-
-
 class MessageSerializer(Serializer):
     """Serializer for `/v1/messages`. Each method that yields events changes the content, and the events say how."""
 
@@ -176,7 +170,7 @@ class MessageSerializer(Serializer):
         self._index = -1  # of the last block that events have begun
         self._is_open = False
 
-    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> AnthropicMessage:
+    def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         for _ in self._added(tokens):
             pass
         return {**self._message(statistics), "content": self._content, **self._end()}
@@ -213,15 +207,14 @@ class MessageSerializer(Serializer):
             "usage": _usage(statistics),
         }
 
-    def _end(self) -> _End:
+    def _end(self) -> dict[str, StopReason | str | None]:
         assert self._last_token is not None, "the last token of a stream has a finish reason"
-        stop = self._last_token.stop_reason
+        reason, stop = end_reason(self._last_token), self._last_token.stop_reason
+        if reason != "stop":
+            return {"stop_reason": "cancelled" if reason == "cancelled" else "max_tokens", "stop_sequence": None}
         # Only for a stop string: clients look for the text of the sequence, and a stop token has none.
-        if self._last_token.finish_reason != "length" and isinstance(stop, str):
+        if isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        if self._last_token.finish_reason == "length":
-            is_cancelled = end_reason(self._last_token) == "cancelled"
-            return {"stop_reason": "cancelled" if is_cancelled else "max_tokens", "stop_sequence": None}
         return {"stop_reason": "tool_use" if self._answer.splitter.has_calls else "end_turn", "stop_sequence": None}
 
     def _added(self, tokens: Sequence[Token]) -> Iterator[_Event]:
@@ -231,30 +224,27 @@ class MessageSerializer(Serializer):
                     yield from self._begun({"type": "tool_use", "id": id, "name": name, "input": {}})
                 case Delta("call_arguments", text):
                     yield self._delta({"type": "input_json_delta", "partial_json": text})
-                case Delta("call_ended", call=ToolCall() as call):
-                    self._block["input"] = call.values
-                    yield from self._stopped()
-                case Delta("call_broken", call=ToolCall()):
+                case Delta("call_ended" | "call_broken" as kind, call=ToolCall() as call):
                     # The beginning of a JSON object is no input; the stop reason says that there was more.
+                    if kind == "call_ended":
+                        self._block["input"] = call.values
                     yield from self._stopped()
                 case Delta("call_broken", given):
                     # Events cannot be taken back, but the block can.
                     yield from self._stopped()
                     self._content.pop()
-                    yield from self._text(given)
+                    yield from self._text("text", given)
                 case Delta("reasoning", text):
-                    if not self._is_open or self._block["type"] != "thinking":
-                        yield from self._begun({"type": "thinking", "thinking": "", "signature": ""})
-                    self._block["thinking"] += text
-                    yield self._delta({"type": "thinking_delta", "thinking": text})
+                    yield from self._text("thinking", text)
                 case Delta("content", text):
-                    yield from self._text(text)
+                    yield from self._text("text", text)
 
-    def _text(self, text: str) -> Iterator[_Event]:
-        if not self._is_open or self._block["type"] != "text":
-            yield from self._begun({"type": "text", "text": ""})
-        self._block["text"] += text
-        yield self._delta({"type": "text_delta", "text": text})
+    def _text(self, kind: Literal["text", "thinking"], text: str) -> Iterator[_Event]:
+        if not self._is_open or self._block["type"] != kind:
+            thinking: ThinkingContentBlock = {"type": "thinking", "thinking": "", "signature": ""}
+            yield from self._begun(thinking if kind == "thinking" else {"type": "text", "text": ""})
+        self._block[kind] += text
+        yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _begun(self, block: Content) -> Iterator[_Event]:
         yield from self._stopped()

@@ -1,6 +1,5 @@
 """Connections: HTTP over trio, with limits and timeouts.
 
-`connection` accepts connections, speaks HTTP/1.1 with h11 and calls the ASGI application; `client` reads the body of a
-request for the application, and notices when its client leaves. `address` checks addresses, keys and numbers of
-connections from the command line.
+`connection` accepts connections, speaks HTTP/1.1 with h11 and calls the ASGI application. `address` checks addresses,
+keys and numbers of connections from the command line.
 """

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
-from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -53,23 +52,16 @@ _STREAM_ERRORS = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 @attrs.define(eq=False)
 class Connection:
-    """One client connection, from its first byte to its last.
-
-    Attributes:
-        stopping: once it is set, the next response is the last one, and says so.
-        stalled_s: seconds that the client may leave 64 KiB of an answer unread.
-        idle_s: seconds that the client may take for the head of the next request.
-        when_idle: called when the connection begins to wait for a request.
-        is_idle: whether no request is being answered.
-    """
+    """One client connection, from its first byte to its last; for the times, see `Limits`."""
 
     _app: ASGIApp
     _stream: trio.SocketStream
-    _stopping: trio.Event
+    _stopping: trio.Event  # once it is set, the next response is the last one, and says so
     _stalled_s: float = attrs.field(kw_only=True)
     _idle_s: float = attrs.field(kw_only=True)
+    # Called when the connection begins to wait for a request.
     _when_idle: Callable[[Connection], object] = attrs.field(kw_only=True, default=lambda _: None)
-    is_idle: bool = attrs.field(init=False, default=True)
+    is_idle: bool = attrs.field(init=False, default=True)  # whether no request is being answered
     _http: h11.Connection = attrs.field(
         init=False, factory=lambda: h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
     )
@@ -86,28 +78,25 @@ class Connection:
 
         Cancellation: cancels the application.
         """
+        socket = self._stream.socket
         try:
             with suppress(OSError):  # the client left before its address was read
-                socket = self._stream.socket
                 addresses = {"client": socket.getpeername()[:2], "server": socket.getsockname()[:2]}
-                await self._answer_requests(addresses)
+                while (request := await self._next_request()) is not None:
+                    await self._answer(request, addresses)
+                    is_whole = self._http.our_state is self._http.their_state is h11.DONE
+                    if not is_whole or self._has_left:
+                        break
+                    self._http.start_next_cycle()
+                if self._http.our_state is not h11.IDLE and not self._is_broken:
+                    await self._linger()
         finally:
-            self._stream.socket.close()
+            socket.close()
 
     def retire(self) -> None:
         """Close the connection if no request is being answered."""
         if self.is_idle:
             self._listening.cancel()
-
-    async def _answer_requests(self, addresses: dict[str, Any]) -> None:
-        while (request := await self._next_request()) is not None:
-            await self._answer(request, addresses)
-            is_whole = self._http.our_state is self._http.their_state is h11.DONE
-            if not is_whole or self._has_left:
-                break
-            self._http.start_next_cycle()
-        if self._http.our_state is not h11.IDLE and not self._is_broken:
-            await self._linger()
 
     async def _next_request(self) -> h11.Request | None:
         """The head of the next request; None if the client left, was silent, or sent garbage."""
@@ -322,10 +311,8 @@ class ConnectionSlots:
 
     def close_idle(self) -> None:
         """Close the connection that has been idle for the longest, if there is one; that may be under way already."""
-        for connection in self._connections:
-            if connection.is_idle:
-                connection.retire()
-                return
+        if longest := next((each for each in self._connections if each.is_idle), None):
+            longest.retire()
 
     def note_idle(self, connection: Connection) -> None:
         """To be called when a connection becomes idle."""
@@ -356,16 +343,12 @@ async def serve(
     limits: Limits,
     drain: Callable[[], Awaitable[object]] = trio.lowlevel.checkpoint,
 ) -> None:
-    """Serve an ASGI application over HTTP/1.1 and HTTP/1.0.
+    """Serve an ASGI application over HTTP/1.1 and HTTP/1.0; the listeners are closed in the end.
 
-    Once the server is to stop, it drains: connections are still accepted, so that a load balancer hears from the
-    application that the server stops, but each response is the last of its connection. After that, no connection is
-    accepted, idle ones are closed, and the others end with their response. `limits.grace_s` bounds all of it.
-
-    Args:
-        listeners: listening sockets; closed in the end.
-        until: returns when the server is to stop.
-        drain: called then; returns when no connection need be accepted any more.
+    Once `until` returns, the server drains: connections are still accepted, so that a load balancer hears from the
+    application that the server stops, but each response is the last of its connection. Once `drain` returns, no
+    connection is accepted, idle ones are closed, and the others end with their response. `limits.grace_s` bounds all of
+    it.
 
     Cancellation: closes all connections.
     """
@@ -382,52 +365,37 @@ async def serve(
             except Exception:  # a failure of one connection must not affect the others
                 logger.exception("a connection has failed")
 
-    limited = [_LimitedListener(listener, slots) for listener in listeners]
+    async def accept(listener: trio.SocketListener) -> None:
+        next_warning_s = 0.0  # on trio's clock
+        async with listener:
+            while True:
+                try:
+                    # Accepted before it has a place: only then is it known that a client waits for one.
+                    stream = await listener.accept()
+                except OSError as error:
+                    if error.errno not in _SHORTAGES:
+                        raise
+                    if (now := trio.current_time()) >= next_warning_s:
+                        next_warning_s = now + _WARNING_INTERVAL_S
+                        message = "new connections cannot be accepted: %s; idle ones are closed meanwhile"
+                        logger.warning(message, error.strerror)
+                    slots.close_idle()
+                    await trio.sleep(_RETRY_S)
+                    continue
+                try:
+                    await slots.take()
+                except BaseException:
+                    stream.socket.close()
+                    raise
+                handlers.start_soon(handle, stream)
+
     async with trio.open_nursery() as handlers:
         async with trio.open_nursery() as accepting:
-            accepting.start_soon(partial(trio.serve_listeners, handle, limited, handler_nursery=handlers))
+            for listener in listeners:
+                accepting.start_soon(accept, listener)
             await until()
             stopping.set()
             handlers.cancel_scope.deadline = trio.current_time() + limits.grace_s
             await drain()
             accepting.cancel_scope.cancel()
         slots.retire_all()
-
-
-class _LimitedListener(trio.abc.Listener[trio.SocketStream]):
-    """A listener that takes a slot for each connection; the connection's handler frees it."""
-
-    def __init__(self, listener: trio.SocketListener, slots: ConnectionSlots) -> None:
-        # trio.serve_listeners looks at the socket when `accept` fails.
-        self.socket = listener.socket
-        self._listener = listener
-        self._slots = slots
-        self._next_warning_s = 0.0  # on trio's clock
-
-    async def accept(self) -> trio.SocketStream:
-        # Accepted before it has a place: only then is it known that a client waits for one.
-        stream = await self._accept()
-        try:
-            await self._slots.take()
-        except BaseException:
-            stream.socket.close()
-            raise
-        return stream
-
-    async def _accept(self) -> trio.SocketStream:
-        while True:
-            try:
-                return await self._listener.accept()
-            except OSError as error:
-                if error.errno not in _SHORTAGES:
-                    raise
-                if (now := trio.current_time()) >= self._next_warning_s:
-                    self._next_warning_s = now + _WARNING_INTERVAL_S
-                    logger.warning(
-                        "new connections cannot be accepted: %s; idle ones are closed meanwhile", error.strerror
-                    )
-                self._slots.close_idle()
-                await trio.sleep(_RETRY_S)
-
-    async def aclose(self) -> None:
-        await self._listener.aclose()

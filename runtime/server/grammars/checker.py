@@ -41,22 +41,14 @@ Raises: OutriderError: that cannot be found out. Cancellation: ends the compilat
 
 @attrs.define
 class GrammarChecker:
-    """Processes that check grammars, one at a time each.
-
-    One that is done waits for the next check. A limit or a cancellation ends it, and the next check starts another.
-    """
+    """Processes that check grammars, one at a time each. One that is done and within its limits waits for the next."""
 
     _read_vocabulary: Callable[[], tuple[str, list[int]]]
     _limits: dict[str, int]
     _idle: trio.Process | None = None
 
     async def __call__(self, grammar: str, /) -> Outcome:
-        """See `GrammarCheck`.
-
-        Raises:
-            SettingsError: llguidance is not installed, or cannot read the tokenizer.
-            CheckerGoneError: the process has ended.
-        """
+        """See `GrammarCheck`. Raises: SettingsError: llguidance cannot be used. CheckerGoneError."""
         process, self._idle, first = self._idle, None, None
         if process is None:
             tokenizer, end_tokens = await trio.to_thread.run_sync(self._read_vocabulary)
@@ -125,8 +117,6 @@ async def grammar_checker(
         read_vocabulary: called in a thread; returns a fast tokenizer as JSON, and the ids of its end-of-text tokens. An
             OutriderError that it raises is the error of every check.
         cpu_s, memory_bytes: limits for each grammar; seconds are whole, >= 1.
-
-    Cancellation: kills the process.
     """
     checker = GrammarChecker(read_vocabulary, {"cpu_s": cpu_s, "memory_bytes": memory_bytes})
     try:

@@ -6,23 +6,20 @@ import hashlib
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import attrs
 import trio
 
 from protocol.errors import OutriderError, SettingsError
-from runtime.server.errors import ErrorResponse
-from runtime.server.fair_threads import Background
+from runtime.generation.grammar import Grammar, grammar_of_choices, grammar_of_gbnf, grammar_of_regex
+from runtime.generation.json_schema import check_is_schema, grammar_of_schema, schema_name
+from runtime.server.errors import ConstraintError, ErrorResponse
 from runtime.server.grammars.checker import GrammarCheck, Outcome
-from runtime.server.grammars.constraint import ANY_OBJECT, Constraint, ConstraintError
-
-if TYPE_CHECKING:
-    from runtime.generation.grammar import Grammar
 
 T = TypeVar("T")
 
@@ -41,6 +38,59 @@ _PROBLEMS: dict[Outcome, str] = {
 }
 
 
+# --- constraints ----------------------------------------------------------------------------------
+
+# The schema of any JSON object. All requests share its grammar, which does not grow: its lexer has few states.
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+Kind = Literal["json", "regex", "choice", "grammar"]
+
+
+@attrs.frozen
+class Constraint:
+    """A constraint on an answer, in a `field` of a request.
+
+    Its value is a JSON schema, or one as JSON; a regular expression; texts, of which the answer is one; or a grammar,
+    in llama.cpp's GBNF or in Lark's syntax.
+    """
+
+    kind: Kind
+    value: Any
+    field: str
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return schema_name(self.value) if self.kind == "json" else self.field
+
+    @property
+    def schema(self) -> Mapping[str, Any] | bool:
+        """The JSON schema, for the kind "json". Raises: ConstraintError: it is not JSON, or no schema."""
+        value = self.value
+        try:
+            schema: Mapping[str, Any] | bool = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError) as error:
+            raise ConstraintError(f"{self.name} is not JSON: {error}", self.field) from error
+        try:
+            check_is_schema(schema, self.name)
+        except SettingsError as error:
+            raise ConstraintError(str(error), self.field) from error
+        return schema
+
+    def write(self) -> str:
+        """The grammar in llguidance's own format. Raises: SettingsError: invalid, or llguidance is not installed."""
+        write: dict[Kind, Callable[[Any], str]] = {
+            "json": partial(grammar_of_schema, is_closed=True),
+            "regex": grammar_of_regex,
+            "choice": grammar_of_choices,
+            "grammar": grammar_of_gbnf,
+        }
+        return write[self.kind](self.value)
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+
 @contextmanager
 def _errors_of(field: str) -> Iterator[None]:
     """Turn the errors of a request's field, and of a check that fails, into error responses."""
@@ -51,10 +101,6 @@ def _errors_of(field: str) -> Iterator[None]:
         raise ErrorResponse(400, str(error), param=param) from error
     except OutriderError as error:  # the server's fault, not the request's
         raise ErrorResponse(503, str(error), code="schemas_unavailable") from error
-
-
-def _digest(*values: Any) -> bytes:
-    return hashlib.sha256(json.dumps(values).encode()).digest()
 
 
 def _keep(kept: OrderedDict[bytes, T], key: bytes, value: T, at_most: int) -> None:
@@ -73,13 +119,13 @@ class Schemas:
     of the check is kept, but not the grammar: grammars grow while they are used.
 
     Attributes:
-        tokenizer: the target's.
+        background: runs a function in a thread, as `trio.to_thread.run_sync`.
         timeout_s: seconds that a schema may wait for its turn, and then again seconds that its check may take.
     """
 
-    _tokenizer: Any
+    _tokenizer: Any  # the target's
     _check: GrammarCheck
-    _background: Background
+    _background: Callable[..., Awaitable[Any]]
     _timeout_s: float
     _any_object: Grammar | None = attrs.field(init=False, default=None)
     _turns: trio.CapacityLimiter = attrs.field(factory=lambda: trio.CapacityLimiter(_MAX_COMPILING))
@@ -95,8 +141,7 @@ class Schemas:
     async def grammar(self, constraint: Constraint, client: str, around: Callable[[str], str] | None = None) -> Grammar:
         """The logits processor for a constraint; clients, told apart by their addresses, take turns.
 
-        Args:
-            around: makes the grammar of the whole answer from that of the constraint.
+        `around` makes the grammar of the whole answer from that of the constraint.
 
         Raises: ErrorResponse: the constraint is invalid or unsupported, is too expensive, or had to wait too long.
 
@@ -116,15 +161,13 @@ class Schemas:
         may_be_loose: Mapping[str, Any],
         write_one: Callable[[str], str],
     ) -> Grammar:
-        """The logits processor that holds a model to its tools.
+        """The logits processor that holds a model to its tools. Raises, Cancellation: as `grammar`.
 
         Args:
             write: writes the grammar, in llguidance's own format, without the schemas of the tools that it is given.
             may_be_loose: by their names, the schemas of tools that are left out if they cannot be followed. All are if
                 that is not found out of each within `timeout_s`, or if they cost too much together.
             write_one: writes the grammar of one of these tools alone.
-
-        Raises, Cancellation: as `grammar`.
         """
 
         async def compiled(write: Callable[[], str]) -> Grammar:
@@ -140,7 +183,8 @@ class Schemas:
         with _errors_of("tools"):
             if not may_be_loose:
                 return await compiled(partial(write, ()))
-            keys = {name: _digest(name, schema) for name, schema in may_be_loose.items()}
+            texts = {name: json.dumps((name, schema)) for name, schema in may_be_loose.items()}
+            keys = {name: hashlib.sha256(text.encode()).digest() for name, text in texts.items()}
             with suppress(SettingsError):
                 return await compiled(partial(write, self._not_followed(keys)))
             loosest = await compiled(partial(write, may_be_loose))  # raises if the fault is elsewhere
@@ -161,23 +205,16 @@ class Schemas:
         return [name for name, key in keys.items() if self._followed.get(key) is False]
 
     async def any_object(self) -> Grammar:
-        """The grammar of any JSON object, which all requests for one share.
-
-        Raises: SettingsError: llguidance is not installed, or cannot read the tokenizer.
-        """
-        from runtime.generation.grammar import Grammar
-
+        """The grammar of any JSON object, which all requests share. Raises: SettingsError: llguidance is of no use."""
         async with self._compiling_any_object:
             if self._any_object is None:
-                compile_grammar = partial(Grammar.from_json_schema, ANY_OBJECT, self._tokenizer)
-                self._any_object = await self._background(
-                    compile_grammar, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
-                )
+                make = partial(Grammar.from_json_schema, ANY_OBJECT, self._tokenizer)
+                limiter = trio.CapacityLimiter(1)
+                self._any_object = await self._background(make, abandon_on_cancel=True, limiter=limiter)
+        assert self._any_object is not None
         return self._any_object
 
     async def _grammar_in_turn(self, write: Callable[[], str], name: str, field: str, client: str) -> Grammar:
-        from runtime.generation.grammar import Grammar
-
         waiting = trio.CancelScope(deadline=trio.current_time() + self._timeout_s)
         with waiting:
             own = self._turns_of.setdefault(client, trio.CapacityLimiter(_MAX_COMPILING_PER_CLIENT))
@@ -185,11 +222,12 @@ class Schemas:
                 waiting.deadline = math.inf
                 # Threads are not abandoned, so that they keep their slots: otherwise a client that asks and leaves
                 # again and again would occupy any number of threads.
-                grammar = await self._background(write, abandon_on_cancel=False, limiter=self._compiling)
+                run = partial(self._background, abandon_on_cancel=False, limiter=self._compiling)
+                grammar: str = await run(write)
                 await self._check_cost(grammar, name)
                 error = partial(ConstraintError, field=field)
-                compile_grammar = partial(Grammar, grammar, self._tokenizer, what=name, error=error)
-                return await self._background(compile_grammar, abandon_on_cancel=False, limiter=self._compiling)
+                compiled: Grammar = await run(partial(Grammar, grammar, self._tokenizer, what=name, error=error))
+                return compiled
         seconds = math.ceil(self._timeout_s)
         raise ErrorResponse(
             429,

@@ -1,7 +1,4 @@
-"""Fill-in-the-middle: prompts from a prefix and a suffix, for models that were trained to write the text between them.
-
-The marker tokens differ between families of models, and one family puts the suffix first.
-"""
+"""Fill-in-the-middle: prompts from a prefix and a suffix, for models that were trained to write what is between."""
 
 from __future__ import annotations
 
@@ -31,17 +28,12 @@ _FRONT = "☺"
 
 @attrs.frozen
 class FillInMiddle:
-    """The fill-in-the-middle tokens of one tokenizer.
-
-    Attributes:
-        prefix, suffix, middle: ids of the tokens in front of each; the middle's is None if the prefix comes last.
-        stop_tokens: ids of the tokens with which the text in the middle ends.
-    """
+    """The ids of the fill-in-the-middle tokens of one tokenizer."""
 
     prefix: int
     suffix: int
-    middle: int | None
-    stop_tokens: tuple[int, ...]
+    middle: int | None  # None if the prefix comes last
+    stop_tokens: tuple[int, ...]  # with which the text in the middle ends
 
     def prompt(self, prefix: str, suffix: str, tokenizer: TokenizerWrapper) -> tuple[int, ...]:
         """The token ids of a prompt for the text between a prefix and a suffix."""

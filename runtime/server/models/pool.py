@@ -6,41 +6,121 @@ once on CUDA, and the memory that one model takes must be known before the next 
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import cached_property
 from itertools import count
+from typing import Literal
 
 import attrs
 import trio
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from protocol.errors import RuntimeBrokenError
+from actors.mlx.memory import release_buffers
+from protocol.errors import RuntimeBrokenError, SettingsError
 from protocol.open_options import AUTO_TURNS
 from runtime.engine.nursery import BackgroundNursery
+from runtime.engine.opening import open as open_runtime
+from runtime.engine.runtime import Runtime
+from runtime.generation.grammar_vocabulary import tokenizer_json
 from runtime.loading.model_files import defaults_message
 from runtime.server.errors import ModelLoadError
-from runtime.server.models.loaded_model import LoadedModel, ModelState, OpenModel
+from runtime.server.grammars.checker import grammar_checker
+from runtime.server.grammars.schemas import Schemas
+from runtime.server.models.fill_in_middle import FillInMiddle, fill_in_middle
 from runtime.server.models.served_model import ServedModel
+from runtime.server.timelines import Timelines
+
+# --- a loaded model -------------------------------------------------------------------------------
+
+
+def tokenizer_of(runtime: Runtime) -> TokenizerWrapper:
+    """The target's tokenizer."""
+    assert runtime.tokenizer is not None, "a server's target has a tokenizer"
+    return runtime.tokenizer
+
+
+@attrs.frozen(eq=False)
+class LoadedModel:
+    """A loaded model, with the state that the server keeps for it."""
+
+    spec: ServedModel
+    runtime: Runtime  # its target has a tokenizer
+    timelines: Timelines  # of the streams that are watched
+    schemas: Schemas
+
+    @property
+    def name(self) -> str:
+        """Its name in requests."""
+        return self.spec.name
+
+    @cached_property
+    def fill_in_middle(self) -> FillInMiddle | None:
+        """How its tokenizer marks prefix and suffix, or None. The first access takes too long for trio's thread."""
+        return fill_in_middle(tokenizer_of(self.runtime))
+
+
+OpenModel = Callable[[ServedModel], AbstractAsyncContextManager[LoadedModel]]
+"""Loads a model for the duration of a block. What it raises before the block is the error of the load."""
+
+
+@asynccontextmanager
+async def open_model(spec: ServedModel, *, schema_s: float) -> AsyncIterator[LoadedModel]:
+    """Load a model for the duration of the block. Raises, Cancellation: as `runtime.open`."""
+    timelines = Timelines()
+    async with (
+        open_runtime(spec.target, spec.draft, trace=timelines, defaults=spec.settings, **spec.options) as runtime,
+        grammar_checker(lambda: tokenizer_json(runtime.tokenizer)) as check,
+    ):
+        schemas = Schemas(runtime.tokenizer, check, trio.to_thread.run_sync, schema_s)
+        # Now, so that no request for JSON waits for it. If it fails, the first such request gets the error.
+        with suppress(SettingsError):
+            await schemas.any_object()
+        yield LoadedModel(spec, runtime, timelines, schemas)
+
+
+# Pauses before each attempt to free the memory of an unloaded model. The next load waits for their sum at most.
+_PAUSES_S = (0.0, 0.01, 0.04, 0.2, 0.75)
+
+
+async def free_memory(model: Callable[[], object]) -> None:
+    """Free the memory of an unloaded model, to which `model` is a weak reference.
+
+    A runtime is full of reference cycles, which only the garbage collector finds. This works in a thread, since MLX may
+    wait for a pass of another model before it gives buffers back, and again if the model is still there: `gc.collect`
+    returns at once while another thread collects, and the last request's task may not have ended yet.
+    """
+
+    def collect() -> None:
+        gc.collect()
+        release_buffers()
+
+    for pause_s in _PAUSES_S:
+        await trio.sleep(pause_s)
+        await trio.to_thread.run_sync(collect)
+        if model() is None:
+            break
+
+
+# --- the pool -------------------------------------------------------------------------------------
+
+ModelState = Literal["loaded", "loading", "unloaded"]
 
 
 @attrs.define(eq=False)
 class ModelSlot:
-    """The place of a model in the pool.
-
-    Attributes:
-        instance: takes the model's requests; None if none has asked for it since it was unloaded.
-        has_chat_template, context_length: whether its tokenizer has a chat template, and the most tokens of a text;
-            None before its first load.
-    """
+    """The place of a model in the pool."""
 
     spec: ServedModel
-    instance: _Instance | None = None
+    instance: _Instance | None = None  # takes its requests; None if none has asked for it since it was unloaded
     num_loads: int = 0
     num_failed_loads: int = 0
-    has_chat_template: bool | None = None
-    context_length: int | None = None
+    has_chat_template: bool | None = None  # None before its first load
+    context_length: int | None = None  # likewise
 
     @property
     def state(self) -> ModelState:
@@ -55,28 +135,18 @@ class ModelSlot:
 
 @attrs.define(eq=False)
 class _Instance:
-    """A model that is in memory, or will be for the requests that wait for it.
-
-    Attributes:
-        num_users: requests that use it or wait for it. It is not unloaded before they have ended.
-        used_at: the number of its last use, counted over the uses of all models.
-        has_begun: whether its load is under way, so that it will be finished.
-        is_ready: set once `model` or `error` is.
-        is_leaving: whether it takes no further requests, and is unloaded after the last one.
-        is_over: whether it is being unloaded.
-        changed: set when one of the above changes.
-    """
+    """A model that is in memory, or will be for the requests that wait for it."""
 
     slot: ModelSlot
-    num_users: int = 0
-    used_at: int = 0
-    has_begun: bool = False
-    is_ready: trio.Event = attrs.field(factory=trio.Event)
+    num_users: int = 0  # requests that use it or wait for it; it is not unloaded before they have ended
+    used_at: int = 0  # the number of its last use, counted over the uses of all models
+    has_begun: bool = False  # whether its load is under way, so that it will be finished
+    is_ready: trio.Event = attrs.field(factory=trio.Event)  # set once `model` or `error` is
     model: LoadedModel | None = None
     error: Exception | None = None
-    is_leaving: bool = False
-    is_over: bool = False
-    changed: trio.Event = attrs.field(factory=trio.Event)
+    is_leaving: bool = False  # whether it takes no further requests, and is unloaded after the last one
+    is_over: bool = False  # whether it is being unloaded
+    changed: trio.Event = attrs.field(factory=trio.Event)  # set when one of the above changes
 
 
 @attrs.define(eq=False)
@@ -84,10 +154,9 @@ class ModelPool:
     """The models of a server; made by `model_pool`.
 
     A model is in memory from the first request that asks for it until it has been idle for its `idle_s`, its target
-    fails, or another model needs the memory. A request that has begun is never ended for another model.
-
-    If a load needs memory while all models are at work, the least recently used one takes no new requests, and is
-    unloaded after its current ones; new ones wait for its next load. So two models of which only one fits take turns.
+    fails, or another model needs the memory: if all are at work then, the least recently used one takes no new requests
+    and is unloaded after its current ones, which are never ended for another model. New requests wait for its next
+    load. So two models of which only one fits take turns.
     """
 
     _slots: dict[str, ModelSlot]
@@ -95,7 +164,7 @@ class ModelPool:
     _nursery: trio.Nursery
     _memory_limit: int | None
     _used_bytes: Callable[[], int]
-    _free_memory: Callable[[Callable[[], object]], Awaitable[None]]
+    _free_memory: Callable[[Callable[[], object]], Awaitable[None]] | None
     _announce: Callable[[str], None]
     _queue: deque[_Instance] = attrs.field(factory=deque)
     _instances: list[_Instance] = attrs.field(factory=list)  # loaded, also those that are leaving
@@ -104,7 +173,8 @@ class ModelPool:
     _changed: trio.Event = attrs.field(factory=trio.Event)
     _is_broken: trio.Event = attrs.field(factory=trio.Event)
     _failure: RuntimeBrokenError | None = None
-    _when_unloaded: list[Callable[[LoadedModel], None]] = attrs.field(factory=list)
+    # Called with each model that nobody uses any more, before it is unloaded.
+    on_unloading: Callable[[LoadedModel], None] = lambda _: None
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -136,10 +206,6 @@ class ModelPool:
         assert self._failure is not None
         return self._failure
 
-    def when_unloaded(self, call: Callable[[LoadedModel], None]) -> None:
-        """Register a function that is called with each model that nobody uses any more, before it is unloaded."""
-        self._when_unloaded.append(call)
-
     # --- use --------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -148,8 +214,7 @@ class ModelPool:
 
         Raises: ModelLoadError: it cannot be loaded; its next request tries again.
 
-        Cancellation: stops waiting. A load that has begun is finished, for the next request; one that has not, and that
-        nobody else waits for, is forgotten.
+        Cancellation: stops waiting. A load that has begun is finished; one that nobody else waits for is forgotten.
         """
         slot = self._slots[name]
         if (instance := slot.instance) is None:
@@ -165,16 +230,13 @@ class ModelPool:
             assert instance.model is not None
             yield instance.model
         finally:
-            self._end_use(instance)
-
-    def _end_use(self, instance: _Instance) -> None:
-        instance.num_users -= 1
-        instance.used_at = next(self._uses)
-        if instance.num_users == 0 and not instance.has_begun:
-            self._queue.remove(instance)
-            instance.slot.instance = None
-        instance.changed.set()
-        self._changed.set()
+            instance.num_users -= 1
+            instance.used_at = next(self._uses)
+            if instance.num_users == 0 and not instance.has_begun:
+                self._queue.remove(instance)
+                slot.instance = None
+            instance.changed.set()
+            self._changed.set()
 
     # --- loading and unloading --------------------------------------------------------------------
 
@@ -193,8 +255,8 @@ class ModelPool:
         """Whether `num_bytes` more are within the memory limit. If not, the next model that can be spared is dismissed.
 
         For a load, any model that is not pinned can be spared, idle ones first; without a load, only an idle one that
-        is not the last one used. If no model can be spared, there is room: the limit is for models, not for other
-        memory of the process. A load that exceeds the limit by itself needs no room: it will be refused.
+        is not the last one used. If none can, there is room: the limit is not for other memory of the process. A load
+        that exceeds the limit by itself needs no room: it will be refused.
         """
         limit = self._memory_limit
         if limit is None or num_bytes > limit or self._used_bytes() + num_bytes <= limit:
@@ -216,12 +278,13 @@ class ModelPool:
         instance.changed.set()
 
     async def _keep(self, instance: _Instance, *, task_status: trio.TaskStatus[None]) -> None:
-        """Load a model, keep it, and free its memory in the end; has "started" once the load is over, failed or not."""
+        """Load a model, keep it, and free its memory in the end; has "started" once the load has ended or failed."""
         name = instance.slot.spec.name
         self._announce(f"loading model {name}")
         unloaded = await self._keep_loaded(instance, task_status)
         self._num_freeing += 1
-        await self._free_memory(unloaded or (lambda: None))
+        if self._free_memory is not None:
+            await self._free_memory(unloaded or (lambda: None))
         self._num_freeing -= 1
         if unloaded is not None:
             self._announce(f"model {name} is unloaded")
@@ -233,7 +296,11 @@ class ModelPool:
         """Returns a reference to the model that was unloaded; None if it could not be loaded."""
         slot = instance.slot
         try:
-            self._check_size(slot.spec)
+            if self._memory_limit is not None and slot.spec.num_bytes > self._memory_limit:
+                raise ModelLoadError(
+                    f"its files have {slot.spec.num_bytes:,} bytes, and --memory-limit is {self._memory_limit:,}; "
+                    "raise it, or use a smaller or quantised model"
+                )
             async with self._open_model(slot.spec) as model:
                 instance.model, instance.used_at = model, next(self._uses)
                 self._instances.append(instance)
@@ -247,8 +314,7 @@ class ModelPool:
                     self._announce(message)
                 await self._until_dismissed(instance, model)
                 instance.is_over = True
-                for call in self._when_unloaded:
-                    call(model)
+                self.on_unloading(model)
         except Exception as error:  # of any kind: the failure of one model must not affect the others
             if instance.model is not None:
                 raise
@@ -263,37 +329,25 @@ class ModelPool:
         unloaded, instance.model = instance.model, None
         return None if unloaded is None else weakref.ref(unloaded)
 
-    def _check_size(self, spec: ServedModel) -> None:
-        if self._memory_limit is not None and spec.num_bytes > self._memory_limit:
-            raise ModelLoadError(
-                f"its files have {spec.num_bytes:,} bytes, and --memory-limit is {self._memory_limit:,}; raise it, or "
-                "use a smaller or quantised model"
-            )
-
     async def _until_dismissed(self, instance: _Instance, model: LoadedModel) -> None:
+        async def dismiss_if_broken() -> None:
+            failure = await model.runtime.wait_broken()
+            if model.spec.is_pinned:
+                self._failure = failure
+                self._is_broken.set()
+            else:
+                self._announce(f"model {model.name} has failed; its next request loads it again")
+                self._dismiss(instance)
+
+        idle_s = math.inf if model.spec.idle_s is None else model.spec.idle_s
         async with BackgroundNursery() as nursery:
-            nursery.start_soon(self._dismiss_if_broken, instance, model)
-            idle_s = instance.slot.spec.idle_s
+            nursery.start_soon(dismiss_if_broken)
             while instance.num_users > 0 or not instance.is_leaving:
                 instance.changed = trio.Event()
-                is_idle = instance.num_users == 0 and idle_s is not None
-                with trio.move_on_after(idle_s if is_idle and idle_s is not None else math.inf) as waiting:
+                with trio.move_on_after(idle_s if instance.num_users == 0 else math.inf) as waiting:
                     await instance.changed.wait()
                 if waiting.cancelled_caught and instance.num_users == 0:
                     self._dismiss(instance)
-
-    async def _dismiss_if_broken(self, instance: _Instance, model: LoadedModel) -> None:
-        failure = await model.runtime.wait_broken()
-        if instance.slot.spec.is_pinned:
-            self._failure = failure
-            self._is_broken.set()
-        else:
-            self._announce(f"model {model.name} has failed; its next request loads it again")
-            self._dismiss(instance)
-
-
-async def _free_nothing(_: Callable[[], object]) -> None:
-    await trio.lowlevel.checkpoint()
 
 
 @asynccontextmanager
@@ -303,18 +357,15 @@ async def model_pool(
     *,
     memory_limit: int | None = None,
     used_bytes: Callable[[], int] = lambda: 0,
-    free_memory: Callable[[Callable[[], object]], Awaitable[None]] = _free_nothing,
+    free_memory: Callable[[Callable[[], object]], Awaitable[None]] | None = None,
     announce: Callable[[str], None] = lambda _: None,
 ) -> AsyncIterator[ModelPool]:
-    """A pool of models, none of them loaded; all are unloaded when the block is left.
+    """A pool of models, at least one and none of them loaded; all are unloaded when the block is left.
 
     Args:
-        specs: the models, at least one, of different names.
         memory_limit: bytes that models may take, caches included; None for no limit. Before a load, models are unloaded
             to make room for the new one's files; after a request, idle ones are unloaded if caches have outgrown it.
-        used_bytes: returns the bytes that models take now.
-        free_memory: called after a model was unloaded, with a weak reference to it; once this returns, `used_bytes`
-            does not count the model.
+        free_memory: called with a weak reference to a model that was unloaded, so that `used_bytes` does not count it.
         announce: called with a line for each load and its outcome.
 
     Cancellation: like leaving the block: waits for the load that is running, and for the models' forward passes.

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 from typing import Literal
 
 from typing_extensions import TypedDict
 
 from protocol.settings import AUTO_DRAFT
 from runtime.engine.runtime import Health
-from runtime.server.models.loaded_model import ModelState
-from runtime.server.models.pool import ModelPool
+from runtime.server.models.pool import ModelPool, ModelState
 
 ServiceStatus = Literal["ok", "degraded", "broken"]
 
@@ -75,19 +72,6 @@ class Version(TypedDict):
     version: str
 
 
-@functools.cache
-def fingerprint() -> str:
-    """The server's version. The text of a seed may depend on it, as on the model."""
-    return f"outrider-{importlib.metadata.version('outrider')}"
-
-
-def service_status(health: Health) -> ServiceStatus:
-    """The status: "broken" if the target has failed, "degraded" if it decodes alone because the drafter fails."""
-    if not health.target:
-        return "broken"
-    return "degraded" if health.draft is False else "ok"
-
-
 def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
     """The description of a model."""
     slot = models[name]
@@ -110,7 +94,7 @@ def describe(models: ModelPool, name: str, started: int) -> ModelDescription:
 def health_report(models: ModelPool, *, is_draining: bool) -> HealthReport:
     """The health of all models together, and of each. A model that is not in memory counts as healthy."""
     states = [loaded.runtime.health() for loaded in models.in_memory()]
-    status = _worst([service_status(state) for state in states])
+    status = _worst(states)
     drafts = [state.draft for state in states if state.draft is not None]
     by_name = {spec.name: health_of(models, spec.name) for spec in models.specs}
     return {
@@ -129,7 +113,7 @@ def health_of(models: ModelPool, name: str) -> ModelHealth:
     in_memory = models.in_memory(name)
     return {
         "state": models[name].state,
-        "status": _worst([service_status(each.runtime.health()) for each in in_memory]),
+        "status": _worst([each.runtime.health() for each in in_memory]),
         "streams": sum(each.runtime.num_streams for each in in_memory),
         "waiting": sum(each.runtime.num_waiting for each in in_memory) + models[name].num_waiting,
         "context_in_memory": in_memory[-1].runtime.context_in_memory if in_memory else None,
@@ -137,5 +121,8 @@ def health_of(models: ModelPool, name: str) -> ModelHealth:
     }
 
 
-def _worst(statuses: list[ServiceStatus]) -> ServiceStatus:
-    return max(statuses, key=("ok", "degraded", "broken").index, default="ok")
+def _worst(states: list[Health]) -> ServiceStatus:
+    """The worst status: "broken" if a target has failed, "degraded" if one decodes alone because its drafter fails."""
+    if not all(state.target for state in states):
+        return "broken"
+    return "degraded" if any(state.draft is False for state in states) else "ok"

@@ -1,15 +1,4 @@
-"""The models that a server can load, and the file that describes them: TOML, with a table for each.
-
-    idle_seconds = 900                        # of all models that say nothing else
-
-    [models.coder]
-    target = "path/or/hub-id"
-    draft = "ngram"
-    kv_bits = 8                               # any option of `open`
-    settings = { temperature = 0.7 }          # of requests that have no others
-
-    [models.tuned]
-    target = { path = "path/or/hub-id", adapter_path = "path" }   # any field of `ModelSpec`
+"""The models that a server can load, and the TOML file that describes them, with a table for each (docs/server.md).
 
 Everything that can be checked without a model is checked as the file is read, and an error names file, table and key.
 """
@@ -38,28 +27,17 @@ from runtime.loading.model_spec import ModelSpec
 
 @attrs.frozen
 class ServedModel:
-    """A model that a server can load.
+    """A model that a server can load."""
 
-    Attributes:
-        name: what requests call it.
-        target: as for `runtime.open`, but not a model that is already built.
-        draft: likewise; None for plain decoding.
-        draft_name: the drafter's name in reports, or None.
-        options: options of `runtime.open`, without `trace` and `defaults`.
-        settings: settings of each request that has no others, by name.
-        idle_s: seconds after its last request at which it is unloaded, >= 0; None for never.
-        num_bytes: of its weights, by the sizes of its files; 0 if unknown.
-        is_pinned: whether it stays loaded for good: also when its target has failed, which ends the server.
-    """
-
-    name: str
+    name: str  # what requests call it
     target: str | Path | ModelSpec
     draft: str | Path | ModelSpec | None = None
-    draft_name: str | None = None
-    options: Mapping[str, Any] = attrs.field(factory=dict)
-    settings: Mapping[str, Any] = attrs.field(factory=dict)
-    idle_s: float | None = None
-    num_bytes: int = 0
+    draft_name: str | None = None  # in reports
+    options: Mapping[str, Any] = attrs.field(factory=dict)  # of `runtime.open`, without `trace` and `defaults`
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  # of each request that has no others, by name
+    idle_s: float | None = None  # seconds after its last request at which it is unloaded, >= 0; None for never
+    num_bytes: int = 0  # of its weights, by the sizes of its files; 0 if unknown
+    # Whether it stays loaded for good: also when its target has failed, which ends the server.
     is_pinned: bool = False
 
 
@@ -69,8 +47,6 @@ class ConfigFileError(SettingsError):
     is_of_file = True
 
 
-_OF_FILE = ("idle_seconds", "models")
-_OF_SERVER = ("target", "draft", "idle_seconds", "settings")
 # Options of `open` that a model cannot have here, and what to use instead.
 _NOT_HERE = {"trace": "the server keeps timelines itself", "defaults": "use the table `settings`"}
 _OPTIONS = tuple(name for name in OPTIONS if name not in _NOT_HERE)
@@ -79,10 +55,9 @@ _MAX_NAME_LENGTH = 200
 
 
 def read_models(path: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> list[ServedModel]:
-    """The models that a file describes, in its order. A relative path is taken from its folder, if it exists there.
+    """The models that a file describes, in its order; `options` and `settings` are for models that have no others.
 
-    Args:
-        options, settings: by name, for models that have no others; see `ServedModel`.
+    A relative path is taken from the file's folder, if it exists there.
 
     Raises: ConfigFileError: the file cannot be read, or something in it is wrong.
     """
@@ -93,7 +68,7 @@ def read_models(path: str, options: Mapping[str, Any], settings: Mapping[str, An
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigFileError(f"{shown_path(path)} cannot be read: {reason}; give a TOML file with models") from error
     place = _Place(path)
-    _check_keys(place, content, _OF_FILE)
+    _check_keys(place, content, ("idle_seconds", "models"))
     idle_s = _idle_s(place, content)
     tables = content.get("models")
     if not isinstance(tables, dict) or not tables:
@@ -129,15 +104,14 @@ def _model(file: _Place, name: str, table: Any, shared: ServedModel) -> ServedMo
         file.fail("models", f"a name must have 1 to {_MAX_NAME_LENGTH} printable characters, got {shown(name)}")
     if not isinstance(table, dict):
         file.fail(f"models.{name}", f"must be a table, got {shown(table)}")
-    _check_keys(place, table, (*_OF_SERVER, *_OPTIONS))
+    _check_keys(place, table, ("target", "draft", "idle_seconds", "settings", *_OPTIONS))
     if "target" not in table:
         place.fail("target", "is missing; give a path or a hub id")
     target = _source(place, "target", table["target"])
     draft = _source(place, "draft", table["draft"]) if "draft" in table else None
-    with place.reporting("target"):
-        check_open(target, None, {})
-    with place.reporting("draft"):
-        check_open(target, draft, {})
+    for key, checked in (("target", None), ("draft", draft)):
+        with place.reporting(key):
+            check_open(target, checked, {})
     own = {name: value for name, value in table.items() if name in _OPTIONS}
     for number, key in enumerate(own):
         # Together with those before it, since some exclude each other.
@@ -152,16 +126,12 @@ def _model(file: _Place, name: str, table: Any, shared: ServedModel) -> ServedMo
         name,
         target,
         draft,
-        None if draft is None else _path_of(table["draft"]),
+        table["draft"]["path"] if isinstance(table.get("draft"), dict) else table.get("draft"),
         {**shared.options, **own},
         {**shared.settings, **settings},
         _idle_s(place, table) if "idle_seconds" in table else shared.idle_s,
         sum(num_bytes_of(model) for model in (target, draft) if model is not None),
     )
-
-
-def _path_of(source: str | Mapping[str, Any]) -> str:
-    return source if isinstance(source, str) else str(source["path"])
 
 
 def _source(place: _Place, key: str, given: Any) -> str | ModelSpec:
@@ -170,13 +140,11 @@ def _source(place: _Place, key: str, given: Any) -> str | ModelSpec:
     if not (isinstance(table.get("path"), str) and table["path"]):
         place.fail(key, f"must be a path or a hub id, or a table with one as `path`, got {shown(given)}")
     _check_keys(_Place(place.path, f"{place.table}, {key}"), table, fields)
-    found = {**table, "path": _found(place, table["path"])}
+    beside = {name: _found(place, str(table[name])) for name in ("path", "adapter_path") if name in table}
     if table.keys() == {"path"}:
-        return _found(place, table["path"])
-    if "adapter_path" in table:
-        found["adapter_path"] = _found(place, str(table["adapter_path"]))
+        return beside["path"]
     with place.reporting(key):
-        return ModelSpec(**found)
+        return ModelSpec(**{**table, **beside})
 
 
 def _check_keys(place: _Place, table: Mapping[str, Any], known: tuple[str, ...]) -> None:

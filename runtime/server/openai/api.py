@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NotRequired
 
@@ -14,10 +15,17 @@ from runtime.server.answers.body import parse_request
 from runtime.server.answers.endpoint import Endpoint, Parsed, TextBody, TokenizerEndpoint, endings
 from runtime.server.answers.preparation import encode_prompts
 from runtime.server.answers.request import GenerationRequest, Ids
+from runtime.server.context import ServerContext
 from runtime.server.errors import ErrorResponse
-from runtime.server.models.loaded_model import tokenizer_of
+from runtime.server.models.pool import tokenizer_of
 from runtime.server.openai.requests import ChatRequest, CompletionRequest, FimRequest
-from runtime.server.openai.serializers import ChatCompletion, ChatSerializer, Completion, CompletionSerializer
+from runtime.server.openai.serializers import (
+    ChatCompletion,
+    ChatSerializer,
+    ChunkSerializer,
+    Completion,
+    CompletionSerializer,
+)
 from runtime.server.operations import Operation
 
 
@@ -63,11 +71,11 @@ def _parse_tokenize(body: bytes) -> TokenizeRequest | GenerationRequest:
 def _tokenized(body: TokenizeRequest | GenerationRequest, runtime: Runtime) -> Tokenized:
     tokenizer = tokenizer_of(runtime)
     if isinstance(body, GenerationRequest):
-        (prompt,) = encode_prompts(body, runtime)
-        return {"tokens": [*prompt], "count": len(prompt), "max_model_len": runtime.context_length}
-    tokens = list(tokenized(body.prompt or "", tokenizer, add_special_tokens=body.add_special_tokens is not False))
+        tokens = list(encode_prompts(body, runtime)[0])
+    else:
+        tokens = list(tokenized(body.prompt or "", tokenizer, add_special_tokens=body.add_special_tokens is not False))
     result: Tokenized = {"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_length}
-    if body.return_token_strs:
+    if isinstance(body, TokenizeRequest) and body.return_token_strs:
         result["token_strs"] = [tokenizer.decode([token]) for token in tokens]
     return result
 
@@ -75,55 +83,46 @@ def _tokenized(body: TokenizeRequest | GenerationRequest, runtime: Runtime) -> T
 def _detokenized(body: DetokenizeRequest, runtime: Runtime) -> Detokenized:
     # Checks only that the vocabulary has the ids: there may be more of them than the context holds.
     ids = encode_prompt(body.tokens, None, runtime.vocab_size) if body.tokens else ()
-    text = tokenizer_of(runtime).decode(list(ids)) if ids else ""
-    return {"prompt": text}
+    return {"prompt": tokenizer_of(runtime).decode(list(ids)) if ids else ""}
 
 
-def _chat(body: bytes) -> Parsed:
-    request = parse_request(ChatRequest, body)
-    return request.generation(), partial(ChatSerializer, request)
+def _endpoint(
+    body_type: type[ChatRequest | CompletionRequest], serializer: type[ChunkSerializer]
+) -> Callable[[ServerContext], Endpoint]:
+    def parse(body: bytes) -> Parsed:
+        request = parse_request(body_type, body)
+        return request.generation(), partial(serializer, request)
 
-
-def _completion(body: bytes) -> Parsed:
-    request = parse_request(CompletionRequest, body)
-    return request.generation(), partial(CompletionSerializer, request)
-
-
-def _fill_in(body: bytes) -> Parsed:
-    request = parse_request(FimRequest, body)
-    return request.generation(fills_in=True), partial(ChatSerializer, request)
+    return lambda context: Endpoint(context, parse)
 
 
 OPERATIONS = (
     Operation(
         "/v1/completions",
-        lambda context: Endpoint(context, _completion),
+        _endpoint(CompletionRequest, CompletionSerializer),
         "complete",
         "Continue a text",
         Completion,
-        "POST",
         CompletionRequest,
         {"prompt": "def quicksort(items):", "max_tokens": 32, "stream": True},
         is_streamed=True,
     ),
     Operation(
         "/v1/fim/completions",
-        lambda context: Endpoint(context, _fill_in),
+        _endpoint(FimRequest, ChatSerializer),
         "fill_in",
         "Fill in the text between two texts",
         ChatCompletion,
-        "POST",
         FimRequest,
         {"prompt": "def quicksort(items):", "suffix": "return items", "max_tokens": 32, "stream": True},
         is_streamed=True,
     ),
     Operation(
         "/v1/chat/completions",
-        lambda context: Endpoint(context, _chat),
+        _endpoint(ChatRequest, ChatSerializer),
         "chat",
         "Answer a chat",
         ChatCompletion,
-        "POST",
         ChatRequest,
         {"messages": [{"role": "user", "content": "def quicksort(items):"}], "max_tokens": 32, "stream": True},
         is_streamed=True,
@@ -136,7 +135,6 @@ OPERATIONS = (
         "tokenize",
         "The token ids of a text or a chat",
         Tokenized,
-        "POST",
         TokenizeRequest,
         {"prompt": "def quicksort(items):"},
     ),
@@ -146,7 +144,6 @@ OPERATIONS = (
         "detokenize",
         "The text of token ids",
         Detokenized,
-        "POST",
         DetokenizeRequest,
         {"tokens": [1, 2, 3]},
     ),

@@ -1,21 +1,14 @@
-"""The bodies of requests for chats, completions and fill-in-the-middle, in OpenAI's format.
-
-Some fields are also accepted under other names. Any other field is ignored and named
-in a header of the response; a strict server refuses unknown ones. A value that has the wrong type, is out of bounds, or
-asks for something unsupported is an error.
-"""
+"""The bodies of requests for chats, completions and fill-in-the-middle, in OpenAI's format."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from runtime.generation.text import Prompt
 from runtime.server.answers.body import Body, NoEffect, SentBack
-from runtime.server.answers.chat import ChatBody, call_of
-from runtime.server.answers.client_tools import callable_in_chat, custom_arguments, label_of
+from runtime.server.answers.chat import ChatBody, call_of, check_choice, custom_arguments, label_of
 from runtime.server.answers.content import Content, as_text_or_parts, check_asked, joined, line_of, reasoning_in
 from runtime.server.answers.request import (
     GenerationBody,
@@ -26,7 +19,7 @@ from runtime.server.answers.request import (
     ResponseFormat,
     format_constraint,
 )
-from runtime.server.errors import ErrorResponse
+from runtime.server.errors import ErrorResponse, short_json
 
 # Most answers of one request, to all of its prompts.
 MAX_ANSWERS = 128
@@ -51,11 +44,6 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
     include_obfuscation: NoEffect = None
     include_speculation: bool | None = None
-
-    @property
-    def gives_usage_in_each(self) -> bool:
-        """Whether each chunk has the usage so far."""
-        return bool(self.continuous_usage_stats) and self.include_usage is not False
 
 
 # The id of the one call of a message in the older form, which has no ids; the newer form needs one.
@@ -83,11 +71,6 @@ class Message(Body):
     refusal: SentBack = None
     audio: SentBack = None
     annotations: SentBack = None
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether an answer may continue the message, if it is the last one and the assistant's."""
-        return self.prefix is not False and not self.tool_calls and not self.function_call
 
     @property
     def _other_calls(self) -> list[str]:
@@ -133,6 +116,34 @@ def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
             function = call_of("", name, text)["function"]
             return {**call, "function": {**others, **function}}
     return call
+
+
+def _is_callable(tool: Any) -> bool:
+    """Whether a tool is a function; one of no known form counts as a function, and is refused later."""
+    return not isinstance(tool, dict) or tool.get("type", "function") == "function"
+
+
+def _choice(choice: Any) -> tuple[str, list[Any] | None]:
+    """The choice of a tool as a word or a name, and the names of the tools that are allowed, if not all are."""
+    if isinstance(choice, dict) and set(choice) == {"type"}:
+        choice = choice["type"]
+    match choice:
+        case {"type": "allowed_tools", "allowed_tools": {"mode": "auto" | "required" as mode, "tools": list(tools)}}:
+            tools = [tool for tool in tools if _is_callable(tool)]
+            return mode, [
+                (tool.get("function") or tool).get("name") if isinstance(tool, dict) else tool for tool in tools
+            ]
+        case {"function": {"name": str(name)}} | {"custom": {"name": str(name)}} | {"name": str(name)}:
+            return name, None
+        case None:
+            return "auto", None
+        case str():
+            return "required" if choice == "any" else choice, None  # "any" is Mistral's name
+    raise _error(
+        'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": "…"}} or '
+        f'{{"type": "allowed_tools", "allowed_tools": {{"mode": "auto", "tools": […]}}}}, got {short_json(choice)}',
+        "tool_choice",
+    )
 
 
 class OpenAIBody(GenerationBody):
@@ -202,7 +213,7 @@ class ChatRequest(ChatBody, OpenAIBody):
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
         """See `Body`; also the tools that are left out."""
         yield from super().ignored_names()
-        yield from ((f"tools.{label_of(tool)}", False) for tool in self.tools or () if not callable_in_chat(tool))
+        yield from ((f"tools.{label_of(tool)}", False) for tool in self.tools or () if not _is_callable(tool))
 
     def generation(self) -> GenerationRequest:
         """The request in the form of no API. Raises: ErrorResponse: fields do not go together."""
@@ -210,18 +221,19 @@ class ChatRequest(ChatBody, OpenAIBody):
         if self.top_logprobs and self.logprobs is None:
             raise _error("top_logprobs needs logprobs: true; add it or leave it out", "top_logprobs")
         is_newer = self.max_completion_tokens is not None
-        messages = [message.plain() for message in self.messages]
-        may_continue = self.messages[-1].may_go_on
-        chat = self.chat_of(
-            messages, self.tools or (), self.tool_choice, self.parallel_tool_calls, may_continue=may_continue
-        )
+        messages, last = [message.plain() for message in self.messages], self.messages[-1]
+        may_continue = last.prefix is not False and not last.tool_calls and not last.function_call
+        choice, allowed = _choice(self.tool_choice)
+        offered = [tool for tool in self.tools or () if _is_callable(tool)]
+        check_choice(choice, offered, [tool for tool in self.tools or () if not _is_callable(tool)])
+        is_parallel = self.parallel_tool_calls
+        chat = self.chat_of(messages, offered, choice, is_parallel, allowed=allowed, may_continue=may_continue)
         return self.openai_request(
             prompt_field="messages",
             chat=chat,
             num_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             max_tokens=self.max_completion_tokens if is_newer else self.max_tokens,
             max_tokens_field="max_completion_tokens" if is_newer else "max_tokens",
-            predicted_text=self.predicted_text,
         )
 
 
@@ -239,18 +251,17 @@ class CompletionRequest(OpenAIBody):
     )
     logprobs: _NumTop | None = None
 
-    def generation(self, *, fills_in: bool = False) -> GenerationRequest:
-        """The request in the form of no API.
+    _no_suffix: ClassVar[str | None] = None  # what a missing or empty suffix stands for
 
-        Args:
-            fills_in: whether the answer is written in front of the suffix even if that is empty.
-
-        Raises: ErrorResponse: fields do not go together.
-        """
-        suffix = self.suffix or ("" if fills_in else None)
+    def generation(self) -> GenerationRequest:
+        """The request in the form of no API. Raises: ErrorResponse: fields do not go together."""
+        texts: Any = self.prompt
+        if not (isinstance(texts, list) and texts and isinstance(texts[0], (str, list))):
+            texts = [texts]
+        suffix = self.suffix or self._no_suffix
         request = self.openai_request(
             prompt_field="prompt",
-            texts=self._prompts,
+            texts=texts,
             suffix=suffix,
             echoes=bool(self.echo),
             num_logprobs=self.logprobs,
@@ -268,17 +279,13 @@ class CompletionRequest(OpenAIBody):
             raise _error("a suffix needs prompts that are texts, not token ids", "suffix")
         return request
 
-    @property
-    def _prompts(self) -> Sequence[Prompt]:
-        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], (str, list)):
-            return self.prompt
-        return [self.prompt]  # type: ignore[list-item]  # the check above has excluded lists of prompts
-
 
 class FimRequest(CompletionRequest):
     """The body of a request to `/v1/fim/completions`, in Mistral's form: fill in between `prompt` and `suffix`."""
 
     prompt: str
+    # The answer is written in front of the suffix even if that is empty.
+    _no_suffix: ClassVar[str | None] = ""
 
 
 def _error(message: str, param: str) -> ErrorResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import secrets
 import time
 from abc import abstractmethod
@@ -16,10 +17,13 @@ from protocol.statistics import Statistics
 from runtime.generation.text import Detokenizer
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Answer, Delta, ToolCall
-from runtime.server.answers.api import BegunAnswer, Choice, Event, Serializer
-from runtime.server.answers.preparation import Echo
-from runtime.server.answers.tokens import (
+from runtime.server.answers.api import (
+    BegunAnswer,
+    Choice,
+    Echo,
     EndReason,
+    Event,
+    Serializer,
     TokenLogprob,
     end_reason,
     finite,
@@ -28,7 +32,6 @@ from runtime.server.answers.tokens import (
     tokens_among,
 )
 from runtime.server.errors import ErrorResponse
-from runtime.server.models.reports import fingerprint
 from runtime.server.openai.requests import OpenAIBody, StreamOptions
 from runtime.server.timelines import ModelActivity, Timeline
 
@@ -216,47 +219,8 @@ class ChatCompletion(_Response):
     prompt_logprobs: PromptLogprobs | None
 
 
-# The longest time between two chunks with speculation.
-INTERVAL_S = 0.25
-
-
-def speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timeline) -> Speculation:
-    """The tokens of a chunk, the statistics so far, and what the models did since the last chunk."""
-    told: list[Any] = [_fields(SpeculationToken, token) for token in tokens]
-    return {"tokens": told, "statistics": _fields(SpeculationStatistics, statistics), **timeline.new_activity()}
-
-
-def _fields(kind: type, source: object) -> Any:
-    """An object of a type of bodies, with each field from the attribute of the same name."""
-    return {name: getattr(source, name) for name in kind.__annotations__}
-
-
-def timings(statistics: Statistics) -> Timings:
-    """The counts and times of an answer so far, by llama.cpp's names.
-
-    Of the prompt, the tokens that were not cached count. Their time is that of the prefill: without waiting for the
-    models, and without the last token, which the first round reads. If only that one was read, it is the time to the
-    first token. The answer's time begins with its first token. Its rate leaves out the tokens that came with that one,
-    as `Statistics.generation_tps` does, and is 0 before a second round.
-    """
-    s = statistics
-    num_prompt, num_predicted = s.prompt_tokens - s.cached_tokens, s.generated_tokens
-    prompt_ms = 1e3 * (s.prefilled_tokens / s.prompt_tps if s.prompt_tps else s.time_to_first_token or 0.0)
-    predicted_ms = 0.0 if s.time_to_first_token is None else 1e3 * (s.elapsed - s.time_to_first_token)
-    told: Timings = {
-        "cache_n": s.cached_tokens,
-        "prompt_n": num_prompt,
-        "prompt_ms": prompt_ms,
-        "prompt_per_token_ms": prompt_ms / num_prompt if num_prompt else 0.0,
-        "prompt_per_second": 1e3 * num_prompt / prompt_ms if prompt_ms else 0.0,
-        "predicted_n": num_predicted,
-        "predicted_ms": predicted_ms,
-        "predicted_per_token_ms": predicted_ms / num_predicted if num_predicted else 0.0,
-        "predicted_per_second": s.generation_tps or 0.0,
-    }
-    if s.proposed:
-        told |= {"draft_n": s.proposed, "draft_n_accepted": s.accepted}
-    return told
+# The server's version. The text of a seed may depend on it, as on the model.
+_FINGERPRINT = f"outrider-{importlib.metadata.version('outrider')}"
 
 
 class ChunkSerializer(Serializer):
@@ -272,32 +236,36 @@ class ChunkSerializer(Serializer):
         self.id = f"{self.id_prefix}-{secrets.token_hex(16)}" if first is None else first.id
         self._created: int = int(time.time()) if first is None else first._created
         self._request = answer.request
-        self._options = body.stream_options or StreamOptions()
+        self._options = options = body.stream_options or StreamOptions()
+        self._gives_usage_in_each = options.continuous_usage_stats and options.include_usage is not False
+        # Of the prompt: all tokens but the first, which nothing precedes.
+        self._scored: Sequence[ScoredToken] = () if answer.score is None else answer.score.tokens
         self._num_given = 0
         self._num_reasoning_tokens = 0
-        self._timeline = answer.watch(self.id) if self._options.include_speculation else None
+        self._timeline = answer.watch(self.id) if answer.watch and options.include_speculation else None
         if self._timeline is not None:
-            self.interval_s = INTERVAL_S
+            self.interval_s = 0.25
+
+    # --- events and bodies ------------------------------------------------------------------------
 
     def first_events(self, statistics: Statistics) -> Sequence[Event]:
         """See `Serializer`: none before the first token, except with `include_speculation`."""
         return self.idle_events(statistics)
 
     def events(self, tokens: Sequence[Token], statistics: Statistics) -> Sequence[Event]:
-        chunks = self.chunks(self._shown(tokens))
+        chunks = self._chunks(self._shown(tokens))
         tokens = tokens_among(tokens)
         self._num_given += len(tokens)
         # The stream may be ahead of what the client has read.
         given = attrs.evolve(statistics, generated_tokens=self._num_given)
         for i, chunk in enumerate(chunks):
-            if self._options.gives_usage_in_each:
+            if self._gives_usage_in_each:
                 chunk["usage"] = self._usage(given)
-            is_last = chunk["choices"][0]["finish_reason"] is not None and not self._options.include_usage
-            if is_last:
+            if chunk["choices"][0]["finish_reason"] is not None and not self._options.include_usage:
                 chunk |= self._timings(given)
             if self._timeline is not None:
                 # The tokens belong to the first chunk; one that only ends the text has none.
-                chunk["speculation"] = speculation([] if i else tokens, statistics, self._timeline)
+                chunk["speculation"] = _speculation([] if i else tokens, statistics, self._timeline)
         return [Event(chunk) for chunk in chunks]
 
     def idle_events(self, statistics: Statistics) -> Sequence[Event]:
@@ -305,12 +273,8 @@ class ChunkSerializer(Serializer):
         return () if self._timeline is None else self.events([], statistics)
 
     def last_events(self, statistics: Statistics) -> Sequence[Event]:
-        if not self._options.include_usage:
-            return [Event("[DONE]")]
-        return [
-            Event({**self._chunk([]), "usage": self._usage(statistics), **self._timings(statistics)}),
-            Event("[DONE]"),
-        ]
+        chunk = {**self._chunk([]), "usage": self._usage(statistics), **self._timings(statistics)}
+        return [*([Event(chunk)] if self._options.include_usage else []), Event("[DONE]")]
 
     def error_events(self, error: ErrorResponse) -> Sequence[Event]:
         return [Event(error.body())]  # alone, without [DONE]
@@ -333,28 +297,22 @@ class ChunkSerializer(Serializer):
             events.append(Event(data))
         return events
 
-    def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    def _chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         """The chunks with the tokens since the last one; there may be no tokens, and no chunk without anything in it.
 
         At the end of the text, the finish reason comes in a chunk of its own, after any content: some clients do not
         look for text where they find a finish reason.
         """
-        choice, empty = self._choice(tokens)
-        says_more = self._timeline is not None or self._options.gives_usage_in_each
+        choice, empty, has_content = self._choice(tokens)
+        says_more = self._timeline is not None or self._gives_usage_in_each
         if choice["finish_reason"] is None:
-            return [self._chunk([choice])] if says_more or self._has_content(choice) else []
-        finishing = self._chunk([{**choice, **empty}])
-        if not self._has_content(choice):
-            return [finishing]
-        return [self._chunk([{**choice, "finish_reason": None}]), finishing]
+            return [self._chunk([choice])] if says_more or has_content else []
+        content = [self._chunk([{**choice, "finish_reason": None}])] if has_content else []
+        return [*content, self._chunk([{**choice, **empty}])]
 
     @abstractmethod
-    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The choice of a chunk with some tokens, and the fields to replace in it if the chunk only ends the text."""
-
-    @abstractmethod
-    def _has_content(self, choice: Mapping[str, Any]) -> bool:
-        """Whether the choice of a chunk has anything besides a finish reason."""
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
+        """The choice of a chunk; the fields to replace if it only ends the text; whether it has more than the end."""
 
     def _chunk(self, choices: Sequence[Mapping[str, Any]], kind: str | None = None) -> dict[str, Any]:
         return {
@@ -362,9 +320,11 @@ class ChunkSerializer(Serializer):
             "object": kind or self.kind,
             "created": self._created,
             "model": self._answer.model,
-            "system_fingerprint": fingerprint(),
+            "system_fingerprint": _FINGERPRINT,
             "choices": choices,
         }
+
+    # --- fields -----------------------------------------------------------------------------------
 
     def _usage(self, statistics: Statistics) -> Usage:
         counts_prompt = self._answer.counts_prompt
@@ -387,32 +347,66 @@ class ChunkSerializer(Serializer):
             },
         }
 
-    def _timings(self, statistics: Statistics) -> dict[str, Timings]:
-        """The field `timings`; left out if several texts are generated, as their rates do not add up."""
-        return {"timings": timings(statistics)} if self._request.num_answers == 1 else {}
+    def _timings(self, s: Statistics) -> dict[str, Timings]:
+        """The field `timings`; left out if several texts are generated, as their rates do not add up.
 
-    @property
-    def _scored(self) -> Sequence[ScoredToken]:
-        """The tokens of the prompt that have log-probabilities: all but the first, which nothing precedes."""
-        return () if self._answer.score is None else self._answer.score.tokens
+        Of the prompt, the tokens that were not cached count. Their time is that of the prefill: without waiting for the
+        models, and without the last token, which the first round reads. If only that one was read, it is the time to
+        the first token. The answer's time begins with its first token. Its rate leaves out the tokens that came with
+        that one, as `Statistics.generation_tps` does, and is 0 before a second round.
+        """
+        if self._request.num_answers > 1:
+            return {}
+        num_prompt, num_predicted = s.prompt_tokens - s.cached_tokens, s.generated_tokens
+        prompt_ms = 1e3 * (s.prefilled_tokens / s.prompt_tps if s.prompt_tps else s.time_to_first_token or 0.0)
+        predicted_ms = 0.0 if s.time_to_first_token is None else 1e3 * (s.elapsed - s.time_to_first_token)
+        told: Timings = {
+            "cache_n": s.cached_tokens,
+            "prompt_n": num_prompt,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": prompt_ms / num_prompt if num_prompt else 0.0,
+            "prompt_per_second": 1e3 * num_prompt / prompt_ms if prompt_ms else 0.0,
+            "predicted_n": num_predicted,
+            "predicted_ms": predicted_ms,
+            "predicted_per_token_ms": predicted_ms / num_predicted if num_predicted else 0.0,
+            "predicted_per_second": s.generation_tps or 0.0,
+        }
+        if s.proposed:
+            told |= {"draft_n": s.proposed, "draft_n_accepted": s.accepted}
+        return {"timings": told}
 
     def _prompt_logprobs(self) -> PromptLogprobs | None:
-        if self._request.num_prompt_logprobs is None:
+        if (num_top := self._request.num_prompt_logprobs) is None:
             return None
-        return [None, *map(self._prompt_logprob, self._scored)]
 
-    def _prompt_logprob(self, token: ScoredToken) -> dict[str, PromptLogprob]:
-        text = self._decoded(token.id)
-        own: PromptLogprob = {"logprob": finite(token.logprob), "rank": token.rank, "decoded_token": text}
-        tops: dict[str, PromptLogprob] = {
-            str(top.id): {"logprob": finite(top.logprob), "rank": rank, "decoded_token": top.text}
-            for rank, top in enumerate(token.top_logprobs[: self._request.num_prompt_logprobs], start=1)
-        }
-        return {str(token.id): own} | tops
+        def entry(token: Any, rank: int, text: str) -> dict[str, PromptLogprob]:
+            return {str(token.id): {"logprob": finite(token.logprob), "rank": rank, "decoded_token": text}}
+
+        entries: PromptLogprobs = [None]
+        for token in self._scored:
+            by_id = entry(token, token.rank, self._decoded(token.id))
+            for rank, top in enumerate(token.top_logprobs[:num_top], start=1):
+                by_id |= entry(top, rank, top.text)
+            entries.append(by_id)
+        return entries
 
     def _decoded(self, token: int) -> str:
         text: str = self._answer.tokenizer.decode([token])
         return text
+
+
+def _speculation(tokens: Iterable[Token], statistics: Statistics, timeline: Timeline) -> Speculation:
+    def fields(kind: type, source: object) -> Any:
+        return {name: getattr(source, name) for name in kind.__annotations__}
+
+    told: list[Any] = [fields(SpeculationToken, token) for token in tokens]
+    return {"tokens": told, "statistics": fields(SpeculationStatistics, statistics), **timeline.new_activity()}
+
+
+def _added(counts: Sequence[Any]) -> Any:
+    if isinstance(counts[0], Mapping):
+        return {name: _added([each[name] for each in counts]) for name in counts[0]}
+    return sum(counts)
 
 
 class ChatSerializer(ChunkSerializer):
@@ -425,7 +419,7 @@ class ChatSerializer(ChunkSerializer):
         super().__init__(body, answer)
         self._is_first = True
 
-    def chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
+    def _chunks(self, tokens: Sequence[Token]) -> list[dict[str, Any]]:
         """See `ChunkSerializer`; the role comes with the first token, in a chunk of its own as from OpenAI."""
         role = []
         if tokens and self._is_first:
@@ -433,7 +427,7 @@ class ChatSerializer(ChunkSerializer):
             delta = {"role": "assistant", "content": ""}
             choice = {"index": self._answer.index, "delta": delta, "logprobs": None, "finish_reason": None}
             role.append(self._chunk([choice]))
-        return [*role, *super().chunks(tokens)]
+        return [*role, *super()._chunks(tokens)]
 
     def whole(self, tokens: Sequence[Token], statistics: Statistics) -> Mapping[str, Any]:
         tokens = self._shown(tokens)
@@ -462,25 +456,32 @@ class ChatSerializer(ChunkSerializer):
             "prompt_logprobs": self._prompt_logprobs(),
         }
 
-    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        parts = self._split(tokens)
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
         delta: dict[str, Any] = {}
-        if text := "".join(part.text for part in parts if part.kind == "content"):
-            delta["content"] = text
-        if reasoning := "".join(part.text for part in parts if part.kind == "reasoning"):
-            delta["reasoning_content"] = reasoning
-        if calls := _call_deltas(parts):
-            delta["tool_calls"] = calls
+        calls: dict[int, dict[str, Any]] = {}
+        for part in self._split(tokens):
+            match part:
+                case Delta("content", text):
+                    delta["content"] = delta.get("content", "") + text
+                case Delta("reasoning", text):
+                    delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                case Delta("call_began", index=int() as index, call=ToolCall(id, name)):
+                    function = {"name": name, "arguments": ""}
+                    calls[index] = {"index": index, "id": id, "type": "function", "function": function}
+                case Delta("call_arguments", text, index=int() as index):
+                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += text
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        logprobs = self._logprobs(tokens) if tokens else None
         choice = {
             "index": self._answer.index,
             "delta": delta,
-            "logprobs": self._logprobs(tokens) if tokens else None,
+            "logprobs": logprobs,
             "finish_reason": self._finish_reason(tokens),
         }
-        return choice, {"delta": {}, "logprobs": None}
-
-    def _has_content(self, choice: Mapping[str, Any]) -> bool:
-        return bool(choice["delta"] or (choice["logprobs"] or {}).get("content"))
+        has_content = bool(delta or (logprobs and logprobs["content"]))
+        return choice, {"delta": {}, "logprobs": None}, has_content
 
     def _split(self, tokens: Sequence[Token]) -> list[Delta]:
         parts = self._answer.splitter.add(tokens)
@@ -494,19 +495,6 @@ class ChatSerializer(ChunkSerializer):
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
         content = token_logprobs(tokens, self._answer.tokenizer, self._request.num_logprobs)
         return None if content is None else {"content": content, "refusal": None}
-
-
-def _call_deltas(parts: Sequence[Delta]) -> list[dict[str, Any]]:
-    deltas: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        match part:
-            case Delta("call_began", index=int() as index, call=ToolCall(id, name)):
-                function = {"name": name, "arguments": ""}
-                deltas[index] = {"index": index, "id": id, "type": "function", "function": function}
-            case Delta("call_arguments", text, index=int() as index):
-                delta = deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                delta["function"]["arguments"] += text
-    return list(deltas.values())
 
 
 class CompletionSerializer(ChunkSerializer):
@@ -526,28 +514,32 @@ class CompletionSerializer(ChunkSerializer):
         choice = {**self._choice(self._shown(tokens))[0], "prompt_logprobs": self._prompt_logprobs()}
         return {**self._chunk([choice]), "usage": self._usage(statistics), **self._timings(statistics)}
 
-    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    def _choice(self, tokens: Sequence[Token]) -> tuple[Mapping[str, Any], Mapping[str, Any], bool]:
         self._num_reasoning_tokens += sum(token.is_thinking for token in tokens)
         echo, self._echo = self._echo, None
-        reason = end_reason(tokens[-1]) if tokens else None
+        text = ("" if echo is None else echo.text) + "".join(token.text for token in tokens)
+        logprobs = None if self._request.num_logprobs is None else self._logprobs(echo, tokens)
         choice: CompletionChoice = {
             "index": self._answer.index,
-            "text": ("" if echo is None else echo.text) + "".join(token.text for token in tokens),
-            "logprobs": None if self._request.num_logprobs is None else self._logprobs(echo, tokens),
-            "finish_reason": reason,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": end_reason(tokens[-1]) if tokens else None,
         }
-        return choice, {"text": "", "logprobs": None}
-
-    def _has_content(self, choice: Mapping[str, Any]) -> bool:
-        return bool(choice["text"] or (choice["logprobs"] or {}).get("tokens"))
+        return choice, {"text": "", "logprobs": None}, bool(text or (logprobs and logprobs["tokens"]))
 
     def _logprobs(self, echo: Echo | None, tokens: Sequence[Token]) -> CompletionLogprobs:
-        # With an echo, clients tell the prompt's tokens from the answer's by counting: none is left out.
-        told = tokens_among(tokens) if self._answer.echo is not None else text_tokens(tokens)
         logprobs: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if echo is not None:
-            logprobs = self._echoed_logprobs(echo)
-        for token in told:
+            own = [finite(token.logprob) for token in self._scored]
+            tops = (token.top_logprobs for token in self._scored)
+            logprobs = {
+                "tokens": list(echo.tokens),
+                "token_logprobs": [None, *own],
+                "top_logprobs": [None, *map(self._by_text, echo.tokens[1:], own, tops)],
+                "text_offset": list(echo.offsets),
+            }
+        # With an echo, clients tell the prompt's tokens from the answer's by counting: none is left out.
+        for token in tokens_among(tokens) if self._answer.echo is not None else text_tokens(tokens):
             text, logprob = self._decoded(token.id), finite(token.logprob)
             logprobs["text_offset"].append(self._num_characters)
             piece = self._detokenizer.add(token.id)
@@ -557,23 +549,7 @@ class CompletionSerializer(ChunkSerializer):
             logprobs["top_logprobs"].append(self._by_text(text, logprob, token.top_logprobs))
         return logprobs
 
-    def _echoed_logprobs(self, echo: Echo) -> CompletionLogprobs:
-        own = [finite(token.logprob) for token in self._scored]
-        tops = (token.top_logprobs for token in self._scored)
-        return {
-            "tokens": list(echo.tokens),
-            "token_logprobs": [None, *own],
-            "top_logprobs": [None, *map(self._by_text, echo.tokens[1:], own, tops)],
-            "text_offset": list(echo.offsets),
-        }
-
     def _by_text(self, text: str, logprob: float, top_logprobs: Sequence[Any]) -> dict[str, float]:
         """The log-probabilities of a token and of the likeliest ones; of those with the same text, the highest."""
         best = reversed(top_logprobs[: self._request.num_logprobs])
         return {text: logprob} | {top.text: finite(top.logprob) for top in best}
-
-
-def _added(counts: Sequence[Any]) -> Any:
-    if isinstance(counts[0], Mapping):
-        return {name: _added([each[name] for each in counts]) for name in counts[0]}
-    return sum(counts)

@@ -17,9 +17,10 @@ from runtime.server.responses.store import ResponseStore
 
 
 def _store(context: ServerContext) -> ResponseStore:
-    return context.kept(
-        ResponseStore, lambda limits: ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
-    )
+    limits = context.limits
+    empty = ResponseStore(limits.max_stored_responses, limits.max_stored_bytes)
+    store: ResponseStore = context.kept.setdefault(ResponseStore, empty)
+    return store
 
 
 def _endpoint(context: ServerContext) -> Endpoint:
@@ -54,7 +55,6 @@ OPERATIONS = (
         "respond",
         "Answer a conversation in the form of OpenAI's responses",
         ResponseBody,
-        "POST",
         ResponsesRequest,
         {"input": "def quicksort(items):", "max_output_tokens": 32, "stream": True},
         is_streamed=True,
@@ -74,7 +74,7 @@ OPERATIONS = (
         "delete_response",
         "Delete a stored response",
         DeletedResponse,
-        "DELETE",
+        method="DELETE",
         statuses=("404",),
     ),
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import attrs
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
+from runtime.generation.tool_calls.events import ToolCall
 from runtime.server.answers.body import Body, BoundedList, NoEffect, SentBack, parse_request
-from runtime.server.answers.chat import ChatBody, Effort, call_of
-from runtime.server.answers.client_tools import custom_arguments, label_of
+from runtime.server.answers.chat import ChatBody, Effort, call_of, check_choice, custom_arguments, function_of, label_of
 from runtime.server.answers.content import (
     Content,
     Part,
@@ -31,8 +32,24 @@ from runtime.server.answers.request import (
     format_constraint,
 )
 from runtime.server.errors import ErrorResponse, short_json
-from runtime.server.responses.offered_tools import CALLABLE, OfferedTools
 from runtime.server.responses.store import ResponseStore
+
+# The types of tools that a model can call here, besides namespaces of these.
+CALLABLE = ("function", "custom", "local_shell")
+
+_TEXT = {"type": "string"}
+_SHELL_ARGUMENTS: dict[str, Any] = {
+    "command": {"type": "array", "items": _TEXT},
+    "working_directory": _TEXT,
+    "timeout_ms": {"type": "integer"},
+    "env": {"type": "object", "additionalProperties": _TEXT},
+    "user": _TEXT,
+}
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
+_MAX_NAME = 128
+
+
+# --- items ----------------------------------------------------------------------------------------
 
 
 class SentBackItem(Body):
@@ -148,8 +165,149 @@ Item = Annotated[
 ITEM: TypeAdapter[Any] = TypeAdapter(Item)
 
 
+# --- tools ----------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class OfferedTool:
+    """A tool of a request, which the model calls as a function."""
+
+    type: Literal["function", "custom", "local_shell"]
+    name: str  # as in the request
+    namespace: str | None  # likewise
+    offered: dict[str, Any]  # the function; its name differs from every other one's
+
+    @property
+    def place(self) -> dict[str, str]:
+        """The name of a call of the tool, and its namespace, if it is in one."""
+        return {"name": self.name} if self.namespace is None else {"name": self.name, "namespace": self.namespace}
+
+    def item(self, call: ToolCall, *, is_whole: bool) -> tuple[str, dict[str, Any]] | None:
+        """A call as an item of the output, of a tool that is no function; one that is cut off is empty.
+
+        Returns: the first part of its id, and its fields. None if the arguments are not those of such an item.
+        """
+        if self.type == "custom":
+            values = call.values if is_whole else {"input": ""}
+            is_text = values.keys() == {"input"} and isinstance(values["input"], str)
+            text = values["input"] if is_text else call.arguments  # all that the model wrote
+            return "ctc", {"type": "custom_tool_call", "call_id": call.id, **self.place, "input": text}
+        values = call.values if is_whole else {"command": []}
+        known = {name: each for name, each in values.items() if name in _SHELL_ARGUMENTS}
+        command = known.get("command")
+        if not isinstance(command, list) or not all(isinstance(word, str) for word in command):
+            return None
+        return "lsh", {"type": "local_shell_call", "call_id": call.id, "action": {"type": "exec", "env": {}, **known}}
+
+
+@attrs.frozen
+class OfferedTools:
+    """The tools of a request that a model may call, by the names of their functions, and those that are left out."""
+
+    by_name: dict[str, OfferedTool]
+    listed: Sequence[OfferedTool]
+    left_out: Sequence[Any]
+
+    @classmethod
+    def of(cls, tools: Iterable[Any]) -> OfferedTools:
+        """The tools of a request. Those of a namespace are told apart by its name in front of theirs."""
+        given = list(_flat(tools))
+        names = {tool.name for namespace, tool in given if namespace is None}
+        listed, left_out = [], []
+        for namespace, tool in given:
+            if tool.type not in CALLABLE:
+                left_out.append(tool)
+                continue
+            name = tool.name or (tool.type if tool.type == "local_shell" else "")
+            unique = name
+            if namespace is not None:
+                full, number = _full_name(name, namespace), 1
+                unique = full
+                while unique in names:
+                    number += 1
+                    unique = f"{full[: _MAX_NAME - 5]}_{number}"
+                names.add(unique)
+            listed.append(OfferedTool(tool.type, name, namespace, _function(tool, unique)))
+        return cls({tool.offered["function"].get("name"): tool for tool in listed}, listed, left_out)
+
+    def name_of(self, name: str, namespace: str | None) -> str:
+        """The name of the function that a call in the history is one of; the tool may no longer be there."""
+        found = self._found(name, namespace)
+        if len(found) == 1:
+            return str(found[0].offered["function"]["name"])
+        return name if namespace is None else _full_name(name, namespace)
+
+    def chosen(self, choice: Any) -> tuple[list[dict[str, Any]], str, list[str] | None]:
+        """The functions of the chat, its choice, and the allowed ones. Raises: ErrorResponse: see `check_choice`."""
+        functions = [tool.offered for tool in self.listed]
+        if choice is None or isinstance(choice, str):
+            wanted = choice or "auto"
+        else:
+            names = [tool.offered["function"]["name"] for tool in self._chosen_by(choice)]
+            if choice.type != "allowed_tools":
+                wanted = names[0] if len(names) == 1 else choice.name or choice.type
+            elif names:
+                return functions, choice.mode or "auto", names
+            else:
+                # All that is allowed is left out.
+                functions, wanted = [], choice.mode or "auto"
+        check_choice(wanted, functions, self.left_out)
+        return functions, wanted, None
+
+    def _chosen_by(self, choice: Any) -> list[OfferedTool]:
+        """The tools that a choice, or an entry of one, names."""
+        if choice.type == "allowed_tools":
+            return [tool for each in choice.tools or () for tool in self._chosen_by(each)]
+        if choice.type == "namespace":
+            return [tool for tool in self.listed if tool.namespace == choice.name]
+        return self._found(choice.name or choice.type, getattr(choice, "namespace", None))
+
+    def _found(self, name: str, namespace: str | None) -> list[OfferedTool]:
+        """The tool of a name; without a namespace, the one outside of all, else all of that name, or offered by it."""
+        found = [tool for tool in self.listed if (tool.name, tool.namespace) == (name, namespace)]
+        if found or namespace is not None:
+            return found
+        return [tool for tool in self.listed if name in (tool.name, tool.offered["function"].get("name"))]
+
+
+def _flat(tools: Iterable[Any]) -> Iterator[tuple[str | None, Any]]:
+    """Each tool with the name of its namespace."""
+    for tool in tools:
+        if tool.type == "namespace":
+            yield from ((tool.name or "", inner) for inner in tool.tools or ())
+        else:
+            yield None, tool
+
+
+def _function(tool: Any, name: str) -> dict[str, Any]:
+    description = tool.description
+    if tool.type == "function":
+        return function_of(name=name or None, description=description, parameters=tool.parameters, strict=tool.strict)
+    if tool.type == "local_shell":
+        required, properties = "command", _SHELL_ARGUMENTS
+        description = "Run a command on the user's machine."
+    else:
+        # The input is any text. A grammar for it is part of the description: a constrained call is a JSON object,
+        # which the grammar does not describe.
+        required, properties = "input", {"input": _TEXT}
+        match tool.format:
+            case {"type": "grammar", "syntax": str(syntax), "definition": str(definition)}:
+                rule = f"The input must match this grammar ({syntax}):\n{definition}"
+                description = f"{description}\n\n{rule}" if description else rule
+    schema = {"type": "object", "properties": properties, "required": [required], "additionalProperties": False}
+    return function_of(name=name, description=description, parameters=schema)
+
+
+def _full_name(name: str, namespace: str) -> str:
+    joint = "" if not namespace or namespace.endswith("_") else "__"
+    return _NO_NAME.sub("_", f"{namespace}{joint}{name}")[-_MAX_NAME:]
+
+
+# --- the chat -------------------------------------------------------------------------------------
+
+
 def messages_of(items: Iterable[Any], tools: OfferedTools) -> list[dict[str, Any]]:
-    """The messages of a chat that items stand for; there are no references among the items.
+    """The messages of a chat that items stand for, without references among them.
 
     Reasoning, text and calls of one answer are several items, but one message of a chat.
     """
@@ -288,11 +446,6 @@ class ResponsesRequest(ChatBody):
     conversation: Any = Field(None, description="must be null; use `previous_response_id` instead")
     prompt: Any = Field(None, description="must be null; send the text as `input` instead")
 
-    @property
-    def has_logprobs(self) -> bool:
-        """Whether the answer has log-probabilities."""
-        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
-
     def ignored_names(self) -> Iterator[tuple[str, bool]]:
         """See `Body`; also `include`, if it asks for anything but log-probabilities."""
         yield from super().ignored_names()
@@ -302,35 +455,38 @@ class ResponsesRequest(ChatBody):
 
 @attrs.frozen
 class ParsedRequest:
-    """A request to `/v1/responses`.
-
-    Attributes:
-        generation: what to generate.
-        tools: of the request, as functions of the chat.
-        messages: the messages of the chat before the answer, without the instructions, as JSON; b"" if the response is
-            not stored.
-        begun: the message that the answer continues; None if it is a new one.
-    """
+    """A request to `/v1/responses`."""
 
     request: ResponsesRequest
     generation: GenerationRequest
     tools: OfferedTools
-    messages: bytes
-    begun: dict[str, Any] | None
+    messages: bytes  # of the chat before the answer, without the instructions, as JSON; b"" if nothing is stored
+    begun: dict[str, Any] | None  # the message that the answer continues
 
 
 def parse_response_request(body: bytes, store: ResponseStore) -> ParsedRequest:
-    """Parse and validate the body of a request, and look up the response that it continues.
-
-    Raises: ErrorResponse: the body is invalid, or a response or an item that it names is not stored.
-    """
+    """Parse a body, and look up the response that it continues. Raises: ErrorResponse: it is invalid, or not stored."""
     request = parse_request(ResponsesRequest, body)
     _check_support(request)
     tools = OfferedTools.of(request.tools or ())
     messages = _messages(request, store, tools)
-    generation = _generation(request, messages, tools)
-    assert generation.chat is not None, "each response answers a chat"
-    begun = messages.pop() if generation.chat.continues else None
+    system = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    if not (system or messages):
+        raise ErrorResponse(400, "input must have at least one message; add it", param="input")
+    functions, choice, allowed = tools.chosen(request.tool_choice)
+    effort = None if request.reasoning is None else request.reasoning.effort
+    has_logprobs = bool(request.top_logprobs) or LOGPROBS in (request.include or ())
+    is_parallel = request.parallel_tool_calls
+    chat = request.chat_of([*system, *messages], functions, choice, is_parallel, allowed=allowed, effort=effort)
+    generation = request.request_of(
+        prompt_field="input",
+        chat=chat,
+        format=format_constraint(None if request.text is None else request.text.format),
+        num_logprobs=(request.top_logprobs or 0) if has_logprobs else None,
+        max_tokens=request.max_output_tokens,
+        max_tokens_field="max_output_tokens",
+    )
+    begun = messages.pop() if chat.continues else None
     stored = json.dumps(messages, ensure_ascii=False).encode() if request.store is not False else b""
     return ParsedRequest(request, generation, tools, stored, begun)
 
@@ -370,33 +526,13 @@ def _messages(request: ResponsesRequest, store: ResponseStore, tools: OfferedToo
         messages = json.loads(previous.messages)
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
-    items = [_referenced(item, store) if isinstance(item, ItemReference) else item for item in request.input]
+    items: list[Any] = []
+    for item in request.input:
+        if isinstance(item, ItemReference):
+            if (stored := store.item(item.id)) is None:
+                message = f"the item {short_json(item.id)} is not stored, or no longer; send it as input"
+                raise ErrorResponse(404, message, param="input")
+            item = ITEM.validate_json(stored)
+        items.append(item)
     check_asked(items, "input", lambda item: isinstance(item, ToolOutputItem))
     return messages + messages_of(items, tools)
-
-
-def _referenced(reference: ItemReference, store: ResponseStore) -> Any:
-    item = store.item(reference.id)
-    if item is None:
-        raise ErrorResponse(
-            404, f"the item {short_json(reference.id)} is not stored, or no longer; send it as input", param="input"
-        )
-    return ITEM.validate_json(item)
-
-
-def _generation(request: ResponsesRequest, messages: list[dict[str, Any]], tools: OfferedTools) -> GenerationRequest:
-    if request.instructions:
-        messages = [{"role": "system", "content": request.instructions}, *messages]
-    if not messages:
-        raise ErrorResponse(400, "input must have at least one message; add it", param="input")
-    functions, choice = tools.chosen(request.tool_choice)
-    effort = None if request.reasoning is None else request.reasoning.effort
-    return request.request_of(
-        prompt_field="input",
-        chat=request.chat_of(list(messages), functions, choice, request.parallel_tool_calls, effort=effort),
-        format=format_constraint(None if request.text is None else request.text.format),
-        num_logprobs=(request.top_logprobs or 0) if request.has_logprobs else None,
-        max_tokens=request.max_output_tokens,
-        max_tokens_field="max_output_tokens",
-        predicted_text=request.predicted_text,
-    )

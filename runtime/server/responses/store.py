@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 
 import attrs
 
 
 @attrs.frozen
 class StoredResponse:
-    """A response that is kept.
-
-    Attributes:
-        messages: the messages of its chat up to and with the answer, without the instructions, as JSON.
-        items: the items of its output by their ids, each as JSON.
-    """
+    """A response that is kept, as JSON."""
 
     body: bytes
-    messages: bytes
-    items: dict[str, bytes]
+    messages: bytes  # of its chat, up to and with the answer, without the instructions
+    items: dict[str, bytes]  # of its output, by their ids
 
     @property
     def num_bytes(self) -> int:
@@ -56,11 +52,8 @@ class ResponseStore:
     def get(self, id: str) -> StoredResponse | None:
         """A response, which counts as used now; None if it is not kept."""
         response = self._responses.get(id)
-        if response is not None:
-            try:
-                self._responses.move_to_end(id)
-            except KeyError:
-                return response  # dropped by another thread at this moment
+        with suppress(KeyError):  # another thread may drop it at this moment
+            self._responses.move_to_end(id)
         return response
 
     def item(self, id: str) -> bytes | None:
@@ -71,8 +64,7 @@ class ResponseStore:
     def delete(self, id: str) -> bool:
         """Drop a response. Returns whether it was kept."""
         with self._changing:
-            response = self._responses.pop(id, None)
-            if response is None:
+            if (response := self._responses.pop(id, None)) is None:
                 return False
             self._num_bytes -= response.num_bytes
             for item in response.items:
