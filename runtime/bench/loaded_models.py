@@ -257,7 +257,7 @@ class LoadedModels:
     async def _wait_until_idle(self) -> None:
         """Wait until no model works: a drafter may still run a step that nobody needs."""
         # Not `num_streams`, which leaves out sessions that are over and not yet closed.
-        while any(runtime._sessions for runtime, _ in self._runtimes.values()):
+        while any(runtime._sessions.by_id for runtime, _ in self._runtimes.values()):
             await trio.lowlevel.checkpoint()
         # The first job waits for the current one, the second for a job that the end of that one started.
         for _ in range(2):
