@@ -31,7 +31,7 @@ from runtime.engine.events import Events
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents
 
-NUM_TOKENS = 20
+NUM_TOKENS = 14
 ASKED: dict[str, Any] = {"max_tokens": NUM_TOKENS, "lookahead": 3, "ignore_eos": True}
 Proposals = list[tuple[int, ...]]
 # Others have texts of the same classes.
