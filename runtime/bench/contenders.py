@@ -44,12 +44,8 @@ class Contender:
     @property
     def name(self) -> str:
         """Its name in tables."""
-        if self.named:
-            return self.named
-        if self.lookahead == 0:
-            return "mlx-lm plain" if self.engine == "mlx-lm" else "outrider lookahead 0"
-        name = f"{self.engine} {'speculative' if self.engine == 'mlx-lm' else 'lookahead'} {self.lookahead}"
-        return f"{name}, {self.draft}" if self.draft else name
+        how = "speculative" if self.engine == "mlx-lm" else "lookahead"
+        return self.named or f"{self.engine} {how} {self.lookahead}" + (f", {self.draft}" if self.draft else "")
 
     @property
     def max_batch(self) -> int:
@@ -62,7 +58,7 @@ class Contender:
         return self.lookahead, self.max_batch, self.draft
 
 
-PLAIN = Contender("mlx-lm", 0)
+PLAIN = Contender("mlx-lm", 0, named="mlx-lm plain")
 # For a target that is sharded over ranks: mlx-lm's decoding would have to run on all of them at once.
 PLAIN_ON_RANKS = Contender("outrider", 0)
 BATCHED = Contender("mlx-lm", 0, "batched", named="mlx-lm BatchGenerator")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import mlx.core as mx
@@ -57,11 +58,10 @@ class EventSwitch:
     """Passes the workers' events to the runtime of the current contender."""
 
     def __init__(self) -> None:
-        self.listener: Callable[[Event], None] | None = None
+        self.listener: Callable[[Event], None] = lambda _: None
 
     def __call__(self, event: Event) -> None:
-        if self.listener is not None:
-            self.listener(event)
+        self.listener(event)
 
 
 @attrs.frozen
@@ -89,9 +89,7 @@ class LoadedModels:
     @property
     def target(self) -> MLXModel:
         """The target."""
-        target = self.models[TARGET]
-        assert isinstance(target, MLXModel)
-        return target
+        return cast(MLXModel, self.models[TARGET])
 
     @property
     def has_template(self) -> bool:
@@ -184,10 +182,9 @@ class LoadedModels:
         Raises: PromptError.
         """
         found = [encode_prompt(prompt, self.tokenizer, self.target.vocab_size) for prompt in prompts]
-        lengths = (model.context_length for model in self.models.values())
-        context = min((length for length in lengths if length is not None), default=None)
-        longest = max(map(len, found))
-        if context is not None and longest + max_tokens > context:
+        lengths = [model.context_length for model in self.models.values() if model.context_length is not None]
+        longest, context = max(map(len, found)), min(lengths, default=math.inf)
+        if longest + max_tokens > context:
             raise PromptError(
                 f"a prompt of {longest} tokens and max_tokens={max_tokens} do not fit a context of {context} tokens; "
                 "shorten one of them"
@@ -359,11 +356,9 @@ async def load_models(
 
 
 async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:
-    if dtype is None:
-        return
-
-    def cast() -> None:
+    def set_dtype(dtype: str) -> None:
         model.module.set_dtype(getattr(mx, dtype))
         mx.eval(model.module)
 
-    await worker.run(Job("load", cast))
+    if dtype is not None:
+        await worker.run(Job("load", partial(set_dtype, dtype)))

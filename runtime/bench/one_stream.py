@@ -136,6 +136,7 @@ class OneStream(Benchmark):
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (None, None, None)
         runs = self.runs(contender, cases).values()
         accepted, copied = figures.total(runs, "accepted"), figures.total(runs, "accepted_copied")
+        drafted = None if accepted is None or copied is None else accepted - copied
         num_tokens = sum(run.num_tokens for run in runs)
         return {
             "num_prompts": len(measured),
@@ -145,9 +146,7 @@ class OneStream(Benchmark):
             "ratio_low": low,
             "ratio_high": high,
             "accepted_per_pass": figures.share(runs, "accepted", "passes"),
-            "from_drafter": figures.ratio(
-                None if accepted is None or copied is None else accepted - copied, num_tokens
-            ),
+            "from_drafter": figures.ratio(drafted, num_tokens),
             "from_copies": figures.ratio(copied, num_tokens),
             **self.same_texts(contender, cases),
         }

@@ -135,9 +135,8 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
 
 
 def _speeds(found: Findings, min_acceptance: float) -> str:
-    first, *rest = [
-        acceptance for acceptance in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE) if acceptance >= min_acceptance
-    ] or [min_acceptance]
+    rates = [rate for rate in (USUAL_ACCEPTANCE, GOOD_ACCEPTANCE) if rate >= min_acceptance]
+    first, *rest = rates or [min_acceptance]
     more = "".join(f", {found.speedup(acceptance):.1f}× at {acceptance:g}" for acceptance in rest)
     return f"{found.speedup(first):.1f}× plain decoding with this pair at an acceptance of {first:g}{more}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -39,10 +40,8 @@ def versions() -> dict[str, str]:
     """The versions of the installed packages that matter, by name."""
     found = {}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found
 
 

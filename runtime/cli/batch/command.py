@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +80,7 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
             display.show_share("answered", outcome.num_answers, num_due)
 
         async def work() -> None:
-            async with AsyncExitStack() as stack:
-                runtime = await stack.enter_async_context(models.open(settings))
+            async with models.open(settings) as runtime:
                 tokenizer = runtime.tokenizer
                 # Prompts often begin alike.
                 given = {"reuse_prefix": True, **completed(settings, arguments, tokenizer)}
