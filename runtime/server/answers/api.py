@@ -22,7 +22,7 @@ from runtime.generation.text import Detokenizer
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
-from runtime.loading.vocabularies import byte_fallback, byte_level_piece
+from runtime.loading.tokenizers import byte_fallback, byte_level_piece
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.errors import ErrorResponse
 from runtime.server.timelines import Timeline
