@@ -381,12 +381,10 @@ class Runtime(RuntimeState):
 
 def copied_prompts(prompts: Prompts) -> Prompts:
     """Copies of many prompts, iterated over now. What is no list of prompts stays as it is."""
-
-    def copied_prompt(prompt: ManyPrompt) -> ManyPrompt:
-        alone, settings = with_settings(prompt)
-        return (copied(alone), dict(settings)) if settings else copied(alone)
-
-    return [copied_prompt(prompt) for prompt in cast(Iterable[ManyPrompt], prompts)] if is_list(prompts) else prompts
+    if not is_list(prompts):
+        return prompts
+    pairs = map(with_settings, cast(Iterable[ManyPrompt], prompts))
+    return [(copied(alone), dict(settings)) if settings else copied(alone) for alone, settings in pairs]
 
 
 def copied(argument: Any) -> Any:
