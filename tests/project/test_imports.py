@@ -216,7 +216,7 @@ def test_three_modules_know_threads_and_some_mind_that_there_are_several():
         "actors/workers/core_sharing.py",
         "runtime/aio/__init__.py",
         "runtime/aio/thread.py",
-        "runtime/bridge/streams.py",
+        "runtime/bridge/runtime.py",
         "runtime/engine/drafter_slot.py",
         "runtime/engine/memory.py",
         "runtime/engine/sessions.py",
