@@ -16,7 +16,7 @@ from sweeps import sweep
 import runtime
 import runtime.aio
 import runtime.sync
-from runtime.file_limit import run_guarded
+from runtime.import_guards import run_guarded
 from runtime.loading.mlx_environment import VALUES, VARIABLE
 
 SHOW = "import os, json; print(json.dumps({{name: os.environ.get(name) for name in {names!r}}}))"

@@ -33,7 +33,7 @@ ORDER = (
     {"cli"},
 )
 # Modules beside the packages: the public names, which are looked up lazily, and what the first import needs.
-FACE = {"__init__", "__main__", "file_limit", "name_collisions"}
+FACE = {"__init__", "__main__", "import_guards"}
 
 TYPE_CHECKING = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
