@@ -726,6 +726,15 @@ async def collect(stream: Any) -> list[int]:
     return [token.id async for token in stream]
 
 
+async def collect_all(streams: Sequence[Any]) -> list[list[int]]:
+    """The ids of whole streams that are read at once."""
+    texts: list[list[int]] = [[] for _ in streams]
+    async with trio.open_nursery() as nursery:
+        for text, stream in zip(texts, streams, strict=True):
+            nursery.start_soon(read_into, text, stream)
+    return texts
+
+
 async def read_into(got: list[int], stream: Any, *, pause: float = 0.0) -> None:
     """Append the ids of a stream to a list, sleeping for `pause` seconds after each, until the stream ends."""
     async for token in stream:
