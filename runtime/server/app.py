@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runtime.server.answers.body import IGNORED_HEADER
 from runtime.server.anthropic import api as anthropic_api
@@ -27,14 +27,15 @@ from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelLi
 from runtime.server.context import RequestAdmission, ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.middleware import ClientPaths, CommonHeaders, Guard, host_error, key_error
+from runtime.server.middleware import ClientPaths, Guard, host_error, key_error
 from runtime.server.models.pool import ModelPool
-from runtime.server.models.reports import HealthReport, ModelDescription, ModelList, Version, describe, health_report
 from runtime.server.openai import api as openai_api
 from runtime.server.operations import COMMON_ERRORS, Operation, description
+from runtime.server.reports import HealthReport, ModelDescription, ModelList, Version, describe, health_report
 from runtime.server.responses import api as responses_api
 from runtime.tracing.timeline import render, texts_of
 
+_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "frame-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -61,13 +62,21 @@ class Service:
 
 @attrs.frozen
 class Application:
-    """An ASGI application, for a server on trio; made by `application`."""
+    """An ASGI application, for a server on trio; made by `application`. Adds the headers that every response has.
+
+    It is not in Starlette's list of middleware: the response to an unhandled exception is sent outside of that list.
+    """
 
     app: ASGIApp
     admission: RequestAdmission  # a server that is about to stop drains it
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.app(scope, receive, send)
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], *_HEADERS]}
+            await send(message)
+
+        await self.app(scope, receive, send_with_headers)
 
 
 def application(
@@ -110,8 +119,7 @@ def application(
         exception_handlers={ErrorResponse: _on_error, HTTPException: _on_http_error, Exception: _on_failure},
     )
     app.router.redirect_slashes = False
-    # Not in Starlette's list of middleware: the response to an unhandled exception is sent outside of that list.
-    return Application(CommonHeaders(app), admission)
+    return Application(app, admission)
 
 
 def _page(folder: str) -> Callable[[Request], Awaitable[Response]]:

@@ -1,4 +1,4 @@
-"""Middleware: access log, headers of every response, addresses of clients, checks of host names and API keys."""
+"""Middleware: access log, addresses of clients, checks of host names and API keys."""
 
 from __future__ import annotations
 
@@ -87,26 +87,9 @@ def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
     return " ".join(fields)
 
 
-_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
-
 # First parts of the paths that need no API key, besides `/`: the web pages, which ask for the key, and paths that show
 # no text. Timelines do, but their ids cannot be guessed.
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
-
-
-@attrs.frozen
-class CommonHeaders:
-    """Adds the headers that every response has."""
-
-    _app: ASGIApp
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *_HEADERS]}
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
 
 
 @attrs.frozen

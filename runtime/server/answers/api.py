@@ -287,10 +287,6 @@ def _special_texts(tokenizer: Any) -> dict[int, str]:
     return {id: text for id, text in texts.items() if not any(text in mark for mark in marks)}
 
 
-# In place of minus infinity, which JSON does not have; OpenAI's own.
-_MIN_LOGPROB = -9999.0
-
-
 class TopLogprob(TypedDict):
     """A token and its log-probability; `bytes` is null for part of a character whose bytes are unknown."""
 
@@ -331,8 +327,8 @@ def text_tokens(tokens: Sequence[Token]) -> Sequence[Token]:
 
 
 def finite(logprob: float | None) -> float:
-    """A log-probability for JSON."""
-    return _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)
+    """A log-probability for JSON, which has no minus infinity; OpenAI has this in its place."""
+    return -9999.0 if logprob is None else max(logprob, -9999.0)
 
 
 def token_bytes(tokenizer: TokenizerWrapper, token: int, text: str) -> list[int] | None:

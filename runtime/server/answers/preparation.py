@@ -14,7 +14,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError, PromptTooLongError
 from protocol.logits_processors import Stateless, stateless
-from protocol.randomness import seed_of_text
 from protocol.scores import Score
 from protocol.settings import Settings
 from protocol.statistics import Counts, Statistics
@@ -56,11 +55,6 @@ class PreparedPrompt:
     echo: Echo | None  # see `BegunAnswer`
     score: Score | None  # likewise
     read: Statistics | None  # of reading it, if nothing is generated
-
-    def settings_of_text(self, number: int) -> Settings:
-        """The settings of the answer with this number; answer 0 is the one that a request for a single answer gets."""
-        seed = self.settings.seed
-        return self.settings if seed is None else attrs.evolve(self.settings, seed=seed_of_text(seed, number))
 
 
 @attrs.frozen

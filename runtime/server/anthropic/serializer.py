@@ -15,7 +15,7 @@ from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.events import Delta, ToolCall
 from runtime.server.answers.api import BegunAnswer, Event, Serializer, end_reason
 from runtime.server.errors import ErrorResponse
-from runtime.server.models.reports import ModelDescription
+from runtime.server.reports import ModelDescription
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "cancelled"]
 
