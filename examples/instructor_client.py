@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import instructor
 import openai
 from pydantic import BaseModel, ConfigDict, Field
-from weather import BASE_URL, KEY, MODEL, Weather
+from weather import BASE_URL, KEY, MODEL, Weather, show
 
 QUESTION: Any = [{"role": "user", "content": "How is the weather?"}]
 
@@ -60,13 +60,5 @@ def break_off() -> str:
     return asyncio.run(wait())
 
 
-def main() -> None:
-    for part in stream():
-        print(part)
-    print("by a tool:", call())
-    print("by its schema:", structured())
-    print("broken off after", break_off())
-
-
 if __name__ == "__main__":
-    main()
+    show(stream, call, structured, break_off)

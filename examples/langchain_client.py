@@ -12,7 +12,7 @@ from typing import Any
 from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from weather import BASE_URL, KEY, MODEL, Weather, forecast
+from weather import BASE_URL, KEY, MODEL, Weather, forecast, show
 
 FORECAST = tool(forecast)
 
@@ -54,13 +54,5 @@ def break_off() -> str:
     return first
 
 
-def main() -> None:
-    for piece in stream():
-        print(piece, end="", flush=True)
-    print("\ncalled with", *call(), sep="\n  ")
-    print(structured())
-    print("broken off after", repr(break_off()))
-
-
 if __name__ == "__main__":
-    main()
+    show(stream, call, structured, break_off)

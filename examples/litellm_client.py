@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import litellm
-from weather import BASE_URL, KEY, MODEL, Weather
+from weather import BASE_URL, KEY, MODEL, Weather, show
 
 CITY = {"type": "string", "enum": ["Lisbon", "Oslo"]}
 DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
@@ -70,13 +70,5 @@ def break_off() -> str:
     return first
 
 
-def main() -> None:
-    for piece in stream():
-        print(piece, end="", flush=True)
-    print("\ncalled with", *call(), sep="\n  ")
-    print(structured())
-    print("broken off after", repr(break_off()))
-
-
 if __name__ == "__main__":
-    main()
+    show(stream, call, structured, break_off)

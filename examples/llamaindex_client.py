@@ -10,7 +10,7 @@ from typing import Any
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-from weather import BASE_URL, KEY, MODEL, Weather, forecast
+from weather import BASE_URL, KEY, MODEL, Weather, forecast, show
 
 
 def llm(**options: Any) -> OpenAILike:
@@ -50,13 +50,5 @@ def break_off() -> str:
     return first
 
 
-def main() -> None:
-    for piece in stream():
-        print(piece, end="", flush=True)
-    print("\nthe tool returned", call())
-    print(structured())
-    print("broken off after", repr(break_off()))
-
-
 if __name__ == "__main__":
-    main()
+    show(stream, call, structured, break_off)

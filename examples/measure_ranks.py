@@ -28,7 +28,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import attrs
 import mlx.core as mx
 import trio
 from mlx.nn import Module
@@ -43,20 +42,6 @@ TOKEN = 7
 PROMPT = (TOKEN,) * 16
 # Rounds before the first one that is timed.
 NUM_WARM = 20
-
-
-@attrs.frozen
-class Times:
-    """Medians, in milliseconds."""
-
-    alone: float
-    in_pass: float
-    round: float
-
-    @property
-    def beyond(self) -> float:
-        """What a round takes beyond the pass alone."""
-        return self.round - self.alone
 
 
 def llama(width: int, num_layers: int) -> Module:
@@ -100,25 +85,21 @@ async def rounds(model: Module, width: int, num_rounds: int, group: object) -> t
     return [after.ended - after.began for _, after in pairs], [after.ended - before.ended for before, after in pairs]
 
 
-def times_of(arguments: argparse.Namespace, group: RankGroup | None = None) -> Times | None:
-    """The times on one process, or on the ranks of a group; None on ranks other than 0."""
+def times_of(arguments: argparse.Namespace, group: RankGroup | None = None) -> list[float]:
+    """Median milliseconds of a pass alone, a pass and a round, on one process or at rank 0 of a group."""
     alone, model = (llama(arguments.hidden_size, arguments.layers) for _ in range(2))
     if group is not None:
         alone.shard(group.mlx)
-    in_alone: list[float] = []
-    in_pass: list[float] = []
-    in_round: list[float] = []
+    found: list[list[float]] = [[], [], []]
     for _ in range(arguments.repeats):
-        in_alone += passes_alone(alone, arguments.width, arguments.rounds)
+        found[0] += passes_alone(alone, arguments.width, arguments.rounds)
         if group is not None and group.rank > 0:
             runtime.follow((model, None), group)
-            continue
-        passes, found = trio.run(rounds, model, arguments.width, arguments.rounds, group)
-        in_pass += passes
-        in_round += found
-    if group is not None and group.rank > 0:
-        return None
-    return Times(*(1000 * statistics.median(seconds) for seconds in (in_alone, in_pass, in_round)))
+        else:
+            passes, from_verdicts = trio.run(rounds, model, arguments.width, arguments.rounds, group)
+            found[1] += passes
+            found[2] += from_verdicts
+    return [1000 * statistics.median(seconds) for seconds in found if seconds]
 
 
 def start_two() -> int:
@@ -146,14 +127,16 @@ def main(arguments: argparse.Namespace) -> None:
     if address is None:
         raise SystemExit(start_two())
     # Timed before the other ranks have something to do.
-    one = times_of(arguments) if address.rank == 0 else None
+    one = times_of(arguments) if address.rank == 0 else []
     several = times_of(arguments, runtime.join_ranks(timeout_s=600.0))
-    if one is None or several is None:
+    if not one:
         return
     print(f"{'milliseconds':>14}  pass alone    pass   round  beyond the pass alone")
-    for name, times in {"one process": one, f"{address.size} ranks": several}.items():
-        print(f"{name:>14}  {times.alone:10.2f} {times.in_pass:7.2f} {times.round:7.2f} {times.beyond:22.2f}")
-    print(f"ranks add {several.beyond - one.beyond:.2f} ms to what a round takes beyond its pass")
+    beyond = []
+    for name, (alone, in_pass, in_round) in {"one process": one, f"{address.size} ranks": several}.items():
+        beyond.append(in_round - alone)
+        print(f"{name:>14}  {alone:10.2f} {in_pass:7.2f} {in_round:7.2f} {beyond[-1]:22.2f}")
+    print(f"ranks add {beyond[1] - beyond[0]:.2f} ms to what a round takes beyond its pass")
 
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

@@ -6,14 +6,13 @@ Start `outrider serve` first, with a model that can call tools, then this progra
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 from agents import Agent, ModelSettings, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from openai.types.responses import ResponseTextDeltaEvent
-from weather import BASE_URL, KEY, MODEL, Weather, forecast
+from weather import BASE_URL, KEY, MODEL, Weather, forecast, show
 
 
 def agent(*, model: type = OpenAIResponsesModel, settings: dict[str, Any], **options: Any) -> Agent[Any]:
@@ -58,14 +57,6 @@ async def break_off() -> str:
     raise AssertionError("the answer was empty")
 
 
-async def main() -> None:
-    set_tracing_disabled(True)
-    async for piece in stream():
-        print(piece, end="", flush=True)
-    print("\nthe tool returned", await call())
-    print(await structured())
-    print("broken off after", repr(await break_off()))
-
-
 if __name__ == "__main__":
-    asyncio.run(main())
+    set_tracing_disabled(True)
+    show(stream, call, structured, break_off)

@@ -6,7 +6,6 @@ Start `outrider serve` first, with a model that can call tools, then this progra
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.messages import ToolCallPart
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from weather import BASE_URL, KEY, MODEL, Weather, forecast
+from weather import BASE_URL, KEY, MODEL, Weather, forecast, show
 
 
 @asynccontextmanager
@@ -64,13 +63,5 @@ async def break_off() -> str:
     raise AssertionError("the answer was empty")
 
 
-async def main() -> None:
-    async for piece in stream():
-        print(piece, end="", flush=True)
-    print("\ncalled with", *await call(), sep="\n  ")
-    print(await structured())
-    print("broken off after", repr(await break_off()))
-
-
 if __name__ == "__main__":
-    asyncio.run(main())
+    show(stream, call, structured, break_off)

@@ -45,16 +45,8 @@ from prompt_toolkit.formatted_text import FormattedText, StyleAndTextTuples, fra
 from prompt_toolkit.input import create_input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.keys import Keys
-from prompt_toolkit.layout import (
-    BufferControl,
-    Dimension,
-    FormattedTextControl,
-    HSplit,
-    Layout,
-    UIContent,
-    UIControl,
-    Window,
-)
+from prompt_toolkit.layout import BufferControl, Dimension, FormattedTextControl, HSplit, Layout, Window
+from prompt_toolkit.layout.controls import UIContent, UIControl
 from prompt_toolkit.layout.processors import AfterInput, ConditionalProcessor
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
@@ -73,6 +65,8 @@ HINT_MEANWHILE = "Esc stops; Enter begins something new"
 TAB = "    "
 GAUGE = 10  # cells
 LONGEST_INPUT = 8  # rows
+
+Parts = list[StyleAndTextTuples]  # of the status
 
 # "thinking" is a model's reasoning; "note" and "error" are messages of the program.
 COLOURS = {"drafted": "ansicyan", "thinking": "dim", "prompt": "bold", "note": "dim", "error": "ansired"}
@@ -128,29 +122,22 @@ def harmless(text: str) -> str:
 
     Line breaks stay, tabs become blanks, and other control characters become their symbols ("␛").
     """
-    text = text.replace("\r", "").replace("\t", TAB)
-    return "".join(character if character == "\n" else _shown(character) for character in text)
 
+    def shown(character: str) -> str:
+        if character == "\n" or unicodedata.category(character) not in ("Cc", "Cs", "Zl", "Zp"):
+            return character
+        return chr(0x2400 + ord(character)) if character < " " else "\N{REPLACEMENT CHARACTER}"
 
-def _shown(character: str) -> str:
-    if unicodedata.category(character) not in ("Cc", "Cs", "Zl", "Zp"):
-        return character
-    return chr(0x2400 + ord(character)) if character < " " else "\N{REPLACEMENT CHARACTER}"
+    return "".join(map(shown, text.replace("\r", "").replace("\t", TAB)))
 
 
 class PageControl(UIControl):
-    """The visible part of a page.
-
-    Attributes:
-        page: returns what to show.
-        end: row after the visible part; None follows the end of the page.
-        num_below: rows below the visible part, in the last frame.
-    """
+    """The visible part of the page that a function returns."""
 
     def __init__(self, page: Callable[[], Page]) -> None:
         self.page = page
-        self.end: int | None = None
-        self.num_below = 0
+        self.end: int | None = None  # the row after the visible part; None follows the end of the page
+        self.num_below = 0  # rows below the visible part, in the last frame
         self._num_rows = self._height = 0
 
     def create_content(self, width: int, height: int) -> UIContent:
@@ -177,12 +164,7 @@ class Answer:
 
 
 class Interface:
-    """The interface: typed input, streaming answers, and the screen.
-
-    Attributes:
-        page: the text of all prompts and answers.
-        signal: number of the signal that ended the program, if any.
-    """
+    """The interface: typed input, streaming answers, and the screen."""
 
     def __init__(
         self,
@@ -202,7 +184,7 @@ class Interface:
             terminal: file descriptors to read and to write.
         """
         self.page = Page()
-        self.signal: int | None = None
+        self.signal: int | None = None  # that ended the program
         self._begin = begin
         self._is_chat = is_chat
         self._max_tokens = max_tokens
@@ -224,9 +206,7 @@ class Interface:
         self.app.timeoutlen = self.app.ttimeoutlen = ESCAPE_S
 
     async def run(self) -> None:
-        """Run until the user leaves.
-
-        Raises: OutriderError: the models are lost.
+        """Run until the user leaves. Raises: OutriderError: the models are lost.
 
         Cancellation: restores the terminal.
         """
@@ -325,10 +305,7 @@ class Interface:
             self._remark(f"[{how}]")
 
     async def _write(self, answer: Answer, text: str) -> None:
-        """Stream a text to the page.
-
-        Cancellation: ends the generation; the models are free after the current forward pass.
-        """
+        """Stream a text to the page. Cancellation: the models are free after the current forward pass."""
         # The previous answer may still be ending, and a conversation has one answer at a time.
         async with self._turn:
             try:
@@ -399,20 +376,18 @@ class Interface:
                 break
         return rule
 
-    def _wordings(self) -> Iterator[list[StyleAndTextTuples]]:
+    def _wordings(self) -> Iterator[Parts]:
         """The wordings of the status, from the longest to the shortest: parts, each of fragments.
 
         Numbers have fixed widths, so that the parts stay in place while numbers grow.
         """
         plain, answer = "class:plain", self._answer
         statistics = None if answer is None or answer.stream is None else answer.stream.statistics()
-        begin: list[StyleAndTextTuples] = [[(plain, self._activity(statistics))]]
+        begin: Parts = [[(plain, self._activity(statistics))]]
         if self._view.num_below:
             begin.append([("class:prompt", f"{self._view.num_below:,} more below")])
-        count: list[StyleAndTextTuples] = []
+        count, rates, short_rates = Parts(), Parts(), Parts()
         gauge: StyleAndTextTuples = []
-        rates: list[StyleAndTextTuples] = []
-        short_rates: list[StyleAndTextTuples] = []
         if statistics is not None and (statistics.generated_tokens or not self._is_writing):
             num_tokens, limit = statistics.generated_tokens, self._max_tokens
             most = "" if limit is None else f"{limit:,}"
@@ -508,7 +483,7 @@ def stderr_kept() -> Iterator[None]:
 def greeting(names: list[str], is_chat: bool) -> Page:
     page = Page()
     page.write(" + ".join(names), "prompt")
-    page.write("\nWhat you type is answered." if is_chat else "\nWhat you type is continued.", "note")
+    page.write(f"\nWhat you type is {'answered' if is_chat else 'continued'}.", "note")
     if len(names) > 1:
         page.write(" Tokens that were drafted ", "note")
         page.write("look like this", "drafted")

@@ -5,7 +5,7 @@
 
 The corpus is the source of the Python standard library of the running interpreter (PSF licence).
 One file in twenty, chosen by a hash of its path, is held out of all training: tokenizer, target and
-draft. `examples/measure_demo_pair.py` takes its prompts from there.
+draft. `examples/measure_acceptance.py` takes its prompts from there.
 
 There are four stages. Each writes a file, and is skipped if that file exists. The two long ones
 write a checkpoint every `CHECKPOINT_EVERY` steps and resume from it, so a run may be stopped at any
@@ -44,20 +44,8 @@ CONTEXT = 1024
 END_OF_TEXT = "<|endoftext|>"
 CHECKPOINT_EVERY = 50
 
-TARGET_SHAPE = dict(
-    hidden_size=384,
-    intermediate_size=1024,
-    num_hidden_layers=7,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-)
-DRAFT_SHAPE = dict(
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+TARGET_SHAPE = dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=7, num_attention_heads=6)
+DRAFT_SHAPE = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
 
 
 # --- corpus -------------------------------------------------------------------------------------
@@ -123,6 +111,7 @@ def new_model(shape: dict[str, int], end_of_text: int) -> LlamaForCausalLM:
             bos_token_id=None,
             eos_token_id=end_of_text,
             pad_token_id=None,
+            num_key_value_heads=2,
             **shape,
         )
     )

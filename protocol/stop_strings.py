@@ -2,7 +2,7 @@
 
 A text ends with the first token after which a stop string occurs in the decoded text. If several occur by then, the one
 that begins earliest counts; of those that begin together, the one listed first. The consumer is given the text before.
-In an answer with reasoning or calls, only the content is searched (`runtime.generation.answers.content_stops`).
+In an answer with reasoning or calls, only the content is searched (`runtime.generation.text.ContentStops`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Stop:
 
 
 class StopMatcher:
-    """Finds stop strings, at least one and none empty, in a text that comes in pieces."""
+    """Finds stop strings, none empty, in a text that comes in pieces."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found: str | None = None  # the stop string that ended the text; None so far
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops))
+        self._longest = max(map(len, stops), default=0)
         self.withheld = ""  # the end of the text so far, if it may be the beginning of a stop string
 
     def add(self, piece: str, ahead: str = "") -> str:

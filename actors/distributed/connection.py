@@ -42,8 +42,8 @@ class Connection:
                     self._socket.sendall(frame)
 
     def send_unless_busy(self, message: RankMessage) -> bool:
-        """Send a short message without waiting. Returns: whether it was sent; it is not while another one is on its
-        way, or if the other end accepts nothing. Raises: OSError: the connection is lost.
+        """Send a short message without waiting. Returns: whether it was sent, which it is not while another one is on
+        its way, or if the other end accepts nothing. Raises: OSError: the connection is lost.
         """
         if not self._sends.acquire(blocking=False):
             return False
@@ -56,19 +56,14 @@ class Connection:
             self._sends.release()
 
     def receive(self) -> RankMessage:
-        """Wait for a message.
-
-        Raises:
-            OSError: the connection is lost, or nothing came in time.
-            ProtocolError: what came is not a message.
-        """
+        """Wait for a message. Raises: OSError: the connection is lost, or it is late. ProtocolError: it is none."""
         while (data := self._frames.take()) is None:
             self._read()
         return decode(data)
 
     def receive_first(self, deadline: float) -> RankMessage:
-        """Wait for the first message of somebody who may be a stranger. All of it must arrive by the deadline, a
-        `time.monotonic`. Changes the timeout of the socket. Raises: as `receive`.
+        """As `receive`, for the first message of somebody who may be a stranger. All of it must arrive by the deadline,
+        a `time.monotonic`. Changes the timeout of the socket.
         """
         while (data := self._frames.take(MAX_FIRST_BYTES)) is None:
             if (left_s := deadline - time.monotonic()) <= 0.0:

@@ -1,8 +1,7 @@
 """The link between rank 0 and a rank that drafts, over the control connection.
 
-MLX's own point-to-point sends are not used. They are parts of graphs whose shapes both ends have to know beforehand,
-wait forever for a rank that hangs, and reach only neighbours in a ring. A lost drafter must cost no token, so it shares
-no group of MLX's with the target.
+MLX's point-to-point sends need shapes that both ends know beforehand, wait forever for a rank that hangs, and reach
+only neighbours in a ring. A lost drafter must cost no token, so it shares no group of MLX's with the target.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import attrs
@@ -25,36 +26,21 @@ class Exchange:
     seconds: tuple[float, ...]  # of all of them, one after the other, in each repetition
 
 
-@attrs.frozen
-class _Collective:
-    """A call of a collective, with zeros for its arrays: their values do not matter, and would keep memory."""
-
-    name: str
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return [value for value in (*self.args, *self.keywords.values()) if isinstance(value, mx.array)]
-
-    def __call__(self) -> mx.array:
-        result: mx.array = getattr(mx.distributed, self.name)(*self.args, **self.keywords)
-        return result
-
-
 def _zeros(value: Any) -> Any:
+    """Zeros in the place of an array: its values do not matter, and would keep memory."""
     return mx.zeros(value.shape, value.dtype) if isinstance(value, mx.array) else value
 
 
 def time_exchange(sequence: MLXSequence, width: int, repeats: int) -> Exchange:
-    """Run a pass of `width` tokens, and then its collectives alone, `repeats` times. All ranks do so at the same time.
-
-    The sequence must be empty; it is fed and closed.
+    """Run a pass of `width` tokens over an empty sequence, and then its collectives alone, `repeats` times, on all
+    ranks at the same time. Closes the sequence.
     """
-    with _recording() as collectives:
+    with _recording() as (names, collectives):
         mx.eval(sequence.feed((1,) * width, width))
     sequence.close()
-    mx.eval([collective.arrays for collective in collectives])
+    given = [value for each in collectives for value in (*each.args, *each.keywords.values())]
+    arrays = [value for value in given if isinstance(value, mx.array)]
+    mx.eval(arrays)
     seconds = []
     for _ in range(1 + repeats):
         began, results = time.perf_counter(), []
@@ -64,29 +50,29 @@ def time_exchange(sequence: MLXSequence, width: int, repeats: int) -> Exchange:
             mx.async_eval(results[-1])
         mx.eval(results)
         seconds.append(time.perf_counter() - began)
-    num_bytes = sum(array.nbytes for collective in collectives for array in collective.arrays)
     # The first one has waited for the slowest rank to begin.
-    return Exchange(dict(Counter(collective.name for collective in collectives)), num_bytes, tuple(seconds[1:]))
+    return Exchange(dict(Counter(names)), sum(array.nbytes for array in arrays), tuple(seconds[1:]))
 
 
 @contextmanager
-def _recording() -> Iterator[list[_Collective]]:
-    """While in force, note each collective that is called in this process, by whatever model."""
-    found: list[_Collective] = []
+def _recording() -> Iterator[tuple[list[str], list[partial[mx.array]]]]:
+    """While in force, note each collective that is called in this process, by whatever model: its name, and the call
+    with zeros for its arrays.
+    """
+    names: list[str] = []
+    calls: list[partial[mx.array]] = []
 
-    def recorded(name: str, call: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        def record(*args: Any, **keywords: Any) -> mx.array:
-            zeros = {keyword: _zeros(value) for keyword, value in keywords.items()}
-            found.append(_Collective(name, tuple(map(_zeros, args)), zeros))
-            return call(*args, **keywords)
+    def record(name: str, *args: Any, **keywords: Any) -> mx.array:
+        zeros = {keyword: _zeros(value) for keyword, value in keywords.items()}
+        names.append(name)
+        calls.append(partial(own[name], *map(_zeros, args), **zeros))
+        return own[name](*args, **keywords)
 
-        return record
-
-    own = {name: getattr(mx.distributed, name) for name in _COLLECTIVES}
-    for name, call in own.items():
-        setattr(mx.distributed, name, recorded(name, call))
+    own: dict[str, Callable[..., mx.array]] = {name: getattr(mx.distributed, name) for name in _COLLECTIVES}
+    for name in own:
+        setattr(mx.distributed, name, partial(record, name))
     try:
-        yield found
+        yield names, calls
     finally:
         for name, call in own.items():
             setattr(mx.distributed, name, call)

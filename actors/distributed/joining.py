@@ -1,23 +1,34 @@
-"""Joining: each rank connects to rank 0, and all compare versions."""
+"""Joining: each rank connects to rank 0, and all compare versions; and the backends by which MLX connects them."""
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+
+import mlx.core as mx
 
 from actors.distributed.connection import Connection
 from actors.distributed.rank_address import RankAddress, rank_address
 from actors.distributed.rank_group import RankGroup
 from actors.remote.link import SILENCE_S
 from protocol.errors import ProtocolError, RankError, SettingsError
-from protocol.rank_messages import Broken, Hello, Welcome
+from protocol.rank_messages import Broken, Hello, RankMessage, Welcome
 
 JOIN_TIMEOUT_S = 60.0  # longest wait for the other ranks to start, in seconds
 RETRY_S = 0.1  # pause between two attempts to reach rank 0, in seconds
 
 _PACKAGES = ("outrider", "mlx", "mlx-lm")
+
+# In the order in which MLX tries them, each with the environment variable that says where its ranks are.
+BACKENDS = {
+    "nccl": "NCCL_HOST_IP",
+    "ring": "MLX_HOSTFILE",
+    "mpi": "OMPI_COMM_WORLD_RANK",
+    "jaccl": "MLX_JACCL_COORDINATOR",
+}
 
 
 def join_ranks(timeout_s: float = JOIN_TIMEOUT_S) -> RankGroup:
@@ -60,7 +71,10 @@ def versions() -> dict[str, str]:
 
 def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: float) -> dict[int, Connection]:
     try:
-        listener = _listener(address)
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        # A name may have addresses of both families, and not every other rank may reach IPv6.
+        family, *_, where = min(found, key=lambda each: each[0] != socket.AF_INET)
+        listener = socket.create_server(where, family=family)
     except OSError as error:
         raise RankError(
             f"rank 0 cannot listen at {address.host}:{address.port} for the other ranks: {error.strerror}; set "
@@ -94,23 +108,15 @@ def _gather(address: RankAddress, hello: Hello, deadline: float, timeout_s: floa
     return connections
 
 
-def _listener(address: RankAddress) -> socket.socket:
-    """Raises: OSError: the address is unknown here, or taken."""
-    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    # A name may have addresses of both families, and not every other rank may reach IPv6.
-    family, *_, where = min(found, key=lambda each: each[0] != socket.AF_INET)
-    return socket.create_server(where, family=family)
-
-
 def _receive_hello(connected: socket.socket, own: Hello, connections: dict[int, Connection], deadline: float) -> None:
     """Take a rank's first message. Something else that connects, such as a port scanner, is ignored."""
     connection = Connection(connected, SILENCE_S)
+    message: RankMessage | None
     try:
         message = connection.receive_first(deadline)
         connection.set_timeout(SILENCE_S)
     except (OSError, ProtocolError):
-        connection.close()
-        return
+        message = None
     if not isinstance(message, Hello) or not 0 < message.rank < own.size:
         connection.close()
         return
@@ -149,3 +155,17 @@ def _reach(address: RankAddress, hello: Hello, deadline: float, timeout_s: float
         raise RankError(f"the ranks cannot begin: {answer.reason}")
     connection.set_timeout(SILENCE_S)
     return connection
+
+
+def available_backends() -> tuple[str, ...]:
+    """The backends that this machine's MLX has."""
+    return tuple(name for name in BACKENDS if mx.distributed.is_available(backend=name))
+
+
+def chosen_backend(group: RankGroup) -> str | None:
+    """The backend of MLX's group; None if MLX does not tell. This blocks."""
+    for name in available_backends():
+        # Only backends that MLX itself has tried: for any other it would look for ranks again.
+        if os.environ.get(BACKENDS[name]) and mx.distributed.init(backend=name).size() == group.size:
+            return name
+    return None

@@ -30,10 +30,8 @@ class RankAddress:
 def rank_address(environment: Mapping[str, str] = os.environ) -> RankAddress | None:
     """The rank of this process by its environment; None if it is the only one.
 
-    `mlx.launch` sets `MLX_RANK`, and for each backend of its own where the ranks are: the ring's hosts, JACCL's
-    coordinator, or NCCL's host. The control port is the one after the last of theirs. `OUTRIDER_CONTROL` names another.
-
-    Raises: SettingsError: a variable is missing, or unreadable.
+    `mlx.launch` sets `MLX_RANK`, and for each backend where the ranks are. The control port is the one after the last
+    of theirs; `OUTRIDER_CONTROL` names another. Raises: SettingsError: a variable is missing, or unreadable.
     """
     rank = _integer(environment, "MLX_RANK", "OMPI_COMM_WORLD_RANK")
     if rank is None:
@@ -61,10 +59,8 @@ def is_ring(environment: Mapping[str, str] = os.environ) -> bool:
 
 @contextmanager
 def left_out(rank: int | None) -> Iterator[None]:
-    """While in force, the environment describes a ring without one of its ranks; with all of them if that is None.
-
-    MLX reads it when it makes a group. The group of a ring cannot be split, so the target's is made without the rank
-    that drafts.
+    """While in force, the environment describes a ring without a rank; with all of them if that is None. The group of a
+    ring cannot be split, so MLX makes the target's by this.
     """
     if rank is None:
         yield
@@ -84,7 +80,6 @@ def left_out(rank: int | None) -> Iterator[None]:
 
 
 def _control(environment: Mapping[str, str], hosts: list[list[str]] | None) -> tuple[str, int]:
-    """Host and port of rank 0's control connections."""
     if given := environment.get(CONTROL_VARIABLE):
         return _host_and_port(CONTROL_VARIABLE, given)
     if hosts:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,8 +21,6 @@ from actors.remote.link import BEAT_S, SILENCE_S
 from actors.workers.thread_pool import run_on_thread
 from protocol.errors import OutriderError, ProtocolError, RankError, SettingsError
 from protocol.rank_messages import Beat, Broken, RankMessage
-
-logger = logging.getLogger("outrider")
 
 CONNECT_TIMEOUT_S = 60.0  # longest time that MLX may take to connect ranks that are all there, in seconds
 # How long a thread may take to notice that the group is broken, in seconds. A collective that hangs never does.
@@ -69,7 +66,7 @@ class RankGroup:
         self._is_broken = threading.Event()
         self._others_are_told = threading.Event()
         self._callbacks: list[Callable[[RankError], None]] = []
-        self._is_hanging: Callable[[], bool] | None = None
+        self.is_hanging: Callable[[], bool] | None = None  # tells, in any thread, whether this rank's own model hangs
         # The operation that this rank is in, and since when; and what the others have said of theirs.
         self._at_work: tuple[str | None, float] = (None, time.monotonic())
         self._heard: dict[int, Beat] = {}
@@ -99,10 +96,8 @@ class RankGroup:
             )
 
     def connect_mlx(self, draft_rank: int | None = None) -> None:
-        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before. All of them call
-        this at the same time.
-
-        Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
+        """Make MLX's group of the target's ranks, all but `draft_rank`, if it was not made before; all call this at the
+        same time. Raises: RankError: MLX cannot, another rank has failed meanwhile, or the time is up.
         """
         if self.mlx is not None:
             return
@@ -128,10 +123,8 @@ class RankGroup:
         self.mlx, self._mlx_without = group, draft_rank
 
     def run(self, name: str, work: Callable[[], T], timeout_s: float | None = None, late: str = LATE) -> T:
-        """Do a piece of work on a thread, and wait for its result until it ends or the group is broken.
-
-        Raises: what the work raises, and RankError: the group is broken, or the time is up, which breaks it for the
-            reason `late`. A thread may be stuck in a collective.
+        """Do a piece of work on a thread, and wait for its result until it ends or the group is broken. Raises: what
+        the work raises, and RankError: the group is broken, or the time is up, which breaks it for the reason `late`.
         """
         results: list[T] = []
         ended: queue.SimpleQueue[outcome.Outcome[None] | None] = queue.SimpleQueue()
@@ -153,10 +146,7 @@ class RankGroup:
     # --- messages ---------------------------------------------------------------------------------
 
     def send(self, message: RankMessage, *, to: int | None = None, to_target: bool = False) -> None:
-        """Send a message to rank 0, or from rank 0 to all others, to those of the target, or to one of them.
-
-        Raises: RankError: the group is broken.
-        """
+        """Send a message to rank 0, or from there to all, the target's ranks, or one. Raises: RankError."""
         self.check()
         for rank, connection in self._connections.items():
             if to not in (None, rank) or (to_target and rank == self.draft_rank):
@@ -169,11 +159,9 @@ class RankGroup:
                     raise lost from error
 
     def receive(self, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Wait for the next `RankMessage`, and the rank that sent it. To be called by one thread at a time.
+        """The next `RankMessage`, and the rank that sent it; in one thread at a time.
 
-        Raises:
-            RankError: the group is broken, and all messages from before are received.
-            TimeoutError: none has come in time.
+        Raises: RankError: the group is broken, and all messages from before are received. TimeoutError: none has come.
         """
         try:
             received = self._inbox.get(timeout=timeout_s)
@@ -219,14 +207,19 @@ class RankGroup:
             failure = self._failure = RankError(f"the ranks cannot go on: {reason}")
             callbacks, self._callbacks = self._callbacks, []
         # Before the callbacks: this process may end as soon as they are called, and the others should know why.
-        untold = [connection for connection in self._connections.values() if not _tell(connection, reason)]
+        untold = []
+        for connection in self._connections.values():
+            with suppress(OSError):  # it has gone, too
+                if not connection.send_unless_busy(Broken(reason)):
+                    untold.append(connection)
         for callback in reversed(callbacks):
             callback(failure)
         # Only now: the model's thread raises this as soon as it sees it, and streams should be told before.
         self._error = failure
         self._is_broken.set()
         for connection in untold:
-            _tell(connection, reason, wait=True)
+            with suppress(OSError):
+                connection.send(Broken(reason))
         self._inbox.put(None)
         if (drafter := self.drafter) is not None:
             drafter.lose(reason)
@@ -237,8 +230,8 @@ class RankGroup:
         """The reason behind an error of the target's on this rank, which may well be another rank.
 
         MLX says that a connection was lost, but not whose. So this waits until the heartbeats tell; if they do not, the
-        error here is the reason, and the others wait for this rank's part of a pass. An error that leaves the ranks in
-        step is given back as it is, unless it has ended an operation that the others repeat (`is_out_of_step`).
+        error here is the reason. An error that leaves the ranks in step is given back as it is, unless it has ended an
+        operation that the others repeat (`is_out_of_step`).
         """
         if not isinstance(error, RuntimeError) or isinstance(error, OutriderError):
             return error
@@ -250,8 +243,7 @@ class RankGroup:
     @contextmanager
     def on_error(self, call: Callable[[RankError], None]) -> Iterator[None]:
         """While in force, have the group call a function, from any thread, once it is broken; at once if it is already.
-
-        Of several functions, the last is called first: streams are told why they end before the worker under them ends.
+        The last one is called first: streams are told why they end before the worker under them ends.
         """
         with self._lock:
             if (broken := self._failure) is None:
@@ -265,24 +257,9 @@ class RankGroup:
                 if call in self._callbacks:
                     self._callbacks.remove(call)
 
-    @contextmanager
-    def watching(self, is_hanging: Callable[[], bool]) -> Iterator[None]:
-        """While in force, break the group if this rank's own model hangs; `is_hanging` tells that, in any thread."""
-        self._is_hanging = is_hanging
-        try:
-            yield
-        finally:
-            self._is_hanging = None
-
     def note(self, operation: str | None) -> None:
         """Note which operation this rank is in; None for none. The other ranks hear of it with the next heartbeat."""
         self._at_work = operation, time.monotonic()
-
-    def _whereabouts(self) -> str:
-        return "; ".join(
-            f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
-            for rank, beat in sorted(self._heard.items())
-        )
 
     def _lose(self, rank: int, how: str) -> RankError:
         reason, link = f"rank {rank} {how}", self._link_to(rank)
@@ -323,10 +300,12 @@ class RankGroup:
                 elif silent_s[rank] > SILENCE_S:
                     self._lose(rank, f"hangs: it has sent no heartbeat for {SILENCE_S:g} s")
             looked = now
-            if (is_hanging := self._is_hanging) is not None and is_hanging():
-                self.fail(
-                    f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({self._whereabouts()})"
+            if (is_hanging := self.is_hanging) is not None and is_hanging():
+                others = "; ".join(
+                    f"rank {rank} {f'is in {beat.operation}' if beat.operation else 'waits'}, for {beat.seconds:.0f} s"
+                    for rank, beat in sorted(self._heard.items())
                 )
+                self.fail(f"a pass of rank {self.rank} has not ended: the ranks wait for each other ({others})")
             if now >= next_beat:
                 next_beat = now + BEAT_S
                 self._beat()
@@ -362,17 +341,6 @@ class RankGroup:
                 connection.send_unless_busy(beat)
             except OSError as error:
                 self._lose(rank, f"has ended, or cannot be reached any more ({error})")
-
-
-def _tell(connection: Connection, reason: str, *, wait: bool = False) -> bool:
-    """Tell another rank why the group is broken. Returns: False if only `wait` would make that possible."""
-    try:
-        if not wait:
-            return connection.send_unless_busy(Broken(reason))
-        connection.send(Broken(reason))
-    except OSError as error:
-        logger.debug("a rank could not be told that %s: %s", reason, error)
-    return True
 
 
 def _again(error: RankError) -> RankError:

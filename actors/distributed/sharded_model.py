@@ -23,7 +23,7 @@ from actors.mlx.layer_evaluation import LayerEvaluation
 from actors.mlx.model import Anatomy, MLXModel, S
 from actors.mlx.sequence import MLXSequence
 from actors.mlx.sequence_state import Recorder, SequenceRecord, SequenceState, recall
-from actors.model import Feed, ReusableSequence, RewindMode
+from actors.model import Feed, ReusableSequence
 from actors.persistence.fingerprint import fingerprint
 from actors.persistence.rank_parts import NO_PART, added, errors_of, receive_record, received, send_record, send_step
 from protocol.errors import ModelError, RankError, RewindError, SessionFileError
@@ -56,12 +56,11 @@ class Announcer:
         reads: Sequence[int] = (),
         holds_back: bool = False,
     ) -> Iterator[bool]:
-        """Announce the operation that the block runs; see `Operation`. What that calls in turn is not announced: each
-        rank calls it. `reads` are the sequences that a pass reads. With `holds_back`, the announcement may wait for the
-        next one.
+        """Announce the operation that the block runs; see `Operation`. Those inside it are not announced: each rank
+        calls them. `reads` are the sequences that a pass reads. With `holds_back`, it may wait for the next one.
 
-        Yields: whether this is the outermost operation. Raises: RankError: the group is broken, or the operation has
-        failed, which breaks it: the other ranks have done their part.
+        Yields: whether this is the outermost one. Raises: RankError: the group is broken, or the operation has failed,
+        which breaks it: the others have done their part.
         """
         if self._is_inside:
             yield False
@@ -113,6 +112,19 @@ class TakenParts:
         yield tuple(parts.values())
 
 
+def _announced(name: str, *, holds_back: bool = False) -> Any:
+    """`MLXSequence`'s method of a name, announced. It feeds nothing, and may drop tokens."""
+    method = getattr(MLXSequence, name)
+
+    def announced(self: ShardedSequence, *arguments: Any) -> Any:
+        with self._announcer.announced(name, self.number, *arguments, holds_back=holds_back):
+            result = method(self, *arguments)
+            self._announcer.ledger.cut(self.number, self.length)
+            return result
+
+    return announced
+
+
 class ShardedSequence(MLXSequence):
     """One rank's part of a sequence; see `CachedSequence`. Made by `ShardedModel.open_sequence`."""
 
@@ -134,26 +146,17 @@ class ShardedSequence(MLXSequence):
                 self._announcer.ledger.feed(self.number, tokens)
             return logits
 
-    def prepare(self, num_tokens: int, settled: int) -> RewindMode:
-        with self._announcer.announced("prepare", self.number, num_tokens, settled, holds_back=True):
-            return super().prepare(num_tokens, settled)
-
-    def rewind(self, length: int) -> int:
-        with self._announcer.announced("rewind", self.number, length):
-            kept = super().rewind(length)
-            self._announcer.ledger.cut(self.number, kept)
-            return kept
+    prepare = _announced("prepare", holds_back=True)
+    rewind = _announced("rewind")
+    forget = _announced("forget")
+    add_prefix_checkpoint = _announced("add_prefix_checkpoint")
+    reuse = _announced("reuse")
 
     def leave_batch(self) -> None:
         """Announced only if it changes something."""
         if self.is_row:
             with self._announcer.announced("leave_batch", self.number):
                 super().leave_batch()
-
-    def forget(self) -> None:
-        with self._announcer.announced("forget", self.number):
-            super().forget()
-            self._announcer.ledger.cut(self.number, 0)
 
     def close(self) -> None:
         if self._announcer.group.error is not None:
@@ -162,15 +165,6 @@ class ShardedSequence(MLXSequence):
         with self._announcer.announced("close", self.number):
             super().close()
             self._announcer.ledger.close(self.number)
-
-    def add_prefix_checkpoint(self) -> None:
-        with self._announcer.announced("add_prefix_checkpoint", self.number):
-            super().add_prefix_checkpoint()
-
-    def reuse(self, length: int) -> None:
-        with self._announcer.announced("reuse", self.number, length):
-            super().reuse(length)
-            self._announcer.ledger.cut(self.number, length)
 
     def copy(self, length: int, number: int | None = None) -> ShardedSequence:
         """`number` is that of the copy at rank 0, if this is another rank."""
@@ -199,16 +193,11 @@ class ShardedSequence(MLXSequence):
         """The other ranks put their parts, which they have kept or are sent now."""
         announcer, others = self._announcer, state.others
         followers = announcer.followers
-        records: tuple[SequenceRecord, ...] = ()
-        kept: tuple[int, ...] = ()
-        if isinstance(others, TakenParts):
-            kept = (others.number,)
-        elif isinstance(others, tuple) and len(others) == len(followers):
-            records = others
-        else:
-            num_parts = len(others) + 1 if isinstance(others, tuple) else 1
+        kept = (others.number,) if isinstance(others, TakenParts) else ()
+        records = others if isinstance(others, tuple) else ()
+        if not kept and len(records) != len(followers):
             raise MisfitError(
-                f"its number of parts is {num_parts}, and the target is sharded over {len(followers) + 1} ranks"
+                f"its number of parts is {len(records) + 1}, and the target is sharded over {len(followers) + 1} ranks"
             )
         with announcer.announced("put_state", self.number, state.tokens, *kept):
             for rank, record in zip(followers, records, strict=False):
@@ -346,12 +335,7 @@ class FollowingModel:
         self._recorders: dict[int, Recorder] = {}
 
     def run(self, operation: Operation) -> None:
-        """Repeat an operation. Logits are not computed: only rank 0 chooses tokens.
-
-        Raises:
-            RankError: this rank is out of step with rank 0.
-            Whatever the model raises.
-        """
+        """Repeat an operation, without logits: only rank 0 chooses tokens. Raises: RankError: it is out of step."""
         for text in operation.texts:
             own, length = self._model.ledger.entry(text.sequence), self._sequences[text.sequence].length
             if own != text or length != text.length:
@@ -361,58 +345,47 @@ class FollowingModel:
                     f"{text.checksum:08x})"
                 )
         self._group.note(operation.name)
-        if operation.sequence is None:
-            self._run_model(operation.name, operation.arguments)
-        else:
-            self._run_sequence(operation.name, operation.sequence, operation.arguments)
+        self._repeat(operation.name, operation.sequence, operation.arguments)
         self._group.note(None)
 
-    def _run_model(self, name: str, arguments: tuple[Any, ...]) -> None:
+    def _repeat(self, name: str, number: Any, arguments: tuple[Any, ...]) -> None:
+        model, sequences = self._model, self._sequences
+        sequence: Any = sequences.get(number)
         match name, arguments:
             case "feed_together", (fed,):
-                self._model.feed_together(
-                    [Feed(self._sequences[number], tuple(tokens), *options) for number, tokens, *options in fed]
-                )
+                model.feed_together([Feed(sequences[n], tuple(tokens), *options) for n, tokens, *options in fed])
             case "read_together", (numbers, tokens):
-                self._model.read_together([self._sequences[n] for n in numbers], [tuple(read) for read in tokens])
+                model.read_together([sequences[n] for n in numbers], [tuple(read) for read in tokens])
             case "feed_ahead", (numbers,):
                 given = mx.zeros((len(numbers),), mx.int32)
-                mx.async_eval(self._model.feed_ahead([self._sequences[n] for n in numbers], given))
+                mx.async_eval(model.feed_ahead([sequences[n] for n in numbers], given))
             case "abandon_shared" | "sharing_obstacle" | "anatomy" | "time_exchange", _:
-                getattr(self._model, name)(*arguments)
+                getattr(model, name)(*arguments)
             case "record", (state, step):
                 self._record(state, is_first=step == 0)
             case "drop_state", (state,):
                 del self._states[state]
                 self._recorders.pop(state, None)
             case "agree_on_sharing", (obstacle,):
-                if (own := self._model.sharing_obstacle()) != obstacle:
+                if (own := model.sharing_obstacle()) != obstacle:
                     raise RankError(
                         f"rank {self._group.rank} finds about texts sharing a pass: {own or 'they can'}; rank 0 finds: "
                         f"{obstacle or 'they can'}"
                     )
-            case _:
-                raise RankError(f"rank {self._group.rank} does not know the operation {name}{arguments}")
-
-    def _run_sequence(self, name: str, number: int, arguments: tuple[Any, ...]) -> None:
-        if name == "open":
-            self._sequences[number] = sequence = self._model.open_sequence(beside_another=False, number=number)
-            sequence.features.want(False)
-            return
-        sequence = self._sequences[number]
-        match name, arguments:
+            case "open", ():
+                sequences[number] = model.open_sequence(beside_another=False, number=number)
+                sequences[number].features.want(False)
             case "feed", (tokens, num_logits):
                 sequence.feed(tuple(tokens), num_logits)
             case "copy", (length, copy):
-                self._sequences[copy] = sequence.copy(length, copy)
-                self._sequences[copy].features.want(False)
+                sequences[copy] = sequence.copy(length, copy)
+                sequences[copy].features.want(False)
             case "share", (other, num_common):
-                sequence.share(self._sequences[other], num_common)
+                sequence.share(sequences[other], num_common)
             case "prepare" | "leave_batch" | "add_prefix_checkpoint" | "rewind" | "forget" | "reuse", _:
                 getattr(sequence, name)(*arguments)
             case "close", ():
-                sequence.close()
-                del self._sequences[number]
+                sequences.pop(number).close()
             case "take_state", (state, length):
                 # Only rank 0 knows the ids, and maybe not yet.
                 if (taken := MLXSequence.take_state(sequence, (0,) * length)) is None:
@@ -435,25 +408,23 @@ class FollowingModel:
 
     def _put_state(self, sequence: ShardedSequence, tokens: tuple[int, ...], kept: int | None = None) -> str | None:
         """Put this rank's part of a state into a sequence: what it has `kept` under a number, or what rank 0 sends.
-
         Returns: why it is not a part for this model; None if it is.
         """
         try:
-            state = self._received_state(tokens) if kept is None else attrs.evolve(self._states[kept], tokens=tokens)
+            if kept is not None:
+                state = attrs.evolve(self._states[kept], tokens=tokens)
+            else:
+                record = receive_record(self._group)
+                saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
+                if saved != self._identity:
+                    raise MisfitError("its part is that of another rank, or of another model")
+                state = recall(record, tokens)
             with never_computed():
                 MLXSequence.put_state(sequence, state)
         except (MisfitError, RewindError) as error:
             return str(error)
         self._model.ledger.feed(sequence.number, tokens)
         return None
-
-    def _received_state(self, tokens: tuple[int, ...]) -> SequenceState:
-        """The part of a saved text that rank 0 sends to this rank. Raises: MisfitError: it is not one of this model."""
-        record = receive_record(self._group)
-        saved = record.description.get("fingerprint") if isinstance(record.description, dict) else None
-        if saved != self._identity:
-            raise MisfitError("its part is that of another rank, or of another model")
-        return recall(record, tokens)
 
     @cached_property
     def _identity(self) -> dict[str, Any]:

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.distributed import AllToShardedLinear, QuantizedAllToShardedLinear
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import sharded_load
 
 from actors.mlx.cache_kinds import kind_of
 from actors.mlx.cache_options import CacheOptions
+from actors.mlx.model import weights_of
 from protocol.errors import ModelError
 from protocol.tensor import Tensor
 
@@ -49,11 +49,8 @@ def load_shard(
     path_or_hub_id: str | Path, group: mx.distributed.Group, find_folder: Callable[[], Path | None], **options: Any
 ) -> Shard:
     """Load this rank's part of a model: tensor parallel, or as a stage of a pipeline if the model supports only that.
-    `find_folder` returns where the files are, once they are loaded; the options are those of
-    `mlx_lm.utils.sharded_load`.
-
-    Raises: ModelError: its heads cannot be divided among the ranks; and whatever mlx-lm raises, also if the model
-    supports neither.
+    `find_folder` returns where the files are afterwards. Raises: ModelError: its heads cannot be divided among the
+    ranks; and whatever mlx-lm raises.
     """
     model, tokenizer = sharded_load(str(path_or_hub_id), **options)
     folder = find_folder()
@@ -65,14 +62,10 @@ def load_shard(
 
 
 def shard_in_place(model: Module, tokenizer: TokenizerWrapper | None, group: mx.distributed.Group) -> Shard:
-    """Shard a model that each rank has built with the same weights. The first call changes the model itself.
-
-    Raises: ModelError: the model cannot be sharded, or not over so many ranks.
-    """
+    """Shard a model that each rank has built with the same weights; the first call changes it. Raises: ModelError."""
     if (sharded := getattr(model, _SHARDED, None)) is None:
         # Before it is sharded: afterwards ranks have few weights in common.
-        leaves = cast(list[tuple[str, Any]], tree_flatten(model.parameters()))
-        sharded = {name: _digest(weight) for name, weight in leaves if isinstance(weight, mx.array)}
+        sharded = {name: _digest(weight) for name, weight in weights_of(model).items()}
         args = getattr(model, "args", None)
         if hasattr(model, "shard"):
             _check_heads(type(model).__module__, vars(args) if args is not None else {}, group.size())
@@ -120,8 +113,8 @@ def _check_heads(named: str, config: dict[str, Any], size: int) -> None:
 def _in_order(model: Module) -> Module:
     """Have each pass of the model submit its collectives when it is called.
 
-    All ranks must run the same collectives in the same order, but MLX evaluates a graph in an order of its own, and
-    only what somebody reads. So the output of the last layer, which depends on all collectives, is submitted at once.
+    All ranks must run the same ones in the same order, but MLX evaluates a graph in an order of its own, and only what
+    somebody reads. The output of the last layer depends on all collectives.
     """
     modules = (module for _, module in model.named_modules() if module is not model)
     if (inner := next((module for module in modules if isinstance(module.get("layers"), list)), None)) is None:

@@ -53,11 +53,12 @@ _MIN_PHI3SMALL_VOCAB_SIZE = 100_352
 
 def dtypes_of(module: Module) -> tuple[str, ...]:
     """The types of a module's weights, by name."""
-    return tuple(sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in _weights_of(module)}))
+    return tuple(sorted({str(weight.dtype).removeprefix("mlx.core.") for weight in weights_of(module).values()}))
 
 
-def _weights_of(module: Module) -> list[mx.array]:
-    return [cast(mx.array, pair[1]) for pair in tree_flatten(module.parameters())]
+def weights_of(module: Module) -> dict[str, mx.array]:
+    """The weights of a module, by name."""
+    return dict(cast(list[tuple[str, mx.array]], tree_flatten(module.parameters())))
 
 
 def load(
@@ -194,11 +195,11 @@ class MLXModel(SharedPasses):
 
     @cached_property
     def num_bytes(self) -> int:
-        return sum(weight.nbytes for weight in _weights_of(self.module))
+        return sum(weight.nbytes for weight in weights_of(self.module).values())
 
     def anatomy(self) -> Anatomy:
         """What the model consists of, and what its caches can do. Feeds it some tokens to find out."""
-        weights = _weights_of(self.module)
+        weights = weights_of(self.module).values()
         sequence = MLXSequence(self.module, self._options, vocab_size=self.vocab_size)
         sequence.feed((0,) * 8, 0)
         kinds = list(kinds_of(sequence.cache))

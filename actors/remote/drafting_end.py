@@ -17,8 +17,6 @@ from actors.workers.worker import Worker
 from protocol.drafter_wire import (
     COUNTED,
     MAX_DRAWN_FROM,
-    DrafterLoaded,
-    DrafterNotLoaded,
     DraftNews,
     LinkMessage,
     TargetNews,
@@ -38,36 +36,22 @@ FromRuntime = PromptFeatures | Verdict | Rested | Due | Overdue | Close
 
 
 class DraftingEnd:
-    """The end of a link at which a drafter works: the mailbox that the drafter's actor sends its messages to, and the
-    function that the actor and its worker call with their events.
-    """
+    """The end of a link at which a drafter works: the mailbox to which its actor sends; called with their events."""
 
     def __init__(self, link: Link, clock: Callable[[], float]) -> None:
         """Make the end of a link to the runtime; `clock` is the drafter's worker's, in seconds."""
         self.prices = Prices(tell=self._note_measurement)  # of this end. Both ends tell each other what they measure.
         self.wants_instants = False  # whether the runtime has a trace; see `runtime.engine.events.Events`
-        self._link = link
+        self.link = link
         self._clock = clock
         self._queue = TargetQueue(self.prices.verify)
         self._actor: DraftActor | None = None
         self._proposed: dict[int, None] = {}
         self._measured = deque[Measurement](maxlen=MAX_NEWS)
         self._events = deque[Event](maxlen=MAX_NEWS)
-        self._warnings = deque[str](maxlen=MAX_NEWS)
+        self.warnings = deque[str](maxlen=MAX_NEWS)  # for the runtime to log
         self._sessions: dict[int, Session] = {}
         self._told: dict[int, tuple[int, ...]] = {}  # the counts of these sessions that the other end knows
-
-    async def receive(self) -> LinkMessage:
-        """Raises: LinkLostError: there are no more messages. ProtocolError: what came is not a message."""
-        return decode(await self._link.receive())
-
-    def answer(self, message: DrafterLoaded | DrafterNotLoaded) -> None:
-        """Tell the runtime whether the drafter is loaded."""
-        self._link.send(encode(message))
-
-    def warn(self, text: str) -> None:
-        """Have the runtime log a warning."""
-        self._warnings.append(text)
 
     def __call__(self, event: Event) -> None:
         self._events.append(event)
@@ -80,13 +64,13 @@ class DraftingEnd:
             self._queue.begin(self._proposed, self._clock())
         if isinstance(message, Withdraw):
             self._send_news((message.session,))  # nothing is counted of the session afterwards
-        self._link.send(encode(message))
+        self.link.send(encode(message))
         self._send_news((message.session,))
 
     async def beat(self) -> None:
         """Send heartbeats until cancelled."""
         while True:
-            if not self._link.is_behind:
+            if not self.link.is_behind:
                 self._send_news(self._sessions)
             await trio.sleep(BEAT_S)
 
@@ -100,10 +84,7 @@ class DraftingEnd:
         max_batch: int,
         cache_bytes: int,
     ) -> None:
-        """Draft until the link is closed; args as of `DraftActor`. Raises: as `receive`.
-
-        Cancellation: the running jobs finish, and the sessions' caches are closed.
-        """
+        """Draft until the link is closed. Cancellation: running jobs finish, and sessions' caches are closed."""
         self._actor = actor = DraftActor(
             model,
             worker,
@@ -122,7 +103,7 @@ class DraftingEnd:
             await nursery.start(actor.serve)
             try:
                 while True:
-                    self._take(await self.receive(), actor)
+                    self._take(decode(await self.link.receive()), actor)
             except OutriderError as error:
                 ended = error  # collected here, since the nursery would wrap it in an exception group
             nursery.cancel_scope.cancel()
@@ -174,11 +155,11 @@ class DraftingEnd:
             prices.hit_rate.value if prices.hit_rate.is_known else None,
             prices.drafts_together,
             self._actor is None or self._actor.is_alive,
-            tuple(self._warnings),
+            tuple(self.warnings),
         )
-        for told in (self._measured, self._events, self._warnings):
+        for told in (self._measured, self._events, self.warnings):
             told.clear()
-        self._link.send(encode(news))
+        self.link.send(encode(news))
 
     def _grown(self, session: int) -> tuple[int, ...]:
         shared, told = self._sessions.get(session), self._told.get(session, (0,) * len(COUNTED))

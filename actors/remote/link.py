@@ -47,10 +47,7 @@ class Link(Protocol):
         """Whether the other end has yet to take some of what was sent."""
 
     async def receive(self) -> bytes:
-        """Wait for the next message. Cancellation: loses none.
-
-        Raises: LinkLostError: there are no more. ProtocolError: what came is not a message.
-        """
+        """Wait for the next message. Cancellation: loses none. Raises: LinkLostError: there is none. ProtocolError."""
 
     async def run(self) -> None:
         """Send what `send` could not send at once; must run while the link is used, until it is cancelled."""

@@ -49,11 +49,10 @@ class _Relayed:
 
 
 class RemoteDrafter:
-    """A drafter in another process: passes the messages of the sessions on.
+    """A drafter in another process: passes the messages of the sessions on. Its properties are those of an `Actor`.
 
-    Once its link breaks, falls silent or brings nonsense, every session goes on without the drafter at once, whatever
-    that has drawn; only what has arrived is proposed. The other end handles errors of single sessions. Its properties
-    are those of an `Actor`.
+    Once its link breaks, falls silent or brings nonsense, every session goes on without the drafter at once: only what
+    has arrived is proposed. The other end handles errors of single sessions.
     """
 
     name: ActorName = "draft"
@@ -94,9 +93,8 @@ class RemoteDrafter:
 
     @trio.lowlevel.enable_ki_protection
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Pass messages on until cancelled.
-
-        Cancellation: sessions that the drafter is to leave wait for what it has drawn, for at most `LEAVE_S`.
+        """Pass messages on until cancelled. Cancellation: sessions that the drafter is to leave wait for what it has
+        drawn, for at most `LEAVE_S`.
         """
         now_s = self._clock()
         self._measured.extend(attrs.evolve(each, ended_s=now_s) for each in self._prices.known_of_target())
@@ -150,9 +148,8 @@ class RemoteDrafter:
         self.send_nowait(message)
 
     def withdraw_from_all(self) -> None:
-        """Leave every session to the target, at a moment that a user has chosen. Never waits.
-
-        If it is the drafter's turn, it first proposes what it has drawn: a chain that ends the text is ready sooner.
+        """Leave every session to the target, at a moment that a user has chosen. Never waits. If it is the drafter's
+        turn, it first proposes what it has drawn: a chain that ends the text is ready sooner.
         """
         for session in list(self._sessions.values()):
             if session.state.phase is SessionPhase.PROPOSING and session.is_ready:
@@ -201,7 +198,6 @@ class RemoteDrafter:
     # --- from the drafter -------------------------------------------------------------------------
 
     def _take(self, message: LinkMessage) -> None:
-        """Raises: ProtocolError: it is nonsense."""
         if isinstance(message, DraftNews):
             self._take_news(message, self._clock())
             return

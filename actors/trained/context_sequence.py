@@ -1,7 +1,4 @@
-"""One text of a drafter whose only caches hold its *context*: what it makes of the target's features.
-
-It keeps nothing of the tokens that it reads, so a rewind touches no cache.
-"""
+"""One text of a drafter that keeps only its *context*, made of the target's features: a rewind touches no cache."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ class ContextSequence(TrainedSequence):
 
     def close(self) -> None:
         super().close()
-        self._cache = []
-        self._begin = self._end = 0
+        self._cache, self._begin, self._end = [], 0, 0
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +92,6 @@ class ContextSequence(TrainedSequence):
         mx.eval([(layer.keys, layer.values) for layer in self._cache])
 
     def _look_at(self, start: int, features: mx.array) -> None:
-        """Make the context of features."""
         if start > self._end or self._begin == self._end:
             # Features in between are missing: those after the gap are worth more than those before it.
             self._cache, self._begin, self._end = self._context_reader.make_cache(), start, start

@@ -12,24 +12,160 @@ the token at position i + 2. Later tokens are predicted from the same features, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import mlx.core as mx
 
 from actors.mlx.cache_kinds import MisfitError
+from actors.mlx.row_caches import MAX_WIDTH
 from actors.mlx.sequence_state import SequenceState
-from actors.trained.module_pass import ModulePart, ModulePass, ModuleText
+from actors.rows import RowPool, Rows, RowText
 from actors.trained.positioned_rows import PositionedRows
-from actors.trained.shared_reading import Part, Reading, read_alone
-from actors.trained.trained_sequence import TrainedSequence, check_features, check_state, put_layers, taken_layers
+from actors.trained.shared_reading import Part, Reading, SharedPass, read_alone
+from actors.trained.trained_sequence import (
+    DrafterReader,
+    TrainedSequence,
+    check_features,
+    check_state,
+    copied_layers,
+    put_layers,
+    taken_layers,
+)
 from protocol.messages import Features
 from protocol.prefill_chunks import FIXED_CHUNK_TOKENS
 
 # Most positions that are read in one pass: if none of their logits are wanted, and if some are.
 MAX_READ, MAX_READ_WITH_LOGITS = 512, 64
+
+
+class FeatureReader(DrafterReader, Protocol):
+    """The forward pass of a module."""
+
+    def project(self, features: mx.array) -> mx.array:
+        """(n, features) → (n, hidden size): the hidden states that stand for features; lazy."""
+
+    def read(self, hidden: mx.array, tokens: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
+        """Process (B, n) tokens after those in the caches, which may be `RowCache`s; `hidden`, (B, n, width), is that
+        of the positions before. Returns: hidden states for the next positions, and (B, n, V) logits; lazy.
+        """
+
+
+class ModuleText(RowText):
+    """What one module has read of a text."""
+
+    def __init__(self, make_cache: Callable[[], list[Any]], lose: Callable[[], None]) -> None:
+        """An empty one; `lose` is called if what it has read is lost."""
+        super().__init__(make_cache())
+        self._make_cache, self._lose = make_cache, lose
+
+    def forget(self) -> None:
+        self._lose()
+
+    def clear(self) -> None:
+        """Drop all."""
+        self.fill(self._make_cache(), 0)
+
+    def close(self) -> None:
+        self.fill([], 0)
+
+    def fill(self, cache: list[Any], length: int) -> None:
+        """Take caches with `length` positions in place of what there is."""
+        if self.batch is not None:
+            self.batch.drop(self)
+        self.batch, self.cache, self._length = None, cache, length
+
+    def copy(self, lose: Callable[[], None]) -> ModuleText:
+        """Another one with the same positions."""
+        other = ModuleText(self._make_cache, lose)
+        if self.batch is None:
+            other.cache = copied_layers(self.cache)
+        else:
+            self.batch.copy_to(self, other.cache)
+        other._length = self._length
+        return other
+
+    def cut(self, length: int) -> None:
+        """Drop all but the first `length` positions, if there are more."""
+        if (num_dropped := self._length - length) <= 0:
+            return
+        self._length = length
+        if self.batch is not None:
+            self.batch.rewind(self, length)
+        for layer in self.cache if self.batch is None else ():
+            layer.trim(num_dropped)
+
+    def count(self, num_read: int) -> None:
+        """Count positions that were read into its own caches."""
+        self._length += num_read
+
+    @property
+    def arrays(self) -> list[Any]:
+        """Its own, to be evaluated."""
+        return [] if self.is_row else [layer.state for layer in self.cache if not layer.empty()]
+
+
+@attrs.frozen(eq=False)
+class ModulePart:
+    """A text's part in a module's pass."""
+
+    text: ModuleText
+    hidden: mx.array  # (n, hidden size), of the positions before the tokens
+    tokens: list[int]  # n ids
+    num_masks: int = 0  # how many of these, at the end, leave nothing in the caches
+
+
+class ModulePass(SharedPass[ModulePart]):
+    """The pass of a module. A part's result is its hidden states, (n, hidden size), and logits, (n, V)."""
+
+    @staticmethod
+    def each(readers: Iterable[FeatureReader]) -> list[ModulePass]:
+        """The passes of modules, the first of which predicts the next token."""
+        return [ModulePass(reader, depth) for depth, reader in enumerate(readers)]
+
+    def __init__(self, reader: FeatureReader, depth: int) -> None:
+        self.reader, self.depth = reader, depth
+        self._pool = RowPool[ModuleText, Rows](lambda _: Rows(reader.make_cache()))
+
+    def alone(self, part: ModulePart) -> tuple[mx.array, mx.array]:
+        text = part.text
+        text.leave_batch()
+        hidden, logits = self.reader.read(part.hidden[None], mx.array([part.tokens]), text.cache)
+        text.count(len(part.tokens))
+        text.cut(text.length - part.num_masks)
+        return hidden[0], logits[0]
+
+    def together(self, parts: Sequence[ModulePart]) -> list[tuple[mx.array, mx.array]]:
+        by_text = {part.text: part for part in parts}
+        narrow = [part.text for part in parts if len(part.tokens) <= MAX_WIDTH]
+        rows = self._pool.joined(narrow, lambda text: text.is_row or text.can_be_row)
+        of_rows = self._of_rows({text: by_text[text] for text in rows}) if rows else {}
+        return [of_rows[part.text] if part.text in of_rows else self.alone(part) for part in parts]
+
+    def _of_rows(self, parts: Mapping[Any, ModulePart]) -> dict[ModuleText, tuple[mx.array, mx.array]]:
+        batch = self._pool.batch
+        widths = {text: len(part.tokens) for text, part in parts.items()}
+        width, nothing = max(widths.values()), next(iter(parts.values())).hidden[:0]
+        of_rows = [parts.get(key) for key in batch.keys]
+        read = [(nothing, []) if part is None else (part.hidden, part.tokens) for part in of_rows]
+        hidden = mx.stack([mx.pad(states, [(0, width - states.shape[0]), (0, 0)]) for states, _ in read])
+        tokens = mx.array([ids + [0] * (width - len(ids)) for _, ids in read])
+        given, logits = batch.run(widths, lambda caches: self.reader.read(hidden, tokens, caches))
+        found = {}
+        for row, part in enumerate(of_rows):
+            if part is not None:
+                part.text.count_row()
+                part.text.cut(part.text.length - part.num_masks)
+                found[part.text] = given[row, : len(part.tokens)], logits[row, : len(part.tokens)]
+        return found
+
+    def begin_feed(self) -> None:
+        self._pool.begin_feed()
+
+    def abandon(self) -> None:
+        self._pool.abandon()
 
 
 @attrs.frozen
@@ -158,12 +294,7 @@ class DepthSequence(TrainedSequence):
     def _num_known(self) -> int:
         return self._hidden[0].end
 
-    def _end(self, module: int) -> int:
-        """The position after the last one that a module has read."""
-        return self._begin + self._texts[module].length
-
     def _restart(self) -> None:
-        """Forget what was read."""
         self._begin = self._hidden[0].begin
         for text in self._texts:
             text.clear()
@@ -210,7 +341,7 @@ class DepthSequence(TrainedSequence):
     def _advance(self, module: int, end: int, num_rows: int = 1) -> Reading[mx.array | None]:
         """Have a module read the positions before `end`. Returns: the last rows of logits; None if nothing was read."""
         rows: mx.array | None = None
-        while (begin := self._end(module)) < end:
+        while (begin := self._begin + self._texts[module].length) < end:
             if module > 0:
                 given_before = self._hidden[module]
                 if not given_before.pieces or begin < given_before.begin:

@@ -7,7 +7,6 @@ import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import mlx.core as mx
 import mlx_lm.models
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize as quantize_modules
-from mlx.utils import tree_flatten
 from mlx_lm.utils import dequantize_model
 
-from actors.mlx.model import quantize_weights
+from actors.mlx.model import quantize_weights, weights_of
 from protocol.errors import ModelError
+from protocol.reprs import listed
 
 # How MLX quantises without biases, by bits and group size.
 _MODES = {(4, 32): "mxfp4", (4, 16): "nvfp4", (8, 32): "mxfp8"}
@@ -65,11 +64,8 @@ class DrafterFiles:
         return list(loaded)
 
     def fill(self, module: Module, weights: Mapping[str, mx.array]) -> None:
-        """Load weights into a module and evaluate them. Layers are quantised as the shapes of their arrays tell; on the
-        CPU they become float32, in which MLX multiplies several times faster there.
-
-        Raises: ModelError: weights are missing, superfluous or of another shape, are quantised in a way that MLX does
-            not have, or are to be quantised a second time.
+        """Load weights into a module and evaluate them; quantised layers as the shapes of their arrays tell, or, on the
+        CPU, in float32, in which MLX multiplies several times faster. Raises: ModelError: they do not fit.
         """
         if foreign := next((name for name in weights if name.endswith(_OF_OTHERS)), None):
             how = self.config.get("quantization_config")
@@ -95,8 +91,7 @@ class DrafterFiles:
             return {"bits": bits, "group_size": group_size, "mode": mode}
 
         quantize_modules(module, class_predicate=settings)
-        own: dict[str, mx.array] = dict(tree_flatten(module.parameters()))
-        if misfit := _misfit(own, weights):
+        if misfit := _misfit(weights_of(module), weights):
             raise ModelError(f"{self.named} in {self.folder} is not what its configuration says: {misfit}")
         module.load_weights(list(weights.items()))
         if self.quantize is not None:
@@ -109,15 +104,10 @@ class DrafterFiles:
 
 def _misfit(own: Mapping[str, mx.array], weights: Mapping[str, mx.array]) -> str:
     """How weights differ from those that a module has; empty if names and shapes are the same."""
-
-    def listed(names: set[str]) -> str:
-        some = sorted(names)[:_NUM_NAMED]
-        return ", ".join(some) + (f" and {len(names) - len(some)} more" if len(names) > len(some) else "")
-
     if missing := own.keys() - weights.keys():
-        return f"it has no {listed(missing)}"
+        return f"it has no {listed(sorted(missing), _NUM_NAMED)}"
     if superfluous := weights.keys() - own.keys():
-        return f"it has {listed(superfluous)} as well"
+        return f"it has {listed(sorted(superfluous), _NUM_NAMED)} as well"
     for name, value in own.items():
         if value.shape != weights[name].shape:
             return f"{name} is {weights[name].shape}, and should be {value.shape}"
@@ -135,8 +125,11 @@ def reading_config() -> Iterator[None]:
         raise ModelError(f"the drafter's configuration cannot be read: {error}") from error
 
 
-def flatten_rope(layer: dict[str, Any]) -> None:
-    """Put rotary settings, which transformers 5 nests, where mlx-lm looks. Raises: ModelError: layers differ."""
+def complete(layer: dict[str, Any]) -> tuple[int, int]:
+    """Put settings of layers where mlx-lm looks: transformers 5 nests rotary ones. Returns: hidden and vocabulary size.
+
+    Raises: ModelError: some are missing, or layers differ.
+    """
     rope = layer.pop("rope_parameters", None)
     if rope:
         if any(isinstance(value, dict) for value in rope.values()):
@@ -148,12 +141,14 @@ def flatten_rope(layer: dict[str, Any]) -> None:
     layer.setdefault("rope_theta", 10_000.0)
     layer.setdefault("max_position_embeddings", 2048)
     layer.setdefault("tie_word_embeddings", False)
+    with reading_config():
+        hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
+        layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
+    return hidden_size, vocab_size
 
 
 def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:
-    """Raises: ModelError: a target lacks some of the layers whose inputs a drafter reads. The number of layers, as an
-    id, means the output of the last one.
-    """
+    """Raises: ModelError: a target lacks some of these layers. Its number of layers means the output of the last."""
     if len(set(ids)) != len(ids) or not all(0 <= layer <= num_layers for layer in ids):
         raise ModelError(
             f"the drafter reads what enters layers {', '.join(map(str, ids))} of its target, which has {num_layers}; "
@@ -162,11 +157,8 @@ def check_feature_layers(ids: Sequence[int], num_layers: int) -> None:
 
 
 def target_ids_of(offsets: mx.array | None, draft_vocab_size: int, vocab_size: int, folder: Path) -> mx.array | None:
-    """The target's id for each of a drafter's ids, from the differences between the two, which a file has as `d2t`.
-
-    Returns: (draft_vocab_size,) int32; None if the vocabularies are the same.
-    Raises: ModelError: the vocabularies differ, and `d2t` is missing, has another length, or leads to no id of the
-        target's.
+    """(draft_vocab_size,) int32: the target's id for each of a drafter's, by the differences that a file has as `d2t`;
+    None if the vocabularies are the same. Raises: ModelError: `d2t` is missing, or cannot be meant for them.
     """
     if draft_vocab_size == vocab_size:
         return None
@@ -194,10 +186,15 @@ def widened(logits: mx.array, target_ids: mx.array | None, vocab_size: int) -> m
     return mx.put_along_axis(nothing, mx.broadcast_to(target_ids, logits.shape), logits, axis=-1)
 
 
+def split_heads(projected: mx.array, num_heads: int, norm: Module | None = None) -> mx.array:
+    """(B, T, heads · width) → (B, heads, T, width), normalised if there is a norm; lazy."""
+    split = projected.reshape(*projected.shape[:2], num_heads, -1)
+    return (split if norm is None else norm(split)).swapaxes(1, 2)
+
+
 def check_named_target(config: Mapping[str, Any], target: Module, named: str) -> None:
     """Raises: ModelError: the target is of another kind than a drafter's `config.json` names in Speculators' form.
-
-    The target's own name is not compared: conversions and fine-tuned models have other names.
+    Names of models are not compared: conversions and fine-tuned models have others.
     """
     speculators = config.get("speculators_config")
     verifier = speculators.get("verifier") if isinstance(speculators, Mapping) else None
@@ -208,7 +205,8 @@ def check_named_target(config: Mapping[str, Any], target: Module, named: str) ->
     module = type(target).__module__.rpartition(".")[2]
     given = {_family(str(name)) for name in (module, getattr(getattr(target, "args", None), "model_type", module))}
     # Only if mlx-lm knows the named kinds: another name may mean the same kind.
-    if wanted and wanted <= _known_families() and not wanted & given:
+    known = {_family(module.name) for module in pkgutil.iter_modules(mlx_lm.models.__path__)}
+    if wanted and wanted <= known and not wanted & given:
         made_for = f" ({name})" if (name := verifier.get("name_or_path")) else ""
         raise ModelError(
             f"{named} was made for a target of the kind {' or '.join(map(str, architectures or ()))}{made_for}, and "
@@ -220,8 +218,3 @@ def _family(name: str) -> str:
     """What all names of a kind of models have in common, such as `Qwen3MoeForCausalLM` and `qwen3_moe`."""
     spelled = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|_text)$", "", name)
     return spelled.replace("_", "").lower()
-
-
-@cache
-def _known_families() -> frozenset[str]:
-    return frozenset(_family(module.name) for module in pkgutil.iter_modules(mlx_lm.models.__path__))

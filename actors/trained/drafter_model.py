@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
+from actors.mlx.model import weights_of
 from actors.mlx.row_caches import MAX_WIDTH, STEP
 from actors.mlx.shared_passes import is_close
 from actors.model import Feed, FeedsEach
-from actors.trained.kinds.attach import attach
+from actors.trained.drafter_files import DrafterFiles, check_named_target
+from actors.trained.kinds.dflash import attach_dflash
+from actors.trained.kinds.eagle3 import attach_eagle3
+from actors.trained.kinds.gemma4_assistant import attach_gemma4_assistant
+from actors.trained.kinds.medusa import attach_medusa
+from actors.trained.kinds.mtp import attach_mtp
+from actors.trained.kinds.recognition import kind_of
+from actors.trained.kinds.target_parts import Attached
 from actors.trained.shared_reading import read_together
 from actors.trained.trained_sequence import TrainedSequence
 from protocol.cache_size import CacheSize
+from protocol.errors import ModelError
+
+# By the name from `kind_of`: loads a drafter's files, and attaches it to mlx-lm's model, given the width of its logits.
+_KINDS: dict[str, Callable[[DrafterFiles, Module, int], Attached]] = {
+    "EAGLE-3": attach_eagle3,
+    "P-EAGLE": attach_eagle3,
+    "MTP": attach_mtp,
+    "Medusa": attach_medusa,
+    "DFlash": attach_dflash,
+    "DFlash 2": attach_dflash,
+    "DSpark": attach_dflash,
+    "Gemma 4's assistant": attach_gemma4_assistant,
+}
+SUPPORTED = tuple(_KINDS)
 
 _NUM_MEASURED = 16  # tokens of the text whose growth is measured
 
@@ -27,7 +48,7 @@ _PROBES = ((3, (2, 1)), (6, (3, 1)))
 
 
 class TrainedDrafter(FeedsEach):
-    """A drafter that was trained for its target, on the thread on which it was made. See `Attached` and `Model`."""
+    """A drafter of any kind that was trained for its target, on the thread on which it was made. See `Model`."""
 
     context_length = None
     cache_options: Mapping[str, Any] = {}  # none affect the cached values
@@ -43,21 +64,32 @@ class TrainedDrafter(FeedsEach):
         is_targets_own: bool = False,
         quantize: Mapping[str, Any] | None = None,
     ) -> None:
+        """Load the drafter in a folder, which messages call `named`, for mlx-lm's model, whose weights are evaluated
+        and whose logits have a width of `target_vocab_size`. If `is_targets_own`, it is the MTP layer in the target's
+        own folder. To `quantize` its weights takes `bits`, `group_size` and `mode`.
+
+        Raises: ModelError: it cannot be loaded, or was made for another target; the message says what differs.
+        """
         self._load = partial(TrainedDrafter, folder, target, target_vocab_size, named, is_targets_own=is_targets_own)
-        attached = attach(folder, target, target_vocab_size, named, is_targets_own=is_targets_own, quantize=quantize)
+        files = DrafterFiles.read(folder, named, quantize)
+        check_named_target(files.config, target, named)
+        kind = "MTP" if is_targets_own else kind_of(files.config)
+        if kind not in _KINDS:
+            raise ModelError(
+                f"{named} is no trained drafter of a kind that can be used ({', '.join(_KINDS)}), but "
+                f"{kind or 'none at all'}"
+            )
+        attached = _KINDS[kind](files, target, target_vocab_size)
         self.target, self.feature_layers, self.vocab_size = target, attached.feature_layers, attached.vocab_size
         self.module, self.arrays = attached.module, attached.arrays
         self.num_draft_tokens, self._open_sequence = attached.num_draft_tokens, attached.open_sequence
         self._passes = attached.passes
         self._obstacle: str | None = None if self._passes else "drafters of this kind read one text at a time"
         self._is_probed = self._obstacle is not None
-        self.cache_size = self._measured_size()
-
-    def _measured_size(self) -> CacheSize:
-        """The growth of a text by one step of its buffers."""
+        # The growth of a text by one step of its buffers.
         short, longer = (self._bytes_of(_NUM_MEASURED + more) for more in (0, STEP))
         slot_bytes = -(-(longer - short) // STEP)
-        return CacheSize(slot_bytes, (), max(0, short - STEP * slot_bytes), STEP + MAX_WIDTH)
+        self.cache_size = CacheSize(slot_bytes, (), max(0, short - STEP * slot_bytes), STEP + MAX_WIDTH)
 
     def _bytes_of(self, num_tokens: int) -> int:
         with closing(self._open_sequence()) as sequence:
@@ -66,7 +98,7 @@ class TrainedDrafter(FeedsEach):
             return sequence.num_bytes
 
     def quantized(self, settings: Mapping[str, Any]) -> TrainedDrafter:
-        """The same drafter, loaded once more and quantised; see `attach`."""
+        """The same drafter, loaded once more and quantised."""
         return self._load(quantize=settings)
 
     def open_sequence(self, *, beside_another: bool) -> TrainedSequence:
@@ -96,16 +128,13 @@ class TrainedDrafter(FeedsEach):
         if not self._is_probed:
             # Stands if the probe raises.
             self._obstacle, self._is_probed = "its forward pass failed when that was tried", True
-            agrees = self._agrees()
+            try:
+                pairs = zip(self._probed(shared=False), self._probed(shared=True), strict=True)
+                agrees = all(is_close(*pair) for pair in pairs)
+            except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # from the target's layers
+                agrees = False
             self._obstacle = None if agrees else "it gives other logits for two texts at once than for each alone"
         return self._obstacle
-
-    def _agrees(self) -> bool:
-        try:
-            alone, together = self._probed(shared=False), self._probed(shared=True)
-        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):  # whatever a target's layers run into
-            return False
-        return all(is_close(*pair) for pair in zip(alone, together, strict=True))
 
     def _probed(self, *, shared: bool) -> list[mx.array]:
         """Logits of two texts of different lengths, over passes of different widths."""
@@ -125,12 +154,9 @@ class TrainedDrafter(FeedsEach):
             sequence.close()
         return logits
 
-    def evaluating_layers(self) -> AbstractContextManager[None]:
-        """One layer is evaluated in one go."""
-        return nullcontext()
+    evaluating_layers = nullcontext  # one layer is evaluated in one go
 
     @cached_property
     def num_bytes(self) -> int:  # type: ignore[override]
         """Memory of the weights, without those that it shares with the target."""
-        weights = [cast(mx.array, pair[1]) for pair in tree_flatten(self.module.parameters())]
-        return sum(array.nbytes for array in [*weights, *self.arrays])
+        return sum(array.nbytes for array in (*weights_of(self.module).values(), *self.arrays))

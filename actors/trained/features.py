@@ -33,7 +33,7 @@ class RecordedFeatures:
 
     @property
     def recorder(self) -> FeatureRecorder | None:
-        """Of the next pass over the text; None if nobody reads its features."""
+        """Of the next pass; None if nobody reads its features."""
         return self.slot.recorder if self._is_wanted else None
 
     @property
@@ -85,32 +85,22 @@ class FeatureRecorder:
 
     def __init__(self, model: Module, layer_ids: Sequence[int]) -> None:
         """Record what enters layers `layer_ids`, each in [0, number of layers], which means the last output."""
-        layers = list(model.layers)
         self._layer_ids = tuple(layer_ids)
-        self._index = {id(layer): i for i, layer in enumerate(layers)}
-        self._num_layers = len(layers)
-        self._seen: dict[int, mx.array] = {}
+        self._index = {id(layer): i for i, layer in enumerate(model.layers)}
+        self._seen: dict[int, Any] = {}  # by layer, what has entered it; of the last one, also what it gave
 
     def observe(self, layer: Module, entered: Any, result: Any) -> None:
         """See `observing`."""
-        index = self._index.get(id(layer))
-        if index is None:
-            return
-        if index in self._layer_ids and isinstance(entered, mx.array):
+        if (index := self._index.get(id(layer))) in self._layer_ids:
             self._seen[index] = entered
-        if index == self._num_layers - 1 and self._num_layers in self._layer_ids:
-            given = result[0] if isinstance(result, tuple) else result
-            if isinstance(given, mx.array):
-                self._seen[self._num_layers] = given
+        if index == (last := len(self._index)) - 1 and last in self._layer_ids:
+            self._seen[last] = result[0] if isinstance(result, tuple) else result
 
     def take(self, shape: tuple[int, int]) -> mx.array:
-        """The features of the last pass, over (B, W) tokens: (B, W, layers · hidden size), lazy.
-
-        Raises: ModelError: a layer has no such input, so that the model's features cannot be recorded.
-        """
+        """(B, W, layers · hidden size) features of the last pass, over (B, W) tokens; lazy. Raises: ModelError."""
         seen, self._seen = self._seen, {}
         parts = [seen.get(layer) for layer in self._layer_ids]
-        fitting = [part for part in parts if part is not None and part.ndim == 3 and part.shape[:2] == shape]
+        fitting = [part for part in parts if isinstance(part, mx.array) and part.ndim == 3 and part.shape[:2] == shape]
         if len(fitting) < len(parts):
             raise ModelError(
                 "the target cannot have a drafter that reads its hidden states: what enters its layers is not one "

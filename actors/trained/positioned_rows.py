@@ -23,7 +23,7 @@ class PositionedRows:
         return sum(piece.nbytes for piece in self.pieces)
 
     def copy(self) -> PositionedRows:
-        """The same rows, to be changed by themselves."""
+        """The same rows."""
         rows = copy.copy(self)
         rows.pieces = list(self.pieces)
         return rows
@@ -34,10 +34,7 @@ class PositionedRows:
         self.pieces = []
 
     def add(self, start: int, rows: mx.array) -> None:
-        """Add the rows of positions from `start` on, (n, width), lazy or not.
-
-        Earlier rows are dropped if some in between are missing, or if their width differs.
-        """
+        """Add (n, width) rows of positions from `start` on, lazy or not. Rows that they do not continue are dropped."""
         if start != self.end or not self.pieces or self.pieces[-1].shape[1] != rows.shape[1]:
             self.begin, self.pieces = start, [rows]
         elif self.pieces[-1].shape[0] + rows.shape[0] <= MAX_MERGED:

@@ -1,7 +1,7 @@
 """Readings: what sequences of a trained drafter compute to read their tokens, in passes that several can share.
 
-A reading is a generator. It yields its part in a forward pass, is sent the result, and returns what was read. So a
-sequence says once in which order it reads what, whether it is fed alone or with others.
+A reading is a generator that yields its part in a forward pass, is sent the result, and returns what was read. So a
+sequence says its order once, whether it is fed alone or with others.
 """
 
 from __future__ import annotations
@@ -17,17 +17,13 @@ P = TypeVar("P")
 
 
 class SharedPass(ABC, Generic[P]):
-    """A forward pass of a drafter that texts can share; P is one text's part in it.
+    """A forward pass of a drafter that texts can share; P is one text's part in it."""
 
-    Attributes:
-        depth: those of less depth run first, so that texts which need both share more passes.
-    """
+    depth = 0  # passes of less depth run first, so that texts which need both share more of them
 
-    depth = 0
-
-    @abstractmethod
     def alone(self, part: P) -> Any:
         """The result of one text's part, lazy."""
+        return self.together([part])[0]
 
     @abstractmethod
     def together(self, parts: Sequence[P]) -> Sequence[Any]:

@@ -34,10 +34,7 @@ class DrafterReader(Protocol):
 
 
 class TrainedSequence(StatefulSequence, FeatureInput):
-    """A `CachedSequence` that takes features, in any thread, and can go back to any length.
-
-    Features that are given wait until the sequence is next fed, reused or saved.
-    """
+    """A `CachedSequence` that takes features, which wait until it is fed, reused or saved; rewinds to any length."""
 
     def __init__(self, feature_width: int) -> None:
         self.feature_width = feature_width
@@ -183,11 +180,8 @@ def check_state(state: SequenceState, *, num_layers: int, has_features: bool) ->
 
 
 def put_layers(state: SequenceState, grown: Callable[[int], Sequence[Any]]) -> tuple[list[Any], int]:
-    """New caches with the layers of a sequence's state, and their number of rows.
-
-    Shapes are compared with those of caches that `grown` makes, with a given number of rows.
-
-    Raises: MisfitError: these are not the states of such caches.
+    """New caches with the layers of a state, whose shapes must be those of the caches that `grown` makes, and their
+    number of rows. Raises: MisfitError: they are not.
     """
     like = [*zip(grown(1), grown(8), strict=True)]
     cache = [kind_of(pair[0]).put_state(taken, *pair) for taken, pair in zip(state.layers, like, strict=True)]

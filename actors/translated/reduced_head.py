@@ -1,8 +1,6 @@
-"""A draft model's head for part of its vocabulary.
+"""A draft model's head for part of its vocabulary: a large vocabulary makes it a fifth to two thirds of a small model.
 
-The head is a fifth to two thirds of a small model with a large vocabulary, and a draft step is as slow as the weights
-that it reads. A draft model may leave tokens out: the acceptance rules are exact for any distribution that drafts are
-drawn from. Only the draft model's head is reduced; it still reads all tokens.
+The acceptance rules are exact for any distribution that drafts are drawn from, so a draft model may leave tokens out.
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ _SPACES = "▁Ġ"  # how vocabularies write the space before a word
 def reduce_head(model: Module, tokenizer: TokenizerWrapper | None, num_tokens: int, named: str) -> None:
     """Have a model compute logits for part of its vocabulary only; those of the other tokens are -inf from then on.
 
-    The part is the first `num_tokens` ids, which are the most frequent tokens in vocabularies that were learnt by
-    merging (BPE); single characters, which SentencePiece puts at the end; and the tokenizer's added tokens, such as the
-    end of an answer or of a tool call.
-
-    Raises: ModelError: the model's logits are not what one of its layers computes; the model is left as it was.
+    The part is the first `num_tokens` ids, which are the most frequent tokens in vocabularies learnt by merging (BPE);
+    single characters, which SentencePiece puts at the end; and the tokenizer's added tokens, such as the end of an
+    answer. Raises: ModelError: no layer computes the model's logits alone; the model is left as it was.
     """
     before = _logits(model)
     vocab_size = before.size
@@ -48,8 +44,7 @@ def reduce_head(model: Module, tokenizer: TokenizerWrapper | None, num_tokens: i
         for part, value in layer.items():
             if isinstance(value, mx.array) and value.shape[0] == vocab_size:
                 head[part] = value[ids]
-        is_tied = isinstance(layer, _EMBEDDINGS)
-        setattr(parent, name, _TiedHead(layer, head, ids, vocab_size) if is_tied else _Head(head, ids, vocab_size))
+        setattr(parent, name, _Head(head, layer if isinstance(layer, _EMBEDDINGS) else None, ids, vocab_size))
         if _is_reduced(_logits(model), before, ids):
             mx.eval(model.parameters())
             return
@@ -58,35 +53,25 @@ def reduce_head(model: Module, tokenizer: TokenizerWrapper | None, num_tokens: i
 
 
 class _Head(Module):
-    def __init__(self, head: Module, ids: mx.array, vocab_size: int) -> None:
+    """A head for some tokens; a tied one is called to embed any token."""
+
+    def __init__(self, head: Module, embedding: Module | None, ids: mx.array, vocab_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.head = head
-        self._ids, self._vocab_size = ids, vocab_size
+        self.head, self._ids, self._vocab_size = head, ids, vocab_size
+        if embedding is not None:
+            self.embedding = embedding
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._widened(self.head(x))
-
-    def _widened(self, logits: mx.array) -> mx.array:
-        return widened(logits, self._ids, self._vocab_size)
-
-
-class _TiedHead(_Head):
-    """The embedding of all tokens, and the head, which has its weights, for some."""
-
-    def __init__(self, embedding: Module, head: Module, ids: mx.array, vocab_size: int) -> None:
-        super().__init__(head, ids, vocab_size)
-        self.embedding = embedding
-
-    def __call__(self, x: mx.array) -> mx.array:
+        if "embedding" not in self:
+            return widened(self.head(x), self._ids, self._vocab_size)
         embedded: mx.array = self.embedding(x)
         return embedded
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self._widened(self.head.as_linear(x))
+        return widened(self.head.as_linear(x), self._ids, self._vocab_size)
 
 
 def _logits(model: Module) -> mx.array:
-    """(V,) float32 logits after one token."""
     logits: mx.array = model(mx.array([[0]]))
     return logits[0, -1].astype(mx.float32)
 

@@ -19,16 +19,14 @@ from protocol.errors import SettingsError
 from protocol.lookahead_policy import ChainPolicy, PolicyView
 from protocol.lookahead_tree import Guess, Node
 from protocol.prices import Prices
-from protocol.reprs import shown_path
 from protocol.settings import NGRAM, Settings
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.benchmark import Benchmark, Cases, Progress, without_repeats
 from runtime.bench.contenders import Prompts
-from runtime.bench.figures import Report, Row
+from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.loading.model_sources import Source
-from runtime.terminal.display import OutputError
-from runtime.terminal.tables import Table
+from runtime.terminal.display import write_file
 
 DEPTH = 8  # tokens that the drafter drafts from a position on
 SHOWN_DEPTHS = ("first", "second", "third", "fourth")
@@ -41,9 +39,8 @@ class TracedText:
     """A greedy text, and what the drafter would say at each position of it.
 
     Attributes:
-        prompt, text: token ids.
-        drafts: for each position of `text`, the drafter's choices from there on, one after the other; at most `DEPTH`,
-            and none where the target did not wait for the drafter.
+        drafts: for each position of `text`, the drafter's choices from there on, at most `DEPTH`; none where the target
+            did not wait for the drafter.
     """
 
     category: str
@@ -62,8 +59,8 @@ def traced(
 ) -> TracedText:
     """The trace of a text whose rounds began at some of its positions with these drafts.
 
-    A round does not begin at a position whose token an earlier one has drafted. There, the drafter's choices are those
-    that it made in that round: a trained drafter, which had fewer hidden states of the target then, might do better.
+    Where the token was drafted by an earlier round, the choices are those of that round: a trained drafter, which had
+    fewer hidden states of the target then, might do better.
     """
     drafts: list[tuple[Drafted, ...]] = [()] * len(text)
     for begin, chain in rounds:
@@ -76,11 +73,7 @@ def traced(
 
 def write_trace(path: Path, texts: Iterable[TracedText]) -> None:
     """Write one JSON object a line. Raises: OutputError: the file cannot be written."""
-    lines = [json.dumps(attrs.asdict(text), separators=(",", ":")) + "\n" for text in texts]
-    try:
-        path.write_text("".join(lines), encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
+    write_file(path, "".join(json.dumps(attrs.asdict(text), separators=(",", ":")) + "\n" for text in texts))
 
 
 @attrs.frozen
@@ -115,11 +108,9 @@ class AcceptanceTrace(Benchmark):
             raise SettingsError(f"a trace of acceptance is of greedy texts, got temperature={self.temperature:g}")
 
     async def measure(self, target: Source, *drafts: Source, **options: Any) -> dict[str, Any]:
-        """Decode all prompts, and write the file.
+        """Decode all prompts, and write the texts that are finished, also upon a cancellation; see `Benchmark.measure`.
 
-        Raises: as `Benchmark.measure`; SettingsError: the drafter has no model; OutputError: of the file.
-
-        Cancellation: takes effect after the current forward passes; the texts that were finished are written.
+        Raises: SettingsError: the drafter has no model; OutputError: of the file.
         """
         if drafts[0] == NGRAM:
             raise SettingsError("a trace of acceptance needs a drafter with a model; copies follow from the text")
@@ -128,12 +119,10 @@ class AcceptanceTrace(Benchmark):
         finally:
             if self._texts:
                 write_trace(self.file, self._texts)
-                self._num_written = len(self._texts)
+            self._num_written = len(self._texts)
         return self.result()
 
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
         """Do everything: there is nothing to measure afterwards."""
         rounds = list[tuple[int, list[Drafted]]]()
 
@@ -171,23 +160,18 @@ class AcceptanceTrace(Benchmark):
         return {**self._facts(), "file": str(self.file), "rows": rows}
 
     def report(self, result: Mapping[str, Any]) -> Report:
-        headings = ("", "texts", "tokens", *SHOWN_DEPTHS, "says")
-        rows = [
-            (
-                row["category"],
-                str(row["num_texts"]),
-                str(row["num_tokens"]),
-                *(figures.cell(share, ".2f") for share in row["acceptance"]),
-                figures.cell(row["confidence"], ".2f"),
-            )
-            for row in result["rows"]
-        ]
+        rows = [{**row, **dict(zip(SHOWN_DEPTHS, row["acceptance"], strict=True))} for row in result["rows"]]
+        columns = (
+            *(column("", "category"), column("texts", "num_texts"), column("tokens", "num_tokens")),
+            *(column(depth, depth, ".2f") for depth in SHOWN_DEPTHS),
+            column("says", "confidence", ".2f"),
+        )
         note = (
             f"Wrote {result['file']}. first, second, …: how often the drafter's choice there is the target's, if all "
             "before it were. says: its own mean confidence in the first one."
         )
         sections = [("trace", list(figures.about_models(result, len(self._texts))))]
-        return Report(sections, [("Acceptance", Table(headings, rows))], [note])
+        return Report(sections, [("Acceptance", figures.table(rows, columns))], [note])
 
 
 def _row(kind: str, texts: Sequence[TracedText]) -> Row:

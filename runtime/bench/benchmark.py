@@ -13,13 +13,13 @@ import attrs
 from actors.distributed.rank_group import RankGroup
 from actors.mlx.cache_options import CacheOptions
 from actors.workers.worker import JobError
-from protocol.errors import ModelError, PromptError, SettingsError
+from protocol.errors import PromptError, SettingsError
 from protocol.open_options import OpenOptions
 from protocol.reprs import shown
 from protocol.settings import settings_from
-from protocol.validation import check_integer, must_be, validator
+from protocol.validation import check_integer, check_integers, must_be, validator
 from runtime.bench import figures
-from runtime.bench.contenders import PLAIN, Contender, Length, Prompts, Run
+from runtime.bench.contenders import Contender, Length, Prompts, Run
 from runtime.bench.figures import Report, Row
 from runtime.bench.loaded_models import ONLY_DRAFT, TARGET, LoadedModels, load_models
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
@@ -41,22 +41,24 @@ def without_repeats(values: Iterable[Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(values))
 
 
+def integers(default: tuple[Any, ...], lowest: int, highest: int, *, or_auto: bool = False) -> Any:
+    """A field for whole numbers in a range, each once."""
+    checked = validator(check_integers, lowest, highest, or_auto=or_auto)
+    return attrs.field(default=default, converter=without_repeats, validator=checked)
+
+
 @attrs.frozen
 class Case:
-    """What contenders decode in one turn.
+    """What contenders decode in one turn; their texts are compared with `expected`, else with the first one's."""
 
-    Attributes:
-        name: in a progress line.
-        contenders: those that take part; with the first one's texts the others' are compared, unless it has
-            `expected` ones.
-        prompts: token ids.
-    """
-
-    name: str
+    name: str  # in a progress line
     contenders: Sequence[Contender]
     prompts: Prompts
     length: Length
     expected: Sequence[tuple[int, ...]] | None = None
+
+
+Cases = tuple[list[Case], list[Case]]  # those that warm up, and those that are measured
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -67,23 +69,19 @@ class Benchmark(ABC):
 
     Attributes:
         prompts: texts, sequences of token ids, or `BenchPrompt`; at least one.
-        max_tokens: number of tokens to generate for each prompt, >= 16.
+        max_tokens: tokens to generate for each prompt, >= 16.
         dtype: "float32", "bfloat16" or "float16": the loaded models are cast to it; None leaves them as they are.
-        rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm quantises its caches in the
-            same way.
+        rewind, kv_bits, kv_group_size, quantized_kv_start: as for `runtime.open`; mlx-lm's caches are quantised alike.
         contenders: in the order of the rows.
-        cases: empty before the models are loaded.
+        cases, about, draft_names: empty before the models are loaded.
         turns: runs by (repeat, index of the case); a turn that was interrupted lacks some.
         failures: why a contender cannot run. The others go on.
-        about: see `LoadedModels.about`; empty before the models are loaded.
-        draft_names: paths or hub ids of the drafters that were loaded.
-        prefix_cache_bytes: of the runtimes. With 0, no prompt is cached from an earlier run: mlx-lm's batches read all
-            of them, too.
 
     Raises: SettingsError, PromptError: something is out of its range.
     """
 
     with_prompts: ClassVar[bool] = True  # whether the time of the prompts counts
+    # Of the runtimes. No prompt is cached from an earlier run: mlx-lm's batches read all of them, too.
     prefix_cache_bytes: ClassVar[int] = 0
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=DEMO_PROMPTS, converter=bench_prompts)
     max_tokens: int = attrs.field(default=96, validator=validator(check_integer, MIN_TOKENS))
@@ -98,17 +96,13 @@ class Benchmark(ABC):
     cases: list[Case] = attrs.field(init=False, factory=list)
     turns: dict[tuple[int, int], dict[Contender, Run]] = attrs.field(init=False, factory=dict)
     failures: dict[Contender, str] = attrs.field(init=False, factory=dict)
-    about: dict[str, Any] = attrs.field(init=False, factory=dict)
-    draft_names: list[str] = attrs.field(init=False, factory=list)
+    about: dict[str, Any] = attrs.field(init=False, factory=dict)  # see `LoadedModels.about`
+    draft_names: list[str] = attrs.field(init=False, factory=list)  # paths or hub ids
+    cache_options: CacheOptions = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        _ = self.cache_options
-
-    @property
-    def cache_options(self) -> CacheOptions:
-        """Options of the runtime's caches."""
         names = ("rewind", "kv_bits", "kv_group_size", "quantized_kv_start")
-        return caches_of(OpenOptions(**{name: getattr(self, name) for name in names}))
+        self.cache_options = caches_of(OpenOptions(**{name: getattr(self, name) for name in names}))
 
     @prompts.validator
     def _check_prompts(self, _: object, prompts: tuple[Any, ...]) -> None:
@@ -123,10 +117,8 @@ class Benchmark(ABC):
     # --- what each benchmark decides --------------------------------------------------------------
 
     @abstractmethod
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
-        """The cases that warm up, and those that are measured. `prompts` are the first turns, as token ids."""
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
+        """The cases. `prompts` are the first turns."""
 
     @abstractmethod
     def result(self) -> dict[str, Any]:
@@ -205,14 +197,8 @@ class Benchmark(ABC):
         }
 
     def _facts(self) -> dict[str, Any]:
-        return {
-            **self.about,
-            "max_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "repeats": self.repeats,
-            "repeats_done": self.repeats_done,
-            "is_complete": self.is_complete,
-        }
+        names = ("max_tokens", "temperature", "repeats", "repeats_done", "is_complete")
+        return {**self.about, **{name: getattr(self, name) for name in names}}
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -224,17 +210,17 @@ class Benchmark(ABC):
         Args:
             target, drafts: as for `runtime.open`; at least one drafter. With prompt lookup, a trained drafter or
                 another vocabulary, mlx-lm decodes plainly only.
-            group: the ranks that the target is sharded over, as for `runtime.open`. mlx-lm's decoding is left out then:
-                it would have to run on all ranks at once, and does not speculate there.
+            group: as for `runtime.open`. On ranks, mlx-lm's decoding is left out: it would have to run on all of them
+                at once, and does not speculate there.
             on_progress: called with a description of each step before it starts.
 
         Raises:
             SettingsError: a dtype was given for models that are loaded already, or for ranks; or the group cannot be
                 led.
-            PromptError: a prompt cannot be encoded, or is too long for a context together with the tokens to generate.
+            PromptError: a prompt cannot be encoded, or does not fit a context together with `max_tokens`.
             ModelError: a model cannot be loaded, or mlx-lm cannot decode plainly with the target.
             VocabularyMismatchError: target and draft model have different vocabularies, which cannot be translated.
-            RankError: a rank has ended, hangs, differs or fails before anything is measured. Later it is the cause of a
+            RankError: a rank has ended, hangs, differs or fails. Once something is measured, it is the cause of a
                 `RuntimeBrokenError`.
 
         Cancellation: takes effect after the current forward passes; `result` has what was measured.
@@ -254,7 +240,6 @@ class Benchmark(ABC):
         return self.result()
 
     def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
-        """The contenders, once the models are loaded."""
         return self.contenders
 
     async def _take_turns(self, models: LoadedModels, warm_up: Sequence[Case], on_progress: Progress) -> None:
@@ -272,28 +257,10 @@ class Benchmark(ABC):
                 try:
                     run = await models.run(contender, case.prompts, case.length, with_prompts=self.with_prompts)
                 except JobError as error:
-                    if contender == PLAIN:
-                        raise plain_failed(error) from error.__cause__
                     self.failures[contender] = str(error.__cause__)
                 else:
                     if repeat is not None:
                         self.turns.setdefault((repeat, index), {})[contender] = run
-
-
-async def plain_text(
-    models: LoadedModels, prompt: tuple[int, ...], length: Length, plain: Contender = PLAIN
-) -> tuple[int, ...]:
-    """The text that plain decoding gives a prompt. Raises: ModelError: mlx-lm cannot decode with the target."""
-    try:
-        run = await models.run(plain, [prompt], length, with_prompts=True)
-    except JobError as error:
-        raise plain_failed(error) from error.__cause__
-    return run.texts[0]
-
-
-def plain_failed(error: JobError) -> ModelError:
-    """The error when plain decoding fails. It ends a benchmark, since everything is compared with plain decoding."""
-    return ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}")
 
 
 def running_order(contenders: Sequence[T], turn: int) -> list[T]:

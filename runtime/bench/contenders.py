@@ -30,14 +30,13 @@ class Contender:
     """One way to decode prompts.
 
     Attributes:
-        lookahead: most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`.
         kind: how several prompts are decoded. "in turns" and "at once" are streams of this runtime that all begin
             together; "in turns", each has passes of its own (`max_batch=1`). "batched" is mlx-lm's
             `BatchGenerator`, which decodes all prompts in one pass a token, and cannot speculate.
     """
 
     engine: Literal["mlx-lm", "outrider"]
-    lookahead: Lookahead
+    lookahead: Lookahead  # most tokens in a proposal; 0 decodes plainly. For mlx-lm, its `num_draft_tokens`
     kind: Kind = "one after another"
     draft: str = ""  # the name of its drafter, if the benchmark has several; else empty
     named: str = ""  # its name in tables, if that does not follow from the rest
@@ -80,15 +79,8 @@ class Length:
 
 # Counters of `Statistics` that a run adds up.
 COUNTED = (
-    "rounds",
-    "accepted",
-    "rejected",
-    "accepted_copied",
-    "rejected_copied",
-    "passes",
-    "pass_rows",
-    "lookahead_hits",
-    "lookahead_misses",
+    *("rounds", "accepted", "rejected", "accepted_copied", "rejected_copied"),
+    *("passes", "pass_rows", "lookahead_hits", "lookahead_misses"),
 )
 
 
@@ -116,33 +108,25 @@ def count_rounds(from_draft: Sequence[bool], num_draft_tokens: int, max_tokens: 
     A round ends with a token of the target's own or with the text. It proposes `num_draft_tokens` tokens, or as many
     as `max_tokens` leaves.
     """
-    rounds = proposed = 0
-    is_new_round = True
-    for i, drafted in enumerate(from_draft):
-        if is_new_round:
-            rounds += 1
-            proposed += min(max_tokens - i, num_draft_tokens)
-        is_new_round = not drafted
-    return rounds, proposed
+    begins = [i for i in range(len(from_draft)) if i == 0 or not from_draft[i - 1]]
+    return len(begins), sum(min(max_tokens - begin, num_draft_tokens) for begin in begins)
 
 
 @attrs.frozen
 class Run:
-    """Some prompts, decoded once. Times are in seconds.
+    """Some prompts, decoded once.
 
     Attributes:
-        texts: token ids, by prompt.
         seconds: length of the timed part. It begins with the call or, for one stream, when the first round has ended.
-        num_timed: number of tokens in the timed part.
-        first_tokens: time from the call to the first token, by prompt; with prompts one after another it includes the
-            earlier ones.
+        first_tokens: seconds from the call to the first token, by prompt; with prompts one after another they include
+            the earlier ones.
         counts: of `COUNTED`, those that are known: all for this runtime; for mlx-lm the rounds of single texts, and
             their accepted and rejected tokens.
     """
 
-    texts: tuple[tuple[int, ...], ...]
+    texts: tuple[tuple[int, ...], ...]  # by prompt
     seconds: float
-    num_timed: int
+    num_timed: int  # tokens in the timed part
     first_tokens: tuple[float, ...] = ()
     counts: Mapping[str, int] = attrs.field(factory=dict)
 
@@ -155,12 +139,9 @@ class Run:
 def run_of(
     texts: Sequence[Sequence[TimedToken]], began: float, counts: Mapping[str, int], *, with_prompts: bool
 ) -> Run:
-    """The run that tokens and their times describe, by prompt.
+    """The run that tokens and their times describe, by prompt; `began` is the time of the call.
 
-    Args:
-        began: the time of the call, on the clock of the tokens.
-        with_prompts: whether it is timed from the call to the last token of all; else it is a single text, timed
-            without its prompt.
+    It is timed from the call to the last token of all; without its prompts it is a single text.
     """
     first, timed_from, timed_to = 0, began, max(text[-1].at for text in texts)
     if not with_prompts:

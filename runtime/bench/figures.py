@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -13,6 +13,8 @@ from runtime.terminal.tables import Section, Table
 
 # Figures by name, as JSON values.
 Row = dict[str, Any]
+# A heading, and the cell of a row below it.
+Column = tuple[str, Callable[[Row], str]]
 
 
 @attrs.frozen
@@ -22,6 +24,17 @@ class Report:
     sections: Sequence[Section]
     tables: Sequence[tuple[str, Table]]
     notes: Sequence[str]
+
+
+def table(rows: Sequence[Row], columns: Sequence[Column], num_labels: int = 1) -> Table:
+    """The table of some rows."""
+    cells = [tuple(show(row) for _, show in columns) for row in rows]
+    return Table([heading for heading, _ in columns], cells, num_labels)
+
+
+def column(heading: str, name: str, form: str = "") -> Column:
+    """The column of the figure `name`; a dash stands for None."""
+    return heading, lambda row: "–" if row[name] is None else format(row[name], form)
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
@@ -36,9 +49,8 @@ def total(runs: Iterable[Run], *names: str) -> float | None:
     return sum(known) if known and len(known) == len(values) else None
 
 
-def share(runs: Iterable[Run], part: str, *whole: str) -> float | None:
+def share(runs: Collection[Run], part: str, *whole: str) -> float | None:
     """The ratio of a counter over runs to the sum of counters; None if one is not known."""
-    runs = list(runs)
     return ratio(total(runs, part), total(runs, *whole))
 
 
@@ -50,11 +62,6 @@ def median(values: Sequence[float]) -> float | None:
 def spread(values: Sequence[float]) -> Row:
     """Median, minimum and maximum, each None without a value."""
     return {"median": median(values), "low": min(values, default=None), "high": max(values, default=None)}
-
-
-def cell(value: float | None, form: str) -> str:
-    """A figure in a table; a dash for None."""
-    return "–" if value is None else format(value, form)
 
 
 def spread_cell(row: Row) -> str:
@@ -71,7 +78,7 @@ def same_cell(row: Row) -> str:
 
 
 def about_models(result: Mapping[str, Any], num_texts: int | str) -> Iterator[tuple[str, str]]:
-    """Models, texts, repeats and machine, as rows of (name, value)."""
+    """Models, texts, repeats and machine."""
     dtypes = result["dtypes"]
     yield "target", f"{result['target']}, {', '.join(dtypes['target'])}"
     yield "draft", ", ".join([result["draft"], *dtypes.get("draft", ())])
@@ -83,7 +90,7 @@ def about_models(result: Mapping[str, Any], num_texts: int | str) -> Iterator[tu
 
 
 def about_run(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Repeats and machine, as rows of (name, value)."""
+    """Repeats and machine."""
     cut = "" if result["is_complete"] else ", the last perhaps in part: it was interrupted"
     yield "repeats", f"{result['repeats_done']} of {result['repeats']}{cut}"
     yield from result["machine"].items()

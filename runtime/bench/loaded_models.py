@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, contextmanager, suppress
 from functools import partial
@@ -31,19 +32,8 @@ from protocol.prices import Prices
 from protocol.settings import AUTO_DRAFT, NGRAM
 from protocol.statistics import Statistics
 from protocol.trace import Event
-from runtime.bench.contenders import (
-    COUNTED,
-    Contender,
-    Length,
-    Prompts,
-    Run,
-    TimedToken,
-    batched_steps,
-    count_rounds,
-    mlx_lm_steps,
-    run_of,
-    take_until_cancelled,
-)
+from runtime.bench import contenders
+from runtime.bench.contenders import PLAIN, Contender, Length, Prompts, Run, TimedToken
 from runtime.engine.events import Events
 from runtime.engine.opening import bounded_batch, running
 from runtime.engine.runtime import Runtime
@@ -83,7 +73,7 @@ class LoadedModels:
             missing here drafts by prompt lookup.
         cache_options: of the runtime's caches; mlx-lm's caches follow those about quantisation.
         drafts: the drafters' sources, by name. The first is the drafter without a name.
-        group: the ranks that the target is sharded over, where mlx-lm cannot decode with it; None for one machine.
+        group: the ranks that the target is sharded over; None for one machine.
     """
 
     models: dict[str, AnyModel]
@@ -109,10 +99,15 @@ class LoadedModels:
         return bool(getattr(self.tokenizer, "has_chat_template", False))
 
     def about(self) -> dict[str, Any]:
-        """The names of the models, their dtypes by role (or by the drafter's name, of several), the machine, and the
-        number of ranks.
-        """
-        about = _machine()
+        """The models, their dtypes by role (or by the drafter's name, of several), the machine, and the ranks."""
+        about = {"device": mx.default_device().type.name, **machine()}
+        if (library := blas.blas_in_use()) is not None:
+            about["linear algebra"] = library
+        if blas.shares_cores():
+            num_cores = blas.num_usable_cores()
+            about["BLAS threads"] = (
+                f"{num_cores} for a model that computes alone, shared by models that compute at the same time"
+            )
         if self.group is not None:
             about["ranks"] = f"{self.group.size}, of which this is the first"
         return {
@@ -150,11 +145,7 @@ class LoadedModels:
         prefix_cache_bytes: int,
         make_policy: MakePolicy = policy_by_settings,
     ) -> tuple[Runtime, Events]:
-        """Open a runtime as `runtime.open` does, inside `evaluating_layers`.
-
-        Args:
-            stack: closes the runtime on exit.
-            draft: the drafter's name; "" for the first.
+        """Open a runtime as `runtime.open` does, inside `evaluating_layers`; `stack` closes it.
 
         Returns: the runtime, and its events, which listen to the workers through `self.events` while it works.
         """
@@ -167,18 +158,10 @@ class LoadedModels:
             # fails again in a run, where it is known which contender failed.
             with suppress(JobError):
                 await warm_up(target, drafter, prices)
-        batch = await bounded_batch(*target, max_batch)
-        runtime = await stack.enter_async_context(
-            running(
-                target,
-                drafter or NGRAM,
-                events=events,
-                prices=prices,
-                max_batch=batch,
-                prefix_cache_bytes=prefix_cache_bytes,
-                make_policy=make_policy,
-            )
-        )
+        options: dict[str, Any] = {"prefix_cache_bytes": prefix_cache_bytes, "make_policy": make_policy}
+        options["max_batch"] = await bounded_batch(*target, max_batch)
+        opening = running(target, drafter or NGRAM, events=events, prices=prices, **options)
+        runtime = await stack.enter_async_context(opening)
         if self.group is not None:
             stack.enter_context(ending_all(self.group, runtime._sessions.fail))
         return runtime, events
@@ -213,11 +196,12 @@ class LoadedModels:
 
     # --- decoding -------------------------------------------------------------------------------
 
-    async def run(self, contender: Contender, prompts: Prompts, length: Length, *, with_prompts: bool) -> Run:
+    async def run(self, contender: Contender, prompts: Prompts, length: Length, *, with_prompts: bool = True) -> Run:
         """Decode some prompts. Without `with_prompts` there is one prompt, and reading it does not count.
 
         Raises:
             JobError: mlx-lm raised.
+            ModelError: likewise in plain decoding, with which everything is compared.
             OutriderError: the runtime raised.
 
         Cancellation: takes effect after the current forward passes.
@@ -231,12 +215,17 @@ class LoadedModels:
         texts: list[list[TimedToken]] = [[] for _ in prompts]
         began = time.perf_counter()
         if contender.engine == "mlx-lm":
-            counts = await self._run_mlx_lm(contender, prompts, length, texts)
+            try:
+                counts = await self._run_mlx_lm(contender, prompts, length, texts)
+            except JobError as error:
+                if contender != PLAIN:
+                    raise
+                raise ModelError(f"mlx-lm cannot decode with the target: {error.__cause__}") from error.__cause__
         else:
             self.record_for(self.drafter(contender.draft))
             with self.evaluating_layers():
                 counts = await self._run_outrider(contender, prompts, length, texts)
-        return run_of(texts, began, counts, with_prompts=with_prompts)
+        return contenders.run_of(texts, began, counts, with_prompts=with_prompts)
 
     # --- this runtime -----------------------------------------------------------------------------
 
@@ -266,7 +255,7 @@ class LoadedModels:
                     nursery.start_soon(read_one, *each)
             statistics += [each.unwrap() for each in done]
         await self._wait_until_idle()
-        return {name: sum(getattr(each, name) for each in statistics) for name in COUNTED}
+        return {name: sum(getattr(each, name) for each in statistics) for name in contenders.COUNTED}
 
     async def _wait_until_idle(self) -> None:
         """Wait until no model works: a drafter may still run a step that nobody needs."""
@@ -287,21 +276,21 @@ class LoadedModels:
         target, worker = self.target.module, self.workers[TARGET]
         if contender.kind == "batched":
             owners: list[int] = []
-            taken = await take_until_cancelled(worker, partial(batched_steps, target, prompts, length, owners))
+            taken = await contenders.take_until_cancelled(
+                worker, partial(contenders.batched_steps, target, prompts, length, owners)
+            )
             for owner, token in zip(owners, taken, strict=True):
                 texts[owner].append(token)
             return {}
         draft = self.drafter(contender.draft)
         module = None if num_draft_tokens == 0 or draft is None else draft[0].module
-        counts = dict.fromkeys(("rounds", "accepted", "rejected"), 0)
+        counts: Counter[str] = Counter(rounds=0, accepted=0, rejected=0)
         for prompt, text in zip(prompts, texts, strict=True):
             options = target, module, prompt, num_draft_tokens, length, self.cache_options
-            text += await take_until_cancelled(worker, partial(mlx_lm_steps, *options))
+            text += await contenders.take_until_cancelled(worker, partial(contenders.mlx_lm_steps, *options))
             flags = [token.from_draft for token in text]
-            rounds, proposed = count_rounds(flags, num_draft_tokens, length.max_tokens)
-            counts["rounds"] += rounds
-            counts["accepted"] += sum(flags)
-            counts["rejected"] += proposed - sum(flags)
+            rounds, proposed = contenders.count_rounds(flags, num_draft_tokens, length.max_tokens)
+            counts.update(rounds=rounds, accepted=sum(flags), rejected=proposed - sum(flags))
         return counts
 
 
@@ -319,22 +308,17 @@ async def load_models(
     stack: AsyncExitStack,
     target: Source,
     drafts: Mapping[str, Source],
-    options: CacheOptions | None = None,
+    options: CacheOptions,
     *,
-    dtype: str | None = None,
-    group: RankGroup | None = None,
-    on_progress: Callable[[str], None] = lambda _: None,
+    dtype: str | None,
+    group: RankGroup | None,
+    on_progress: Callable[[str], None],
 ) -> LoadedModels:
-    """Load a target and its drafters onto threads of their own, which end with `stack`.
+    """Load a target and its drafters onto threads of their own, which end with `stack`; see `Benchmark.measure`.
 
     Args:
         drafts: by name: `ONLY_DRAFT`, or names of several. "ngram" loads nothing; "auto" must find one.
-        dtype: the models are cast to it; None leaves them as they are.
-        group: the ranks that the target is sharded over; None for one machine.
-
-    Raises: SettingsError, ModelError, VocabularyMismatchError, RankError.
     """
-    options = options or CacheOptions()
     target = check_source("target", target)
     sources = {name: check_draft_source(draft) for name, draft in drafts.items() if draft != NGRAM}
     if dtype is not None and any(isinstance(source, tuple) for source in (target, *sources.values())):
@@ -358,13 +342,13 @@ async def load_models(
 
     async def load_draft(stack: AsyncExitStack, source: Source) -> tuple[Source, Worker, AnyModel]:
         worker = await stack.enter_async_context(ThreadWorker("draft", events))
-        return source, worker, (await load_draft_onto(worker, source, options, loaded)).model
+        return source, worker, (await load_draft_onto(worker, source, options, loaded.drafted)).model
 
     for name, source in sources.items():
         on_progress("loading the draft" + ("" if name == ONLY_DRAFT else f" {name}"))
         if source != AUTO_DRAFT:
             drafter = await load_draft(stack, source)
-        elif (found := await load_auto_onto(stack, loaded, load_draft)) is not None:
+        elif (found := await load_auto_onto(stack, loaded.folder, load_draft)) is not None:
             drafter = found
         else:
             raise ModelError(f'draft "{AUTO_DRAFT}" finds none that fits the target, and one is measured; name one')
@@ -383,14 +367,3 @@ async def _cast_on(worker: Worker, model: AnyModel, dtype: str | None) -> None:
         mx.eval(model.module)
 
     await worker.run(Job("load", cast))
-
-
-def _machine() -> dict[str, str]:
-    found = {"device": mx.default_device().type.name, **machine()}
-    if (library := blas.blas_in_use()) is not None:
-        found["linear algebra"] = library
-    if blas.shares_cores():
-        found["BLAS threads"] = (
-            f"{blas.num_usable_cores()} for a model that computes alone, shared by models that compute at the same time"
-        )
-    return found

@@ -7,21 +7,20 @@ Compare only ratios within one such benchmark.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle, islice
 from typing import Any
 
 import attrs
 
 from protocol.errors import SettingsError
 from protocol.settings import MAX_LOOKAHEAD
-from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, plain_text, without_repeats
-from runtime.bench.contenders import BATCHED, Contender, Kind, Length, Lookahead, Prompts
-from runtime.bench.figures import Report, Row
+from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers
+from runtime.bench.contenders import BATCHED, PLAIN, Contender, Kind, Length, Lookahead, Prompts
+from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.loading.demo import STREAM_PROMPTS
-from runtime.terminal.tables import Table
 
 MAX_STREAMS = 256
 
@@ -46,14 +45,8 @@ class ManyStreams(Benchmark):
     """
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=STREAM_PROMPTS, converter=bench_prompts)
-    streams: tuple[int, ...] = attrs.field(
-        default=(1, 2, 4, 8, 16), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
-    )
-    lookaheads: tuple[Lookahead, ...] = attrs.field(
-        default=("auto",),
-        converter=without_repeats,
-        validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
-    )
+    streams: tuple[int, ...] = integers((1, 2, 4, 8, 16), 1, MAX_STREAMS)
+    lookaheads: tuple[Lookahead, ...] = integers(("auto",), 0, MAX_LOOKAHEAD, or_auto=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -64,20 +57,18 @@ class ManyStreams(Benchmark):
         # For each lookahead, the baselines of "at once" come first.
         self.contenders = [*(streams_contender(kind, each) for each in self.lookaheads for kind in OUR_KINDS), BATCHED]
 
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
         """A case for each number of streams, whose texts should be those of mlx-lm's plain decoding."""
         length, alone = Length(self.max_tokens, self.temperature), list[tuple[int, ...]]()
         prompts = prompts[: max(self.streams)]
         for number, prompt in enumerate(prompts, start=1):
             on_progress(f"decoding the reference texts plainly ({number} of {len(prompts)})")
-            alone.append(await plain_text(models, prompt, length))
+            alone += (await models.run(PLAIN, [prompt], length)).texts
 
         def case(streams: int) -> Case:
             name = "1 stream" if streams == 1 else f"{streams} streams"
-            which = [n % len(prompts) for n in range(streams)]
-            return Case(name, self.contenders, [prompts[n] for n in which], length, [alone[n] for n in which])
+            asked, expected = (list(islice(cycle(each), streams)) for each in (prompts, alone))
+            return Case(name, self.contenders, asked, length, expected)
 
         return [case(min(2, max(self.streams)))], list(map(case, self.streams))
 
@@ -105,26 +96,9 @@ class ManyStreams(Benchmark):
         }
 
     def report(self, result: Mapping[str, Any]) -> Report:
-        headings = (
-            *("streams", "", "tokens/s", "× one\nby one", "× in\nturns", "×\nbatched"),
-            *("streams\na pass", "first\ntoken", "same"),
-        )
-        rows = [
-            (
-                str(row["streams"]),
-                _way(row),
-                figures.spread_cell(row),
-                figures.cell(row["vs_one_after_another"], ".2f"),
-                figures.cell(row["vs_in_turns"], ".2f"),
-                figures.cell(row["vs_batched"], ".2f"),
-                figures.cell(row["rows_per_pass"], ".2f"),
-                "–" if row["first_token"] is None else f"{row['first_token'] * 1e3:.0f} ms",
-                figures.same_cell(row),
-            )
-            for row in result["rows"]
-        ]
+        tables = [("Figures", figures.table(result["rows"], _FIGURES, num_labels=2))]
         sections = [("bench", list(figures.about_models(result, "each")))]
-        return Report(sections, [("Figures", Table(headings, rows, 2))], [_NOTE, *figures.failures(result)])
+        return Report(sections, tables, [_NOTE, *figures.failures(result)])
 
 
 def _way(row: Row) -> str:
@@ -133,6 +107,17 @@ def _way(row: Row) -> str:
     return OUR_KINDS[row["kind"]] + ("" if row["lookahead"] == "auto" else f", lookahead {row['lookahead']}")
 
 
+_FIGURES = (
+    column("streams", "streams"),
+    ("", _way),
+    ("tokens/s", figures.spread_cell),
+    column("× one\nby one", "vs_one_after_another", ".2f"),
+    column("× in\nturns", "vs_in_turns", ".2f"),
+    column("×\nbatched", "vs_batched", ".2f"),
+    column("streams\na pass", "rows_per_pass", ".2f"),
+    ("first\ntoken", lambda row: "–" if row["first_token"] is None else f"{row['first_token'] * 1e3:.0f} ms"),
+    ("same", figures.same_cell),
+)
 _NOTE = (
     "Speeds are tokens of all streams per second, from the call to the last token, prompts included: medians over "
     "repeats, with the slowest and the fastest. × one by one: over the same streams one after another on the same "

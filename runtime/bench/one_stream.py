@@ -14,11 +14,10 @@ import attrs
 from actors.mlx.model import MLXModel
 from protocol.open_options import PREFIX_CACHE_BYTES
 from protocol.settings import MAX_LOOKAHEAD
-from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, plain_text, without_repeats
-from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Length, Lookahead, Prompts, Run
-from runtime.bench.figures import Report, Row
+from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers, without_repeats
+from runtime.bench.contenders import PLAIN, PLAIN_ON_RANKS, Contender, Length, Lookahead, Prompts
+from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import ONLY_DRAFT, LoadedModels
 from runtime.terminal.tables import Table
 
@@ -37,14 +36,8 @@ class OneStream(Benchmark):
 
     with_prompts = False
     prefix_cache_bytes = PREFIX_CACHE_BYTES
-    num_draft_tokens: tuple[int, ...] = attrs.field(
-        default=tuple(range(1, 9)), converter=without_repeats, validator=validator(check_integers, 1, MAX_LOOKAHEAD)
-    )
-    lookaheads: tuple[Lookahead, ...] = attrs.field(
-        default=(0, 1, 2, 3, 4, 6, 8, "auto"),
-        converter=without_repeats,
-        validator=validator(check_integers, 0, MAX_LOOKAHEAD, or_auto=True),
-    )
+    num_draft_tokens: tuple[int, ...] = integers(tuple(range(1, 9)), 1, MAX_LOOKAHEAD)
+    lookaheads: tuple[Lookahead, ...] = integers((0, 1, 2, 3, 4, 6, 8, "auto"), 0, MAX_LOOKAHEAD, or_auto=True)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()
@@ -57,20 +50,11 @@ class OneStream(Benchmark):
 
         Args:
             drafts: names of the drafters; "" for a single one.
-            mlx_lm_drafts: those that mlx-lm can also speculate with.
-            is_on_ranks: whether the target is sharded over ranks, where mlx-lm's decoding is left out.
+            mlx_lm_drafts: those that mlx-lm can also speculate with. It does not decode on ranks.
         """
-        plain = PLAIN_ON_RANKS if is_on_ranks else PLAIN
-        of_mlx_lm = [
-            Contender("mlx-lm", k, draft=draft)
-            for draft in ([] if is_on_ranks else mlx_lm_drafts)
-            for k in self.num_draft_tokens
-        ]
-        ours = [
-            Contender("outrider", lookahead, draft="" if lookahead == 0 else draft)
-            for draft in drafts
-            for lookahead in self.lookaheads
-        ]
+        plain, mlx_lm_drafts = (PLAIN_ON_RANKS, ()) if is_on_ranks else (PLAIN, mlx_lm_drafts)
+        of_mlx_lm = [Contender("mlx-lm", k, draft=draft) for draft in mlx_lm_drafts for k in self.num_draft_tokens]
+        ours = [Contender("outrider", k, draft="" if k == 0 else draft) for draft in drafts for k in self.lookaheads]
         return list(without_repeats([plain, *of_mlx_lm, *ours]))
 
     def _contenders_with(self, models: LoadedModels) -> Sequence[Contender]:
@@ -78,9 +62,7 @@ class OneStream(Benchmark):
         of_mlx_lm = [name for name in names if isinstance(models.models.get(name or ONLY_DRAFT), MLXModel)]
         return self.contenders_of(names, of_mlx_lm, is_on_ranks=models.group is not None)
 
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
         """A case for each turn. The answers before it are those of plain decoding, for all contenders."""
         cases, num_turns = list[Case](), len(self._kinds)
         ends = frozenset(getattr(models.tokenizer, "eos_token_ids", ()))
@@ -90,8 +72,8 @@ class OneStream(Benchmark):
             for turn in range(len(prompt.turns)):
                 if turn > 0:
                     on_progress(f"answering turn {turn} of prompt {number} plainly")
-                    answer = await plain_text(models, cases[-1].prompts[0], length, self.contenders[0])
-                    answers.append(models.tokenizer.decode([token for token in answer if token not in ends]))
+                    plain = await models.run(self.contenders[0], cases[-1].prompts, length)
+                    answers.append(models.tokenizer.decode([token for token in plain.texts[0] if token not in ends]))
                 text = prompt.at(turn, answers, has_template=models.has_template)
                 encoded = models.encoded([text], self.max_tokens)
                 cases.append(Case(f"prompt {len(cases) + 1} of {num_turns}", self.contenders, encoded, length))
@@ -145,8 +127,11 @@ class OneStream(Benchmark):
 
     def _of_kind(self, contender: Contender, cases: Sequence[int]) -> Row:
         """Medians over the prompts of a kind, ratios with quartiles, and who proposed the tokens of the texts."""
-        pairs = [(self._speed(self.contenders[0], case), self._speed(contender, case)) for case in cases]
-        measured = [(plain, ours) for plain, ours in pairs if plain and ours]
+        speeds = [
+            [self.value(list(self.runs(each, [case]).values())) for each in (self.contenders[0], contender)]
+            for case in cases
+        ]
+        measured = [(plain, ours) for plain, ours in speeds if plain and ours]
         ratios = [ours / plain for plain, ours in measured]
         low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else (None, None, None)
         runs = self.runs(contender, cases).values()
@@ -167,52 +152,49 @@ class OneStream(Benchmark):
             **self.same_texts(contender, cases),
         }
 
-    def _speed(self, contender: Contender, case: int) -> float | None:
-        runs: list[Run] = list(self.runs(contender, [case]).values())
-        return self.value(runs)
-
     def report(self, result: Mapping[str, Any]) -> Report:
-        headings = ("", "tokens/s", "× plain", "× best", "accepted", "a\nround", "same")
-        rows = [
-            (
-                row["name"],
-                figures.spread_cell(row),
-                figures.cell(row["vs_plain"], ".2f"),
-                figures.cell(row["vs_best_speculative"], ".2f"),
-                figures.cell(row["acceptance"], ".0%"),
-                figures.cell(row["tokens_per_round"], ".2f"),
-                figures.same_cell(row),
-            )
-            for row in result["rows"]
-        ]
-        tables = [("Figures", Table(headings, rows))]
+        tables = [("Figures", figures.table(result["rows"], _FIGURES))]
         if result["categories"]:
             tables.append(("By kind of text", _by_kind(result["categories"])))
         sections = [("bench", list(figures.about_models(result, result["num_prompts"])))]
         return Report(sections, tables, [*_notes(result), *figures.failures(result)])
 
 
+_FIGURES = (
+    column("", "name"),
+    ("tokens/s", figures.spread_cell),
+    column("× plain", "vs_plain", ".2f"),
+    column("× best", "vs_best_speculative", ".2f"),
+    column("accepted", "acceptance", ".0%"),
+    column("a\nround", "tokens_per_round", ".2f"),
+    ("same", figures.same_cell),
+)
+
+
+def _ratio_cell(row: Row) -> str:
+    quartiles = "" if row["ratio_low"] is None else f" ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"
+    return "–" if row["ratio"] is None else f"{row['ratio']:.2f}{quartiles}"
+
+
+_BY_KIND = (
+    column("texts", "num_prompts"),
+    column("plain", "plain", ".1f"),
+    column("ours", "ours", ".1f"),
+    ("× plain", _ratio_cell),
+    column("accepted\na pass", "accepted_per_pass", ".2f"),
+    column("drafted", "from_drafter", ".0%"),
+    column("copied", "from_copies", ".0%"),
+    ("same", figures.same_cell),
+)
+
+
 def _by_kind(rows: Sequence[Row]) -> Table:
     several = len({row["name"] for row in rows}) > 1
-    headings = ("", "texts", "plain", "ours", "× plain", "accepted\na pass", "drafted", "copied", "same")
-    return Table(
-        headings,
-        [
-            (
-                f"{row['category']}, {row['name'].removeprefix('outrider ')}" if several else row["category"],
-                str(row["num_prompts"]),
-                figures.cell(row["plain"], ".1f"),
-                figures.cell(row["ours"], ".1f"),
-                figures.cell(row["ratio"], ".2f")
-                + ("" if row["ratio_low"] is None else f" ({row['ratio_low']:.2f}–{row['ratio_high']:.2f})"),
-                figures.cell(row["accepted_per_pass"], ".2f"),
-                figures.cell(row["from_drafter"], ".0%"),
-                figures.cell(row["from_copies"], ".0%"),
-                figures.same_cell(row),
-            )
-            for row in rows
-        ],
-    )
+
+    def kind(row: Row) -> str:
+        return f"{row['category']}, {row['name'].removeprefix('outrider ')}" if several else str(row["category"])
+
+    return figures.table(rows, [("", kind), *_BY_KIND])
 
 
 def _notes(result: Mapping[str, Any]) -> Iterator[str]:

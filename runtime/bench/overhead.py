@@ -10,19 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
-from mlx.nn.layers.base import Module
 
-from protocol.validation import check_integers, validator
 from runtime.bench import figures
-from runtime.bench.benchmark import Benchmark, Case, Progress, without_repeats
+from runtime.bench.benchmark import Benchmark, Case, Cases, Progress, integers
 from runtime.bench.contenders import BATCHED, Contender, Length, Prompts, Run
-from runtime.bench.figures import Report, Row
+from runtime.bench.figures import Report, Row, column
 from runtime.bench.loaded_models import LoadedModels
 from runtime.bench.many_streams import MAX_STREAMS
 from runtime.bench.prompt_files import BenchPrompt, bench_prompts
 from runtime.bench.small_models import VOCAB_SIZE, small_model
 from runtime.loading.model_sources import Source
-from runtime.terminal.tables import Table
 
 NUM_PROMPT_TOKENS = 8
 PROMPTS = tuple(
@@ -49,19 +46,17 @@ class Overhead(Benchmark):
 
     prompts: tuple[BenchPrompt, ...] = attrs.field(default=PROMPTS, converter=bench_prompts, init=False)
     max_tokens: int = attrs.field(default=128, validator=attrs.fields(Benchmark).max_tokens.validator)
-    streams: tuple[int, ...] = attrs.field(
-        default=(1, 4, 16, 64), converter=without_repeats, validator=validator(check_integers, 1, MAX_STREAMS)
-    )
+    streams: tuple[int, ...] = integers((1, 4, 16, 64), 1, MAX_STREAMS)
     contenders: Sequence[Contender] = attrs.field(init=False, default=CONTENDERS)
 
     async def measure(self, *_: Source, on_progress: Progress = lambda _: None, **__: object) -> dict[str, Any]:
         """Have every contender decode every number of streams, in turn, with models of its own."""
-        models = (smallest_model(0), None), (smallest_model(1), None)
-        return await super().measure(*models, on_progress=on_progress)
+        # Their passes take hardly any time.
+        shape = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+        target, draft = ((small_model("llama", seed, **shape), None) for seed in range(2))
+        return await super().measure(target, draft, on_progress=on_progress)
 
-    async def _prepare(
-        self, models: LoadedModels, prompts: Prompts, on_progress: Progress
-    ) -> tuple[list[Case], list[Case]]:
+    async def _prepare(self, models: LoadedModels, prompts: Prompts, on_progress: Progress) -> Cases:
         length = Length(self.max_tokens)
         cases = [Case(f"{n} at once", contenders_of(n), prompts[:n], length) for n in self.streams]
         return cases, cases
@@ -88,10 +83,6 @@ class Overhead(Benchmark):
         }
 
     def report(self, result: Mapping[str, Any]) -> Report:
-        rows = [
-            (str(row["streams"]), row["name"], figures.spread_cell(row), figures.cell(row["vs_mlx_lm"], ".2f"))
-            for row in result["rows"]
-        ]
         about = [
             ("texts", f"of {result['max_tokens']} tokens, greedy, after short prompts"),
             *figures.about_run(result),
@@ -101,15 +92,16 @@ class Overhead(Benchmark):
             "fastest and the slowest. The model has one layer of width 32, so that nearly all of this is Python. × "
             "mlx-lm: over generate_step for one stream, over BatchGenerator for more."
         )
-        table = Table(("streams", "", "µs a token", "× mlx-lm"), rows, 2)
+        columns = (
+            column("streams", "streams"),
+            column("", "name"),
+            ("µs a token", figures.spread_cell),
+            column("× mlx-lm", "vs_mlx_lm", ".2f"),
+        )
+        table = figures.table(result["rows"], columns, num_labels=2)
         return Report([("bench", about)], [("Figures", table)], [note, *figures.failures(result)])
 
 
 def contenders_of(streams: int) -> list[Contender]:
     """Those that decode a number of streams: `generate_step` decodes one."""
     return [each for each in CONTENDERS if streams == 1 or each != STEP_BY_STEP]
-
-
-def smallest_model(seed: int) -> Module:
-    """A language model whose passes take hardly any time, evaluated on this thread."""
-    return small_model("llama", seed, num_hidden_layers=1, hidden_size=32, intermediate_size=64, head_dim=16)

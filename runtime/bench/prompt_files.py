@@ -22,15 +22,11 @@ _BUNDLED_FILE = Path(__file__).parent / "prompts.jsonl"
 
 @attrs.frozen
 class BenchPrompt:
-    """A prompt, or what a user says in each turn of a conversation.
-
-    Attributes:
-        is_chat: whether turns are messages of a user. Without a chat template they are texts to continue.
-    """
+    """A prompt, or what a user says in each turn of a conversation."""
 
     turns: tuple[Any, ...]  # a text, token ids or chat messages; of a conversation, texts
     category: str = ""  # figures are also shown by category; may be empty
-    is_chat: bool = False
+    is_chat: bool = False  # whether turns are messages of a user; without a chat template they are texts to continue
 
     @property
     def has_answers(self) -> bool:
@@ -41,20 +37,15 @@ class BenchPrompt:
         """The prompt of a turn, after the answers to those before it."""
         if not self.is_chat:
             return self.turns[turn]
+        said = [text for pair in zip(self.turns, answers, strict=False) for text in pair] + [self.turns[turn]]
         if not has_template:
-            said = [text for pair in zip(self.turns, answers, strict=False) for text in pair]
-            return "\n\n".join([*said, self.turns[turn]])
-        messages = [
-            {"role": role, "content": text}
-            for pair in zip(self.turns, answers, strict=False)
-            for role, text in zip(("user", "assistant"), pair, strict=True)
-        ]
-        return [*messages, {"role": "user", "content": self.turns[turn]}]
+            return "\n\n".join(said)
+        return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
 
 
 def bench_prompts(prompts: Iterable[BenchPrompt | str | Sequence[int]]) -> tuple[BenchPrompt, ...]:
     """Prompts as `BenchPrompt`; texts and token ids are wrapped."""
-    return tuple([prompt if isinstance(prompt, BenchPrompt) else BenchPrompt((prompt,)) for prompt in prompts])
+    return tuple(prompt if isinstance(prompt, BenchPrompt) else BenchPrompt((prompt,)) for prompt in prompts)
 
 
 def read_prompts(file: str) -> list[BenchPrompt]:
@@ -79,13 +70,12 @@ def read_prompts(file: str) -> list[BenchPrompt]:
 
 
 def _prompt_of(found: Any, where: str) -> BenchPrompt:
+    category = str(found.get("category", "")) if isinstance(found, dict) else ""
     match found:
-        case str(text):
-            return BenchPrompt((text,))
         case {"turns": [str(), *_] as turns} if all(isinstance(turn, str) for turn in turns):
-            return BenchPrompt(tuple(turns), str(found.get("category", "")), is_chat=True)
+            return BenchPrompt(tuple(turns), category, is_chat=True)
         case {"messages": [dict(), *_] as messages}:
-            return BenchPrompt((messages,), str(found.get("category", "")))
-        case {"prompt": str(text)}:
-            return BenchPrompt((text,), str(found.get("category", "")))
+            return BenchPrompt((messages,), category)
+        case str(text) | {"prompt": str(text)}:
+            return BenchPrompt((text,), category)
     raise PromptError(f'{where} is no prompt; an object has "prompt", "messages" or "turns" (a list of texts)')

@@ -39,11 +39,6 @@ class Shape:
     family: str
     arguments: Mapping[str, Any]
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return int(self.arguments["num_hidden_layers"])
-
     def lazy_model(self, seed: int, dtype: str, quantization: Mapping[str, Any] | None, **arguments: int) -> Module:
         """A model of this shape, except for some arguments, with weights that are not evaluated yet."""
         model = drawn_model(self.family, seed, **{**self.arguments, **arguments})
@@ -138,19 +133,19 @@ def shaped_pair(
     drafter: str = DRAFTERS[0],
     memory_bytes: int | None = None,
 ) -> tuple[ShapedModel, ShapedModel]:
-    """A target and its drafter, evaluated on this thread.
+    """A target and its drafter, evaluated on this thread. If they do not fit, the target has fewer layers.
 
     Args:
         name: name of the target's shape, in `SHAPES`.
         acceptance: how often a guess of the drafter is right, in [0, 1].
         quantization, draft_quantization: `bits`, `group_size` and `mode` of the weights; None leaves them.
         drafter: its kind, one of `DRAFTERS`.
-        memory_bytes: memory of the device; None asks it. If the two models do not fit, the target has fewer layers.
+        memory_bytes: memory of the device; None asks it.
 
     Raises: ModelError: no layer of the target fits.
     """
     shape = SHAPES[name]
-    vocab_size = shape.arguments["vocab_size"]
+    vocab_size, all_layers = shape.arguments["vocab_size"], shape.arguments["num_hidden_layers"]
     if drafter == "layer":
         # A hybrid's MTP layer has full attention.
         layers = {"num_hidden_layers": 1} | dict.fromkeys({"full_attention_interval"} & shape.arguments.keys(), 1)
@@ -159,7 +154,7 @@ def shaped_pair(
         of_its_own = TINY_DRAFTER if name == "tiny" else DRAFTER
         draft = of_its_own.lazy_model(1, dtype, draft_quantization, vocab_size=vocab_size)
     room = MAX_PART_OF_MEMORY * (device_memory() if memory_bytes is None else memory_bytes) - _num_bytes(draft)
-    target, num_layers = shape.lazy_model(0, dtype, quantization), shape.num_layers
+    target, num_layers = shape.lazy_model(0, dtype, quantization), all_layers
     while _num_bytes(target) > room:
         num_layers -= 1
         if num_layers == 0:
@@ -171,26 +166,21 @@ def shaped_pair(
     successors = (mx.arange(vocab_size) + STRIDE) % vocab_size
     is_wrong = mx.random.uniform(shape=(vocab_size,), key=mx.random.key(2)) >= acceptance
     guesses = (successors + is_wrong) % vocab_size
-    cut = "" if num_layers == shape.num_layers else f", {num_layers} of {shape.num_layers} layers, for lack of memory"
+    cut = "" if num_layers == all_layers else f", {num_layers} of {all_layers} layers, for lack of memory"
     drafter_name = "one layer" if drafter == "layer" else "tiny" if name == "tiny" else drafter
+    target_bits, draft_bits = (
+        dtype if each is None else f"{each['bits']} bits" for each in (quantization, draft_quantization)
+    )
+    guessing = f"guesses right with probability {acceptance:g}"
     pair = (
-        ShapedModel(target, successors, f"{name} ({_in_words(dtype, quantization)}, random weights{cut})"),
-        ShapedModel(
-            draft,
-            guesses,
-            f"{drafter_name} ({_in_words(dtype, draft_quantization)}, random weights, guesses "
-            f"right with probability {acceptance:g})",
-        ),
+        ShapedModel(target, successors, f"{name} ({target_bits}, random weights{cut})"),
+        ShapedModel(draft, guesses, f"{drafter_name} ({draft_bits}, random weights, {guessing})"),
     )
     for model in pair:
         # One by one, since each is drawn in float32.
         for _, weight in weights_of(model):
             mx.eval(weight)
     return pair
-
-
-def _in_words(dtype: str, quantization: Mapping[str, Any] | None) -> str:
-    return dtype if quantization is None else f"{quantization['bits']} bits"
 
 
 def _num_bytes(model: Module) -> int:

@@ -128,18 +128,16 @@ class WrappedModel(Module):
         return self.model.args
 
     @property
-    def layers(self) -> list[Module]:
+    def layers(self) -> Any:
         """The model's layers."""
-        layers: list[Module] = self.model.layers
-        return layers
+        return self.model.layers
 
     def make_cache(self) -> list[Any]:
         """The model's caches."""
         return make_prompt_cache(self.model)
 
-    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-        logits: mx.array = self.model(inputs, cache=cache)
-        return logits
+    def __call__(self, inputs: mx.array, cache: Any = None) -> Any:
+        return self.model(inputs, cache=cache)
 
 
 def weights_of(model: Module) -> list[tuple[str, mx.array]]:

@@ -10,9 +10,10 @@ import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import attrs
 import outcome
 import trio
 
@@ -28,19 +29,16 @@ CALLER_CHECK_INTERVAL_S = 0.2
 
 
 class Future(Protocol[T]):
-    """A result that a caller waits for and trio's thread sets, such as an `asyncio.Future`."""
+    """A result that a caller waits for and trio's thread sets, once, such as an `asyncio.Future`."""
 
     def done(self) -> bool:
         """Whether the result was set."""
-        ...
 
     def result(self) -> T:
         """The result; only after `done`."""
-        ...
 
     def set_result(self, result: T, /) -> None:
-        """Set the result; once."""
-        ...
+        """Set the result."""
 
 
 class TrioThread(ABC):
@@ -48,34 +46,23 @@ class TrioThread(ABC):
 
     Subclasses say how callers wait: `AioThread` for an asyncio loop, `SyncThread` for plain threads, whose coroutines
     block. The thread ends by itself soon after its callers are gone.
-
-    Attributes:
-        runtime: the open runtime, once the thread has started.
-        nursery: for background tasks; cancelled after the runtime was closed.
-        has_left: whether the runtime was closed and its actors have ended.
-        face: the module whose callers these are, "aio" or "sync".
-        consumer: what reads a stream, and
-        how_to_close: the call that closes one; both for messages.
-        may_await: whether async functions of a user are awaited.
-        interruption: what a caller that waits is cancelled or interrupted with.
     """
 
-    face: ClassVar[str]
-    consumer: ClassVar[str]
-    how_to_close: ClassVar[str]
-    may_await: ClassVar[bool]
-    interruption: ClassVar[type[BaseException]]
-    runtime: Runtime
-    nursery: trio.Nursery
+    face: ClassVar[str]  # the module whose callers these are, "aio" or "sync"
+    consumer: ClassVar[str]  # what reads a stream, and
+    how_to_close: ClassVar[str]  # the call that closes one; both for messages
+    may_await: ClassVar[bool]  # whether async functions of a user are awaited
+    interruption: ClassVar[type[BaseException]]  # with which a caller that waits is cancelled or interrupted
+    runtime: Runtime  # once the thread has started
+    nursery: trio.Nursery  # for background tasks; cancelled after the runtime was closed
+    has_left = False  # whether the runtime was closed and its actors have ended
+    _token: trio.lowlevel.TrioToken | None = None
+    _is_stopping = _is_entered = False
 
     def __init__(self, open_runtime: Callable[[], AbstractAsyncContextManager[Runtime]]) -> None:
         """The thread is not started yet. `open_runtime` is called in the trio loop."""
         self._open_runtime = open_runtime
-        self._token: trio.lowlevel.TrioToken | None = None
         self._scope = trio.CancelScope()
-        self._is_stopping = False
-        self._is_entered = False
-        self.has_left = False
         self._is_exit_requested = trio.Event()
         self._started: Future[None] = self.make_future()
         self._ended: Future[None] = self.make_future()
@@ -167,16 +154,19 @@ class TrioThread(ABC):
         """Start to close the runtime, from any thread; harmless if that was done."""
         self._is_stopping = True
         if self._token is not None:
-            with suppress(trio.RunFinishedError):
-                self.run_soon(self._request_exit)
+            self.run_soon(self._request_exit)
 
-    def run_soon(self, function: Callable[[], object]) -> None:
+    def run_soon(self, function: Callable[[], object]) -> bool:
         """Call a function in the trio loop, from any thread; in the order of these calls. It must not raise.
 
-        Raises: trio.RunFinishedError: the loop has ended, and the function will not be called.
+        Returns: False if the loop has ended, and the function will not be called.
         """
         assert self._token is not None, "not started"
-        self._token.run_sync_soon(function)
+        try:
+            self._token.run_sync_soon(function)
+        except trio.RunFinishedError:
+            return False
+        return True
 
     # --- in trio's thread -------------------------------------------------------------------------
 
@@ -222,29 +212,22 @@ class TrioThread(ABC):
 
 
 class Call(Generic[T]):
-    """A call of a function in trio's thread.
+    """A call of a function in trio's thread."""
 
-    Attributes:
-        done: resolved once the function has returned, raised or been cancelled.
-        value: what it has returned; None before that.
-        error: what it has raised instead.
-    """
+    value: T | None = None  # what it has returned
+    error: BaseException | None = None  # what it has raised instead
 
     def __init__(self, thread: TrioThread, function: Callable[[], Any]) -> None:
         """Functions are called soon, in the order of the calls; a coroutine goes on in a task of its own.
 
         Raises: RuntimeClosedError: trio's loop has ended.
         """
-        self.value: T | None = None
-        self.error: BaseException | None = None
-        self.done: Future[None] = thread.make_future()
+        self.done: Future[None] = thread.make_future()  # resolved once there is a value or an error
         self._thread = thread
         self._function: Callable[[], Any] | None = function
         self._scope = trio.CancelScope()
-        try:
-            thread.run_soon(self._start)
-        except trio.RunFinishedError:
-            raise RuntimeClosedError(CLOSED) from None
+        if not thread.run_soon(self._start):
+            raise RuntimeClosedError(CLOSED)
 
     async def result(self) -> T:
         """Wait, and return the value. Raises: the error. An interruption leaves the function running."""
@@ -259,8 +242,7 @@ class Call(Generic[T]):
 
     def cancel(self) -> None:
         """Cancel the coroutine soon; harmless once it is done. For any thread."""
-        with suppress(trio.RunFinishedError):
-            self._thread.run_soon(self._scope.cancel)
+        self._thread.run_soon(self._scope.cancel)
 
     def _start(self) -> None:
         assert self._function is not None
@@ -292,31 +274,18 @@ class Call(Generic[T]):
             self._thread.resolve(self.done)
 
 
+@attrs.frozen(eq=False)
 class Portal:
     """A caller's access to a runtime in trio's thread.
 
     The thread stops once the portal is dropped: the handles refer to it, and nothing in trio's thread does.
     """
 
-    def __init__(self, thread: TrioThread, runtime: Runtime) -> None:
-        self.thread = thread
-        self.runtime = runtime
+    thread: TrioThread
+    runtime: Runtime
 
     def __del__(self) -> None:
         self.thread.stop()
-
-    def begin(self, function: Callable[[], T]) -> Call[T]:
-        """Call a function in trio's thread, without waiting. Raises: RuntimeClosedError: it has ended."""
-        return Call(self.thread, function)
-
-    def start(self, function: Callable[[], Coroutine[Any, Any, T]]) -> Call[T]:
-        """As `begin`, for an async function."""
-        return Call(self.thread, function)
-
-    def post(self, function: Callable[[], object]) -> None:
-        """Call a function that must not raise in trio's thread, unless that has ended."""
-        with suppress(trio.RunFinishedError):
-            self.thread.run_soon(function)
 
     async def call(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Call an async function in trio's thread, and wait for its result.
@@ -326,7 +295,7 @@ class Portal:
         Cancellation: cancels the function, and is raised once that has ended; a second Ctrl-C is raised at once.
         """
         self.check_open()
-        call = self.start(function)
+        call = Call[T](self.thread, function)
         interruption: BaseException | None = None
         while not call.done.done():
             try:

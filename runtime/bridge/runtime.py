@@ -22,7 +22,7 @@ from runtime.engine import opening
 from runtime.engine.runtime import Health, Memory
 from runtime.engine.runtime import Runtime as TrioRuntime
 from runtime.generation.conversation import Conversation as TrioConversation
-from runtime.generation.conversation import Message, turn_settings
+from runtime.generation.conversation import Message, calls_without_results, turn_settings
 from runtime.generation.many_prompts import (
     C,
     ManyPrompt,
@@ -38,9 +38,7 @@ from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SessionFile
 from runtime.generation.token_stream import TokenStream as TrioTokenStream
 from runtime.generation.tool_calls.events import ToolCall
-from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, FunctionCaller, Functions
-from runtime.generation.tool_calls.messages import calls_without_results
-from runtime.generation.tool_calls.tools import StreamArguments, split_tools
+from runtime.generation.tool_calls.tools import MAX_TOOL_ROUNDS, Functions, StreamArguments, split_tools
 from runtime.loading.model_sources import Source
 
 
@@ -60,10 +58,10 @@ class Conversation:
         The functions are called in the caller's thread or loop.
         """
         self._portal = portal
-        self._caller = FunctionCaller(functions)
+        self._functions = functions
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._make = make
-        self._made: Call[TrioConversation] = portal.begin(make if conversation is None else lambda: conversation)
+        self._made = Call[TrioConversation](portal.thread, make if conversation is None else lambda: conversation)
         self._last: weakref.ref[TokenStream] | None = None  # weak, since dropping the stream is a way to end it
 
     def __repr__(self) -> str:
@@ -135,7 +133,7 @@ class Conversation:
         """
         self._portal.thread.check_caller()
         self._check_idle("call its tools")
-        results = await self._caller.results(self.pending_calls, self._portal.thread.call_function)
+        results = await self._functions.results(self.pending_calls, self._portal.thread.call_function)
         if results:
             self._made.result_now().add_results(results)
         return bool(results)
@@ -151,7 +149,7 @@ class Conversation:
         """Forget everything but the system message. Raises: as `save`."""
         self._portal.thread.check_caller()
         self._check_idle("forget what was said")
-        self._made, self._last = self._portal.begin(self._make), None
+        self._made, self._last = Call(self._portal.thread, self._make), None
 
     async def made(self) -> None:
         """Wait until the conversation was made. Raises: what its chat template does not accept."""
@@ -167,7 +165,7 @@ class Conversation:
         return stream is not None and not stream.is_closed
 
     def _check_idle(self, what: str) -> None:
-        self._caller.check_idle(what, self._is_answering, self._portal.thread.how_to_close)
+        self._functions.check_idle(what, self._is_answering, self._portal.thread.how_to_close)
 
 
 P = ParamSpec("P")

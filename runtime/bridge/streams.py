@@ -40,7 +40,7 @@ class Handle(Generic[S]):
         """
         self._portal = portal
         self._in_use = threading.Lock()
-        self._begun: Call[S] = portal.begin(begin)
+        self._begun = Call[S](portal.thread, begin)
         self._is_closed = False
 
     def __del__(self) -> None:
@@ -86,6 +86,11 @@ class Handle(Generic[S]):
             self._is_closed = True
             self._post(lambda stream: stream.close())
 
+    async def _ask(self, ask: Callable[[S], Awaitable[T]]) -> T:
+        """The result of a coroutine of the stream, once that has begun."""
+        stream = await self._begun.result()
+        return await Call[T](self._portal.thread, lambda: ask(stream)).result()
+
     def _post(self, do: Callable[[S], None]) -> None:
         """Have `do` called with the stream, in trio's thread; not if it could not be begun."""
         begun = self._begun  # alone: nothing in trio's thread may refer to this handle
@@ -94,7 +99,7 @@ class Handle(Generic[S]):
             if begun.value is not None:
                 do(begun.value)
 
-        self._portal.post(do_if_begun)
+        self._portal.thread.run_soon(do_if_begun)
 
 
 class StreamState(ABC):
@@ -158,9 +163,9 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
 
     def __del__(self) -> None:
         # A stream that could not be begun is closed.
-        is_dropped_unread = not self._is_closed and self._is_unread and self._is_open
+        was_open = not self._is_closed and self._begun.error is None and (self._stream is None or self._stream.is_open)
         super().__del__()
-        if is_dropped_unread:
+        if was_open and self._is_unread:
             warn_unread(self, self._portal.thread.how_to_close)
 
     async def __anext__(self) -> Token:
@@ -222,17 +227,16 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
     def _stream(self) -> TrioTokenStream | None:
         return self._begun.value
 
-    @property
-    def _is_open(self) -> bool:
-        return self._begun.error is None and (self._stream is None or self._stream.is_open)
-
     async def _next(self) -> Token | None:
         if self._stream is None:
             await self.opened()
         stream = self._stream
         assert stream is not None
         if stream.needs_commits and not self._is_closed:
-            await self._receive_commits(stream)
+            try:
+                await Call[None](self._portal.thread, stream.receive_all).result()
+            except RuntimeClosedError:
+                stream.receive_rest()
         else:
             # One pass of the loop for each token, even if several arrived at once.
             await self._portal.thread.pause()
@@ -242,12 +246,6 @@ class TokenStream(StreamState, Handle[TrioTokenStream]):
             if stream.is_closed or stream.finish_reason is not None:
                 self._close()
         return token
-
-    async def _receive_commits(self, stream: TrioTokenStream) -> None:
-        try:
-            await self._portal.start(stream.receive_all).result()
-        except RuntimeClosedError:
-            stream.receive_rest()
 
     def _close(self) -> None:
         if not self._is_closed and self._stream is not None:
@@ -265,16 +263,8 @@ class Completions(Handle[TrioCompletions[C]], Generic[C]):
 
     def __await__(self) -> Generator[Any, None, list[C]]:
         """All completions, in the order of the prompts; see `runtime.Completions.__await__`."""
-        return self._receive(self._gather).__await__()
+        return self._receive(lambda: self._ask(lambda completions: completions.gather())).__await__()
 
     async def __anext__(self) -> tuple[int, C]:
         """The next finished completion, with the index of its prompt. Raises: as when awaited."""
-        return await self._receive(self._next)
-
-    async def _gather(self) -> list[C]:
-        completions = await self._begun.result()
-        return await self._portal.start(completions.gather).result()
-
-    async def _next(self) -> tuple[int, C]:
-        completions = await self._begun.result()
-        return await self._portal.start(completions.__anext__).result()
+        return await self._receive(lambda: self._ask(lambda completions: completions.__anext__()))

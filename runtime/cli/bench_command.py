@@ -193,12 +193,10 @@ def _shaped(arguments: argparse.Namespace, models: Models) -> Callable[[], tuple
         raise must_be("--shape", f"one of {', '.join(SHAPES)}", arguments.shape)
     if (drafter := arguments.draft_shape or DRAFTERS[0]) not in DRAFTERS:
         raise must_be("--draft-shape", f"one of {', '.join(DRAFTERS)}", drafter)
-    quantizations = []
-    for model in (models.target, models.draft):
-        spec = model if isinstance(model, ModelSpec) else None
-        if spec is not None and not attrs.evolve(spec, quantize=None).is_plain:
-            raise SettingsError("of the flags that load models, --shape takes --quantize and --draft-quantize only")
-        quantizations.append(None if spec is None else spec.quantization)
+    specs = [model if isinstance(model, ModelSpec) else None for model in (models.target, models.draft)]
+    if not all(spec is None or attrs.evolve(spec, quantize=None).is_plain for spec in specs):
+        raise SettingsError("of the flags that load models, --shape takes --quantize and --draft-quantize only")
+    quantizations = [None if spec is None else spec.quantization for spec in specs]
     acceptance = ACCEPTANCE if arguments.acceptance is None else arguments.acceptance
     check_number("--acceptance", acceptance, 0, 1)
     if (dtype := getattr(arguments, "dtype", None) or "bfloat16") not in DTYPES:
@@ -269,13 +267,10 @@ def _print(report: Report) -> None:
     with printing() as console:
         show_sections(console, report.sections)
         for title, table in report.tables:
-            console.print()
-            if len(report.tables) > 1:
-                console.print(title, style="bold")
+            console.print(f"\n{title}" if len(report.tables) > 1 else "", style="bold")
             show_table(console, table)
         for note in report.notes:
-            console.print()
-            console.print(note, markup=False)
+            console.print(f"\n{note}", markup=False)
 
 
 COMMAND = Command(

@@ -19,7 +19,7 @@ import trio
 from protocol.errors import OutriderError, PromptError, RuntimeBrokenError, RuntimeClosedError
 from protocol.reprs import shown
 from runtime.cli.arguments.models import add_models, models_of
-from runtime.cli.arguments.settings import add_settings, check_template_flags, limit_of, settings_of, with_tokens_of
+from runtime.cli.arguments.settings import add_settings, completed, limit_of, settings_of
 from runtime.cli.command import Command, follow_target
 from runtime.cli.flags import in_flags
 from runtime.terminal.chat_input import BLOCK, ChatSignals, LineReader, SignalWhileTyping
@@ -71,10 +71,9 @@ def chat(arguments: argparse.Namespace) -> CommandOutcome:
 
     async def talk() -> None:
         async with models.open(settings, trace=display.on_event) as runtime:
-            check_template_flags(arguments, runtime.tokenizer)
-            completed = limit_of(runtime.tokenizer) | with_tokens_of(runtime.tokenizer, settings)
-            conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **completed)
-            chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, completed)
+            given = limit_of(runtime.tokenizer) | completed(settings, arguments, runtime.tokenizer)
+            conversation = runtime.conversation(system=arguments.system, thinking=arguments.thinking, **given)
+            chat = Chat(runtime, conversation, lines, output, signals, arguments.stats, given)
             display.clear()
             await chat.take_turns()
 
@@ -117,8 +116,12 @@ class Chat:
                 line = self._typed()
                 if line is None:
                     return
+                is_command = line.startswith("/") and "\n" not in line
                 with self._signals.stopping(), warnings_at_the_end():
-                    await self._take_turn(line)
+                    if is_command and not line.startswith("//"):
+                        await self._run_command(line)
+                    else:
+                        await self.answer(line[1:] if is_command else line)
             except (RuntimeBrokenError, RuntimeClosedError, OutputError):
                 raise
             except OutriderError as error:
@@ -146,13 +149,6 @@ class Chat:
                 print_stderr("")
                 print_message(HOW_TO_LEAVE)
                 was_interrupted = True
-
-    async def _take_turn(self, line: str) -> None:
-        is_command = line.startswith("/") and "\n" not in line
-        if is_command and not line.startswith("//"):
-            await self._run_command(line)
-        else:
-            await self.answer(line[1:] if is_command else line)
 
     async def answer(self, text: str) -> None:
         """Say a text to the model, and show its answer."""

@@ -15,24 +15,20 @@ from runtime.terminal.display import CommandOutcome
 
 @attrs.frozen(kw_only=True)
 class Command:
-    """A command: what `--help` says of it, its arguments, and what it does.
-
-    Attributes:
-        description, epilog: texts above and below the options in its own help.
-        run: does the work. It may raise an `OutriderError` for an invalid argument; later errors are in the outcome.
-        follow: what ranks other than 0 do meanwhile; None for a command of one machine.
-        check_for_ranks: raises a `SettingsError` for arguments that do not go with several ranks.
-    """
+    """A command: what `--help` says of it, its arguments, and what it does."""
 
     name: str
     usage: str  # what follows its name
     help: str  # in the list of commands
-    description: str
-    epilog: str
+    description: str  # above the options in its own help
+    epilog: str  # below them
     add_arguments: Callable[[argparse.ArgumentParser], None]  # adds its arguments, other than the BLAS
+    # It may raise an `OutriderError` for an invalid argument; later errors are in the outcome.
     run: Callable[[argparse.Namespace], CommandOutcome]
     common: str = ""  # the common flags, which `--help` shows; with "" it shows all
+    # What ranks other than 0 do meanwhile; None for a command of one machine.
     follow: Callable[[argparse.Namespace, Models], None] | None = None
+    # Raises a `SettingsError` for arguments that do not go with several ranks.
     check_for_ranks: Callable[[argparse.Namespace], None] = lambda _: None
 
 
@@ -40,10 +36,6 @@ def join_if_several(arguments: argparse.Namespace) -> bool:
     """Join the other ranks if this process is one of several. Returns: whether this is a rank that follows.
 
     The group is left in the arguments, where `models_of` finds it.
-
-    Raises:
-        SettingsError: this command cannot run on several ranks, or the environment of this rank is unreadable.
-        RankError: some rank is missing, or differs.
     """
     from actors.distributed.rank_address import rank_address
 
@@ -64,8 +56,6 @@ def follow(arguments: argparse.Namespace, models: Models) -> None:
 
     Ctrl-C in a terminal, and a supervisor's SIGTERM, reach all ranks on the machine. Only rank 0 acts on them, and may
     finish the answers that it has begun; the others end with it. A second SIGTERM ends this rank, and so all of them.
-
-    Raises: OutriderError: see `runtime.follow`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))

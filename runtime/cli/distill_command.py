@@ -39,16 +39,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def distill(arguments: argparse.Namespace) -> CommandOutcome:
     """Train until that no longer helps, or a signal comes."""
     models = models_of(arguments)
-    names = {field.name for field in attrs.fields(DistillOptions)}
-    given = {name: value for name, value in vars(arguments).items() if name in names}
-    options = DistillOptions(**given | {"target": str(models.target)})
+    names = attrs.fields_dict(DistillOptions).keys() & vars(arguments).keys()
+    options = DistillOptions(**{name: vars(arguments)[name] for name in names} | {"target": str(models.target)})
     if (arguments.out / "config.json").exists() and not (arguments.out / "training").exists():
         raise SettingsError(f"--out {arguments.out} has a model that this command did not make; give another folder")
     outcome = CommandOutcome()
     with warnings_at_the_end(), Display() as display, exit_on_signal(display):
         models.print_default()
         models.use_device()
-        from runtime.distill.run import distill
+        from runtime.distill.distillation import distill
 
         best, failures = list[Evaluation](), list[OutriderError]()
 
@@ -79,11 +78,10 @@ def distill(arguments: argparse.Namespace) -> CommandOutcome:
 
 def _described(evaluation: Evaluation) -> str:
     greedy = next(iter(evaluation.acceptance.values())).greedy
-    rates = _rates(greedy)
     loss = "" if evaluation.loss is None else f" loss {evaluation.loss:.3f},"
     return (
         f"{evaluation.minutes:.1f} min, {evaluation.tokens:,} tokens:{loss} "
-        f"acceptance of each draft on held-out text {rates}, {evaluation.accepted:.2f} of {len(greedy)} "
+        f"acceptance of each draft on held-out text {_rates(greedy)}, {evaluation.accepted:.2f} of {len(greedy)} "
         f"in all{', the best so far' if evaluation.is_best else ''}"
     )
 

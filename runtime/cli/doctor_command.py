@@ -41,14 +41,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         draft_help='path or hub id of the drafter; "auto" for one on this disk that fits the target, if any',
         target_first=True,
     )
-    parser.add_argument(
-        "--distributed",
-        action="store_true",
-        help="examine the ranks that mlx.launch has started; if a target is named, also examine it sharded over "
-        "all of them",
-    )
     add_flags(
         parser,
+        (
+            "--distributed",
+            "examine the ranks that mlx.launch has started; if a target is named, also examine it sharded over all of "
+            "them",
+        ),
         (
             "--check",
             "first check on this device that texts are exact, in a minute or more; the status is 1 if one is not",
@@ -74,9 +73,7 @@ def _check_for_ranks(arguments: argparse.Namespace) -> None:
 
 
 def doctor(arguments: argparse.Namespace) -> CommandOutcome:
-    """Examine the ranks or the models, and print the report on stdout. The outcome fails if a check does. SIGINT and
-    SIGTERM end the process at once.
-    """
+    """Examine the ranks or the models, and print the report on stdout. SIGINT and SIGTERM end the process at once."""
     models, path = models_of(arguments), check_report(arguments.report)
     if arguments.draft is None and models.draft == NGRAM:
         models = attrs.evolve(models, draft=None)  # what a target has by default, without a model to examine
@@ -127,20 +124,15 @@ def doctor(arguments: argparse.Namespace) -> CommandOutcome:
 
 
 def _write_report(path: Path, models: Models, sections: list[Section], prices: list[dict[str, Any]]) -> None:
-    tables = [
-        (
-            f"Passes: {table['source']}, {table['device']}",
-            Table(
-                ["ms", *map(str, table["widths"])],
-                [
-                    [f"{role}, {length} tokens of text", *(f"{each * 1e3:.2f}" for each in seconds)]
-                    for role, by_length in table["seconds"].items()
-                    for length, seconds in by_length.items()
-                ],
-            ),
-        )
-        for table in prices
-    ]
+    tables = []
+    for table in prices:
+        rows = [
+            [f"{role}, {length} tokens of text", *(f"{each * 1e3:.2f}" for each in seconds)]
+            for role, by_length in table["seconds"].items()
+            for length, seconds in by_length.items()
+        ]
+        title = f"Passes: {table['source']}, {table['device']}"
+        tables.append((title, Table(["ms", *map(str, table["widths"])], rows)))
     about, secrets = machine(), local_paths(*models.loaded)
     page = [("this machine", list(about.items())), *sections]
     results = {title: [list(row) for row in rows] for title, rows in sections}

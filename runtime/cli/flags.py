@@ -60,15 +60,13 @@ def flag(name: str) -> str:
     return _NAMED_OTHERWISE.get(name, f"--{name.replace('_', '-')}")
 
 
-def _mentions() -> re.Pattern[str]:
-    with_flag = [name for name, option in _OPTIONS.items() if option.form is not None]
-    names, long_names = "|".join(with_flag), "|".join(name for name in with_flag if "_" in name)
-    # A name of one word may be a word of the sentence, unless it has a value; a quoted text is the user's.
-    return re.compile(rf"""^([a-z]\w*)(?=\ must\b)|(?<![\w'"/.-])(?:({names})=("[^"]*"|[\w.-]*\w)|({long_names})\b)""")
-
-
 _OPTIONS = options_of(OpenOptions) | options_of(Settings)
-_MENTIONS = _mentions()
+_NAMES = [name for name, option in _OPTIONS.items() if option.form is not None]
+# A name of one word may be a word of the sentence, unless it has a value; a quoted text is the user's.
+_MENTIONS = re.compile(
+    rf"""^([a-z]\w*)(?=\ must\b)|(?<![\w'"/.-])(?:({"|".join(_NAMES)})=("[^"]*"|[\w.-]*\w)"""
+    rf"""|({"|".join(name for name in _NAMES if "_" in name)})\b)"""
+)
 
 
 def in_flags(error: OutriderError) -> str:

@@ -16,15 +16,7 @@ import trio
 from protocol.errors import PromptError, SettingsError
 from protocol.settings import settings_from
 from runtime.cli.arguments.models import PREFIX_CACHE, Models, add_models, models_of
-from runtime.cli.arguments.settings import (
-    add_flags,
-    add_settings,
-    check_template_flags,
-    limit_of,
-    parse_value,
-    settings_of,
-    with_tokens_of,
-)
+from runtime.cli.arguments.settings import add_flags, add_settings, completed, limit_of, parse_value, settings_of
 from runtime.cli.command import Command, follow_target
 from runtime.loading.model_spec import ModelSpec
 from runtime.persistence.prompt_cache_file import read_header
@@ -144,7 +136,6 @@ _MARK = "<query>"
 def _prompt_of(
     arguments: argparse.Namespace, text: str, tokenizer: TokenizerWrapper | None, template_args: dict[str, Any]
 ) -> Prompt:
-    check_template_flags(arguments, tokenizer)
     if arguments.raw or tokenizer is None or not tokenizer.has_chat_template:
         return text
 
@@ -158,7 +149,7 @@ def _prompt_of(
 
     if arguments.prompt_cache_file is None:
         return messages(text)
-    from runtime.generation.chat_template import render_chat_template
+    from runtime.generation.chat_template.rendering import render_chat_template
 
     # As in mlx-lm, the file has everything up to the user's words.
     marked, whole = (render_chat_template(messages(words), tokenizer, **template_args) for words in (_MARK, text))
@@ -172,12 +163,11 @@ def _schema(file: str) -> str:
 
     try:
         schema = Path(file).read_text(encoding="utf-8")
+        check_json_schema(schema)
     except OSError as error:
         raise SettingsError(f"cannot read the JSON schema from {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"the JSON schema in {file} is not valid text: {error}; write it as UTF-8") from error
-    try:
-        check_json_schema(schema)
     except SettingsError as error:
         raise SettingsError(f"--json-schema {file}: {error}") from error
     return schema
@@ -233,31 +223,30 @@ def generate(arguments: argparse.Namespace) -> CommandOutcome:
     schema = None if arguments.json_schema is None else _schema(arguments.json_schema)
     text = _text_of(arguments)
     output, generated = Output(), Generated()
-    trace = None if arguments.trace is None else ChromeFile(arguments.trace)
-    timeline = None if arguments.timeline is None else TimelineFile(arguments.timeline)
+    files = (ChromeFile, arguments.trace), (TimelineFile, arguments.timeline)
+    recorders = [kind(file) for kind, file in files if file is not None]
 
     async def stream_text(stack: AsyncExitStack) -> None:
         listeners = [display.on_event]
-        for recorder in (trace, timeline):
-            if recorder is not None:
-                listeners.append(await stack.enter_async_context(recorder))
+        for recorder in recorders:
+            listeners.append(await stack.enter_async_context(recorder))
 
         def on_event(event: Event) -> None:
             for listener in listeners:
                 listener(event)
 
         runtime = await stack.enter_async_context(models.open(settings, trace=on_event))
-        if timeline is not None:
-            timeline.tokenizer = runtime.tokenizer
-        completed = limit_of(runtime.tokenizer, is_raw=arguments.raw)
-        completed |= with_tokens_of(runtime.tokenizer, settings)
+        for recorder in recorders:
+            if isinstance(recorder, TimelineFile):
+                recorder.tokenizer = runtime.tokenizer
+        given = limit_of(runtime.tokenizer, is_raw=arguments.raw) | completed(settings, arguments, runtime.tokenizer)
         if schema is not None:
             from runtime.generation.grammar import Grammar
 
-            completed["logits_processors"] = [Grammar.from_json_schema(schema, runtime.tokenizer)]
+            given["logits_processors"] = [Grammar.from_json_schema(schema, runtime.tokenizer)]
         prompt = _prompt_of(arguments, text, runtime.tokenizer, models.options.get("chat_template_args", {}))
-        stream = runtime.stream(prompt, **completed)
-        display.show_prefill(stream.statistics().prompt_tokens, settings_from(completed).prefill_step_size)
+        stream = runtime.stream(prompt, **given)
+        display.show_prefill(stream.statistics().prompt_tokens, settings_from(given).prefill_step_size)
         try:
             async with stream:
                 async for token in stream:

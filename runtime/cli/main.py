@@ -39,30 +39,18 @@ from runtime.terminal.display import (
 FAILED = 1
 MISUSED = 2
 
-COMMANDS: dict[str, Command] = {
-    module.COMMAND.name: module.COMMAND
-    for module in (
-        generate_command,
-        chat_command,
-        serve_command,
-        batch_command,
-        doctor_command,
-        bench_command,
-        distill_command,
-    )
-}
+_MODULES = (
+    *(generate_command, chat_command, serve_command, batch_command),
+    *(doctor_command, bench_command, distill_command),
+)
+COMMANDS: dict[str, Command] = {module.COMMAND.name: module.COMMAND for module in _MODULES}
 
 # Commands that earlier versions had, and what takes their place.
 REMOVED = {"simulate": "outrider bench measures a pair on this machine", "selftest": "use `outrider doctor --check`"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: the arguments after the program's name; None for those of the process.
-
-    Returns: the exit status.
+    """Run one command, with the arguments of the process if none are given. Returns: the exit status.
 
     Raises: SystemExit: for `--help`, `--version` and arguments that argparse cannot parse.
     """
@@ -137,14 +125,9 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def _hint(self, unknown: list[str]) -> str:
-        flags = [
-            name
-            for name, action in self._option_string_actions.items()
-            if name.startswith("--") and action.help != argparse.SUPPRESS
-        ]
-        by_request = self.prog.endswith(" serve")
+        flags = [name for name in self._option_string_actions if name.startswith("--")]
         names = (name.partition("=")[0] for name in unknown if name[:1] == "-")
-        hints = (hint_for(name, flags, by_request=by_request) for name in names)
+        hints = (hint_for(name, flags, by_request=self.prog.endswith(" serve")) for name in names)
         return "".join(f"; {hint}" for hint in hints if hint)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -169,7 +152,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Lays out help like argparse, but leaves indented lines, which are examples, as they are."""
+    """Leaves indented lines, which are examples, as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         fill = super()._fill_text

@@ -28,17 +28,7 @@ from runtime.cli.flags import flag
 from runtime.loading.demo import DEMO_DRAFT, DEMO_TARGET
 from runtime.loading.gguf.names import is_gguf, stem_of
 from runtime.loading.model_spec import ModelSpec
-from runtime.server.connections.address import (
-    KEY_VARIABLE,
-    IpNetwork,
-    ServerError,
-    api_key,
-    bind,
-    check_origin,
-    make_room_for_connections,
-    network,
-    url,
-)
+from runtime.server.connections import address
 from runtime.server.limits import Limits
 from runtime.terminal.display import CommandOutcome, Display, print_message, print_stderr
 from runtime.terminal.signals import SignalScope, exit_on_signal
@@ -73,7 +63,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
             {"default": "127.0.0.1"},
         ),
         ("--port PORT", "port; 0 picks a free one (default: %(default)s)", {"type": int, "default": 8000}),
-        ("--api-key KEY", f"API key that requests must send (default: {KEY_VARIABLE}, else none)"),
+        ("--api-key KEY", f"API key that requests must send (default: {address.KEY_VARIABLE}, else none)"),
         (
             "--allow-host NAME ...",
             'further name to accept in Host headers, or "*" for any; may be repeated (default: names of this machine; '
@@ -124,12 +114,12 @@ def serve(arguments: argparse.Namespace) -> CommandOutcome:
     options = {name: given.get(name, default) for name, default in _STREAM_LIMITS.items()} | models.options
     OpenOptions(**options)
     for origin in arguments.allow_origin:
-        check_origin(origin)
-    proxies = [network(proxy) for proxy in arguments.trusted_proxy]
-    limits = attrs.evolve(limits, max_connections=make_room_for_connections(limits.max_connections))
+        address.check_origin(origin)
+    proxies = [address.network(proxy) for proxy in arguments.trusted_proxy]
+    limits = attrs.evolve(limits, max_connections=address.make_room_for_connections(limits.max_connections))
     _check_no_model(arguments, models)
-    key = api_key(arguments.api_key)
-    bound = bind(arguments.host, arguments.port, has_key=key is not None)
+    key = address.api_key(arguments.api_key)
+    bound = address.bind(arguments.host, arguments.port, has_key=key is not None)
     outcome = CommandOutcome()
     with bound, Display() as display, exit_on_signal(display):
         if arguments.config is None:
@@ -162,7 +152,7 @@ class _Server(SignalScope):
     _served: Sequence[ServedModel]
     _limits: Limits
     _key: str | None
-    _proxies: list[IpNetwork]
+    _proxies: list[address.IpNetwork]
     _bound: socket.socket  # not listening yet
     _is_serving: bool = False
     _failure: RuntimeBrokenError | None = None  # of all streams, if the target has failed
@@ -215,7 +205,7 @@ class _Server(SignalScope):
             app = application(models, service)
             names = [spec.name for spec in models.specs]
             what = f"{names[0]} is" if len(names) == 1 else f"{', '.join(names)} are"
-            print_message(f"{what} served at {url(self._bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
+            print_message(f"{what} served at {address.url(self._bound)} (OpenAI's interface at /v1); Ctrl-C stops it")
             self._is_serving = True
             outer: ASGIApp = app if arguments.no_access_log else AccessLog(app, print_stderr)
             if self._proxies:
@@ -223,7 +213,7 @@ class _Server(SignalScope):
             until_over, drain = partial(self._until_over, models), partial(self._drain, app.admission)
             await serve(outer, [listener], until_over, limits, drain)
         if self._failure is not None:
-            raise ServerError(f"the server has ended, start it again: {self._failure}")
+            raise address.ServerError(f"the server has ended, start it again: {self._failure}")
         print_message("the server has ended")
 
     async def _until_over(self, models: ModelPool) -> None:

@@ -1,7 +1,7 @@
-"""The target's own texts: continuations of the beginnings of windows.
+"""The target's own texts: continuations of the beginnings of windows. A drafter has to predict what its target writes,
+which differs from what people wrote.
 
-A drafter has to predict what its target writes, which differs from what people wrote. Li, Wei, Zhang and Zhang 2024,
-"EAGLE", arXiv 2401.15077, section 5.3, have the target write the texts as well.
+Source: Li, Wei, Zhang and Zhang 2024, "EAGLE", arXiv 2401.15077, section 5.3.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Continuations:
 
     @property
     def num_windows(self) -> int:
-        """Number of windows written so far."""
+        """How many were written so far."""
         return sum(batch.shape[0] for batch in self.batches)
 
     @property
     def temperature(self) -> float:
-        """The temperature of the next batch."""
+        """Of the next batch."""
         return 0.0 if len(self.batches) % 2 == 0 else TEMPERATURE
 
     def add(self, batch: mx.array) -> None:

@@ -7,7 +7,6 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,9 +34,7 @@ class Text:
 
 def read_texts(files: Sequence[Path], tokenizer: Any) -> Iterator[Text]:
     """The texts of some files, in order: of `.jsonl`, a "text" or "messages" in each line, and perhaps its "category";
-    any other is one text.
-
-    Raises: SettingsError: a file cannot be read, or a line is no such text.
+    any other is one text. Raises: SettingsError: a file cannot be read, or a line is no such text.
     """
     for file in files:
         try:
@@ -82,39 +79,28 @@ class _Encoded:
 
     tokens: array[int]
     category: str
-
-    @cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(self.tokens.tobytes()).hexdigest()
+    digest: str
 
 
 class Windows:
-    """Windows of equal length, cut from texts that follow one another.
-
-    Attributes:
-        held_out, learnt: (n, length) int32.
-        held_out_categories: the category of each window that is held out.
-        num_tokens: number of tokens in all texts.
-        digest: identifies the texts and the length of a window, in hexadecimal.
-    """
+    """Windows of equal length, cut from texts that follow one another: `held_out` and `learnt`, (n, length) int32."""
 
     def __init__(self, texts: Iterator[Text], tokenizer: Any, length: int) -> None:
         """Cut texts, with the end-of-text token between them, into windows of `length` tokens, >= 8. Whole texts are
-        held out if a category has at least `HELD_OUT_EVERY`, else windows without a category.
-
-        Raises: SettingsError: there is less than two windows of text.
+        held out if a category has `HELD_OUT_EVERY`, else windows. Raises: SettingsError: there is too little text.
         """
         end = getattr(tokenizer, "eos_token_id", None)
         ends = [] if end is None else [end]
 
-        def encode(text: Text) -> array[int]:
+        def encode(text: Text) -> _Encoded:
             ids = tokenizer.encode(text.content, verbose=False, add_special_tokens=not text.is_chat)
-            return array("i", [*ids, *ends])
+            tokens = array("i", [*ids, *ends])
+            return _Encoded(tokens, text.category, hashlib.sha256(tokens.tobytes()).hexdigest())
 
-        encoded = [_Encoded(encode(text), text.category) for text in texts]
+        encoded = [encode(text) for text in texts]
         self.num_tokens = sum(len(text.tokens) for text in encoded)
         names = [str(length), *(text.digest + text.category for text in encoded)]
-        self.digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+        self.digest = hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]  # of the texts and the length
         by_category: dict[str, list[_Encoded]] = {}
         for text in encoded:
             by_category.setdefault(text.category, []).append(text)
@@ -152,10 +138,8 @@ class Windows:
         mx.eval(self.learnt)
 
     def batch(self, index: int, size: int, seed: int) -> mx.array:
-        """(size, length) windows: the `index`-th batch of an endless series. Each epoch has its own order.
-
-        The series depends on the arguments alone, so that training can continue where it was interrupted. If there are
-        fewer windows than `size`, a batch has all.
+        """(size, length) windows, or all if they are fewer: the `index`-th batch of an endless series, in which each
+        epoch has its own order. It depends on the arguments alone, so that training can continue.
         """
         num_windows = self.learnt.shape[0]
         per_epoch = max(1, num_windows // size)

@@ -1,7 +1,6 @@
 """Distillation of a drafter for a target: cutting texts into windows, training until it no longer helps, writing files.
 
-Every method is one job for the thread that the models are on. Progress is kept in the output folder, so that the same
-call continues where another was interrupted.
+Progress is kept in the output folder, so that the same call continues where another was interrupted.
 """
 
 from __future__ import annotations
@@ -9,31 +8,38 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import attrs
 import mlx.core as mx
+import trio
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
-from actors.mlx.model import context_length_of, is_quantized
+from actors.mlx.model import context_length_of, is_quantized, weights_of
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import Eagle3, LoadedEagle3, load_eagle3, read_config
 from actors.trained.kinds.target_parts import embedding_of
-from protocol.errors import ModelError, SettingsError
+from actors.workers.thread_worker import ThreadWorker
+from actors.workers.worker import Job, JobError
+from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import shown, shown_path
 from protocol.validation import must_be
 from runtime.distill.continuations import Continuations, Continuing
 from runtime.distill.data import Windows, read_texts
-from runtime.distill.evaluation import ALL, Acceptance, Drafted, Evaluation, acceptance_by_category
+from runtime.distill.evaluation import ALL, Drafted, Evaluation, acceptance_by_category
 from runtime.distill.hidden_states import HiddenStates, StateFiles, check_states
 from runtime.distill.options import DistillOptions
 from runtime.distill.output import config_for, feature_layers, model_card, write_drafter
 from runtime.distill.training import Training
 from runtime.distill.writing import replacing, writing
+from runtime.loading.model_files import load_errors
 from runtime.loading.model_reading import read_model
 from runtime.loading.tokenizers import wrapped
+
+T = TypeVar("T")
 
 # The file that says which training a folder has.
 IDENTITY = "identity.json"
@@ -54,16 +60,71 @@ EVALUATION_SHARE = 0.1
 DECAY_SHARE = 0.3
 
 
+async def distill(
+    options: DistillOptions, *, on_progress: Callable[[str], None], on_evaluation: Callable[[Evaluation], None]
+) -> None:
+    """Train a drafter until it learns nothing more, and write it to `options.out`.
+
+    Cancellation: ends the training after the current batch, and saves its state: the same call continues from there.
+    Raises: ModelError, SettingsError: see `Distillation`; or a model cannot be loaded, or the folder not be written.
+    """
+    async with ThreadWorker("target") as worker:
+
+        async def run(call: Callable[[], T]) -> T:
+            try:
+                return await worker.run(Job("load", call))
+            except JobError as error:
+                if isinstance(error.__cause__, OutriderError):
+                    raise error.__cause__ from None
+                raise
+
+        on_progress(f"loading {Path(options.target).name}")
+        with load_errors("target", options.target):
+            target, tokenizer = await worker.run(Job("load", partial(load_target, options.target)))
+        on_progress("reading texts")
+        work = await run(partial(Distillation, options, target, tokenizer))
+        began, missing_then = trio.current_time(), 0.0
+        while num_missing := await run(work.continue_some):
+            missing_then = missing_then or num_missing
+            done = missing_then - num_missing
+            left = f", about {_minutes(num_missing * (trio.current_time() - began) / done)} left" if done else ""
+            on_progress(f"the target is writing: {math.ceil(num_missing):,} windows left{left}")
+        on_progress("preparing the drafter")
+        goes_on = await run(work.begin)
+
+        async def evaluate() -> None:
+            while (share := work.held_out_share) < 1.0:
+                on_progress(f"drafting for held-out text: {share:.0%}")
+                await run(work.draft)
+            on_evaluation(await run(work.evaluate))
+
+        try:
+            if options.init is not None and not goes_on:
+                await evaluate()
+            while not work.is_over:
+                on_progress(_learning(work))
+                await run(work.learn)
+                if work.is_evaluation_due:
+                    await evaluate()
+            await run(work.end_batch)
+            if work.training.progress.num_since > 0:
+                await evaluate()
+            await run(work.end)
+        finally:
+            # An evaluation has saved the state already.
+            if work.training.progress.num_since > 0:
+                with trio.CancelScope(shield=True):
+                    await run(work.save)
+
+
 class Distillation:
-    """The training of one drafter. It is made on the thread on which all its methods are called."""
+    """The training of one drafter. Every method is one job for the thread on which it is made."""
 
     def __init__(self, options: DistillOptions, target: Module, tokenizer: Any) -> None:
         """Read the texts.
 
-        Raises:
-            ModelError: the target's hidden states cannot be recorded, or it has no embedding that is known.
-            SettingsError: a window is longer than the target's context, a file cannot be read, there is too little
-                text, or the output folder has another training or cannot be made.
+        Raises: ModelError: the target's hidden states cannot be recorded, or it has no embedding that is known.
+        SettingsError: an option does not fit, a file cannot be read, or the output folder has another training.
         """
         if options.init is None:
             check_states(target, feature_layers(len(target.layers)))
@@ -71,8 +132,7 @@ class Distillation:
         limit = context_length_of(target)
         if limit is not None and options.window > limit:
             raise must_be("window", f"at most the target's context of {limit} tokens", options.window, "shorten it")
-        self._options = options
-        self._target = target
+        self._options, self._target = options, target
         self._windows = Windows(read_texts(options.data, tokenizer), tokenizer, options.window)
         self._folder = options.out / "training"
         self._check_identity()
@@ -86,7 +146,7 @@ class Distillation:
         self._made: LoadedEagle3 | None = None
         self._config: dict[str, Any] = {}
         self._has_drafted = False
-        self._drafted: list[Drafted] = []  # results of `draft` so far
+        self._drafted: list[Drafted] = []  # results of `draft` since the last evaluation
         self._seconds_per_window = 0.0  # of learning; once held-out text was drafted for, of that
 
     # --- preparation ------------------------------------------------------------------------------
@@ -113,13 +173,7 @@ class Distillation:
         return missing - batch.shape[0]
 
     def begin(self) -> bool:
-        """Make the drafter, or continue its training. Returns: whether training had begun before.
-
-        Raises:
-            ModelError: the drafter to begin with cannot be loaded or is for another target, or the target's hidden
-                states cannot be recorded.
-            SettingsError: the output folder has another training.
-        """
+        """Make the drafter, or continue its training. Returns: whether it had begun. Raises: ModelError: none fits."""
         options = self._options
         if batches := self._continuations.batches:
             self._windows.add(mx.concatenate(batches))
@@ -163,7 +217,6 @@ class Distillation:
         return config, LoadedEagle3(model, ids, None)
 
     def _identity(self) -> dict[str, Any]:
-        """What a training must share to continue another one."""
         options = self._options
         return {
             "target": options.target,
@@ -192,11 +245,6 @@ class Distillation:
             partial.write_text(json.dumps(self._identity()), encoding="utf-8")
 
     # --- training ---------------------------------------------------------------------------------
-
-    @property
-    def _drafter(self) -> Eagle3:
-        assert self._made is not None
-        return self._made.model
 
     @property
     def training(self) -> Training:
@@ -231,11 +279,6 @@ class Distillation:
         progress = self.training.progress
         much = progress.num_since >= BATCHES_PER_EVALUATION or progress.seconds_since >= 60 * MINUTES_PER_EVALUATION
         return much and progress.seconds_since >= LEARNING_PER_EVALUATION * self._evaluation_s
-
-    @property
-    def has_learnt_since(self) -> bool:
-        """Whether the drafter has learnt since the last evaluation."""
-        return self.training.progress.num_since > 0
 
     def learn(self) -> None:
         """Compute the gradient of a part of a batch, and learn from the batch if that was the last one."""
@@ -275,10 +318,6 @@ class Distillation:
             return 1.0
         return num_drafted / len(self._windows.held_out)
 
-    def begin_evaluation(self) -> None:
-        """Forget what an evaluation that was broken off has drafted."""
-        self._drafted = []
-
     def draft(self) -> None:
         """Draft for a part of the held-out text."""
         before, begin = self.training.progress.seconds, len(self._drafted)
@@ -290,15 +329,15 @@ class Distillation:
 
     def evaluate(self) -> Evaluation:
         """Write the drafter if it is the best so far on held-out text, and save the state of the training."""
-        training = self.training
-        categories = self._windows.held_out_categories[: len(self._drafted)]
-        acceptance = acceptance_by_category(self._drafted, categories)
-        accepted = acceptance[ALL].num_accepted
-        is_best = accepted > training.progress.best or not (self._options.out / "config.json").exists()
+        assert self._made is not None
+        options, windows, before = self._options, self._windows, self.training.progress
+        acceptance = acceptance_by_category(self._drafted, windows.held_out_categories[: len(self._drafted)])
+        accepted, self._drafted = acceptance[ALL].num_accepted, []
+        is_best = accepted > before.best or not (options.out / "config.json").exists()
         if is_best:
-            self._write(acceptance)
-        before = training.progress
-        training.progress = progress = before.evaluated(accepted)
+            card = model_card(options, acceptance, before.num_tokens, windows.learnt.shape[0])
+            write_drafter(options.out, self._made, self._config, getattr(mx, options.dtype), card)
+        self.training.progress = progress = before.evaluated(accepted)
         evaluation = Evaluation(
             batches=progress.num_batches,
             tokens=progress.num_tokens,
@@ -324,23 +363,9 @@ class Distillation:
         """Delete the target's hidden states: they are large, and a training that goes on computes them again."""
         shutil.rmtree(self._folder / STATES, ignore_errors=True)
 
-    def _write(self, acceptance: Mapping[str, Acceptance]) -> None:
-        assert self._made is not None
-        options, progress = self._options, self.training.progress
-        card = model_card(
-            options,
-            acceptance=acceptance,
-            num_tokens=progress.num_tokens,
-            num_windows=self._windows.learnt.shape[0],
-        )
-        write_drafter(options.out, self._made, self._config, getattr(mx, options.dtype), card)
-
 
 def load_target(name: str) -> tuple[Module, Any]:
-    """The target and its tokenizer. On the CPU in float32, in which MLX multiplies faster there.
-
-    Raises: whatever mlx-lm raises, which is of many kinds.
-    """
+    """The target and its tokenizer. On the CPU in float32, in which MLX multiplies faster there. Raises: as mlx-lm."""
     model, tokenizer = read_model(name)
     if mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)
@@ -350,12 +375,26 @@ def load_target(name: str) -> tuple[Module, Any]:
 
 def initialize(model: Eagle3, seed: int) -> None:
     """Give a drafter random weights, drawn as MLX's layers draw theirs, but from a seed of their own."""
-    flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))  # type: ignore[no-untyped-call]
-    drawn = []
-    for i, (name, value) in enumerate(flat):
+    weights = weights_of(model)
+    for i, (name, value) in enumerate(weights.items()):
         if value.ndim == 2:
-            bound = value.shape[1] ** -0.5
-            value = mx.random.uniform(-bound, bound, value.shape, key=mx.random.key(seed * len(flat) + i))
-        drawn.append((name, value))
-    model.load_weights(drawn)
+            bound, key = value.shape[1] ** -0.5, mx.random.key(seed * len(weights) + i)
+            weights[name] = mx.random.uniform(-bound, bound, value.shape, key=key)
+    model.load_weights([*weights.items()])
     mx.eval(model.state)
+
+
+def _learning(work: Distillation) -> str:
+    progress = work.training.progress
+    said = f"learning: batch {progress.num_batches + 1:,}"
+    if work.batch_share > 0.0:
+        said += f" ({work.batch_share:.0%} of it)"
+    if progress.num_since:
+        loss = progress.loss_since / progress.num_since
+        rate = progress.num_tokens / progress.seconds
+        said += f", {rate:,.0f} tokens/s ({rate * 3600 / 1e6:,.2f} million an hour), loss {loss:.3f}"
+    return said if math.isinf(work.seconds_left) else f"{said}, {_minutes(work.seconds_left)} left"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min"

@@ -15,15 +15,11 @@ ALL = "all"
 
 @attrs.frozen
 class Drafted:
-    """What was drafted for a window, or for several.
+    """What was drafted for a window, or for several."""
 
-    Attributes:
-        num_agreeing: number of drafts, and after each step how many agree with the target so far: each of their tokens,
-            the drafter's likeliest, is also the target's.
-        num_sampled: for each step, how many tokens are accepted at `TEMPERATURE` on average, where those before agree.
-    """
-
+    # How many drafts there are, and after each step agree with the target so far: their likeliest tokens are the same.
     num_agreeing: tuple[int, ...]
+    # For each step, how many tokens are accepted at `TEMPERATURE` on average, where those before agree.
     num_sampled: tuple[float, ...]
 
 
@@ -67,13 +63,9 @@ def acceptance_by_category(drafted: Sequence[Drafted], categories: Sequence[str]
 
 @attrs.frozen
 class Evaluation:
-    """The figures of an evaluation; a line of the log.
+    """The figures of an evaluation; a line of the log."""
 
-    Attributes:
-        batches, tokens: how many were learnt from so far.
-    """
-
-    batches: int
+    batches: int  # learnt from so far
     tokens: int
     minutes: float  # spent on learning and evaluations so far
     loss: float | None  # mean since the evaluation before; None before anything was learnt

@@ -12,8 +12,8 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
-import attrs
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
@@ -34,10 +34,7 @@ def check_states(target: Module, feature_layers: Sequence[int]) -> None:
 
 
 class StateFiles:
-    """Hidden states of windows, a file for each; an interruption loses at most the one that is being written.
-
-    A file is found by the target, the layers and the tokens, so that it never stands for another window.
-    """
+    """Hidden states of windows, a file for each, by target, layers and tokens; written whole or not at all."""
 
     def __init__(self, folder: Path, max_bytes: int, identity: str) -> None:
         """The files in a folder, of at most `max_bytes` in all; `identity` names the target and the layers."""
@@ -77,30 +74,12 @@ class StateFiles:
         return self._folder / hashlib.sha256(self._identity.encode() + b"\0" + tokens).hexdigest()[:32]
 
 
-@attrs.define
-class _Cost:
-    """What it took to get the states of some windows."""
-
-    seconds: float = 0.0
-    num_windows: int = 0
-
-    def add(self, seconds: float, num_windows: int) -> None:
-        self.seconds += seconds
-        self.num_windows += num_windows
-
-    @property
-    def per_window(self) -> float:
-        return self.seconds / max(1, self.num_windows)
-
-
 class HiddenStates:
     """The features and logits of a target for batches of windows. All methods run on one thread."""
 
     def __init__(self, target: Module, feature_layers: Sequence[int], files: StateFiles | None = None) -> None:
-        """Of layers as `FeatureRecorder` has them, ascending. Without files everything is computed each time, and also
-        if the target does more with its last hidden state than its norm and head, such as a cap on the logits.
-
-        Raises: ModelError: the hidden states cannot be recorded.
+        """Of layers as `FeatureRecorder` has them, ascending. Without files, or if the target does more with its last
+        hidden state than norm and head, all is computed each time. Raises: ModelError: there are none.
         """
         self._target = target
         self._recorder = FeatureRecorder(target, feature_layers)
@@ -114,13 +93,13 @@ class HiddenStates:
             self._recorder = FeatureRecorder(target, [*dict.fromkeys((*feature_layers, len(target.layers)))])
             _, states, _ = _passed(target, self._recorder, tried)
             self._width = states.shape[-1]
-        self._computed, self._loaded = _Cost(), _Cost()
+        self._computed_s, self._loaded_s = list[float](), list[float]()  # what each window took
 
     @property
     def are_kept(self) -> bool:
         """Whether states are kept: there are files, and reading them is no slower than computing the states."""
-        is_slow = self._loaded.num_windows > 0 and self._loaded.per_window > self._computed.per_window > 0.0
-        return self._files is not None and not is_slow
+        is_known = bool(self._loaded_s and self._computed_s)
+        return self._files is not None and not (is_known and fmean(self._loaded_s) > fmean(self._computed_s) > 0.0)
 
     def read(self, tokens: mx.array) -> tuple[mx.array, mx.array]:
         """For (B, L) tokens, (B, L, width) features and (B, L, V) logits, which are lazy."""
@@ -133,12 +112,12 @@ class HiddenStates:
         if rows:
             states = mx.stack([states for states in loaded if states is not None]).astype(self._dtype)
             mx.eval(states)
-            self._loaded.add(time.monotonic() - began, len(rows))
+            self._loaded_s += [(time.monotonic() - began) / len(rows)] * len(rows)
             assert self._output is not None
             parts.append((states, self._output(states)))
         if missing:
             seconds, states, logits = _passed(self._target, self._recorder, tokens[mx.array(missing)])
-            self._computed.add(seconds, len(missing))
+            self._computed_s += [seconds / len(missing)] * len(missing)
             for row, of_window in zip(missing, states, strict=True):
                 if files is not None:
                     files.keep(tokens[row], of_window)
@@ -161,8 +140,8 @@ def _passed(target: Module, recorder: FeatureRecorder, tokens: mx.array) -> tupl
 
 
 def _output_of(target: Module, tokens: mx.array) -> Layer | None:
-    """What makes (…, V) logits of (…, width) states that end with the result of the last layer, as the target does for
-    some tokens; None if the target does more there than a norm and a head.
+    """What makes (…, V) logits of (…, width) states that end with the last layer's result, as the target does for some
+    tokens; None if the target does more there than a norm and a head.
     """
     last = FeatureRecorder(target, [len(target.layers)])
     try:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 
+from actors.mlx.model import weights_of
 from actors.trained.kinds.eagle3 import LoadedEagle3
+from protocol.reprs import listed
 from runtime.distill.evaluation import TEMPERATURE, Acceptance
 from runtime.distill.options import DistillOptions
 from runtime.distill.training import NUM_STEPS
@@ -20,15 +21,12 @@ from runtime.distill.writing import replacing
 # Most names of files in a model card.
 MAX_FILES_SHOWN = 8
 
-# What Speculators calls the norm of the first layer.
-_HIDDEN_NORM = "layers.0.hidden_norm.weight"
-
 
 def write_drafter(folder: Path, drafter: LoadedEagle3, config: Mapping[str, Any], dtype: mx.Dtype, card: str) -> None:
     """Write a drafter's folder in the format of Speculators. Raises: SettingsError: it cannot be written."""
-    parameters = drafter.model.parameters()  # type: ignore[no-untyped-call]
-    flat = cast("list[tuple[str, mx.array]]", tree_flatten(parameters))
-    weights = {_HIDDEN_NORM if name == "hidden_norm.weight" else name: value.astype(dtype) for name, value in flat}
+    weights = {name: value.astype(dtype) for name, value in weights_of(drafter.model).items()}
+    # So Speculators calls the norm of the first layer.
+    weights["layers.0.hidden_norm.weight"] = weights.pop("hidden_norm.weight")
     if drafter.embedding is not None:
         weights["embed_tokens.weight"] = drafter.embedding.weight.astype(dtype)
     if drafter.target_ids is not None:
@@ -89,13 +87,9 @@ def _intermediate_size(target: Module, hidden_size: int) -> int:
     return given if isinstance(given, int) and given >= hidden_size else 8 * hidden_size // 3
 
 
-def model_card(
-    options: DistillOptions, *, acceptance: Mapping[str, Acceptance], num_tokens: int, num_windows: int
-) -> str:
+def model_card(options: DistillOptions, acceptance: Mapping[str, Acceptance], num_tokens: int, num_windows: int) -> str:
     """The model card of a drafter; `acceptance` is that of an `Evaluation`."""
     target_name, files = Path(options.target).name, [file.name for file in options.data]
-    num_more = len(files) - MAX_FILES_SHOWN
-    shown_files = ", ".join(files[:MAX_FILES_SHOWN]) + (f" and {num_more} more" if num_more > 0 else "")
     steps = range(1, NUM_STEPS + 1)
     columns = [*(f"draft {step}" for step in steps), *(f"draft {step}, {TEMPERATURE}" for step in steps)]
     cells = [[name, *(f"{rate:.3f}" for rate in (*each.greedy, *each.sampled))] for name, each in acceptance.items()]
@@ -117,7 +111,7 @@ How often each draft is accepted where those before it were the target's likelie
 {rows}
 
 It has seen {num_tokens:,} tokens, of {num_windows:,} windows, of which the target wrote {options.continuations:,}
-itself. Texts: {shown_files}.
+itself. Texts: {listed(files, MAX_FILES_SHOWN)}.
 """
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,8 @@ import mlx.optimizers as optimizers
 from mlx.nn.utils import value_and_grad
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from actors.trained.eagle3_training import logits_of_steps
+from actors.mlx.model import weights_of
+from actors.trained.drafter_files import split_heads
 from actors.trained.kinds.eagle3 import Eagle3
 from runtime.distill.evaluation import TEMPERATURE, Drafted
 from runtime.distill.hidden_states import HiddenStates
@@ -32,11 +34,7 @@ PATIENCE, LEAST_GAIN, REDUCTION, MAX_REDUCTIONS = 4, 0.004, 0.3, 3
 
 @attrs.frozen
 class Progress:
-    """How far the training has come; kept in checkpoints.
-
-    Attributes:
-        num_since, loss_since, seconds_since: batches since the last evaluation; sums of their losses and times.
-    """
+    """How far the training has come; kept in checkpoints."""
 
     num_batches: int = 0
     num_tokens: int = 0  # learnt from; a token counts each time
@@ -45,7 +43,7 @@ class Progress:
     best: float = 0.0  # tokens of `NUM_STEPS` drafts that are accepted on held-out text, of the best evaluation
     num_without_gain: int = 0  # evaluations since then, and since the last reduction of the learning rate
     num_reductions: int = 0  # how often the learning rate was reduced
-    num_since: int = 0
+    num_since: int = 0  # batches since the last evaluation; and the sums of their losses and times
     loss_since: float = 0.0
     seconds_since: float = 0.0
 
@@ -71,15 +69,11 @@ class Progress:
 
 @attrs.frozen
 class Lesson:
-    """The target's hidden states and probabilities for a batch.
-
-    Attributes:
-        probs: (B, T + steps - 1, draft_vocab_size) the target's distribution of the tokens at positions 2 …, among
-            those that the drafter can propose.
-    """
+    """The target's hidden states and probabilities for a batch."""
 
     features: mx.array  # (B, T, width) of positions 0 … T - 1
     embedded: mx.array  # (B, T + steps - 1, hidden size) of the tokens after them
+    # (B, T + steps - 1, draft_vocab_size): its distribution from position 2 on, of tokens that the drafter can propose.
     probs: mx.array
     # Only to draft for, (B, T + steps - 1) and (B, T + steps - 1, draft_vocab_size): among all tokens, the target's
     # likeliest ones at these positions, and its distribution at the temperature of an evaluation.
@@ -109,9 +103,8 @@ class Training:
         *,
         learning_rate: float = 1e-3,
     ) -> None:
-        """Begin, or continue after `restore`. `states` are those of the drafter's target, whose weights do not change,
-        nor does the (vocab_size, hidden size) embedding that the drafter reads. `target_ids` has the target's id of
-        each of the drafter's tokens; None if they are the same.
+        """Begin, or continue after `restore`. The target and the (vocab_size, hidden size) embedding, which the drafter
+        reads, do not change. `target_ids` has the target's id of each of the drafter's tokens; None for the same.
         """
         self._states = states
         self.drafter = drafter
@@ -122,11 +115,8 @@ class Training:
         self._added: _Added | None = None
 
     def add(self, tokens: mx.array, last_decay: float | None = None) -> float:
-        """Add the gradient of a part of a batch. Returns: the seconds that it took.
-
-        Args:
-            tokens: (B, L) ids, L > `NUM_STEPS` + 1.
-            last_decay: of the last part: then the batch is learnt, as by `learn`; None for others.
+        """Add the gradient of a part of a batch, (B, L) ids, L > `NUM_STEPS` + 1; the last part has a `last_decay`,
+        with which the batch is learnt. Returns: the seconds that it took.
         """
         began = time.monotonic()
         lesson, num_windows = self._lesson(tokens), tokens.shape[0]
@@ -140,11 +130,7 @@ class Training:
         if last_decay is not None:
             self.learn(last_decay)
         seconds = time.monotonic() - began
-        self.progress = attrs.evolve(
-            self.progress,
-            seconds=self.progress.seconds + seconds,
-            seconds_since=self.progress.seconds_since + seconds,
-        )
+        self._count(seconds=seconds, seconds_since=seconds)
         return seconds
 
     @property
@@ -153,11 +139,7 @@ class Training:
         return self._added is not None
 
     def learn(self, decay: float = 1.0) -> float:
-        """Learn from the batch that was added. Returns: its mean loss.
-
-        Args:
-            decay: factor on the learning rate, in [0, 1].
-        """
+        """Learn from the batch that was added, with a factor in [0, 1] on the learning rate. Returns: its mean loss."""
         assert self._added is not None
         added, self._added = self._added, None
         gradients = tree_map(lambda gradient: gradient / added.num_windows, added.gradients)
@@ -167,20 +149,16 @@ class Training:
         self._optimizer.update(self.drafter, gradients)
         mx.eval(self.drafter.state, self._optimizer.state)
         value = cast(float, added.loss.item()) / added.num_windows
-        self.progress = attrs.evolve(
-            self.progress,
-            num_batches=self.progress.num_batches + 1,
-            num_tokens=self.progress.num_tokens + added.num_tokens,
-            num_since=self.progress.num_since + 1,
-            loss_since=self.progress.loss_since + value,
-        )
+        self._count(num_batches=1, num_tokens=added.num_tokens, num_since=1, loss_since=value)
         return value
 
-    def draft(self, tokens: mx.array) -> list[Drafted]:
-        """Draft `NUM_STEPS` tokens at each position of some windows. `tokens` are as for `add`.
+    def _count(self, **more: float) -> None:
+        """Add to figures of the progress."""
+        grown = {name: getattr(self.progress, name) + value for name, value in more.items()}
+        self.progress = attrs.evolve(self.progress, **grown)
 
-        A token that the drafter cannot propose counts as rejected.
-        """
+    def draft(self, tokens: mx.array) -> list[Drafted]:
+        """Draft `NUM_STEPS` tokens at each position of windows, (B, L). What the drafter cannot propose is rejected."""
         began = time.monotonic()
         lesson = self._lesson(tokens, is_drafted_for=True)
         assert lesson.likeliest is not None
@@ -206,7 +184,7 @@ class Training:
                 strict=True,
             )
         ]
-        self.progress = attrs.evolve(self.progress, seconds=self.progress.seconds + time.monotonic() - began)
+        self._count(seconds=time.monotonic() - began)
         return found
 
     def _lesson(self, tokens: mx.array, *, is_drafted_for: bool = False) -> Lesson:
@@ -231,8 +209,9 @@ class Training:
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint. A crash leaves the last one. Raises: SettingsError: it cannot be written."""
-        arrays = {f"drafter.{name}": value for name, value in _flat(self.drafter.parameters())}  # type: ignore[no-untyped-call]
-        arrays |= {f"optimizer.{name}": value for name, value in _flat(self._optimizer.state)}
+        state = cast("list[tuple[str, mx.array]]", tree_flatten(self._optimizer.state))
+        arrays = {f"drafter.{name}": value for name, value in weights_of(self.drafter).items()}
+        arrays |= {f"optimizer.{name}": value for name, value in state}
         with replacing(folder / "checkpoint.safetensors") as partial:
             mx.save_safetensors(str(partial), arrays, {"progress": json.dumps(attrs.asdict(self.progress))})
 
@@ -264,5 +243,54 @@ def _loss(drafter: Eagle3, lesson: Lesson) -> mx.array:
     return total / weights
 
 
-def _flat(tree: Any) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
+# --- training-time test: the logits of several draft steps at every position of a text at once ---------------
+#
+# At step s the drafter has read s of its own hidden states. The query at position t attends to the keys of step 0 at
+# positions up to t, and to those of steps 1 … s at t, which led there: all positions are computed in one pass a step.
+# Source: Li, Wei, Zhang and Zhang 2025, arXiv 2503.01840, section 3.2.
+
+# Keys and values of one layer, (B, heads, T, width of a head) for each step so far.
+_LayerSteps = list[tuple[mx.array, mx.array]]
+
+
+def logits_of_steps(model: Eagle3, features: mx.array, embedded: mx.array, num_steps: int) -> list[mx.array]:
+    """For each step s, (B, T, draft_vocab_size) logits for the tokens at positions 2 + s … T + 1 + s; lazy.
+
+    From (B, T, layers · target's hidden size) features of positions 0 … T - 1, and (B, T + num_steps - 1, hidden size)
+    embeddings of the tokens at positions 1 … T + num_steps - 1.
+    """
+    length = features.shape[1]
+    hidden = model.project(features)
+    caches: list[_LayerSteps] = [[] for _ in model.layers]
+
+    def attend(index: int, inputs: mx.array) -> mx.array:
+        return _attend(model.layers[index].self_attn, inputs, caches[index])
+
+    given = []
+    for step in range(num_steps):
+        hidden, logits = model.step(hidden, embedded[:, step : step + length], attend)
+        given.append(logits)
+    return given
+
+
+def _attend(attention: Any, inputs: mx.array, cache: _LayerSteps) -> mx.array:
+    batch, length, _ = inputs.shape
+    step = len(cache)
+    queries = split_heads(attention.q_proj(inputs), attention.n_heads, getattr(attention, "q_norm", None))
+    keys = split_heads(attention.k_proj(inputs), attention.n_kv_heads, getattr(attention, "k_norm", None))
+    values = split_heads(attention.v_proj(inputs), attention.n_kv_heads)
+    groups = attention.n_heads // attention.n_kv_heads
+    # For the rotary embedding, step s at position t is at position t + s.
+    queries = attention.rope(queries, offset=step)
+    cache.append((mx.repeat(attention.rope(keys, offset=step), groups, axis=1), mx.repeat(values, groups, axis=1)))
+    (text_keys, text_values), *own = cache
+    is_later = mx.arange(length)[:, None] < mx.arange(length)
+    text_scores = mx.where(is_later, -math.inf, attention.scale * (queries @ text_keys.swapaxes(-1, -2)))
+    own_scores = [attention.scale * (queries * own_keys).sum(axis=-1, keepdims=True) for own_keys, _ in own]
+    weights = mx.softmax(mx.concatenate([text_scores, *own_scores], axis=-1), axis=-1, precise=True)
+    attended = weights[..., :length] @ text_values
+    for i, (_, own_values) in enumerate(own, length):
+        attended = attended + weights[..., i : i + 1] * own_values
+    merged = attended.swapaxes(1, 2).reshape(batch, length, -1)
+    result: mx.array = attention.o_proj(merged)
+    return result

@@ -27,10 +27,7 @@ def writing(file: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """Yield the path to write to, with the same suffix, which takes the file's place when the block ends.
-
-    Raises: SettingsError: it cannot be written.
-    """
+    """Yield the path to write to, which takes the file's place at the end. Raises: SettingsError: it cannot."""
     partial = file.with_name(f"partial-{file.name}")
     with writing(file):
         try:

@@ -32,9 +32,8 @@ def agreement_rows(
 ) -> tuple[tuple[str, str], ...]:
     """The rows (name, finding) of a report. Called on the drafter's thread, while the target rests.
 
-    Args:
-        beginnings: token ids, at least one each, that the target continues.
-        decode_s: seconds of a pass of the target over one token. With a slow target nothing is compared.
+    The target continues each of the beginnings. If it is slow, by the seconds of a pass over one token, nothing is
+    compared.
     """
     seconds = decode_s * NUM_TOKENS * len(beginnings)
     if seconds > MAX_SECONDS:

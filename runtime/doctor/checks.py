@@ -12,7 +12,6 @@ from typing import Any, Literal, cast
 
 import attrs
 import mlx.core as mx
-import trio
 from mlx.nn.layers.base import Module
 from mlx_lm.generate import generate_step
 
@@ -76,33 +75,21 @@ def greedy_texts(subject: Subject) -> Iterable[str]:
     """Greedy texts in float32 are mlx-lm's own, for every lookahead."""
     expected = [_plain_text(subject.target[0], prompt, MAX_TOKENS) for prompt in subject.prompts]
 
-    async def generate() -> dict[Any, list[Completion]]:
-        async with runtime.open(subject.target, subject.draft) as rt:
-            return {
-                lookahead: [
-                    await rt.generate(prompt, max_tokens=MAX_TOKENS, lookahead=lookahead) for prompt in subject.prompts
-                ]
-                for lookahead in LOOKAHEADS
-            }
-
-    for lookahead, texts in trio.run(generate).items():
-        for number, (text, should) in enumerate(zip(texts, expected, strict=True), start=1):
-            if (place := first_difference(text, should)) is not None:
-                yield f"with lookahead {lookahead}, text {number} differs from mlx-lm's at token {place}"
+    with runtime.open_sync(subject.target, subject.draft) as rt:
+        for lookahead in LOOKAHEADS:
+            for number, (prompt, should) in enumerate(zip(subject.prompts, expected, strict=True), start=1):
+                text = rt.generate(prompt, max_tokens=MAX_TOKENS, lookahead=lookahead)
+                if (place := _first_difference(text, should)) is not None:
+                    yield f"with lookahead {lookahead}, text {number} differs from mlx-lm's at token {place}"
 
 
 def seeded_texts(subject: Subject) -> Iterable[str]:
     """A seed gives the same text each time, and under the match rule the same text with any lookahead."""
     prompt = subject.prompts[0]
     settings: dict[str, Any] = {"max_tokens": MAX_TOKENS, "temperature": 0.8, "seed": SEED}
-
-    async def generate() -> tuple[dict[Any, Completion], list[Completion]]:
-        async with runtime.open(subject.target, subject.draft) as rt:
-            matched = {each: await rt.generate(prompt, lookahead=each, **settings) for each in LOOKAHEADS}
-            again = [await rt.generate(prompt, lookahead=4, acceptance="rejection", **settings) for _ in range(2)]
-            return matched, again
-
-    matched, again = trio.run(generate)
+    with runtime.open_sync(subject.target, subject.draft) as rt:
+        matched = {each: rt.generate(prompt, lookahead=each, **settings) for each in LOOKAHEADS}
+        again = [rt.generate(prompt, lookahead=4, acceptance="rejection", **settings) for _ in range(2)]
     for lookahead, text in matched.items():
         if _ids(text) != _ids(matched[0]):
             yield f"with lookahead {lookahead}, a seed gives another text than without a drafter"
@@ -118,13 +105,9 @@ def first_tokens(_: Subject) -> Iterable[str]:
     followed = mx.array([[*prompt, token] for token in range(VOCAB_SIZE)])
     second = first @ mx.softmax(target(followed)[:, -1] / temperature, axis=-1)
     settings: dict[str, Any] = {"temperature": temperature, "acceptance": "rejection", "lookahead": 2, "max_tokens": 2}
-
-    async def generate() -> list[Completion]:
-        async with runtime.open((target, None), (draft, None), prefix_cache_bytes=0) as rt:
-            asked: list[Any] = [(prompt, {"seed": seed}) for seed in range(NUM_DRAWN_TEXTS)]
-            return await rt.generate_many(asked, max_concurrent=8, **settings)
-
-    texts = trio.run(generate)
+    asked: list[Any] = [(prompt, {"seed": seed}) for seed in range(NUM_DRAWN_TEXTS)]
+    with runtime.open_sync((target, None), (draft, None), prefix_cache_bytes=0) as rt:
+        texts = rt.generate_many(asked, max_concurrent=8, **settings)
     for place, law in enumerate((first, second)):
         deviation = chi_square_deviation(Counter(_ids(text)[place] for text in texts), cast(list[float], law.tolist()))
         if deviation > MAX_DEVIATION:
@@ -132,20 +115,15 @@ def first_tokens(_: Subject) -> Iterable[str]:
 
 
 def chi_square_deviation(counts: Counter[int], law: Sequence[float]) -> float:
-    """How many standard deviations the chi-square statistic of drawn tokens lies above its mean. Tokens that are
-    expected fewer than five times are counted together.
-    """
-    num_drawn = counts.total()
-    expected, found = [0.0], [0]
-    for token, share in enumerate(law):
-        if share * num_drawn >= 5:
-            expected.append(share * num_drawn)
-            found.append(counts[token])
-        else:
-            expected[0] += share * num_drawn
-            found[0] += counts[token]
-    bins = [(a, b) for a, b in zip(found, expected, strict=True) if a or b]
-    statistic = sum((a - b) ** 2 / max(b, 1e-9) for a, b in bins)
+    """How many standard deviations the chi-square statistic of drawn tokens lies above its mean."""
+    bins = [(counts[token], share * counts.total()) for token, share in enumerate(law)]
+    # Tokens that are expected fewer than five times are counted together.
+    rare = [each for each in bins if each[1] < 5]
+    bins = [each for each in bins if each[1] >= 5]
+    if rare:
+        found, expected = map(sum, zip(*rare, strict=True))
+        bins += [(found, expected)] if found or expected else []
+    statistic = sum((found - expected) ** 2 / max(expected, 1e-9) for found, expected in bins)
     freedom = max(1, len(bins) - 1)
     return float((statistic - freedom) / (2 * freedom) ** 0.5)
 
@@ -155,14 +133,11 @@ def rewinds(_: Subject) -> Iterable[str]:
     prompt = tuple(1 + i % 60 for i in range(37))
     for family in FAMILIES:
         target, draft = small_model(family, 0), small_model(family, 1)
-
-        async def generate(target: Module = target, draft: Module = draft) -> Completion:
-            async with runtime.open((target, None), (draft, None)) as rt:
-                return await rt.generate(prompt, max_tokens=24, lookahead=3)
-
         try:
             expected = _plain_text(target, prompt, 24)
-            if (place := first_difference(trio.run(generate), expected)) is not None:
+            with runtime.open_sync((target, None), (draft, None)) as rt:
+                text = rt.generate(prompt, max_tokens=24, lookahead=3)
+            if (place := _first_difference(text, expected)) is not None:
                 yield f"a text of {family} differs from mlx-lm's at token {place}"
         except (RuntimeError, ValueError, OutriderError) as error:  # MLX raises the first two
             yield f"{family} failed with {type(error).__name__}: {error}"
@@ -172,9 +147,7 @@ def shared_passes(subject: Subject) -> Iterable[str]:
     """Texts that share passes are in float32 what each is alone, greedily and sampled, whatever the kind of cache."""
     for family in ROW_FAMILIES:
         target, draft = small_model(family, 0), nearby_model(family, 0)
-        prompts = [
-            tuple((7 * index + i) % VOCAB_SIZE for i in range(length)) for index, length in enumerate(ROW_LENGTHS)
-        ]
+        prompts = [tuple((7 * n + i) % VOCAB_SIZE for i in range(length)) for n, length in enumerate(ROW_LENGTHS)]
         yield from _compare_shared(family, (target, None), (draft, None), prompts)
     # If the target's texts take turns, that is no fault of the device.
     long = subject.prompts[-1]
@@ -185,23 +158,23 @@ def shared_passes(subject: Subject) -> Iterable[str]:
 def _compare_shared(
     named: str, target: Source, draft: Source, prompts: Sequence[tuple[int, ...]], *, must_share: bool = True
 ) -> Iterable[str]:
-    async def generate(max_batch: int) -> tuple[list[Completion], float]:
+    # Some have no drafts, and share passes with the proposals of others.
+    asked: list[Any] = [
+        (prompt, {"seed": SEED + index, "lookahead": (3, "auto", 0)[index % 3]}) for index, prompt in enumerate(prompts)
+    ]
+
+    def generate(max_batch: int) -> tuple[list[Completion], float]:
         texts: list[Completion] = []
-        async with runtime.open(target, draft, max_batch=max_batch, prefix_cache_bytes=0) as rt:
+        with runtime.open_sync(target, draft, max_batch=max_batch, prefix_cache_bytes=0) as rt:
             for temperature in (0.0, 0.8):
-                # Some have no drafts, and share passes with the proposals of others.
-                asked: list[Any] = [
-                    (prompt, {"seed": SEED + index, "lookahead": (3, "auto", 0)[index % 3]})
-                    for index, prompt in enumerate(prompts)
-                ]
                 shape: dict[str, Any] = {"temperature": temperature, "acceptance": "match", "max_tokens": MAX_TOKENS}
-                texts += await rt.generate_many(asked, max_concurrent=max_batch, **shape)
+                texts += rt.generate_many(asked, max_concurrent=max_batch, **shape)
             return texts, rt.statistics().rows_per_pass or 0.0
 
-    alone, _ = trio.run(generate, 1)
-    together, rows_per_pass = trio.run(generate, len(prompts))
+    alone, _ = generate(1)
+    together, rows_per_pass = generate(len(prompts))
     for number, (text, other) in enumerate(zip(alone, together, strict=True), start=1):
-        if (place := first_difference(other, _ids(text))) is not None:
+        if (place := _first_difference(other, _ids(text))) is not None:
             yield f"text {number} of {named} differs from what it is alone at token {place}"
     if must_share and rows_per_pass <= 1:
         yield f"no two texts of {named} shared a pass"
@@ -234,10 +207,7 @@ CHECKS: dict[str, Callable[[Subject], Iterable[str]]] = {
 def run_checks(
     target: Source, draft: Source | None, on_progress: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[str]]:
-    """Run all checks on a model or a pair. Returns: by check, what is wrong; nothing where all is right.
-
-    Raises: ModelError: the target cannot be loaded, or is too large in float32.
-    """
+    """Run all checks on a model or a pair; see `load_subject`. Returns: by check, what is wrong, if anything is."""
     subject = load_subject(target, draft)
     found = {}
     for number, (name, check) in enumerate(CHECKS.items(), start=1):
@@ -249,7 +219,7 @@ def run_checks(
     return found
 
 
-def first_difference(completion: Completion, expected: Sequence[int]) -> int | None:
+def _first_difference(completion: Completion, expected: Sequence[int]) -> int | None:
     """The index of the first token that differs from the expected text's; None if none does.
 
     A text may end early with an end-of-text token, after which plain decoding goes on.

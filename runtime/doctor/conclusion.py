@@ -25,12 +25,7 @@ MAX_DRAFT_COST = 0.4
 
 @attrs.frozen
 class Findings:
-    """The findings on which the conclusion rests.
-
-    Attributes:
-        is_translated: whether the vocabularies differ, but the draft model can draft with translated tokens.
-        exchange_seconds: time that a pass of a sharded target spends exchanging, by width; None on one machine.
-    """
+    """The findings on which the conclusion rests."""
 
     verify_seconds: Mapping[int, float]  # seconds of the target's passes, by width in tokens; width 1 is among them
     draft_seconds: Mapping[int, float] | None  # of the draft model's passes, likewise; None without one
@@ -39,8 +34,8 @@ class Findings:
     dtypes: tuple[str, ...]
     blas: str | None
     suggestions: tuple[str, ...] = ()  # draft models that fit, the best first
-    is_translated: bool = False
-    exchange_seconds: Mapping[int, float] | None = None
+    is_translated: bool = False  # whether the vocabularies differ, but the draft model can draft translated tokens
+    exchange_seconds: Mapping[int, float] | None = None  # of a sharded target's passes, by width; None on one machine
     num_ranks: int = 1
 
     @property
@@ -129,8 +124,10 @@ def _rows(found: Findings) -> Iterator[tuple[str, str]]:
         if found.is_translated:
             yield "try", "a draft model of the target's vocabulary, if there is one: more of its drafts are accepted"
         if is_expensive:
-            cost = f"a step of this one takes {found.draft_cost:.0%} of a pass of the target"
-            yield "try", f"a smaller draft model: {cost}"
+            yield (
+                "try",
+                f"a smaller draft model: a step of this one takes {found.draft_cost:.0%} of a pass of the target",
+            )
     if not found.is_pair or found.draft_seconds is None or found.is_translated or is_expensive:
         for suggestion in found.suggestions[:3]:
             yield "try", f"--draft {suggestion}"
@@ -150,11 +147,13 @@ def _exchange(found: Findings) -> Iterator[tuple[str, str]]:
         return
     widest = max(found.exchange_seconds)
     narrow, wide = (f"{found.exchange_share(width):.0%}" for width in (1, widest))
-    of_pass = f"{narrow} of a pass of 1 token, {wide} of one of {widest}"
-    yield "note", f"{of_pass}, is exchange between {found.num_ranks} ranks"
+    ranks = f"exchange between {found.num_ranks} ranks"
+    yield "note", f"{narrow} of a pass of 1 token, {wide} of one of {widest}, is {ranks}"
     if found.exchange_share(1) > MAX_EXCHANGE:
-        remedy = "fewer ranks, if they hold the target, or links of less latency"
-        yield "try", f"{remedy}: a pass exchanges more than it computes"
+        yield (
+            "try",
+            ("fewer ranks, if they hold the target, or links of less latency: a pass exchanges more than it computes"),
+        )
 
 
 def _faster_width(found: Findings) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from actors.distributed.backends import BACKENDS, available_backends, chosen_backend
-from actors.distributed.joining import versions
+from actors.distributed.joining import BACKENDS, available_backends, chosen_backend, versions
 from actors.distributed.rank_group import RankGroup
 from protocol.errors import RankError
 from protocol.rank_messages import Describe, Description
@@ -24,23 +23,15 @@ T = TypeVar("T")
 def examine_ranks(group: RankGroup | None) -> Section:
     """Examine the ranks, at rank 0, for a report. The others call `take_part_in_examination` meanwhile. This blocks.
 
-    Args:
-        group: from `join_ranks`; None for a process on its own.
-
     Raises: RankError: a rank has ended, hangs or fails; it is named.
     """
-    own = _description()
-    if group is None:
-        return report_on_ranks([own], available_backends(), None, versions())
-    others = _connected(group, lambda: _described(group))
-    return report_on_ranks([own, *others], available_backends(), chosen_backend(group), versions())
+    others = [] if group is None else _connected(group, lambda: _described(group))
+    in_use = None if group is None else chosen_backend(group)
+    return report_on_ranks([_description(), *others], available_backends(), in_use, versions())
 
 
 def take_part_in_examination(group: RankGroup) -> None:
-    """Describe this rank to rank 0. This blocks.
-
-    Raises: RankError: a rank has ended, hangs or fails; it is named.
-    """
+    """Describe this rank to rank 0. This blocks. Raises: RankError: a rank has ended, hangs or fails; it is named."""
 
     def answer() -> None:
         _, asked = group.receive()
@@ -84,13 +75,8 @@ def _description() -> dict[str, str]:
 def report_on_ranks(
     descriptions: Sequence[Mapping[str, str]], available: Sequence[str], in_use: str | None, versions: Mapping[str, str]
 ) -> Section:
-    """The section on the ranks: its title, and rows of (name, finding).
-
-    Args:
-        descriptions: of each rank, by name.
-        available, in_use: backends of `mx.distributed` that MLX has here; None if there is one rank, or MLX does not
-            tell.
-        versions: of the packages that must be the same on all ranks, by name.
+    """The section on the ranks, by their descriptions, the backends of `mx.distributed` that MLX has, the one in
+    use (None if there is one rank, or MLX does not tell), and the versions that must be the same on all ranks.
     """
     present = [f"{name} (in use)" if name == in_use else name for name in available]
     missing = [name for name in BACKENDS if name not in available]

@@ -29,28 +29,21 @@ from protocol.trace import Actor
 from runtime.doctor.agreement import BEGINNINGS, agreement_rows
 from runtime.doctor.conclusion import Findings, conclude, width_cost
 from runtime.engine.memory import MemoryBudget, weights_of
+from runtime.loading import model_sources
 from runtime.loading.blas import blas_in_use
 from runtime.loading.device import default_memory_limit, processor_name
-from runtime.loading.drafters import Suggestion, suggest_draft
+from runtime.loading.drafters import suggest_draft
 from runtime.loading.model_files import name_of
-from runtime.loading.model_sources import (
-    Loaded,
-    LoadedDraft,
-    Source,
-    caches_of,
-    check_draft_source,
-    check_source,
-    folder_of_trained_drafter,
-    load_auto_onto,
-    load_draft_onto,
-    load_onto,
-)
+from runtime.loading.model_sources import Loaded, LoadedDraft, Source
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.vocabularies import vocabulary_map
 from runtime.measuring.pass_times import CONTEXT_TOKENS, REPEATS, WIDTHS, PassTime, medians, time_passes
 from runtime.ranks.leading import check_group, leading, worker_for
 from runtime.ranks.sharded_target import load_target_onto
 from runtime.terminal.tables import Section
+
+# The thread, the source and the loaded model of a drafter.
+_DraftHere = tuple[ThreadWorker, Source, Loaded | LoadedDraft]
 
 # What a report has of passes: widths in tokens, and numbers of texts that share a pass. Reading a token of each text
 # before takes 10 ms on a CPU.
@@ -61,21 +54,17 @@ SHARED_CONTEXT_TOKENS = 16
 
 @attrs.frozen
 class ExaminedModel:
-    """One model; for a sharded target, the anatomy is that of rank 0's part, and the passes are those of all ranks.
-
-    Attributes:
-        exchange: by width, what a pass of a sharded target exchanges; None for a model on one machine.
-    """
+    """One model; for a sharded target, the anatomy is that of rank 0's part, and the passes are those of all ranks."""
 
     anatomy: Anatomy
     passes: dict[int, PassTime]  # by width in tokens
     shared_passes: dict[int, PassTime] = attrs.field(factory=dict)  # by number of texts; empty if they were not timed
-    exchange: dict[int, Exchange] | None = None
+    exchange: dict[int, Exchange] | None = None  # of a pass of a sharded target, by width; None on one machine
     num_ranks: int = 1
 
     @property
     def exchange_seconds(self) -> dict[int, float] | None:
-        """The median time of the exchange of a pass, by width; None for a model on one machine."""
+        """The median time of the exchange of a pass, by width; None on one machine."""
         if self.exchange is None:
             return None
         return {width: statistics.median(exchange.seconds) for width, exchange in self.exchange.items()}
@@ -103,9 +92,7 @@ class Diagnosis:
 
 
 def load_of_others() -> str | None:
-    """The load of the machine, as text, if other programs take more than half of its cores, or a whole one; else None.
-    Called before there is work of our own.
-    """
+    """The load of the machine, as text, if programs take more than half of its cores, or a whole one; else None."""
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
     return f"{load:.1f} on {num_cores} cores" if load > max(1.0, num_cores / 2) else None
 
@@ -123,9 +110,7 @@ async def examine(
     """Examine a model or a pair on this machine.
 
     Args:
-        target, draft: as for `runtime.open`.
-        group: the ranks that the target is sharded over, as for `runtime.open`; the others call `runtime.follow`
-            meanwhile.
+        target, draft, group: as for `runtime.open`; other ranks call `runtime.follow` meanwhile.
         load: see `Diagnosis`.
         is_for_report: whether to time passes of more widths, and passes that texts share, for `price_tables`.
         on_progress: called with a description of each step before it starts.
@@ -146,26 +131,24 @@ async def examine(
         on_progress("loading the target")
         loaded = await load_target_onto(worker, sources["target"], options, group)
 
-        async def load_draft(
-            stack: AsyncExitStack, source: Source
-        ) -> tuple[ThreadWorker, Source, Loaded | LoadedDraft]:
+        async def load_draft(stack: AsyncExitStack, source: Source) -> _DraftHere:
             worker = await stack.enter_async_context(ThreadWorker("draft"))
             on_progress("loading the draft")
-            if str(source) != MTP and await folder_of_trained_drafter(worker, source) is None:
-                return worker, source, await load_onto(worker, "draft", source, options)
-            drafter = await load_draft_onto(worker, source, options, loaded)
+            if str(source) != MTP and await model_sources.folder_of_trained_drafter(worker, source) is None:
+                return worker, source, await model_sources.load_onto(worker, "draft", source, options)
+            drafter = await model_sources.load_draft_onto(worker, source, options, loaded.drafted)
             loaded.model.record_features(None)  # the target is timed as it is
             return worker, source, drafter
 
-        draft_here: tuple[ThreadWorker, Source, Loaded | LoadedDraft] | None = None
+        draft_here: _DraftHere | None = None
         if (source := sources.get("draft")) == AUTO_DRAFT:
-            draft_here = await load_auto_onto(stack, loaded, load_draft)
+            draft_here = await model_sources.load_auto_onto(stack, loaded.folder, load_draft)
         elif source is not None:
             draft_here = await load_draft(stack, source)
         # First what does not depend on the machine's speed, or on how busy it is.
         draft_model = draft_here[2] if draft_here is not None and isinstance(draft_here[2], Loaded) else None
         same, is_translated, note = await _compare(worker, loaded, draft_model)
-        suggestions: tuple[Suggestion, ...] = ()
+        suggestions: tuple[str, ...] = ()
         has_trained = draft_here is not None and draft_model is None
         memory = _memory_of(loaded.model, None if draft_here is None else draft_here[2].model)
         if loaded.tokenizer is not None and not same and not has_trained and not isinstance(target, tuple):
@@ -173,7 +156,8 @@ async def examine(
             # Suggestions are optional: a disk that cannot be searched must not hide the measurements.
             with suppress(JobError):
                 path = target.path if isinstance(target, ModelSpec) else target
-                suggestions = await worker.run(Job("load", partial(suggest_draft, path)))
+                found = await worker.run(Job("load", partial(suggest_draft, path)))
+                suggestions = tuple(suggestion.described for suggestion in found)
         # One after the other, so that each model is timed alone.
         on_progress("timing the target")
         widths = REPORT_WIDTHS if is_for_report else WIDTHS
@@ -197,7 +181,7 @@ async def examine(
         can_rewind=examined.anatomy.rewind_mode is not RewindMode.SINGLE,
         dtypes=examined.anatomy.dtypes,
         blas=blas_in_use(),
-        suggestions=tuple(suggestion.described for suggestion in suggestions),
+        suggestions=suggestions,
         exchange_seconds=examined.exchange_seconds,
         num_ranks=examined.num_ranks,
     )
@@ -207,14 +191,11 @@ async def examine(
 def check_examined(
     target: Source, draft: Source | None = None, *, group: RankGroup | None = None, **cache_options: Any
 ) -> tuple[dict[Actor, Source], CacheOptions]:
-    """Check the arguments of `examine`, as far as possible without loading a model.
-
-    Returns: the models to load, and the options of their caches.
-    """
-    sources: dict[Actor, Source] = {"target": check_source("target", target)}
+    """The models to load and the options of their caches, from arguments of `examine`, checked as far as possible."""
+    sources: dict[Actor, Source] = {"target": model_sources.check_source("target", target)}
     if draft is not None:
-        sources["draft"] = check_draft_source(draft)
-    options = caches_of(OpenOptions(**cache_options))
+        sources["draft"] = model_sources.check_draft_source(draft)
+    options = model_sources.caches_of(OpenOptions(**cache_options))
     if group is not None:
         check_group(group, sources["target"], sources.get("draft"))
     return sources, options
@@ -312,13 +293,8 @@ def report(diagnosis: Diagnosis) -> list[Section]:
             rows = draft.rows
         else:
             rows = _rows(draft, "T_d")
-            match findings.same_vocabulary:
-                case True:
-                    said = "the same, "
-                case False:
-                    said = "translated: the draft model can propose " if findings.is_translated else "DIFFERENT: "
-                case None:
-                    said = "not compared: "
+            compared = {True: "the same, ", False: "DIFFERENT: ", None: "not compared: "}[findings.same_vocabulary]
+            said = "translated: the draft model can propose " if findings.is_translated else compared
             pair.insert(0, ("vocabularies", said + diagnosis.vocabulary_note))
         sections += [("draft", rows), ("pair", pair)]
     machine = [("device", diagnosis.device), ("longest text", diagnosis.memory)]
@@ -369,9 +345,7 @@ def _times_of(passes: Mapping[int, PassTime], symbol: str, named: Callable[[int]
 
 
 def price_tables(diagnosis: Diagnosis, named: str) -> list[dict[str, Any]]:
-    """Median times of passes in seconds, in the form of `tests/protocol/device_prices/`: by tokens of one text, and by
-    texts that share a pass. `named` is the name of the target.
-    """
+    """Median times of passes in seconds, in the form of `tests/protocol/device_prices/`; `named` is the target."""
     target, draft = diagnosis.target, diagnosis.draft
     of_tokens = {"target": target.passes} | ({} if draft is None else {"draft": draft.passes})
     device = str(mx.device_info().get("device_name") or processor_name())
@@ -410,11 +384,11 @@ _REWIND_MODES = {
 
 def described_layers(layers: Sequence[int], num_layers: int) -> str:
     """What a drafter reads: the inputs of layers of its target, where `num_layers` stands for the last one's output."""
-    entered = [str(layer) for layer in layers if layer < num_layers]
+    *others, last = [str(layer) for layer in layers if layer < num_layers] or [""]
     parts = []
-    if entered:
-        listed = " and ".join([", ".join(entered[:-1]), entered[-1]] if len(entered) > 1 else entered)
-        parts.append(f"what enters layer{'s' if len(entered) > 1 else ''} {listed} of {num_layers}")
+    if last:
+        listed = f"layers {', '.join(others)} and {last}" if others else f"layer {last}"
+        parts.append(f"what enters {listed} of {num_layers}")
     if num_layers in layers:
         parts.append(f"what the last of {num_layers} layers gives")
     return ", ".join(parts)

@@ -52,6 +52,19 @@ class _Reservation:
     most_tokens: int
     has_given_way: bool = False  # nothing is reserved at the target until it grows again
 
+    @staticmethod
+    def of(opened: Open) -> _Reservation:
+        """What a session reserves when it begins."""
+        settings, num_prompt = opened.settings, len(opened.prompt)
+        file = settings.prompt_cache_file
+        num_before = 0 if file is None else read_header(file).num_tokens
+        most = _UNBOUNDED if opened.context_length is None else opened.context_length
+        if opened.num_scored > 0:
+            most = num_prompt
+        elif settings.max_tokens is not None:
+            most = min(most, num_prompt + settings.max_tokens)
+        return _Reservation(opened, num_before, min(most, num_prompt + GROWTH_TOKENS), most)
+
     def is_at(self, actor: Actor) -> bool:
         """Whether the text is in the caches of a model."""
         return self.opened.drafted if actor == "draft" else not self.has_given_way
@@ -71,37 +84,28 @@ class _Reservation:
         )
 
 
+@attrs.define(eq=False)
 class MemoryBudget:
-    """The memory that one runtime takes, within a limit for all runtimes of the process.
+    """The memory that one runtime takes, until `close`, within a limit for all runtimes of the process.
 
     A stream reserves what the caches of its text take at most until it has `GROWTH_TOKENS` tokens after the prompt, and
     then as much again. The models' prefix caches have what is left. A drafter in another process is not counted.
 
     To be used in trio's thread; its numbers may be read in any thread.
-
-    Attributes:
-        limit: bytes that models and caches may take together, in this process; infinite for no limit.
-        reserved_bytes: of the streams that have begun.
-        is_stuck: whether all of these have waited for memory since some was last taken or released.
     """
 
-    def __init__(
-        self, limit: float, target: Model, drafter: Callable[[], Model | None], on_change: Callable[[], None]
-    ) -> None:
-        """Begin without streams, until `close`.
+    limit: float  # bytes that models and caches may take together, in this process; infinite for no limit
+    _target: Model
+    _drafter: Callable[[], Model | None]  # the draft model that works in this process now, if there is one
+    _on_change: Callable[[], None]  # called in any thread once another runtime has taken or released memory
+    reserved_bytes: int = attrs.field(init=False, default=0)  # of the streams that have begun
+    # Whether all of these have waited for memory since some was last taken or released.
+    is_stuck: bool = attrs.field(init=False, default=False)
+    # The turn of the first stream that waits to begin, among all runtimes.
+    _waits_since: float = attrs.field(init=False, default=math.inf)
+    _texts: dict[int, _Reservation] = attrs.field(init=False, factory=dict)
 
-        Args:
-            drafter: returns the draft model that works in this process now, if there is one.
-            on_change: called in any thread once another runtime has taken memory, or released some.
-        """
-        self.limit = limit
-        self.reserved_bytes = 0
-        self.is_stuck = False
-        self._waits_since = math.inf  # the turn of the first stream that waits to begin, among all runtimes
-        self._target = target
-        self._drafter = drafter
-        self._on_change = on_change
-        self._texts: dict[int, _Reservation] = {}
+    def __attrs_post_init__(self) -> None:
         with _lock:
             _budgets.append(self)
         self._notify()
@@ -138,9 +142,7 @@ class MemoryBudget:
         return None if most == _UNBOUNDED else most
 
     def prefix_room(self, actor: Actor) -> float:
-        """Bytes that the streams leave to a model's prefix cache. Both models cache the same texts, and share what is
-        left accordingly.
-        """
+        """Bytes that the streams leave to a model's prefix cache. Both cache the same texts, and share what is left."""
         if math.isinf(self.limit):
             return math.inf
         sizes = {name: model.cache_size.of([TextSize(MAX_CHUNK_TOKENS)]) for name, model in self._models()}
@@ -154,8 +156,7 @@ class MemoryBudget:
 
         Raises: PromptTooLongError: there is no memory for its prompt and one token more.
         """
-        text = _reservation(opened)
-        most = self._checked_most(text)
+        text, most = self._checked(opened)
         return opened if most == text.most_tokens else attrs.evolve(opened, context_length=most)
 
     def reserve(self, opened: Open) -> float | None:
@@ -166,8 +167,7 @@ class MemoryBudget:
 
         Raises: PromptTooLongError: as `bounded`.
         """
-        text = _reservation(opened)
-        most = self._checked_most(text)
+        text, most = self._checked(opened)
         since, self._waits_since = self._waits_since, math.inf
         num_tokens: float | None = None
         if all(since <= other._waits_since for other in self._others()):
@@ -255,13 +255,14 @@ class MemoryBudget:
         lengths = range(text.most_tokens)
         return bisect_right(lengths, room, key=lambda num: self._num_bytes([attrs.evolve(text, num_tokens=num)])) - 1
 
-    def _checked_most(self, text: _Reservation) -> int:
-        """As `_most_tokens`. Raises: PromptTooLongError: that is not enough for the prompt and a token more."""
-        most, num_prompt = self._most_tokens(text), len(text.opened.prompt)
-        num_after = 1 if text.opened.num_scored == 0 else 0
+    def _checked(self, opened: Open) -> tuple[_Reservation, int]:
+        """What a session reserves, and its `_most_tokens`. Raises: PromptTooLongError: as `bounded`."""
+        text = _Reservation.of(opened)
+        most, num_prompt = self._most_tokens(text), len(opened.prompt)
+        num_after = 1 if opened.num_scored == 0 else 0
         if most < num_prompt + num_after:
             raise PromptTooLongError.by(num_prompt, max(0, most - num_after), self._described())
-        return most
+        return text, most
 
     def _described(self) -> str:
         slot_bytes = sum(model.cache_size.slot_bytes for _, model in self._models())
@@ -288,16 +289,3 @@ def weights_of(models: Iterable[Model]) -> int:
 def _all_budgets() -> list[MemoryBudget]:
     with _lock:
         return list(_budgets)
-
-
-def _reservation(opened: Open) -> _Reservation:
-    """What a session reserves when it begins."""
-    settings, num_prompt = opened.settings, len(opened.prompt)
-    file = settings.prompt_cache_file
-    num_before = 0 if file is None else read_header(file).num_tokens
-    most = _UNBOUNDED if opened.context_length is None else opened.context_length
-    if opened.num_scored > 0:
-        most = num_prompt
-    elif settings.max_tokens is not None:
-        most = min(most, num_prompt + settings.max_tokens)
-    return _Reservation(opened, num_before, min(most, num_prompt + GROWTH_TOKENS), most)

@@ -298,7 +298,7 @@ class _DraftLoader:
         Raises: as `load_draft_onto`, and RankError: the rank that drafts is lost.
         """
         if draft == AUTO_DRAFT:
-            return await load_auto_onto(stack, self.target, partial(self.load, group=group))
+            return await load_auto_onto(stack, self.target.folder, partial(self.load, group=group))
         if group is not None and group.drafter is not None:
             elsewhere = await load_elsewhere(group.drafter, self._asked(None, None), RankError)
         elif self.options.has_draft_process:
@@ -308,7 +308,7 @@ class _DraftLoader:
             link.max_silence_s = SILENCE_S
         else:
             worker = await stack.enter_async_context(ThreadWorker("draft", self.events, may_be_given_up=True))
-            drafter = (await load_draft_onto(worker, draft, self.caches, self.target)).model
+            drafter = (await load_draft_onto(worker, draft, self.caches, self.target.drafted)).model
             self._stop_recording_with(stack)
             _warn_if_too_large(self.target.model, drafter)
             stack.enter_context(drafter.evaluating_layers())
@@ -411,23 +411,18 @@ async def running(
     chains: bool | None = None,
     **options: Unpack[OpenArguments],
 ) -> AsyncIterator[Runtime]:
-    """A runtime over loaded models and running workers.
+    """A runtime over loaded models and their workers, real or in simulated time, which the caller enters and leaves.
 
     Args:
-        target, draft: models and their workers, real or in simulated time, which the caller enters and leaves.
         shared_tokenizer: what `Runtime.tokenizer` returns; `tokenizer` if None.
-        events: where the workers announce their spans.
-        prices: what the models are known to cost; nothing if None.
+        events, prices: where the workers announce their spans, and what the models are known to cost.
         draft_resources: closed once the drafter is detached, or the runtime is left.
         load_draft: loads a drafter to attach; None if none can be attached.
         chains: see `DraftActor`.
         **options: those of `open` that are about streams, prefix caches and memory; `max_streams` is a number or None,
             and "auto" means no `memory_limit`.
-
-    Cancellation: as `open`.
     """
     events, prices, given = events or Events(), prices or Prices(), OpenOptions(**options)
-    assert given.max_streams != "auto", "decided by who knows the models"
     async with BackgroundNursery() as nursery:
         runtime: Runtime | None = None
 
@@ -486,19 +481,8 @@ async def running(
         if (store := target_actor.prefix_cache.store) is not None:
             nursery.start_soon(store.run)
         await nursery.start(target_actor.serve)
-        runtime = Runtime(
-            target_actor,
-            drafter,
-            tokenizer,
-            events,
-            prices,
-            nursery,
-            given.max_streams,
-            None if given.memory_limit == "auto" else given.memory_limit,
-            tokenizer if shared_tokenizer is None else shared_tokenizer,
-            given.defaults,
-            reads_when_idle=given.idle_reading,
-        )
+        shared_tokenizer = tokenizer if shared_tokenizer is None else shared_tokenizer
+        runtime = Runtime(target_actor, drafter, tokenizer, shared_tokenizer, events, prices, nursery, given)
         end = partial(runtime._sessions.close, RuntimeClosedError(CLOSED))
         # A cancellation from further out ends the actors at once, and the block maybe later.
         target_actor.when_over(end)

@@ -81,10 +81,7 @@ class RequestValidation:
         return self.opened(prompt, checked, tools), tools
 
     def of_many(self, settings: SettingsLike | None, arguments: Mapping[str, Any]) -> CheckPrompt:
-        """A check of many prompts that share settings and tools; see `Runtime.generate_many`.
-
-        Raises: as `generation`.
-        """
+        """A check of prompts that share settings and tools; see `Runtime.generate_many`. Raises: as `generation`."""
         about_tools, overrides = split_tools(arguments)
         keywords = with_overrides(settings, overrides)
         shared = self.checked(keywords, (*TOOL_ARGUMENTS, "max_concurrent", "on_error"))
@@ -148,10 +145,8 @@ class RequestValidation:
         file = read_header(settings.prompt_cache_file)
         named = f"the prompt cache file {shown_path(settings.prompt_cache_file)}"
         options = self._model.cache_options if isinstance(self._model, MLXModel) else {}
-        if file.kv_bits is not None and (file.kv_bits, file.kv_group_size) != (
-            options.get("kv_bits"),
-            options.get("kv_group_size"),
-        ):
+        quantisation = {"kv_bits": file.kv_bits, "kv_group_size": file.kv_group_size}
+        if file.kv_bits is not None and any(options.get(name) != value for name, value in quantisation.items()):
             raise SessionFileError(
                 f"{named} has quantised key-value caches; open the target with kv_bits={file.kv_bits} and "
                 f"kv_group_size={file.kv_group_size}"
@@ -259,10 +254,6 @@ def _can_be_speculated(settings: Settings) -> bool:
     for kind, code, remedy in careful:
         if (name := name_of(code)) not in _warned_of:
             _warned_of.add(name)
-            logger.warning(
-                "the %s %s may keep a state, so nothing is drafted for streams that use it; mark it with %s",
-                kind,
-                name,
-                remedy,
-            )
+            says = "the %s %s may keep a state, so nothing is drafted for streams that use it; mark it with %s"
+            logger.warning(says, kind, name, remedy)
     return not careful

@@ -14,11 +14,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.draft_actor import DraftActor
 from actors.persistence.saved_sequence import SavableModel
+from actors.session import Session
 from actors.target.target_actor import TargetActor
 from protocol.argument_aliases import MISSING
 from protocol.errors import RuntimeBrokenError, RuntimeClosedError
+from protocol.open_options import OpenOptions
 from protocol.prices import Estimates, Prices
-from protocol.scores import Score
+from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.settings import Settings, SettingsLike, check_vocabulary_size, keywords_of, settings_from
 from protocol.settings_keywords import ScoreArguments, SettingsArguments
 from protocol.statistics import Statistics
@@ -26,17 +28,19 @@ from runtime.engine.drafter_slot import DrafterActor, DrafterSlot
 from runtime.engine.events import Events
 from runtime.engine.request_validation import RequestValidation
 from runtime.engine.sessions import Sessions
-from runtime.generation.conversation import Account, Conversation, Message, turn_settings
-from runtime.generation.many_prompts import Completions, OnError, Prompts
-from runtime.generation.text import Prompt, begun_turn
+from runtime.generation.conversation import Conversation, Message, turn_settings
+from runtime.generation.many_prompts import Completions, OnError, Prompts, check_arguments
+from runtime.generation.text import Detokenizer, Prompt, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
-from runtime.generation.tool_calls.functions import Functions
-from runtime.generation.tool_calls.tools import StreamArguments
+from runtime.generation.tool_calls.tools import Functions, StreamArguments
 from runtime.loading.model_sources import Source, check_unknown
 from runtime.persistence import saved_session
 from runtime.persistence.saved_session import SessionSaver
 
 CLOSED = "this runtime was closed; open another with runtime.open(), runtime.aio.open() or runtime.open_sync()"
+
+# Tokens, of a scored text or listed as likely, that are decoded without a pause; a few milliseconds.
+_DECODED_AT_ONCE = 64
 
 
 @attrs.frozen
@@ -91,32 +95,31 @@ class Runtime:
         target: TargetActor,
         drafter: DrafterSlot,
         tokenizer: TokenizerWrapper | None,
+        shared_tokenizer: TokenizerWrapper | None,
         events: Events,
         prices: Prices,
         nursery: trio.Nursery,
-        max_streams: int | None,
-        memory_limit: int | None,
-        shared_tokenizer: TokenizerWrapper | None,
-        defaults: SettingsLike | None = None,
-        *,
-        reads_when_idle: bool = False,
+        options: OpenOptions,
     ) -> None:
         """A runtime over actors that are serving; see `runtime.engine.opening.running`. Generations that are begun many
         at a time run in the nursery. `tokenizer` is the target's, for this runtime alone.
         """
+        assert options.max_streams != "auto", "decided by who knows the models"
+        memory_limit = None if options.memory_limit == "auto" else options.memory_limit
+        defaults = keywords_of(options.defaults, "defaults")
         self._target = target
         self._drafter = drafter
         self._tokenizer = tokenizer
         self._shared_tokenizer = shared_tokenizer
         self._prices = prices
-        self._began = target.worker.clock()
-        self._sessions = Sessions(target, drafter, tokenizer, prices, nursery, max_streams, memory_limit)
-        self.reads_when_idle = reads_when_idle
-        if reads_when_idle:
+        self._nursery = nursery
+        self._clock = target.worker.clock
+        self._began = self._clock()
+        self._sessions = Sessions(target, drafter, tokenizer, prices, options.max_streams, memory_limit)
+        self.reads_when_idle = options.idle_reading
+        if options.idle_reading:
             nursery.start_soon(self._sessions.idle_reading.run)
-        self._validation = RequestValidation(
-            target.model, tokenizer, keywords_of(defaults, "defaults"), lambda: drafter.actor is not None
-        )
+        self._validation = RequestValidation(target.model, tokenizer, defaults, lambda: drafter.actor is not None)
         self._is_left = trio.Event()  # set once the user has closed the runtime
         self._is_released: trio.Event | None = None  # set by `keep_open` once models and threads are released
         events.listen(self._sessions.attribute, only_spans=True)
@@ -172,7 +175,12 @@ class Runtime:
         Cancellation: strikes between two passes; what was read stays in the prefix cache.
         """
         self.check_open()
-        return await self._sessions.score(self._validation.to_score(prompt, continuation, **options))
+        session = await self._sessions.read(self._validation.to_score(prompt, continuation, **options))
+        opened = session.opened
+        if len(session.scores) < opened.num_scored:  # the actors were cancelled, and have no error
+            raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
+        tokens = await _scored_tokens(session, self._tokenizer)
+        return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
 
     async def warm(
         self, prompt: Prompt, settings: SettingsLike | None = None, **overrides: Unpack[StreamArguments]
@@ -190,7 +198,9 @@ class Runtime:
         """
         self.check_open()
         opened, _ = self._validation.generation(prompt, settings, {**overrides, "reuse_prefix": True})
-        return await self._sessions.warm(attrs.evolve(opened, only_reads=True))
+        began = self._clock()
+        session = await self._sessions.read(attrs.evolve(opened, only_reads=True))
+        return session.counts.snapshot(elapsed=self._clock() - began, estimates=self.estimates, lookahead=0)
 
     def begun_turn(self, messages: Sequence[Message], /, **switches: Any) -> Prompt:
         """See `runtime.generation.text.begun_turn`. In any thread, as `encode`."""
@@ -202,7 +212,7 @@ class Runtime:
 
         async def read() -> None:
             opened, _ = self._validation.generation(prompt(), None, {"reuse_prefix": True})
-            await self._sessions.read(attrs.evolve(opened, only_reads=True), may_wait=False)
+            await self._sessions.read(attrs.evolve(opened, only_reads=True), is_idle=True)
 
         if self.reads_when_idle:
             self._sessions.idle_reading.expect(read)
@@ -266,7 +276,9 @@ class Runtime:
         """
         self.check_open()
         check = self._validation.of_many(settings, dict(overrides))
-        return self._sessions.begin_many(prompts, check, max_concurrent, on_error)
+        check_arguments(max_concurrent, on_error)
+        start_soon, run_soon, begin = self._nursery.start_soon, self._sessions.run_soon, self._sessions.begin
+        return Completions(prompts, check, begin, max_concurrent, on_error, start_soon=start_soon, run_soon=run_soon)
 
     def encode(self, prompt: Prompt, /, **switches: Any) -> tuple[int, ...]:
         """The token ids of a prompt, such as `stream` takes; `switches` are further variables of the chat template.
@@ -386,9 +398,9 @@ class Runtime:
         check_vocabulary_size(settings_from(keywords), self._target.model.vocab_size)
         return conversation
 
-    async def _save(self, path: SessionFile, account: Account) -> int:
+    async def _save(self, *arguments: Any) -> int:
         with self._sessions.while_open():
-            return await self._models().save(path, account)
+            return await self._models().save(*arguments)
 
     def _models(self) -> SessionSaver:
         # A drafter that has failed for good cannot be asked for anything. A draft model of another vocabulary reads the
@@ -474,7 +486,7 @@ class Runtime:
         """Counts over all streams so far, and how busy the models have been; a frozen snapshot. `generation_tps` is
         over the runtime's whole life.
         """
-        elapsed_s, counts = self._target.worker.clock() - self._began, self._sessions.counts()
+        elapsed_s, counts = self._clock() - self._began, self._sessions.counts()
         counts.target_seconds, counts.draft_seconds = self.busy_seconds
         return counts.snapshot(
             elapsed=elapsed_s,
@@ -542,3 +554,20 @@ class Runtime:
     @property
     def _draft(self) -> DrafterActor | None:
         return self._drafter.actor
+
+
+async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:
+    """The scores of a session, with texts. Other tasks take turns with it: a long text has thousands of tokens."""
+    opened = session.opened
+    text = Detokenizer(tokenizer, opened.prompt[: len(opened.prompt) - opened.num_scored])
+    tokens: list[ScoredToken] = []
+    num_decoded = _DECODED_AT_ONCE
+    for score in session.scores:
+        num_decoded += 1 + len(score.top)
+        if num_decoded > _DECODED_AT_ONCE:
+            await trio.lowlevel.checkpoint()
+            num_decoded = 1 + len(score.top)
+        top = tuple(TopLogprob(id, text.alone(id), logprob) for id, logprob in score.top)
+        tokens.append(ScoredToken(score.id, text.add(score.id), score.logprob, score.is_greedy, score.rank, top))
+    last = tokens[-1]
+    return (*tokens[:-1], attrs.evolve(last, text=last.text + text.finish()))

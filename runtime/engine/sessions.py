@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -23,83 +23,102 @@ from protocol.errors import (
     PromptTooLongError,
     ProtocolError,
     RuntimeBrokenError,
-    RuntimeClosedError,
     SessionFileError,
     SettingsError,
 )
 from protocol.messages import Close, Open
 from protocol.prices import Prices
-from protocol.scores import Score, ScoredToken, TopLogprob
 from protocol.session_state import Commit
-from protocol.statistics import Counts, Statistics
+from protocol.statistics import Counts
 from protocol.trace import Event, Span
 from runtime.engine.drafter_slot import DrafterSlot
-from runtime.engine.idle_reading import IdleReading
 from runtime.engine.memory import MemoryBudget
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.answers.reasoning_limit import ReasoningLimit
-from runtime.generation.many_prompts import CheckPrompt, Completions, OnError, Prompts, check_arguments
-from runtime.generation.reasoning import ReasoningTracker, reader_of
-from runtime.generation.text import Detokenizer, GrowingText, StopFinder
+from runtime.generation.reasoning import ReasoningLimit, ReasoningTracker, reader_of
+from runtime.generation.text import GrowingText, StopFinder
 from runtime.generation.token_stream import TokenStream
 from runtime.generation.tool_calls.tools import Tools, check_callable
+
+logger = logging.getLogger("outrider")
 
 # Rounds that may wait for a slow consumer before the models wait with them.
 BUFFERED_ROUNDS = 16
 
-# Tokens, of a scored text or listed as likely, that are decoded without a pause; a few milliseconds.
-_DECODED_AT_ONCE = 64
-
+# Makes the reader of an answer from its reasoning, of which nothing was given yet; None if all of it is content.
 NewReader = Callable[[ReasoningTracker], Reader | None]
-"""Makes the reader of an answer from its reasoning, of which nothing was given yet; None if all of it is content."""
 
-# The readers of answers whose streams are begun in this task. They tell the content, in which stop strings are searched
-# for, from the rest; by default by the tokenizer's tags and the stream's tools. A server, which reads answers itself,
-# sets it for each request.
+# The readers of answers whose streams are begun in this task, which tell the content, where stop strings are searched
+# for, from the rest. By default by the tokenizer's tags and the stream's tools; a server sets it for each request.
 NEW_READER: ContextVar[NewReader | None] = ContextVar("outrider_new_reader", default=None)
 
-M = TypeVar("M")
+
+@attrs.define(eq=False)
+class IdleReading:
+    """The prompts that are expected, and the task that reads them; see `runtime.open` about `idle_reading`.
+
+    It gives way to anything else: a stream that begins waits for the pass that runs, what was read by then is kept, and
+    what was expected is forgotten, since the stream may be what it was expected for.
+    """
+
+    _is_idle: Callable[[], bool]  # whether the models have nothing to do
+    _expected: list[Callable[[], Awaitable[object]]] = attrs.field(init=False, factory=list)
+    _scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
+    _wakeup: trio.Event = attrs.field(init=False, factory=trio.Event)
+
+    def expect(self, read: Callable[[], Awaitable[object]]) -> None:
+        """Call and await `read`, which reads a prompt and may be cancelled, once there is nothing else to do."""
+        self._expected.append(read)
+        self.look()
+
+    def look(self) -> None:
+        """Note that there may be nothing else to do."""
+        if self._expected:
+            self._wakeup.set()
+
+    def give_way(self) -> None:
+        """Note that there is something else to do. Never waits."""
+        self._expected.clear()
+        self._scope.cancel()
+
+    async def run(self) -> None:
+        """Read what is expected, until cancelled."""
+        while True:
+            await self._wakeup.wait()
+            self._wakeup = trio.Event()
+            while self._expected and self._is_idle():
+                read = self._expected.pop()
+                with trio.CancelScope() as self._scope:
+                    try:
+                        await read()
+                    except Exception as error:  # of any kind: nobody has asked for it
+                        logger.debug("nothing was read ahead: %s", error)
 
 
 @attrs.define(eq=False)
 class Sessions:
     """The sessions of one runtime, and whether the runtime still takes any.
 
-    A session begins at both actors when it is admitted: at once if there is room, otherwise in the order of arrival.
-    There is room if fewer than `max_streams` are at work, and if its caches fit into the memory that is left. A text
-    that outgrows what was reserved for it waits, too, before any session that has not begun. If all that are at work
-    wait so, the last one gives up its cache, and reads its text again later.
+    A session begins at both actors when it is admitted: at once if fewer than `max_streams` are at work and its caches
+    fit into the memory that is left, otherwise in the order of arrival. A text that outgrows what was reserved for it
+    waits, too, before any session that has not begun. If all that are at work wait so, the last one gives up its cache,
+    and reads its text again later.
 
-    It ends when its text is over, when its consumer closes or drops the stream, or with the runtime. Whatever ends it,
-    its counts move to those of past sessions.
-
-    It counts as admitted until both actors have released it, caches included: the bound is on the models' work and on
-    the memory for caches. A finished text that a slow consumer has not read yet does not count.
-
-    Attributes:
-        max_streams: most sessions at work at a time, >= 1; None for no bound.
-        memory: what sessions reserve for their caches.
-        by_id: the sessions that have not ended yet.
-        past: the summed counts of those that have.
-        failure: the error of every session, if the target has failed.
-        has_failed: set once the target has failed and every session has its error.
-        idle_reading: reads prompts while there is no session.
+    A session ends when its text is over, when its consumer closes or drops the stream, or with the runtime. It counts
+    as admitted until both actors have released it, caches included: the bound is on the models' work and on the memory
+    for caches. A finished text that a slow consumer has not read yet does not count.
     """
 
     _target: TargetActor
     _drafter: DrafterSlot
     _tokenizer: TokenizerWrapper | None
     _prices: Prices
-    _nursery: trio.Nursery
-    max_streams: int | None
+    max_streams: int | None  # most sessions at work at a time, >= 1; None for no bound
     _memory_limit: int | None
-    by_id: dict[int, Session] = attrs.field(init=False, factory=dict)
-    past: Counts = attrs.field(init=False, factory=Counts)
-    failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)
-    has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)
-    idle_reading: IdleReading = attrs.field(
-        init=False, default=attrs.Factory(lambda self: IdleReading(lambda: not self.by_id), takes_self=True)
-    )
+    by_id: dict[int, Session] = attrs.field(init=False, factory=dict)  # those that have not ended yet
+    past: Counts = attrs.field(init=False, factory=Counts)  # of those that have, summed
+    failure: RuntimeBrokenError | None = attrs.field(init=False, default=None)  # of the target
+    has_failed: trio.Event = attrs.field(init=False, factory=trio.Event)  # set once every session has that error
+    idle_reading: IdleReading = attrs.field(init=False)
     _admitted: dict[int, Session] = attrs.field(init=False, factory=dict)  # in this order
     _waiting: dict[int, Session] = attrs.field(init=False, factory=dict)  # for admission
     _growing: dict[int, Session] = attrs.field(init=False, factory=dict)  # admitted; they wait for more memory
@@ -122,8 +141,9 @@ class Sessions:
         self._target.prefix_room = partial(memory.prefix_room, "target")
         return memory
 
-    def __len__(self) -> int:
-        return len(self.by_id)
+    @idle_reading.default
+    def _new_idle_reading(self) -> IdleReading:
+        return IdleReading(lambda: not self.by_id)
 
     @property
     def is_open(self) -> bool:
@@ -133,13 +153,12 @@ class Sessions:
     @property
     def num_streams(self) -> int:
         """Sessions that are at work for somebody."""
-        # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
-        return sum(not session.is_unwanted for session in list(self.by_id.values())) - self.num_waiting
+        return _num_wanted(self.by_id) - self.num_waiting
 
     @property
     def num_waiting(self) -> int:
         """Sessions that wait for admission."""
-        return sum(not session.is_unwanted for session in list(self._waiting.values()))
+        return _num_wanted(self._waiting)
 
     def counts(self) -> Counts:
         """The counts of all sessions so far, added up. May be called in any thread."""
@@ -178,6 +197,13 @@ class Sessions:
             assert self._closed is not None
             raise _again(self._closed)
 
+    def _new_session(self, opened: Open, buffer: int) -> tuple[Session, trio.MemoryReceiveChannel[Commit]]:
+        self.check_open()
+        send, receive = trio.open_memory_channel[Commit](buffer)
+        session = Session(self.memory.bounded(opened), send)
+        session.counts.prompt_tokens = len(opened.prompt)
+        return session, receive
+
     def begin(self, opened: Open, tools: Tools | None = None) -> TokenStream:
         """Begin a generation; `tools` are what the model was told that it may call.
 
@@ -186,13 +212,10 @@ class Sessions:
             PromptTooLongError: the memory limit has no room for the prompt.
             SettingsError: a grammar has no place for the end of the reasoning, which has a budget.
         """
-        self.check_open()
-        opened = self.memory.bounded(opened)
+        session, receive = self._new_session(opened, BUFFERED_ROUNDS)
+        opened = session.opened
         self.idle_reading.give_way()
         reasoning = ReasoningTracker(self._tokenizer, opened.prompt)
-        send, receive = trio.open_memory_channel[Commit](BUFFERED_ROUNDS)
-        session = Session(opened, send)
-        session.counts.prompt_tokens = len(opened.prompt)
         format = None if tools is None else check_callable(tools, self._tokenizer)
         of_answer = partial(reader_of, format=format, tools=() if tools is None else tools.callable)
         new_reader = NEW_READER.get() or of_answer
@@ -240,57 +263,26 @@ class Sessions:
         if session.on_change is not None:
             session.on_change()
 
-    def begin_many(
-        self, prompts: Prompts, check: CheckPrompt, max_concurrent: int, on_error: OnError
-    ) -> Completions[Any]:
-        """Begin many generations; see `Runtime.generate_many`. Raises: as there."""
-        check_arguments(max_concurrent, on_error)
-        start_soon, run_soon = self._nursery.start_soon, self.run_soon
-        return Completions(
-            prompts, check, self.begin, max_concurrent, on_error, start_soon=start_soon, run_soon=run_soon
-        )
-
-    async def score(self, opened: Open) -> Score:
-        """Score the last tokens of a prompt.
+    async def read(self, opened: Open, *, is_idle: bool = False) -> Session:
+        """Run a session that generates nothing until the target has ended it. Its drafter reads on, unless others need
+        the room. For idle reading, nothing is read if there is no room for it at once, and the drafter is waited for.
 
         Raises: as `begin`, and the error that has ended the session early.
 
         Cancellation: ends the session after its running pass.
         """
-        self.idle_reading.give_way()
-        session = await self.read(opened)
-        if len(session.scores) < opened.num_scored:  # the actors were cancelled, and have no error
-            raise RuntimeClosedError("the runtime was closed before the continuation was scored; open another")
-        tokens = await _scored_tokens(session, self._tokenizer)
-        return Score(tokens, opened.num_read + 1, session.counts.cached_tokens)
-
-    async def warm(self, opened: Open) -> Statistics:
-        """Read a prompt for the prefix cache. Raises: as `score`. Cancellation: keeps what was read."""
-        self.idle_reading.give_way()
-        began = self._target.worker.clock()
-        session = await self.read(opened)
-        elapsed_s = self._target.worker.clock() - began
-        return session.counts.snapshot(elapsed=elapsed_s, estimates=self._prices.estimates(), lookahead=0)
-
-    async def read(self, opened: Open, *, may_wait: bool = True) -> Session:
-        """Run a session that generates nothing until the target has ended it; see `score`. Its drafter reads on, unless
-        others need the room. Without `may_wait`, nothing is read if there is no room for it at once, and the drafter is
-        waited for.
-        """
-        self.check_open()
-        opened = self.memory.bounded(opened)
-        send, receive = trio.open_memory_channel[Commit](0)
-        session = Session(opened, send)
-        session.counts.prompt_tokens = len(opened.prompt)
+        if not is_idle:
+            self.idle_reading.give_way()
+        session, receive = self._new_session(opened, 0)
         self.by_id[opened.session] = session
         is_read = False
         try:
             self._enter(session)
-            if not may_wait and opened.session in self._waiting:
+            if is_idle and opened.session in self._waiting:
                 return session
             async for commit in receive:  # none comes; the channel is closed once the target has read
                 raise ProtocolError(f"a session that generates nothing has committed {commit!r}")
-            if not may_wait:
+            if is_idle:
                 await session.has_left.wait()
             is_read = session.error is None
         finally:
@@ -486,21 +478,9 @@ class Sessions:
         self._drafter.close_session(Close(session.opened.session))
 
 
-async def _scored_tokens(session: Session, tokenizer: TokenizerWrapper | None) -> tuple[ScoredToken, ...]:
-    """The scores of a session, with texts. Other tasks take turns with it: a long text has thousands of tokens."""
-    opened = session.opened
-    text = Detokenizer(tokenizer, opened.prompt[: len(opened.prompt) - opened.num_scored])
-    tokens: list[ScoredToken] = []
-    num_decoded = _DECODED_AT_ONCE
-    for score in session.scores:
-        num_decoded += 1 + len(score.top)
-        if num_decoded > _DECODED_AT_ONCE:
-            await trio.lowlevel.checkpoint()
-            num_decoded = 1 + len(score.top)
-        top = tuple(TopLogprob(id, text.alone(id), logprob) for id, logprob in score.top)
-        tokens.append(ScoredToken(score.id, text.add(score.id), score.logprob, score.is_greedy, score.rank, top))
-    last = tokens[-1]
-    return (*tokens[:-1], attrs.evolve(last, text=last.text + text.finish()))
+def _num_wanted(sessions: dict[int, Session]) -> int:
+    # Another thread may be asking. A session that is over is put away in the next turn of the event loop.
+    return sum(not session.is_unwanted for session in list(sessions.values()))
 
 
 def _again(error: OutriderError) -> OutriderError:

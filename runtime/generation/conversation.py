@@ -16,26 +16,15 @@ from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, settings_from, with_overrides
 from protocol.settings_keywords import SettingsArguments
 from protocol.validation import must_be
-from runtime.generation.chat_template import thinking_switch
+from runtime.generation.chat_template.known import thinking_switch
 from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.text import Prompt, apply_chat_template, begun_turn
 from runtime.generation.token_stream import Completion, SessionFile, TokenStream, complete
 from runtime.generation.tool_calls.call_format import call_format
 from runtime.generation.tool_calls.events import Answer, ToolCall
-from runtime.generation.tool_calls.functions import MAX_TOOL_ROUNDS, FunctionCaller, Functions
-from runtime.generation.tool_calls.messages import calls_without_results, reply_message
+from runtime.generation.tool_calls.tools import MAX_TOOL_ROUNDS, Functions
 
 Message = dict[str, Any]
-
-
-@attrs.frozen
-class Account:
-    """A snapshot of a conversation, to be saved; the models may have cached the beginning of its prompt."""
-
-    messages: list[Message]
-    prompt: Prompt
-    thinking: bool | None
-    settings: Settings
 
 
 @attrs.frozen
@@ -84,7 +73,7 @@ class Conversation:
         self,
         open_stream: Callable[..., TokenStream],
         expect: Callable[[Callable[[], Prompt]], None],
-        write: Callable[[SessionFile, Account], Awaitable[int]],
+        write: Callable[..., Awaitable[int]],
         tokenizer: TokenizerWrapper | None,
         *,
         system: str | None,
@@ -93,15 +82,11 @@ class Conversation:
         tools: Functions,
         past: Sequence[Message] = (),
     ) -> None:
-        """See `Runtime.conversation`.
+        """See `Runtime.conversation`; `past` are earlier messages, without the system message.
 
         Args:
             open_stream, expect: `Runtime.stream` and `Runtime.expect`.
-            write: saves the conversation to a file; returns the file's size in bytes.
-            tokenizer: the target's.
-            system, thinking, settings: as for `Runtime.conversation`.
-            tools: the functions that the model may call.
-            past: earlier messages, without the system message.
+            write: `SessionSaver.save`.
         """
         if tokenizer is None:
             raise PromptError(
@@ -119,14 +104,19 @@ class Conversation:
         self._thinking = thinking
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._state = _State([dict(message) for message in past])
-        self._caller = FunctionCaller(tools)
-        self._schemas = self._caller.functions.schemas
+        self._functions, self._schemas = tools, tools.schemas
         if self._schemas and (not tokenizer.has_chat_template or call_format(tokenizer) is None):
             raise PromptError(
                 "mlx-lm knows no tool calls for this model's tokenizer; leave tools out, or take a model whose chat "
                 "template has tools"
             )
-        self._check_template()
+        if tokenizer.has_chat_template:
+            self._prompt([{"role": "user", "content": "?"}])  # raises what the template does not accept
+        if thinking is not None and not (tokenizer.has_chat_template and thinking_switch(tokenizer)):
+            raise SettingsError(
+                f"thinking={thinking} has no effect on this model: its tokenizer has no chat template with such a "
+                "switch; leave it out"
+            )
 
     def __repr__(self) -> str:
         return f"<outrider Conversation: {len(self.messages)} messages>"
@@ -166,7 +156,7 @@ class Conversation:
         """
         self._check_idle("call its tools")
         in_thread = partial(trio.to_thread.run_sync, abandon_on_cancel=True)
-        results = await self._caller.results(self.pending_calls, in_thread)
+        results = await self._functions.results(self.pending_calls, in_thread)
         self.add_results(results)
         return bool(results)
 
@@ -254,7 +244,10 @@ class Conversation:
         Cancellation: leaves the old file, or, at the very last moment, the complete new one.
         """
         self._check_idle("save the conversation")
-        return await self._write(path, self._snapshot())
+        # Templates end a prompt where an answer begins, so the prompt of the next turn needs some user's message.
+        next_message = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
+        prompt = self._prompt([*self._so_far(), *next_message])
+        return await self._write(path, self.messages, prompt, self._thinking, settings_from(self._settings))
 
     def reset(self) -> None:
         """Forget all messages but the system message. Raises: ConversationBusyError: as `save`."""
@@ -274,7 +267,7 @@ class Conversation:
             system=system,
             thinking=self._thinking,
             settings=self._settings,
-            tools=self._caller.functions,
+            tools=self._functions,
         )
 
     @property
@@ -284,21 +277,26 @@ class Conversation:
         return None if stream is None or stream.is_closed else stream
 
     def _check_idle(self, what: str) -> None:
-        self._caller.check_idle(what, self._answering is not None, "aclose()")
+        self._functions.check_idle(what, self._answering is not None, "aclose()")
 
     def _so_far(self) -> list[Message]:
         state = self._state
         turn = state.turn
         if turn is None or turn.answer.num_tokens == 0:
             return state.past
-        reply = reply_message(turn.answer, turn.parts, has_template=self._tokenizer.has_chat_template)
-        return [*state.past, *turn.said, reply]
+        return [*state.past, *turn.said, self._reply(turn)]
 
-    def _snapshot(self) -> Account:
-        # Templates end a prompt where an answer begins, so the prompt of the next turn needs some user's message.
-        next_message = [{"role": "user", "content": "?"}] if self._tokenizer.has_chat_template else []
-        prompt = self._prompt([*self._so_far(), *next_message])
-        return Account(self.messages, prompt, self._thinking, settings_from(self._settings))
+    def _reply(self, turn: _Turn) -> Message:
+        if turn.parts is not None and turn.parts.calls:
+            return turn.parts.message
+        answer = turn.answer.remembered()
+        if not self._tokenizer.has_chat_template:
+            return {"role": "assistant", "content": answer.text}
+        if thinking := answer.thinking.strip():
+            # Templates write the line breaks around the reasoning themselves.
+            return {"role": "assistant", "content": answer.said.lstrip(), "reasoning_content": thinking}
+        # Empty reasoning leaves its line breaks behind.
+        return {"role": "assistant", "content": answer.said.lstrip() if answer.has_tags else answer.said}
 
     def _prompt(self, messages: list[Message]) -> Prompt:
         messages = [*self._system, *messages]
@@ -316,15 +314,12 @@ class Conversation:
         """What the prompt of the next turn will begin with."""
         return begun_turn([*self._system, *self._so_far()], self._tokenizer, **self._switches())
 
-    def _check_template(self) -> None:
-        has_template = self._tokenizer.has_chat_template
-        if has_template:
-            self._prompt([{"role": "user", "content": "?"}])
-        if self._thinking is not None and not (has_template and thinking_switch(self._tokenizer)):
-            raise SettingsError(
-                f"thinking={self._thinking} has no effect on this model: its tokenizer has no chat template with such "
-                "a switch; leave it out"
-            )
+
+def calls_without_results(messages: Sequence[Mapping[str, Any]]) -> tuple[ToolCall, ...]:
+    """The calls of the last message, if it is an answer that has some."""
+    last = messages[-1] if messages else {}
+    calls = last.get("tool_calls", ()) if last.get("role") == "assistant" else ()
+    return tuple(ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"]) for call in calls)
 
 
 def turn_settings(settings: SettingsLike | None, overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, cast
 
 from protocol.errors import SettingsError
-from runtime.generation.closed_schemas import closed
 from runtime.generation.grammar_vocabulary import library
 
 # Between tokens of JSON: a blank, or a new line and its indentation, as JSON is usually written. With all the
@@ -92,8 +91,7 @@ def follows_schema(text: str, schema: Mapping[str, Any]) -> bool:
 def grammar_of_schema(schema: Any, *, compact: bool = False, is_closed: bool = False) -> str:
     """A JSON schema in llguidance's own format; see `Grammar.from_json_schema`. Compiles nothing.
 
-    Args:
-        is_closed: whether objects have only the properties that are listed, unless the schema says otherwise.
+    If it `is_closed`, objects have only the properties that are listed, unless the schema says otherwise.
     """
     what = schema_name(schema)
     try:
@@ -124,13 +122,11 @@ def grammar_of_schema(schema: Any, *, compact: bool = False, is_closed: bool = F
     # llguidance takes options only with an object, which the schemas True and False are not.
     written = "{}" if value is True else written
     spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
+    options = None if value is False else spacing
     try:
-        grammar: str = library().LLMatcher.grammar_from_json_schema(
-            written, overrides=None if value is False else spacing
-        )
+        return cast(str, library().LLMatcher.grammar_from_json_schema(written, overrides=options))
     except ValueError as error:
         raise SettingsError(f"{what} cannot be followed: {error}") from error
-    return grammar
 
 
 def _followable(schema: Any) -> Any:
@@ -162,8 +158,10 @@ def _says_nothing(schema: Mapping[str, Any], name: str, value: Any) -> bool:
             return not (isinstance(value, str) and value in _ENFORCED_FORMATS)
         case "$schema":
             return not (isinstance(value, str) and "://json-schema.org/" in value)
+        case "propertyNames" if isinstance(value, Mapping):
+            return {key: each for key, each in value.items() if key not in _ANNOTATIONS} in ({}, {"type": "string"})
         case "propertyNames":
-            return value is True or (isinstance(value, Mapping) and _constraints(value) in ({}, {"type": "string"}))
+            return value is True
         case "unevaluatedProperties" | "unevaluatedItems":
             return value is True or value == {}
         case "dependentRequired" | "dependentSchemas" | "dependencies":
@@ -174,16 +172,10 @@ def _says_nothing(schema: Mapping[str, Any], name: str, value: Any) -> bool:
             return "if" not in schema
         case "minContains" | "maxContains":
             return "contains" not in schema
-        case "not":
-            return value is False
-        case "$recursiveAnchor":
+        case "not" | "$recursiveAnchor":
             return value is False
     # Some programs write null for what is missing, and an empty list for an empty object.
     return (value is None and name in _NEVER_NULL) or (value == [] and name in _MAPS_OF_SCHEMAS)
-
-
-def _constraints(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in schema.items() if name not in _ANNOTATIONS}
 
 
 def _bound(schema: Mapping[str, Any], name: str, bound: float) -> float | None:
@@ -212,10 +204,8 @@ def _too_low(schema: Any) -> float | None:
     For a range of integers that ends near the minimum of 64 bits, llguidance recurses until the stack overflows, which
     ends the process. A lower bound alone may have any value: generated schemas have the minimum of 64 bits.
     """
-    for name, part, is_literal in _entries(schema):
-        if isinstance(part, (int, float)) and part <= _MIN_NUMBER and (is_literal or name not in _LOWER_BOUNDS):
-            return part
-    return None
+    numbers = (entry for entry in _entries(schema) if isinstance(entry[1], (int, float)) and entry[1] <= _MIN_NUMBER)
+    return next((part for name, part, is_literal in numbers if is_literal or name not in _LOWER_BOUNDS), None)
 
 
 def _entries(schema: Any) -> Iterator[tuple[str, Any, bool]]:
@@ -224,9 +214,9 @@ def _entries(schema: Any) -> Iterator[tuple[str, Any, bool]]:
     while todo:
         entry = _, part, is_literal = todo.pop()
         yield entry
-        if isinstance(part, dict):
+        if isinstance(part, Mapping):
             todo += [(name, inner, is_literal or name in ("const", "enum")) for name, inner in part.items()]
-        elif isinstance(part, list):
+        elif isinstance(part, (list, tuple)):
             todo += [("", inner, is_literal) for inner in part]
 
 
@@ -272,3 +262,85 @@ def shortened(given: Any) -> str:
         text = f"<{type(given).__name__}>"
     text = " ".join(text.split())
     return text if len(text) <= _MAX_SHOWN_CHARS else text[: _MAX_SHOWN_CHARS - 1] + "…"
+
+
+# --- objects without other properties ---------------------------------------------------------------
+
+# JSON Schema allows any others where a schema does not say otherwise. A grammar that allows them lets a weak model go
+# on with properties that nobody asked for, until it is cut off.
+
+# Keywords that may say more about the properties of the same object.
+_COMPOSED = frozenset(
+    ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas", "dependencies")
+)
+_OF_PROPERTIES = _COMPOSED | {"properties", "patternProperties", "required", "minProperties"}
+# Other reasons to leave an object open.
+_SAYS_OTHERWISE = frozenset(("additionalProperties", "unevaluatedProperties", "enum", "const"))
+
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "additionalItems", "contains")
+_LEFT_AS_THEY_ARE = ("not", "if", "then", "else", "dependentSchemas", "dependencies")
+
+
+def closed(schema: Any) -> Any:
+    """A copy of a schema in which objects with `properties` have only these.
+
+    An object stays open if the schema says something about other properties, or describes it in several places: each
+    of them would forbid what the others list. Raises: RecursionError: nested too deeply.
+    """
+    closing = _Closing()
+    while True:
+        num_open = len(closing.open_references)
+        copy = closing.copy(schema, "#", may_close="#" not in closing.open_references)
+        if len(closing.open_references) == num_open:
+            return copy
+
+
+class _Closing:
+    """Copies a schema, until all references are known whose targets must stay open."""
+
+    def __init__(self) -> None:
+        self.open_references: set[str] = set()
+
+    def copy(self, schema: Any, place: str, *, may_close: bool) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        may_close = may_close and place not in self.open_references
+        others = schema.keys() & _OF_PROPERTIES
+        if isinstance(reference := schema.get("$ref"), str) and not (may_close and others == {"$ref"}):
+            self.open_references.add(reference)
+        kept = dict(schema)
+        for keyword in _MAPS:
+            if isinstance(parts := schema.get(keyword), Mapping):
+                below = f"{place}/{keyword}"
+                kept[keyword] = {key: self.copy(each, f"{below}/{key}", may_close=True) for key, each in parts.items()}
+        for keyword in _LISTS:
+            if isinstance(parts := schema.get(keyword), (list, tuple)):
+                is_alone = others == {keyword} and (keyword != "allOf" or len(parts) == 1)
+                may = keyword == "prefixItems" or (may_close and is_alone)
+                kept[keyword] = [
+                    self.copy(each, f"{place}/{keyword}/{i}", may_close=may) for i, each in enumerate(parts)
+                ]
+        for keyword in _SINGLE:
+            if keyword in schema:
+                kept[keyword] = self.copy(schema[keyword], f"{place}/{keyword}", may_close=True)
+        for name, part, _ in _entries([schema.get(keyword) for keyword in _LEFT_AS_THEY_ARE]):
+            if name == "$ref" and isinstance(part, str):
+                self.open_references.add(part)
+        if may_close and _is_closable(schema):
+            kept["additionalProperties"] = False
+        return kept
+
+
+def _is_closable(schema: Mapping[str, Any]) -> bool:
+    properties, required = schema.get("properties"), schema.get("required") or ()
+    if not isinstance(properties, Mapping) or schema.keys() & (_COMPOSED | _SAYS_OTHERWISE):
+        return False
+    fewest = schema.get("minProperties", 0)
+    return (
+        isinstance(required, (list, tuple))
+        and all(key in properties for key in required)
+        and isinstance(fewest, int)
+        and fewest <= len(properties)
+    )

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Generator, Iterable, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterable,
+    Mapping,
+)
+from contextlib import suppress
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import attrs
@@ -14,7 +24,6 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.settings import Settings, SettingsLike, keywords_of
 from protocol.validation import check_integer, must_be
-from runtime.generation.feeding import feed
 from runtime.generation.text import Prompt
 from runtime.generation.token_stream import Completion, SingleConsumer, TokenStream, complete
 from runtime.generation.tool_calls.tools import Tools
@@ -28,11 +37,10 @@ Prompts = Iterable[ManyPrompt] | AsyncIterable[ManyPrompt]
 
 OnError = Literal["raise", "return"]
 
+# The beginning of a generation: the message that opens its session, and the tools that the model may call.
 Generation = tuple[Open, Tools | None]
-"""The beginning of a generation: the message that opens its session, and the tools that the model may call."""
-
+# Checks the prompt at an index. Raises PromptError or SettingsError; the message has the index.
 CheckPrompt = Callable[[int, Any], Generation]
-"""Checks the prompt at an index. Raises PromptError or SettingsError; the message has the index."""
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Completion | Exception)
@@ -109,35 +117,30 @@ class Completions(SingleConsumer, Generic[C]):
         start_soon: Callable[..., None],
         run_soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        """Made by `Runtime.generate_many`.
-
-        Args:
-            start_soon: starts a task that outlives the caller's.
-            run_soon: calls a function soon, in trio's thread; may be used in any thread, at any time.
+        """Made by `Runtime.generate_many`; `start_soon` starts a task that outlives the caller's, and `run_soon` calls
+        a function in trio's thread, from any thread.
 
         Raises: PromptError, SettingsError: `prompts` is no list of prompts; with "raise" also if one is invalid.
         """
-        work = _Work(begin, check, returns_errors=on_error == "return")
         self.num_prompts: int | None = None
         if is_async(prompts):
-            work.prompts = aiter(cast(AsyncIterable[ManyPrompt], prompts))
+            items = aiter(cast(AsyncIterable[ManyPrompt], prompts))
         elif is_list(prompts):
             listed: list[Any] = list(cast(Iterable[ManyPrompt], prompts))
             if on_error == "raise":
                 # Before any model work, and not again.
                 listed = [check(index, prompt) for index, prompt in enumerate(listed)]
-                work.check = lambda _, generation: generation
-            work.prompts, self.num_prompts = _one_by_one(listed), len(listed)
+                check = _checked_already
+            items, self.num_prompts = _one_by_one(listed), len(listed)
         else:
             raise PromptError(
                 f"prompts must be a sequence of prompts, got {shown(prompts)}; for a single one use generate()"
             )
-        work.room = trio.Semaphore(max_concurrent)
-        work.finished, self._finished = trio.open_memory_channel[tuple[int, Any]](max_concurrent)
+        finished, self._finished = trio.open_memory_channel[tuple[int, Any]](max_concurrent)
         # Its tasks must not refer to this object: its last reference could then never be dropped.
-        self._work = work
+        self._work = _Work(begin, check, on_error == "return", items, finished, trio.Semaphore(max_concurrent))
         self._run_soon = run_soon
-        start_soon(work.run)
+        start_soon(self._work.run)
 
     def __repr__(self) -> str:
         return f"<outrider Completions, {self.state}>"
@@ -233,37 +236,32 @@ async def _one_by_one(items: Iterable[T]) -> AsyncIterator[T]:
         yield item
 
 
+def _checked_already(_: int, generation: Any) -> Generation:
+    return cast(Generation, generation)
+
+
 @attrs.define(eq=False)
 class _Work:
-    """The generations: one task begins them, each once a completion found room, and each goes on in a task of its own.
-
-    Attributes:
-        prompts: the prompts, or their checked generations; only ever used in one task.
-        room: for generations that may begin.
-        is_complete: there are no more prompts, and each has its completion or its error.
-        error: of the first generation that failed, or of the iterable.
-    """
+    """The generations: one task begins them, each once there is room, and each goes on in a task of its own."""
 
     _begin: Callable[[Open, Tools | None], TokenStream]
-    check: CheckPrompt
+    _check: CheckPrompt
     _returns_errors: bool
-    prompts: AsyncIterator[Any] = attrs.field(init=False)
-    finished: trio.MemorySendChannel[tuple[int, Any]] = attrs.field(init=False)
+    _prompts: AsyncIterator[Any]  # or their checked generations; only ever used in one task
+    _finished: trio.MemorySendChannel[tuple[int, Any]]
+    _room: trio.Semaphore  # for generations that may begin
     scope: trio.CancelScope = attrs.field(init=False, factory=trio.CancelScope)
-    error: Exception | None = attrs.field(init=False, default=None)
-    is_complete: bool = attrs.field(init=False, default=False)
-    room: trio.Semaphore = attrs.field(init=False)
+    error: Exception | None = attrs.field(init=False, default=None)  # of the first that failed, or of the iterable
+    is_complete: bool = attrs.field(init=False, default=False)  # each prompt has its completion or its error
     _num_taken: int = attrs.field(init=False, default=0)
-    _num_done: int = attrs.field(init=False, default=0)
-    _is_exhausted: bool = attrs.field(init=False, default=False)
 
     # A Ctrl-C must interrupt the user's task and not this one.
     @trio.lowlevel.enable_ki_protection
     async def run(self) -> None:
-        with self.finished, self.scope:
+        with self._finished, self.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._take_prompts, nursery)
-            self.is_complete = self.error is None and self._is_exhausted and self._num_done == self._num_taken
+            self.is_complete = not self.scope.cancel_called
 
     @trio.lowlevel.enable_ki_protection
     async def _take_prompts(self, nursery: trio.Nursery) -> None:
@@ -271,11 +269,15 @@ class _Work:
             index = self._num_taken
             self._num_taken += 1
             # Begun here, and so in the order of the prompts.
-            stream = outcome.capture(lambda: self._begin(*self.check(index, prompt)))
+            stream = outcome.capture(lambda: self._begin(*self._check(index, prompt)))
             nursery.start_soon(self._finish, index, stream)
 
+        async def has_room() -> bool:
+            await self._room.acquire()
+            return True
+
         try:
-            self._is_exhausted = await feed(self.prompts, self._has_room, give, trio.Cancelled)
+            await feed(self._prompts, has_room, give, trio.Cancelled)
         except Exception as error:
             self._fail(error)
         except BaseExceptionGroup as group:
@@ -292,10 +294,6 @@ class _Work:
             self.scope.cancel()
             raise
 
-    async def _has_room(self) -> bool:
-        await self.room.acquire()
-        return True
-
     @trio.lowlevel.enable_ki_protection
     async def _finish(self, index: int, stream: outcome.Outcome[TokenStream]) -> None:
         # Any error is for the consumer; raised here, it would end the runtime.
@@ -307,12 +305,9 @@ class _Work:
             if not self._returns_errors:
                 return self._fail(error, index)
             item = error
-        try:
-            await self.finished.send((index, item))
-        except trio.BrokenResourceError:
-            return  # the consumer is gone
-        self._num_done += 1
-        self.room.release()
+        with suppress(trio.BrokenResourceError):  # the consumer is gone
+            await self._finished.send((index, item))
+            self._room.release()
 
     def _fail(self, error: Exception, index: int | None = None) -> None:
         if self.error is not None:
@@ -321,3 +316,49 @@ class _Work:
         if index is not None:
             error.add_note(f"prompts[{index}] failed, and the generations for the others were cancelled")
         self.scope.cancel()
+
+
+async def feed(
+    items: AsyncIterator[T],
+    wanted: Callable[[], Awaitable[bool]],
+    give: Callable[[T], None],
+    cancelled: type[BaseException],
+) -> bool:
+    """Give the items of an iterator, one for each `wanted`, and close a generator however this ends.
+
+    An async generator may have a timeout, a cancel scope or a nursery open around its `yield`. They belong to the task
+    that advances it, so a whole iteration needs one task, and that task must not open scopes of its own meanwhile. They
+    also cancel this task where it waits between two items; the generator then gets the cancellation at its `yield`.
+
+    Args:
+        wanted: waits for the next item to be wanted; False ends this.
+        cancelled: what a cancellation raises in the event loop.
+
+    Returns: whether there are no more items.
+
+    Raises: as the iterator, and `wanted`.
+    """
+    generator = items if isinstance(items, AsyncGenerator) else None
+    held: list[T] = []
+    try:
+        while True:
+            try:
+                if not await wanted():
+                    return False
+            except cancelled as error:
+                # One that goes on after its cancellation is cancelled again; once is enough.
+                if generator is None or held:
+                    raise
+                held.append(await generator.athrow(error))
+            else:
+                give(held.pop() if held else await anext(items))
+    except StopAsyncIteration:
+        return True
+    finally:
+        if generator is not None:
+            try:
+                await generator.aclose()
+            except BaseExceptionGroup as group:
+                # Nurseries and task groups wrap what ends the generator.
+                if (others := group.split(GeneratorExit)[1]) is not None:
+                    raise others from None

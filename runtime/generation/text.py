@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, cast
 
@@ -15,9 +15,10 @@ from protocol.messages import Open
 from protocol.reprs import shown
 from protocol.session_state import Commit
 from protocol.stop_strings import Stop, StopMatcher
-from runtime.generation.answers.content_stops import ContentStops
 from runtime.generation.answers.message_reader import Reader
-from runtime.generation.chat_template import begins_answer, render_chat_template
+from runtime.generation.chat_template.known import begins_answer, source_of
+from runtime.generation.chat_template.rendering import render_chat_template
+from runtime.generation.tool_calls.events import Delta
 
 logger = logging.getLogger("outrider")
 
@@ -41,7 +42,6 @@ def encode_prompt(
     """Token ids of a prompt.
 
     Args:
-        prompt: text, token ids, or chat messages for the tokenizer's chat template.
         tokenizer: None if the target has none; the prompt must then be ids.
         vocab_size: width of the target's logits.
         context_length: positions that the target can take; None for no bound.
@@ -119,7 +119,8 @@ def _checked_message(index: int, message: Mapping[str, Any], tokenizer: Tokenize
     if not isinstance(role, str):
         what = f"has the role {shown(role)}" if "role" in message else "has no role"
         raise PromptError(f"{where} {what}; give it one of {_KNOWN_ROLES}")
-    if role not in ROLES and not _is_in_template(role, tokenizer):
+    # Some templates know roles that no other model has.
+    if role not in ROLES and not any(f"{quote}{role}{quote}" in source_of(tokenizer) for quote in "'\""):
         raise PromptError(f"{where} has the role {shown(role)}, which is unknown; give it one of {_KNOWN_ROLES}")
     content = message.get("content")
     if content is None and role == "assistant" and message.get("tool_calls"):
@@ -145,23 +146,14 @@ def _checked_part(where: str, part: Any) -> str:
     return cast(str, part["text"])
 
 
-def _is_in_template(role: str, tokenizer: TokenizerWrapper) -> bool:
-    """Whether a chat template names a role; some know roles that no other model has."""
-    template = tokenizer.chat_template
-    templates = template.values() if isinstance(template, Mapping) else [template]
-    return any(isinstance(each, str) and (f"'{role}'" in each or f'"{role}"' in each) for each in templates)
-
-
 def tokenized(
     text: str, tokenizer: TokenizerWrapper, context_length: int | None = None, *, add_special_tokens: bool = True
 ) -> tuple[int, ...]:
-    """The token ids of a text, with the special tokens that the tokenizer puts around one if `add_special_tokens`.
+    """The token ids of a text, with the special tokens that the tokenizer puts around one if `add_special_tokens`; as
+    in mlx-lm, without if the text begins with the begin-of-text token.
 
-    As in mlx-lm, a text that begins with the begin-of-text token gets none.
-
-    Raises:
-        PromptError: it is not encodable as UTF-8.
-        PromptTooLongError: it fills the context, as was seen before it was tokenised.
+    Raises: PromptError: it is not encodable as UTF-8; PromptTooLongError: it fills the context, as was seen before it
+        was tokenised.
     """
     try:
         text.encode()
@@ -201,10 +193,7 @@ def apply_chat_template(
     /,
     **switches: Any,
 ) -> tuple[int, ...]:
-    """The token ids of chat messages, ending where the answer begins.
-
-    Raises: as `render_chat_template`; PromptTooLongError: as `tokenized`.
-    """
+    """The token ids of chat messages, up to where the answer begins. Raises: as `render_chat_template`, `tokenized`."""
     text = render_chat_template(messages, tokenizer, **switches)
     return tokenized(text, tokenizer, context_length, add_special_tokens=False)
 
@@ -240,9 +229,6 @@ class Detokenizer:
     with the last of them. The two may differ only for bytes that form no character, in the number of replacement
     characters. For each piece a bounded number of tokens is decoded, whatever the tokens are. SentencePiece's decoders
     drop the space at the start of a text; one that continues a prompt keeps it, and a new answer in a chat has none.
-
-    Attributes:
-        unread: the text of the last tokens, which is withheld because it ends in an incomplete character.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper | None, prompt: Sequence[int] = ()) -> None:
@@ -253,9 +239,11 @@ class Detokenizer:
         # The text of ids[_context_start:_given_end] was given, but for its last `_num_held` characters. Later ids are
         # decoded together with these, since tokenizers decide by the neighbours where a space goes.
         self._context_start = self._given_end = self._num_held = 0
-        self.unread = ""
+        self.unread = ""  # the text of the last tokens, withheld because it ends in an incomplete character
         self._alone: dict[int, str] = {}
-        last = _text_end(prompt, tokenizer)
+        # The last ids of the prompt that are text: behind a special token a text begins.
+        last, special = list(prompt[-_NUM_DECODED_BEFORE:]), getattr(tokenizer, "all_special_ids", ())
+        last = last[max((i + 1 for i, id in enumerate(last) if id in special), default=0) :]
         if tokenizer is not None and last and tokenizer.decode(last).endswith("\ufffd"):
             # The first token may complete a character. What was complete before is the prompt's.
             for token in last:
@@ -326,44 +314,33 @@ class Detokenizer:
         return cast(str, self._tokenizer.decode(self._ids[self._context_start : end]))[num_given:]
 
 
-def _text_end(prompt: Sequence[int], tokenizer: TokenizerWrapper | None) -> list[int]:
-    """The last ids of a prompt that are text: behind a special token a text begins."""
-    ids, special = list(prompt[-_NUM_DECODED_BEFORE:]), getattr(tokenizer, "all_special_ids", ())
-    return ids[max((i + 1 for i, id in enumerate(ids) if id in special), default=0) :]
-
-
 class GrowingText:
     """The text of one generation, token by token: without end-of-text tokens, and up to a stop string.
 
     With the reader of an answer, stop strings are searched for in its content, otherwise in the whole text.
-
-    Attributes:
-        readable: the text that the last token has made readable, given or withheld.
-        alone: see `Detokenizer.alone`.
     """
+
+    readable = ""  # the text that the last token has made readable, given or withheld
 
     def __init__(self, tokenizer: TokenizerWrapper | None, opened: Open, reader: Reader | None = None) -> None:
         self._detokenizer = Detokenizer(tokenizer, opened.prompt)
         self.alone = self._detokenizer.alone
         self._textless = opened.stop_tokens
-        self._matcher: StopMatcher | ContentStops | None = None
-        if stops := opened.settings.stop:
-            self._matcher = ContentStops(stops, reader) if reader and reader.marks else StopMatcher(stops)
-        self.readable = ""
+        stops = opened.settings.stop
+        self._matcher: StopMatcher | ContentStops = StopMatcher(stops)
+        if stops and reader is not None and reader.marks:
+            self._matcher = ContentStops(stops, reader)
 
     @property
     def stop(self) -> str | None:
         """The stop string that ended the text, or None so far."""
-        return None if self._matcher is None else self._matcher.found
+        return self._matcher.found
 
     @property
     def tail(self) -> str:
-        """The withheld text of the tokens so far: a possible beginning of a stop string, or half a character.
-
-        Empty once the text is over.
+        """The withheld text of the tokens so far: a possible beginning of a stop string, or half a character. Empty
+        once the text is over.
         """
-        if self._matcher is None:
-            return self._detokenizer.unread
         return "" if self.stop is not None else self._matcher.withheld + self._detokenizer.unread
 
     def add(self, token: int, *, is_last: bool, is_cut: bool = False) -> str:
@@ -377,8 +354,6 @@ class GrowingText:
         if is_last:
             rest = self._detokenizer.cut() if is_cut else self._detokenizer.finish()
         self.readable = piece + rest
-        if self._matcher is None:
-            return self.readable
         given = self._matcher.add(piece, ahead)
         return given + self._matcher.finish(rest) if is_last else given
 
@@ -404,3 +379,73 @@ class StopFinder:
             logger.warning("session %d is not searched for stop strings any more: %s", commit.session, error)
             self._text = None
         return None
+
+
+class ContentStops:
+    """A `StopMatcher` for an answer with reasoning or calls, in which it does not search.
+
+    A stop string must occur in one stretch of content: neither tags nor the whitespace beside them are part of it. A
+    stop string with a tag or a marker of calls in it is searched for in the whole text. Text that may become a call is
+    withheld, as it is content if it becomes none.
+    """
+
+    def __init__(self, stops: Sequence[str], reader: Reader) -> None:
+        """Search the answer that `reader` reads; it has read nothing yet."""
+        with_marks = [stop for stop in stops if any(mark in stop for mark in reader.marks)]
+        self.found: str | None = None  # the stop string that ended the text; None so far
+        self._whole = StopMatcher(with_marks)
+        self._stops = [stop for stop in stops if stop not in with_marks]
+        self._matcher = StopMatcher(self._stops)
+        self._reader = reader
+        self._pending = ""  # text that was read, and not given
+
+    @property
+    def withheld(self) -> str:
+        """The end of the text so far that is not given yet."""
+        return self._pending + self._whole.withheld
+
+    def add(self, piece: str, ahead: str = "") -> str:
+        """See `StopMatcher.add`."""
+        given = self._read(self._whole.add(piece, ahead))
+        # The next text is content, whatever it is but a mark, where nothing is withheld but by the matcher.
+        is_in_content = not (self._reader.is_reasoning or self._reader.is_in_block)
+        if ahead and self.found is None and is_in_content and self._pending == self._matcher.withheld:
+            given += self._matcher.add("", ahead)
+            if self._matcher.found is not None:
+                self.found, self._pending = self._matcher.found, ""
+        if self._whole.found is not None:
+            given, self._pending = given + self._pending, ""
+            self.found = self.found or self._whole.found
+        return given
+
+    def finish(self, rest: str = "") -> str:
+        """See `StopMatcher.finish`."""
+        given = self.add(rest)
+        given += self._read(self._whole.finish())
+        if self.found is None:
+            given += self._pass(self._reader.finish(is_complete=False))
+        if self.found is None:
+            given, self._pending = given + self._pending, ""
+        return given
+
+    def _read(self, piece: str) -> str:
+        if self.found is not None:
+            return ""
+        self._pending += piece
+        return self._pass(self._reader.add(piece))
+
+    def _pass(self, events: Iterable[Delta]) -> str:
+        """The text to give with events, up to a stop string."""
+        num_given = 0
+        for event in events:
+            content = event.text if event.kind == "content" and event.source else ""
+            if num_around := len(event.source) - len(content):
+                # Another stretch of content begins.
+                num_given += len(self._matcher.withheld) + num_around
+                self._matcher = StopMatcher(self._stops)
+            num_given += len(self._matcher.add(content))
+            if self._matcher.found is not None:
+                self.found, given, self._pending = self._matcher.found, self._pending[:num_given], ""
+                return given
+        given, self._pending = self._pending[:num_given], self._pending[num_given:]
+        return given

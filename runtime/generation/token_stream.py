@@ -14,7 +14,7 @@ import mlx.core as mx
 import trio
 
 from actors.session import Session
-from protocol.errors import OutriderError, RuntimeClosedError, StreamBusyError
+from protocol.errors import RuntimeClosedError, StreamBusyError
 from protocol.prices import Estimates
 from protocol.reprs import excerpt
 from protocol.scores import TopLogprob
@@ -114,28 +114,17 @@ class TokenStream(SingleConsumer):
         clock: Callable[[], float],
         estimates: Callable[[], Estimates],
     ) -> None:
-        """Made by `Sessions.begin`.
-
-        Args:
-            commits: the receiving end of the session's channel.
-            answer: splits the given tokens into reasoning and answer.
-            calls: tells content, reasoning and calls apart; None for a generation without tools.
-            end_soon, end_thinking_soon: end the session, or its reasoning, soon; may be called in any thread, and more
-                than once.
+        """Made by `Sessions.begin`. `calls` tells content, reasoning and calls apart; None for a generation without
+        tools. `end_soon` and `end_thinking_soon` may be called in any thread, and more than once.
         """
         self.answer = answer
         self.parts = None if calls is None else Answer()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
-        self._session = session
-        self._opened = session.opened
-        self._commits = commits
-        self._text = text
-        self._calls = calls
-        self._end_soon = end_soon
-        self._end_thinking_soon = end_thinking_soon
-        self._clock = clock
-        self._estimates = estimates
+        self._session, self._opened, self._commits = session, session.opened, commits
+        self._text, self._calls = text, calls
+        self._end_soon, self._end_thinking_soon = end_soon, end_thinking_soon
+        self._clock, self._estimates = clock, estimates
         self._began = clock()
         self._arrived: deque[Commit] = deque()
         self._num_taken = 0  # of the tokens of the first arrived commit
@@ -325,7 +314,7 @@ class TokenStream(SingleConsumer):
             return None
         if self._is_closed or not self._arrived:
             self.end()
-            raise self._error
+            raise self._session.error or RuntimeClosedError(STREAM_CLOSED)
         return self._next_token()
 
     def end(self) -> None:
@@ -338,10 +327,6 @@ class TokenStream(SingleConsumer):
             self.parts.add(self._calls.finish(is_complete=False))
         self.answer.is_over = True
 
-    @property
-    def _error(self) -> OutriderError:
-        return self._session.error or RuntimeClosedError(STREAM_CLOSED)
-
     def _next_token(self) -> Token:
         commit, index = self._arrived[0], self._num_taken
         self._num_taken += 1
@@ -350,11 +335,16 @@ class TokenStream(SingleConsumer):
         if is_last_in_commit:
             self._arrived.popleft()
             self._num_taken = 0
-        self._count(commit, index)
+        self._last_at = self._clock()
+        if self._first_at is None:
+            self._first_at = self._last_at
+        position = self.answer.num_tokens
+        self._num_in_first_round += position == index
+        self._session.counts.give(commit, index)
         likelihood = commit.likelihoods[index] if commit.likelihoods else None
+        top = () if likelihood is None else likelihood.top
         is_last, is_cut = finish_reason is not None, finish_reason == "length"
         text = self._text.add(commit.tokens[index], is_last=is_last, is_cut=is_cut)
-        position = self.answer.num_tokens
         token = Token(
             id=commit.tokens[index],
             text=text,
@@ -362,7 +352,7 @@ class TokenStream(SingleConsumer):
             drafted_by=commit.drafted_by(index),
             finish_reason=finish_reason,
             logprob=None if likelihood is None else likelihood.logprob,
-            top_logprobs=self._named(likelihood.top) if likelihood is not None else (),
+            top_logprobs=tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top),
             stop_reason=commit.stop_reason if is_last_in_commit else None,
             is_thinking=self.answer.add(commit.tokens[index], self._text.readable, text, self._text.tail),
         )
@@ -372,13 +362,6 @@ class TokenStream(SingleConsumer):
             self.finish_reason, self.stop_reason = finish_reason, commit.stop_reason
         return token
 
-    def _count(self, commit: Commit, index: int) -> None:
-        self._last_at = self._clock()
-        if self._first_at is None:
-            self._first_at = self._last_at
-        self._num_in_first_round += self.answer.num_tokens == index
-        self._session.counts.give(commit, index)
-
     def _with_deltas(self, token: Token, calls: Reader, parts: Answer) -> Token:
         was_in_block = calls.is_in_block
         deltas = calls.add(token.text)
@@ -387,9 +370,6 @@ class TokenStream(SingleConsumer):
             deltas += calls.finish(is_complete=token.is_complete)
         parts.add(deltas)
         return attrs.evolve(token, is_tool_call=is_tool_call, deltas=tuple(deltas))
-
-    def _named(self, top: tuple[tuple[int, float], ...]) -> tuple[TopLogprob, ...]:
-        return tuple(TopLogprob(id, self._text.alone(id), logprob) for id, logprob in top)
 
 
 def warn_unread(stream: object, how_to_close: str) -> None:

@@ -38,9 +38,7 @@ _ALLOWED = f'"{OPENBLAS}", "{SYSTEM}" or the path of a library'
 
 
 def candidates(machine: str) -> tuple[str, ...]:
-    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first, for a
-    `platform.machine()` such as "x86_64" or "aarch64".
-    """
+    """Paths at which distributions install an OpenBLAS with its own threads, the likeliest first, by machine."""
     triplet = f"/usr/lib/{machine}-linux-gnu"
     return (
         f"{triplet}/openblas-pthread/libopenblas.so.0",  # Debian, Ubuntu: libopenblas0-pthread
@@ -59,12 +57,8 @@ def choose(
     exists: Callable[[str], bool] = os.path.exists,
     search: Callable[[str], str | None] = ctypes.util.find_library,
 ) -> str | None:
-    """The library that "openblas", "system" (or ""), or a path stands for.
-
-    Args:
-        search: finds a library by its short name with the system's linker; called last, since it starts processes.
-
-    Returns: a path, or a name that the linker knows; None to keep MLX's own.
+    """The library that "openblas", "system" (or ""), or a path stands for: a path, or a name that the linker knows;
+    None to keep MLX's own. `search` is called last, since it starts processes.
 
     Raises: SettingsError: `wanted` is none of these, or there is no such library.
     """
@@ -109,12 +103,8 @@ _loaded = _LoadedBlas()
 
 
 def load_before_mlx(wanted: str) -> None:
-    """Load a BLAS, as `choose` finds it, so that MLX uses it in this process. To be called before mlx is imported.
-
-    The models that compute at the same time then share the cores; see `shares_cores`.
-
-    Raises: SettingsError: this is not Linux, mlx is imported already, there is no such library or it is not a BLAS, or
-        another one was loaded before.
+    """Load a BLAS, as `choose` finds it, so that MLX, which is imported later, uses it in this process. Raises:
+    SettingsError: this is not Linux, mlx or another BLAS was loaded before, or it is no such library.
     """
     if wanted not in ("", SYSTEM) and sys.platform != "linux":
         raise SettingsError(
@@ -147,8 +137,8 @@ def load_before_mlx(wanted: str) -> None:
 
 
 def load_from_environment() -> None:
-    """Load the BLAS that the environment variable names. An error is kept for `check_environment`, so that the command
-    line can report it in one line; if mlx is imported already, there is only a warning.
+    """Load the BLAS that the environment variable names. An error is kept for `check_environment`; if mlx is imported
+    already, there is only a warning.
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted not in ("", SYSTEM) and sys.platform == "linux" and is_mlx_imported():
@@ -195,9 +185,7 @@ def blas_in_use() -> str | None:
 
 
 def describe(files: Sequence[str], threads: int | None = None) -> str | None:
-    """The BLAS among the names of some library files, as text; None if there is none. If the reference BLAS and another
-    one are loaded, the other one is used.
-    """
+    """The BLAS among the names of library files, as text; None if there is none. The reference one is used if alone."""
     counted = "" if threads is None else f", {threads} thread{'s' * (threads != 1)}"
     for mark, name in _NAMES:
         if found := sorted(file for file in files if file.startswith(mark)):
@@ -212,9 +200,7 @@ def num_loaded_threads() -> int | None:
 
 
 def shares_cores() -> bool:
-    """Whether the models that compute at the same time share the cores: the loaded library lets its number of threads
-    be changed, and the user has not set one.
-    """
+    """Whether the models that compute at the same time share the cores: the library can, and the user set no number."""
     has_set = any(os.environ.get(name) for name in THREAD_VARIABLES)
     return not has_set and hasattr(_loaded.handle, "openblas_set_num_threads")
 

@@ -1,6 +1,4 @@
-"""The bundled demo pair, made by `examples/train_demo_pair.py`, a drafter trained for its target by `outrider distill`,
-and prompts for them.
-"""
+"""The bundled demo pair (`examples/train_demo_pair.py`), a drafter trained for its target, and prompts for them."""
 
 from pathlib import Path
 

@@ -17,9 +17,7 @@ _SYSCTL = ("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string")
 
 
 def use_device(device: str | None, option: str = "--device") -> None:
-    """Make "cpu" or "gpu" the default of MLX, and so of this process; None leaves it. Messages name the `option` that
-    asked for it. Raises: SettingsError: the device is not available.
-    """
+    """Make "cpu" or "gpu" the default of MLX in this process; None leaves it. Raises: SettingsError: there is none."""
     if device is None:
         return
     import mlx.core as mx
@@ -77,9 +75,8 @@ def device_memory() -> int:
 
 
 def default_memory_limit(model_bytes: int) -> int:
-    """The default of `memory_limit`. Imports mlx.
-
-    A part is left to passes and to other programs. Models that take nearly all have room for some caches, too.
+    """The default of `memory_limit`. Imports mlx. A part is left to passes and to other programs; models that take
+    nearly all have room for some caches, too.
     """
     import mlx.core as mx
 

@@ -1,6 +1,4 @@
-"""What can draft for a target: drafters in folders, then in the tables `known_drafters.json` and `small_models.json`.
-Does not use the network.
-"""
+"""What can draft for a target, without the network: in folders, then in tables of known drafters and small models."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from huggingface_hub import parse_local_safetensors_file_metadata, scan_cache_di
 from huggingface_hub.errors import CacheNotFound, SafetensorsParsingError
 from tokenizers import Tokenizer
 
-from actors.trained.kinds.attach import SUPPORTED
+from actors.trained.drafter_model import SUPPORTED
 from actors.trained.kinds.mtp import names_a_layer
 from actors.trained.kinds.recognition import kind_of
 from protocol.errors import ModelError, SettingsError
@@ -138,7 +136,9 @@ def suggest_draft(target: str | os.PathLike[str], *, cache_dir: str | Path | Non
     ]
     present = {suggestion.model for suggestion in found} | {os.fspath(target)}
     found += [suggestion for suggestion in known if suggestion.model not in present]
-    small = small_models(str(config.get("model_type")), _vocab_size(config), sizes)
+    inner = config.get("text_config")
+    vocab_size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    small = small_models(str(config.get("model_type")), vocab_size if isinstance(vocab_size, int) else 0, sizes)
     found += [each for each in small if each.model not in present and (each.num_bytes or 0) <= max_bytes]
     return tuple(found)
 
@@ -161,12 +161,6 @@ def _on_disk(target: Path, cache_dir: str | Path | None) -> Iterator[tuple[str, 
         current = [revision for revision in repository.revisions if "main" in revision.refs]
         if repository.repo_type == "model" and current:
             yield repository.repo_id, current[0].snapshot_path.resolve()
-
-
-def _vocab_size(config: dict[str, Any]) -> int:
-    inner = config.get("text_config")
-    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
-    return size if isinstance(size, int) else 0
 
 
 def _shape(config: dict[str, Any]) -> tuple[int, int] | None:
@@ -247,9 +241,9 @@ def _model_name(model: str) -> str:
 
 
 def small_models(model_type: str, vocab_size: int, target_sizes: tuple[int, int] | None = None) -> Iterator[Suggestion]:
-    """The small models of a family whose vocabulary has `vocab_size` embedding rows, padding included; the smallest
-    first, none if the family is not in the table. Leaves out a copy of the target, by its numbers of layers and of
-    features. Their vocabularies are checked when they are opened.
+    """The small models of a family whose vocabulary has `vocab_size` embedding rows, padding included, the smallest
+    first, but for copies of the target, by its numbers of layers and of features. Vocabularies are checked when they
+    are opened.
     """
     for family in _table("small_models"):
         low, high = family["vocab_sizes"]

@@ -1,6 +1,4 @@
-"""The files of a model: where they are, what is wrong with them if the model cannot be loaded, and the sampling
-settings that its authors recommend.
-"""
+"""The files of a model: where they are, what is wrong with them, and the sampling settings that they recommend."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from actors.workers.worker import JobError
 from protocol.errors import ModelError, OutriderError, SettingsError
 from protocol.reprs import excerpt, shown_path
 from protocol.settings import settings_from
-from runtime.loading.gguf.names import is_gguf, parts_of
+from runtime.loading.gguf.names import in_repository, is_gguf, parts_of
 from runtime.loading.model_spec import ModelSpec
 from runtime.loading.named_models import named_model
 
@@ -63,10 +61,7 @@ def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
             return path
     revision = source.revision if isinstance(source, ModelSpec) else None
     try:
-        repository, name = str(source), "config.json"
-        if is_gguf(source):
-            owner, _, rest = repository.partition("/")
-            repository, name = f"{owner}/{rest.partition('/')[0]}", rest.partition("/")[2]
+        repository, name = in_repository(str(source)) if is_gguf(source) else (str(source), "config.json")
         found = try_to_load_from_cache(repository, name, cache_dir=cache_dir, revision=revision)
     except HFValidationError:
         return None
@@ -77,20 +72,24 @@ def folder_of(source: Any, cache_dir: str | Path | None = None) -> Path | None:
 
 def config_in(folder: Path) -> dict[str, Any] | None:
     """What config.json, or a GGUF file's metadata, says; None if it cannot be read: loading the model tells why."""
-    if is_gguf(folder):
-        # PyPI `gguf` takes a quarter of a second to import.
-        from runtime.loading.gguf.architectures import config_of
-        from runtime.loading.gguf.container import read
+    if not is_gguf(folder):
+        return _settings_in(folder / "config.json")
+    # PyPI `gguf` takes a quarter of a second to import.
+    from runtime.loading.gguf.architectures import config_of
+    from runtime.loading.gguf.container import read
 
-        try:
-            return config_of(read(folder))
-        except ModelError:
-            return None
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return config_of(read(folder))
+    except ModelError:
+        return None
+
+
+def _settings_in(file: Path) -> dict[str, Any] | None:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return config if isinstance(config, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def num_bytes_in(folder: Path) -> int:
@@ -103,18 +102,11 @@ def num_bytes_in(folder: Path) -> int:
 
 
 def sampling_defaults(folder: Path | None) -> dict[str, Any]:
-    """The settings that generation_config.json in a model's folder gives, by name; empty if there is no such file.
-
-    `"do_sample": false` is greedy decoding. If it is true, the temperature is 1 unless the file says another. A value
-    that is no valid setting is left out.
+    """The settings that generation_config.json in a model's folder gives, by name; empty if there is no such file. A
+    value that is no valid setting is left out. If `do_sample` is false, decoding is greedy; if true, the temperature is
+    1 unless the file says another.
     """
-    if folder is None:
-        return {}
-    try:
-        file = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(file, dict):
+    if folder is None or (file := _settings_in(folder / "generation_config.json")) is None:
         return {}
     found = {name: file[name] for name, neutral in _NEUTRAL.items() if file.get(name) not in (None, neutral)}
     found = {name: value for name, value in found.items() if _is_valid(name, value)}
@@ -131,9 +123,7 @@ def defaults_message(model: str, defaults: Mapping[str, Any], given: Container[s
     """The defaults that a model's files set, without the `given` ones, as a message; None if none is left."""
     used = {name: value for name, value in defaults.items() if name not in given and value is not None}
     listed = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in used.items())
-    if not used:
-        return None
-    return f"{model}: its generation_config.json sets {listed} (--generation-config none ignores it)"
+    return f"{model}: its generation_config.json sets {listed} (--generation-config none ignores it)" if used else None
 
 
 def _is_valid(name: str, value: Any) -> bool:
@@ -145,9 +135,8 @@ def _is_valid(name: str, value: Any) -> bool:
 
 
 def check_folder(role: str, name: str, folder: Path) -> None:
-    """Check the files of a model, which the user calls `name`, as far as they tell without loading it.
-
-    Raises: ModelError: the folder is none, has no readable weights, or is of a family that mlx-lm does not have.
+    """Check the files of a model, which the user calls `name`, without loading it. Raises: ModelError: it is no folder,
+    has no readable weights, or is of a family that mlx-lm does not have.
     """
     if not folder.is_dir():
         raise ModelError(f"{role} {shown_path(name)} is a file; give a directory in Hugging Face layout")

@@ -12,26 +12,20 @@ from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.model import load
-from runtime.loading.gguf.names import is_gguf, only_model, parts_of
+from runtime.loading.gguf.names import in_repository, is_gguf, only_model, parts_of
 
 
 def read_model(
     path_or_hub_id: str | Path, *, revision: str | None = None, is_lazy: bool = False, **options: Any
 ) -> tuple[Module, TokenizerWrapper]:
-    """As `actors.mlx.model.load`, for a GGUF file as well: its path, "owner/name/file.gguf" on the hub, or the hub id
-    of a repository that has one and no model in Hugging Face layout. Such a model is always read at once.
-
-    Raises: as `load`, and
-        ModelError: the GGUF file cannot be loaded, or a repository has several.
+    """As `actors.mlx.model.load`, for a GGUF file as well, which is always read at once: its path,
+    "owner/name/file.gguf" on the hub, or a hub id with one and no model in Hugging Face layout. Raises: as `load`;
+    ModelError: it cannot be loaded.
     """
     name = str(path_or_hub_id)
     if is_gguf(name):
         file = Path(name).expanduser()
-        if not file.exists():
-            owner, _, rest = name.partition("/")
-            repository, _, inside = rest.partition("/")
-            file = _from_the_hub(f"{owner}/{repository}", inside, revision)
-        return _read_gguf(file, options)
+        return _read_gguf(file if file.exists() else _from_the_hub(*in_repository(name), revision), options)
     try:
         return load(name, revision=revision, is_lazy=is_lazy, **options)
     # mlx-lm finds no config.json, or no safetensors.

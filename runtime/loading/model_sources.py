@@ -1,7 +1,4 @@
-"""Model sources: checks what a user names as a model, and its options, and loads it on its thread.
-
-A trained drafter (EAGLE, Medusa and the like) is recognised by its configuration.
-"""
+"""Model sources: checks what a user names as a model, and its options, and loads it on its thread."""
 
 from __future__ import annotations
 
@@ -12,21 +9,19 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar
 
 import attrs
 import mlx.core as mx
 import trio
 from huggingface_hub import snapshot_download
 from mlx.nn.layers.base import Module
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.layer_evaluation import LayerEvaluation
-from actors.mlx.model import MLXModel
-from actors.trained.drafter_model import TrainedDrafter
-from actors.trained.kinds.attach import SUPPORTED
+from actors.mlx.model import MLXModel, weights_of
+from actors.trained.drafter_model import SUPPORTED, TrainedDrafter
 from actors.trained.kinds.recognition import kind_of, nearest_to
 from actors.translated.reduced_head import reduce_head
 from actors.translated.translated_model import TranslatedModel
@@ -73,6 +68,12 @@ class Loaded:
     tokenizer: TokenizerWrapper | None
     folder: Path | None = None
 
+    @property
+    def drafted(self) -> DraftedTarget:
+        """The model as the target of a drafter."""
+        model = self.model
+        return DraftedTarget(model.module, model.vocab_size, self.tokenizer, self.folder, model.record_features)
+
 
 @attrs.frozen
 class LoadedDraft:
@@ -83,43 +84,20 @@ class LoadedDraft:
     kind: str | None = None
 
 
-class DraftedModel(Protocol):
-    """What loading a drafter needs from its target; an `MLXModel` has it."""
+@attrs.frozen
+class DraftedTarget:
+    """What loading a drafter needs of its target, which may be in another process."""
 
-    @property
-    def module(self) -> Module:
-        """mlx-lm's model."""
-
-    @property
-    def vocab_size(self) -> int:
-        """See `Model.vocab_size`."""
-
-    def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """See `MLXModel.record_features`."""
-
-
-class DraftedTarget(Protocol):
-    """A `DraftedModel` with its tokenizer and folder; see `Loaded`."""
-
-    @property
-    def model(self) -> DraftedModel:
-        """The model."""
-
-    @property
-    def tokenizer(self) -> TokenizerWrapper | None:
-        """Its tokenizer, if it has one."""
-
-    @property
-    def folder(self) -> Path | None:
-        """The folder with its files, if it was loaded from one."""
+    module: Module | None  # mlx-lm's model; None if it is elsewhere, and was given as a model
+    vocab_size: int
+    tokenizer: TokenizerWrapper | None
+    folder: Path | None
+    record_features: Callable[[Sequence[int]], None]  # see `MLXModel.record_features`
 
 
 def check_source(role: str, source: Any) -> Source:
-    """A model source, checked as far as possible without loading it.
-
-    Raises:
-        SettingsError: it is missing, or neither a path, a hub id nor a pair (model, tokenizer).
-        ModelError: there is no model at the path.
+    """A model source, checked as far as possible without loading it. Raises: SettingsError: it is missing, or neither a
+    path, a hub id nor a pair (model, tokenizer). ModelError: there is no model at the path.
     """
     if source is MISSING:
         raise SettingsError(f"{role} is missing; give a path, a hub id or a pair (model, tokenizer)")
@@ -226,12 +204,7 @@ def _trained_drafter_on_the_hub(spec: ModelSpec) -> Path | None:
 
 
 def check_trained_drafter(spec: ModelSpec, directory: Path) -> str | None:
-    """The kind of the trained drafter in a directory; None for a language model.
-
-    Raises:
-        ModelError: it is of a kind that cannot be used.
-        SettingsError: it is given options that only a language model has.
-    """
+    """The kind of the trained drafter in a directory; None for a language model. Raises: ModelError, SettingsError."""
     if (kind := trained_drafter_at(directory)) is None:
         return None
     if kind not in SUPPORTED:
@@ -267,8 +240,8 @@ def check_unknown(
     positional: Collection[str] = ("target", "draft"),
     function: str = "open",
 ) -> None:
-    """Raises: SettingsError: there are `options` that a function does not have. The message has a hint at what was
-    meant, among its keyword-only options (`known`) and its other arguments (`positional`).
+    """Raises: SettingsError: a function does not have some of the `options`; with a hint at what was meant, among its
+    keyword-only options (`known`) and its other arguments (`positional`).
     """
     settings = attrs.fields_dict(Settings)
     for name in options:
@@ -299,24 +272,17 @@ def layer_evaluation_by_environment() -> LayerEvaluation | None:
 
 
 async def load_onto(worker: Worker, role: str, source: Source, options: CacheOptions) -> Loaded:
-    """Load a model on a worker's thread.
-
-    Raises:
-        ModelError: it cannot be loaded (mlx-lm's error is the cause), or is no language model.
-        SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
+    """Load a model on a worker's thread. Raises: ModelError: it cannot be loaded (mlx-lm's error is the cause), or is
+    no language model. SettingsError: `OUTRIDER_LAYER_EVALUATION` is not one of its values.
     """
     layer_evaluation = layer_evaluation_by_environment()
-    named, read = f"{role} {name_of(source)!r}", None
+    named = f"{role} {name_of(source)!r}"
     if isinstance(source, tuple):
-        built, tokenizer = source
         # On the caller's thread: a lazy array can only be evaluated on the thread that made it. The whole model, since
         # arrays that are no parameters (the frequencies of a scaled rotary embedding) may be lazy, too.
-        mx.eval(built)
-    else:
-        read = partial(read_model, str(source), **(_load_options(source) if isinstance(source, ModelSpec) else {}))
+        mx.eval(source[0])
     with load_errors(role, source):
-        if read is not None:
-            built, tokenizer = await worker.run(Job("load", read))
+        built, tokenizer = await worker.run(Job("load", partial(_read, source)))
         wrapper = await worker.run(Job("load", partial(wrapped, tokenizer, named)))
         if isinstance(source, ModelSpec) and (num_tokens := source.draft_vocabulary) is not None:
             await worker.run(Job("load", partial(reduce_head, built, wrapper, num_tokens, named)))
@@ -329,8 +295,8 @@ def _advise_on_blas(module: Module) -> None:
     """Advise on a faster BLAS, once in a process, if a model's matrices are float32 and computed on a CPU."""
     if mx.default_device().type != mx.DeviceType.cpu or _ADVISED:
         return
-    weights = [cast(mx.array, pair[1]) for pair in tree_flatten(module.parameters())]
-    num_parameters = sum(weight.size for weight in weights if weight.ndim > 1 and weight.dtype == mx.float32)
+    matrices = [weight for weight in weights_of(module).values() if weight.ndim > 1 and weight.dtype == mx.float32]
+    num_parameters = sum(matrix.size for matrix in matrices)
     if num_parameters >= MIN_ADVISED_PARAMETERS and (advice := advice_for_float32()) is not None:
         _ADVISED.append(advice)
         logger.warning("%s", advice)
@@ -338,47 +304,40 @@ def _advise_on_blas(module: Module) -> None:
 
 def read_lazily(source: Source) -> tuple[Module, TokenizerWrapper | None]:
     """Load a model and its tokenizer on this thread. Weights in files are read when they are first used."""
-    if isinstance(source, tuple):
-        built, tokenizer = source
-    else:
-        try:
-            options = _load_options(source) if isinstance(source, ModelSpec) else {}
-            built, tokenizer = read_model(str(source), is_lazy=True, **options)
-        except OutriderError:
-            raise
-        # mlx-lm raises errors of many kinds.
-        except Exception as error:
-            raise load_error("target", source, error) from error
+    try:
+        built, tokenizer = _read(source, is_lazy=True)
+    except OutriderError:
+        raise
+    # mlx-lm raises errors of many kinds.
+    except Exception as error:
+        raise load_error("target", source, error) from error
     return built, wrapped(tokenizer, f"target {name_of(source)!r}")
 
 
-async def load_draft_onto(
-    worker: Worker, source: Source, options: CacheOptions, loaded_target: DraftedTarget
-) -> LoadedDraft:
+async def load_draft_onto(worker: Worker, source: Source, options: CacheOptions, target: DraftedTarget) -> LoadedDraft:
     """Load a drafter on a worker's thread: a language model, translated if it has another vocabulary, or a drafter that
-    was trained for the target. From then on the target records what that reads; see `MLXModel.record_features`.
+    was trained for the target, which then records what that reads.
 
-    Raises: as `load_onto`, and
-        ModelError: it was trained for another target.
-        VocabularyMismatchError: its vocabulary differs, and cannot be translated.
+    Raises: as `load_onto`, and ModelError: it was trained for another target. VocabularyMismatchError: its vocabulary
+    differs, and cannot be translated.
     """
-    target, is_targets_own = loaded_target.model, not isinstance(source, tuple) and str(source) == MTP
-    folder: Path | None
-    if is_targets_own:
-        if loaded_target.folder is None:
-            raise ModelError(
-                f'draft "{MTP}" is the MTP layer in the target\'s files, and the target was given as a model; give the '
-                "folder of the original model, or one with the layer alone, as draft"
-            )
-        folder = loaded_target.folder
-    else:
-        folder = await folder_of_trained_drafter(worker, source)
+    is_targets_own = not isinstance(source, tuple) and str(source) == MTP
+    folder = target.folder if is_targets_own else await folder_of_trained_drafter(worker, source)
+    if folder is None and is_targets_own:
+        raise ModelError(
+            f'draft "{MTP}" is the MTP layer in the target\'s files, and the target was given as a model; give the '
+            "folder of the original model, or one with the layer alone, as draft"
+        )
     if folder is None:
         loaded = await load_onto(worker, "draft", source, options)
-        return LoadedDraft(await _with_the_targets_tokens(worker, loaded_target, loaded), loaded.tokenizer)
-    named = f"draft {str(source)!r}"
+        return LoadedDraft(await _with_the_targets_tokens(worker, target, loaded), loaded.tokenizer)
+    if target.module is None:
+        raise ModelError(
+            "a drafter that was trained for its target reads weights of the target, which was given as a model; "
+            "give the folder of the target, or draft in the target's process"
+        )
+    named, sizes = f"draft {str(source)!r}", (target.module, target.vocab_size)
     quantize = source.quantization if isinstance(source, ModelSpec) else None
-    sizes = target.module, target.vocab_size
     make = partial(TrainedDrafter, folder, *sizes, named, is_targets_own=is_targets_own, quantize=quantize)
     with load_errors("draft", source):
         drafter = await worker.run(Job("load", make))
@@ -387,12 +346,11 @@ async def load_draft_onto(
 
 
 async def load_auto_onto(
-    stack: AsyncExitStack, target: DraftedTarget, load: Callable[[AsyncExitStack, Source], Awaitable[T]]
+    stack: AsyncExitStack, target: Path | None, load: Callable[[AsyncExitStack, Source], Awaitable[T]]
 ) -> T | None:
-    """Load the best drafter on this disk that fits a target, for the draft "auto", and log which one, and why.
-
-    Nothing is downloaded: what `load` gets is the MTP layer in the target's own files, or a folder. Where it raises
-    ModelError or VocabularyMismatchError, what it has put on its stack is released, and the next drafter is tried.
+    """Load the best drafter on this disk for a target in a folder, for the draft "auto", and log which one, and why.
+    `load` gets the MTP layer in the target's own files, or a folder. Where it raises ModelError or
+    VocabularyMismatchError, what it has put on its stack is released, and the next drafter is tried.
 
     Returns: what `load` has returned; None if no drafter fits.
     """
@@ -412,13 +370,13 @@ async def load_auto_onto(
     return None
 
 
-def _fitting(target: DraftedTarget) -> tuple[list[tuple[Source, str]], str]:
+def _fitting(target: Path | None) -> tuple[list[tuple[Source, str]], str]:
     """What on this disk fits a target: the sources with descriptions, the best first; and what to say if none is taken.
     Reads many files.
     """
-    if target.folder is None:
+    if target is None:
         return [], "the target was given as a model, and drafters are looked for beside the target's folder"
-    suggestions = suggest_draft(target.folder)
+    suggestions = suggest_draft(target)
     fitting: list[tuple[Source, str]] = [
         (MTP if each.model == MTP else each.folder, each.described) for each in suggestions if each.folder is not None
     ]
@@ -438,25 +396,29 @@ async def folder_of_trained_drafter(worker: Worker, source: Source) -> Path | No
         return await worker.run(Job("load", partial(_trained_drafter_on_the_hub, spec)))
 
 
-def _load_options(spec: ModelSpec) -> dict[str, Any]:
-    """The arguments of `read_model` beside the path."""
-    trust = {"trust_remote_code": True} if spec.trust_remote_code else {}
-    return {
-        "adapter": None if spec.adapter_path is None else Path(spec.adapter_path),
-        "quantize": spec.quantization,
-        "revision": spec.revision,
-        "tokenizer_config": {**trust, **spec.tokenizer_config},
-        "model_config": dict(spec.model_config),
+def _read(source: Source, *, is_lazy: bool = False) -> tuple[Module, Any]:
+    if isinstance(source, tuple):
+        return source
+    if not isinstance(source, ModelSpec):
+        return read_model(str(source), is_lazy=is_lazy)
+    trust = {"trust_remote_code": True} if source.trust_remote_code else {}
+    return read_model(
+        str(source),
+        is_lazy=is_lazy,
+        adapter=None if source.adapter_path is None else Path(source.adapter_path),
+        quantize=source.quantization,
+        revision=source.revision,
+        tokenizer_config={**trust, **source.tokenizer_config},
+        model_config=dict(source.model_config),
         **trust,
-    }
+    )
 
 
 async def _with_the_targets_tokens(worker: Worker, target: DraftedTarget, draft: Loaded) -> MLXModel | TranslatedModel:
     """A draft model with its target's tokens: itself, unless its vocabulary is another one."""
     if target.tokenizer is None or draft.tokenizer is None:
         return draft.model
-    sizes = target.model.vocab_size, draft.model.vocab_size
-    compare = partial(vocabulary_map, target.tokenizer, sizes[0], draft.tokenizer, sizes[1])
+    compare = partial(vocabulary_map, target.tokenizer, target.vocab_size, draft.tokenizer, draft.model.vocab_size)
     try:
         if (found := await worker.run(Job("load", compare))) is None:
             return draft.model

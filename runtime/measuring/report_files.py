@@ -12,9 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from protocol.reprs import shown_path
 from runtime.measuring.machine import versions
-from runtime.terminal.display import OutputError, check_place
+from runtime.terminal.display import check_place, write_file
 from runtime.terminal.tables import Section, Table
 
 FORMAT = 2
@@ -42,12 +41,9 @@ def write_report(
     price_tables: Sequence[Mapping[str, Any]] = (),
     secrets: Sequence[str] = (),
 ) -> None:
-    """Write `path` with the suffixes .json and .md.
+    """Write the report of a command, `kind`, with the suffixes .json and .md.
 
     Args:
-        kind: the command.
-        results: its findings, as JSON values.
-        sections, tables: those of the page.
         price_tables: times of passes, in the form of `tests/protocol/device_prices/`.
         secrets: texts that neither file may have, such as the paths of models.
 
@@ -63,23 +59,13 @@ def write_report(
         "format": FORMAT,
         "date": datetime.now(UTC).date().isoformat(),
     }
-    written = {
-        ".json": json.dumps(without_private(report, secrets), indent=2) + "\n",
-        ".md": without_private(_page(f"outrider {kind}", sections, tables), secrets),
-    }
-    for suffix, text in written.items():
-        file = path.with_suffix(suffix)
-        try:
-            file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise OutputError(f"cannot write {shown_path(str(file))}: {error.strerror}") from error
+    page = _page(f"outrider {kind}", sections, tables)
+    write_file(path.with_suffix(".json"), json.dumps(_without_private(report, secrets), indent=2) + "\n")
+    write_file(path.with_suffix(".md"), _without_private(page, secrets))
 
 
 def check_report(file: str | None) -> Path | None:
-    """The path of a report, checked before anything is measured; its suffix does not matter.
-
-    Raises: SettingsError: nothing can be written there.
-    """
+    """The path of a report, whose suffix does not matter. Raises: SettingsError: nothing can be written there."""
     return None if file is None else check_place("--report", Path(file).expanduser())
 
 
@@ -103,10 +89,9 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|")
 
 
-def without_private(value: Any, secrets: Sequence[str] = ()) -> Any:
-    """A JSON value without the paths in its texts, and without other secrets, such as the paths of models."""
-    home = os.path.expanduser("~")
-    places = (home, os.getcwd(), sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(_PACKAGE))
+def _without_private(value: Any, secrets: Sequence[str]) -> Any:
+    """A JSON value without the paths in its texts, and without other secrets."""
+    places = (os.path.expanduser("~"), os.getcwd(), sys.prefix, sys.base_prefix, tempfile.gettempdir(), str(_PACKAGE))
     known = {*secrets, *places, *map(os.path.realpath, places)} - {"", "/", ".", "~"}
     # The longest first: a path may be part of another one.
     return _without(value, sorted(known, key=len, reverse=True))

@@ -103,9 +103,7 @@ class PrefixFiles:
     def __init__(
         self, folder: Path, max_bytes: int, fingerprint: Fingerprint, cache_options: Mapping[str, Any]
     ) -> None:
-        """The files of the model with this fingerprint and these options. The folder must exist; of all files in it,
-        the least recently used are deleted beyond `max_bytes`.
-        """
+        """The folder must exist; of all files in it, the least recently used are deleted beyond `max_bytes`."""
         self._folder = folder
         self._max_bytes = max_bytes
         self._model = {"fingerprint": attrs.asdict(fingerprint), "cache_options": dict(cache_options)}
@@ -120,7 +118,13 @@ class PrefixFiles:
             except SessionFileError as error:
                 _warn(error)
                 self._delete(path.with_suffix(_SEQUENCE))
-        self._delete_abandoned()
+        before = time.time() - _ABANDONED_S
+        for path, stat in self._stats(".outrider-*.tmp"):
+            if stat.st_mtime < before:
+                _unlink(path)
+        for path, stat in self._stats(f"{self._prefix}-*{_SEQUENCE}"):
+            if stat.st_mtime < before and not path.with_suffix(_INDEX).exists():
+                _unlink(path)
         return found
 
     def write(self, stored: StoredPrefix, recorded: SequenceRecord) -> set[str]:
@@ -193,15 +197,6 @@ class PrefixFiles:
             self._delete(path)
             num_bytes -= stat.st_size
 
-    def _delete_abandoned(self) -> None:
-        before = time.time() - _ABANDONED_S
-        for path, stat in self._stats(".outrider-*.tmp"):
-            if stat.st_mtime < before:
-                _unlink(path)
-        for path, stat in self._stats(f"{self._prefix}-*{_SEQUENCE}"):
-            if stat.st_mtime < before and not path.with_suffix(_INDEX).exists():
-                _unlink(path)
-
     def _stats(self, pattern: str) -> Iterator[tuple[Path, os.stat_result]]:
         for path in self._folder.glob(pattern):
             with contextlib.suppress(FileNotFoundError):  # another process has deleted it
@@ -223,23 +218,27 @@ def _unlink(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+@attrs.define(eq=False)
 class DiskPrefixCache:
-    """See `PrefixStore`. Bytes are copied by the model's thread, a layer at a time, and written by another thread."""
+    """See `PrefixStore`. Bytes are copied by the model's thread, a layer at a time, and written by another thread.
 
-    def __init__(self, actor: ModelActor[Any], folder: Path, max_bytes: int) -> None:
-        """The store for the prefix cache of an actor with a `SavableModel`. Finds nothing until `run` has looked."""
-        self._actor = actor
-        self._folder = folder
-        self._max_bytes = max_bytes
-        self._files: PrefixFiles | None = None
-        self._stored: dict[str, StoredPrefix] = {}
-        # Those that wait: the model's thread adds and drops them, and trio's takes the first one and writes it.
-        self._evicted: deque[_Evicted] = deque()
-        self._is_writing = False
-        self._has_evicted = trio.Event()
-        self._writing = trio.Lock()
-        self._trio_token = trio.lowlevel.current_trio_token()
-        actor.prefix_cache.store = self
+    Finds nothing until `run` has looked.
+    """
+
+    _actor: ModelActor[Any]  # with a `SavableModel`
+    _folder: Path
+    _max_bytes: int
+    _files: PrefixFiles | None = attrs.field(init=False, default=None)
+    _stored: dict[str, StoredPrefix] = attrs.field(init=False, factory=dict)
+    # Those that wait: the model's thread adds and drops them, and trio's takes the first one and writes it.
+    _evicted: deque[_Evicted] = attrs.field(init=False, factory=deque)
+    _is_writing: bool = attrs.field(init=False, default=False)
+    _has_evicted: trio.Event = attrs.field(init=False, factory=trio.Event)
+    _writing: trio.Lock = attrs.field(init=False, factory=trio.Lock)
+    _trio_token: trio.lowlevel.TrioToken = attrs.field(init=False, factory=trio.lowlevel.current_trio_token)
+
+    def __attrs_post_init__(self) -> None:
+        self._actor.prefix_cache.store = self
 
     def evict(self, sequence: ReusableSequence, tokens: tuple[int, ...], num_prompt: int) -> None:
         if not isinstance(sequence, StatefulSequence) or len(tokens) < MIN_TOKENS:
@@ -361,8 +360,6 @@ class DiskPrefixCache:
         """The stored sequence of which a text can reuse most tokens, the shortest of several, and their number."""
         packed, best, most = pack(read), None, MIN_TOKENS - 1
         for stored in sorted(self._stored.values(), key=lambda each: len(each.packed)):
-            num_common = common_length(stored.packed, packed)
-            num_reusable = stored.num_reusable(num_common)
-            if num_reusable > most:
+            if (num_reusable := stored.num_reusable(common_length(stored.packed, packed))) > most:
                 best, most = stored, num_reusable
         return best, most

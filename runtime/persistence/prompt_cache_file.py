@@ -28,19 +28,12 @@ _GROUP_SIZE, _BITS = "3", "4"
 
 @attrs.frozen
 class PromptCacheFile:
-    """What the header of a prompt cache file says.
+    """What the header of a prompt cache file says."""
 
-    Attributes:
-        num_tokens: tokens in its caches; 0 if they keep no count.
-        model: the path or hub id of the model that it was made with, as it was given; None if it does not say.
-        tokenizer_config: options with which the tokenizer was loaded.
-        kv_bits, kv_group_size: the quantisation of its caches; None if they are not quantised.
-    """
-
-    num_tokens: int
-    model: str | None
-    tokenizer_config: Mapping[str, Any]
-    kv_bits: int | None
+    num_tokens: int  # in its caches; 0 if they keep no count
+    model: str | None  # the path or hub id of the model that it was made with, as it was given
+    tokenizer_config: Mapping[str, Any]  # with which the tokenizer was loaded
+    kv_bits: int | None  # the quantisation of its caches; None if they are not quantised
     kv_group_size: int | None
 
 

@@ -7,9 +7,9 @@ import logging
 import math
 import os
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import trio
@@ -28,8 +28,7 @@ from protocol.errors import SessionFileError, SettingsError
 from protocol.reprs import shown
 from protocol.settings import Settings, settings_from
 from protocol.tensor import Tensor
-from runtime.generation.conversation import Account
-from runtime.generation.text import encode_prompt
+from runtime.generation.text import Prompt, encode_prompt
 from runtime.generation.token_stream import SessionFile
 from runtime.persistence import session_file
 from runtime.persistence.session_file import Contents, named
@@ -75,7 +74,9 @@ async def read(path: SessionFile) -> SavedSession:
     try:
         return _session(contents)
     except _Unexpected as error:
-        raise SessionFileError(f"{named(path)} is damaged: {error}; use another copy of it, or save again") from None
+        raise SessionFileError(
+            f"{named(path)} is damaged: {error} is not as it should be; use another copy of it, or save again"
+        ) from None
 
 
 def check_path(path: Any) -> None:
@@ -176,70 +177,54 @@ def _contents(session: SavedSession) -> Contents:
         ranks = {"ranks": saved.num_ranks} if saved.num_ranks > 1 else {}
         return {"fingerprint": attrs.asdict(saved.fingerprint), "line": sequence, **ranks}
 
-    content = {
-        "messages": [dict(message) for message in session.messages],
-        "thinking": session.thinking,
-        "settings": dict(session.settings),
-        "num_processors": session.num_processors,
-        "cache_options": dict(session.cache_options),
-        "vocabulary": session.vocabulary,
-        "target": model(session.target),
-        "draft": model(session.draft),
-    }
-    return Contents(content, tensors)
+    described = attrs.asdict(session, recurse=False, filter=lambda field, _: field.name != "tokens")
+    return Contents({**described, "target": model(session.target), "draft": model(session.draft)}, tensors)
 
 
 class _Unexpected(Exception):
-    """A file's checksum matches, but its content is not that of a saved session."""
+    """A part of a file's content, which is named, is not that of a saved session, although the checksum matches."""
 
 
 def _session(contents: Contents) -> SavedSession:
     match contents.content:
         case {
             "messages": list(messages),
-            "thinking": bool() | None as thinking,
-            "settings": dict(settings),
+            "thinking": bool() | None,
+            "settings": dict(),
             "num_processors": int(num_processors),
-            "cache_options": dict(cache_options),
-            "vocabulary": str() | None as vocabulary,
+            "cache_options": dict(),
+            "vocabulary": str() | None,
             "target": dict(target),
             "draft": dict() | None as draft,
         } if num_processors >= 0:
+            tokens = contents.tensors.get("tokens")
+            if tokens is None or tokens.dtype != "U32" or len(tokens.shape) != 1:
+                raise _Unexpected("its tokens")
+            names = ("thinking", "settings", "num_processors", "cache_options", "vocabulary")
             return SavedSession(
                 messages=tuple(_message(message) for message in messages),
-                thinking=thinking,
-                tokens=_tokens(contents.tensors.get("tokens")),
-                settings=settings,
-                num_processors=num_processors,
-                cache_options=cache_options,
-                vocabulary=vocabulary,
+                tokens=tuple(tokens.data.cast("I").tolist()),
                 target=_model(target, contents),
                 draft=None if draft is None else _model(draft, contents),
+                **{name: contents.content[name] for name in names},
             )
-    _unexpected("what it says of itself")
+    raise _Unexpected("what it says of itself")
 
 
 def _message(described: Any) -> dict[str, Any]:
+    def is_call(call: Any) -> bool:
+        match call:
+            case {"id": str(), "type": "function", "function": {"name": str(), "arguments": str()}}:
+                return True
+        return False
+
     match described:
         case {"role": "system" | "user" | "assistant" | "tool", "content": str()}:
             calls = described.get("tool_calls", [])
             has_texts = all(isinstance(value, str) for name, value in described.items() if name != "tool_calls")
-            if has_texts and isinstance(calls, list) and all(map(_is_call, calls)):
+            if has_texts and isinstance(calls, list) and all(map(is_call, calls)):
                 return dict(described)
-    _unexpected("what it says of a message")
-
-
-def _is_call(described: Any) -> bool:
-    match described:
-        case {"id": str(), "type": "function", "function": {"name": str(), "arguments": str()}}:
-            return True
-    return False
-
-
-def _tokens(tensor: Tensor | None) -> tuple[int, ...]:
-    if tensor is None or tensor.dtype != "U32" or len(tensor.shape) != 1:
-        _unexpected("its tokens")
-    return tuple(tensor.data.cast("I").tolist())
+    raise _Unexpected("what it says of a message")
 
 
 def _model(described: Mapping[str, Any], contents: Contents) -> SavedModelState:
@@ -250,11 +235,7 @@ def _model(described: Mapping[str, Any], contents: Contents) -> SavedModelState:
             if all(type(values[name]) is kind for name, kind in names.items()) and type(num_ranks) is int:
                 record = None if sequence is None else SequenceRecord(sequence, contents.tensors)
                 return SavedModelState(Fingerprint(**values), record, num_ranks)
-    _unexpected("what it says of a model")
-
-
-def _unexpected(what: str) -> NoReturn:
-    raise _Unexpected(f"{what} is not as it should be")
+    raise _Unexpected("what it says of a model")
 
 
 @attrs.frozen
@@ -265,17 +246,24 @@ class SessionSaver:
     draft: DraftActor | None  # None also where it is no `SavableModel`
     tokenizer: TokenizerWrapper | None
 
-    async def save(self, path: SessionFile, account: Account) -> int:
-        """Write a conversation and its cached sequences to a file; see `Conversation.save`."""
+    async def save(
+        self,
+        path: SessionFile,
+        messages: Sequence[dict[str, Any]],
+        prompt: Prompt,
+        thinking: bool | None,
+        settings: Settings,
+    ) -> int:
+        """Write a conversation, whose next prompt is given, and its cached sequences; see `Conversation.save`."""
         check_path(path)
         # Empty where the tokenizer has no chat template and there are no messages yet.
-        tokens = encode_prompt(account.prompt, self.tokenizer, self.target.model.vocab_size) if account.prompt else ()
+        tokens = encode_prompt(prompt, self.tokenizer, self.target.model.vocab_size) if prompt else ()
         session = SavedSession(
-            messages=tuple(account.messages),
-            thinking=account.thinking,
+            messages=tuple(messages),
+            thinking=thinking,
             tokens=tokens,
-            settings=settings_for_json(account.settings),
-            num_processors=len(account.settings.logits_processors),
+            settings=settings_for_json(settings),
+            num_processors=len(settings.logits_processors),
             cache_options=self._cache_options,
             vocabulary=await self._vocabulary(),
             target=await saved_sequence.save(self.target, tokens),
@@ -323,16 +311,15 @@ class SessionSaver:
         check_cache_options(path, session.cache_options, self._cache_options)
         if session.draft is None:
             return session
-        where = session_file.shown(path)
+        where, without_draft = session_file.shown(path), attrs.evolve(session, draft=None)
         if self.draft is None:
             logger.info("what a draft model had cached for session %s is left out: there is none", where)
-            return attrs.evolve(session, draft=None)
-        of_draft = await self._of_drafter(saved_sequence.identify)
-        if of_draft is None:
-            return attrs.evolve(session, draft=None)
+            return without_draft
+        if (of_draft := await self._of_drafter(saved_sequence.identify)) is None:
+            return without_draft
         if any_draft and session.draft.fingerprint.difference(of_draft) is not None:
             logger.info("what another draft model had cached for session %s is left out", where)
-            return attrs.evolve(session, draft=None)
+            return without_draft
         remedy = "open that one as the draft, or load with any_draft=True to have this one read the text again"
         check_model(path, "draft", session.draft.fingerprint, of_draft, remedy)
         return session

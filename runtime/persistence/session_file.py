@@ -18,7 +18,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 import attrs
 
@@ -54,17 +54,12 @@ def write(path: SessionFile, contents: Contents, check_cancelled: CheckCancelled
 
     It is written beside its place, flushed to the disk, and moved there in one step; a process that is killed leaves a
     hidden file `.outrider-….tmp`. A symbolic link is followed. A new file is readable by its owner alone, since it has
-    the texts of the session; otherwise permissions stay.
-
-    Args:
-        path: of the file; its directory must exist. Or a binary file object, such as `io.BytesIO`, which is written
-            from its position on; an error or a cancellation leaves what was written so far.
-        check_cancelled: called every few megabytes; what it raises ends the writing.
+    the texts of the session; otherwise permissions stay. A file object is written from its position on, and keeps what
+    was written before an error. What `check_cancelled` raises, every few megabytes, ends the writing.
 
     Returns: the size of the file, in bytes.
 
-    Raises: SessionFileError: the system does not let the file be written (no space, no permission, no such directory);
-        its `OSError` is the cause.
+    Raises: SessionFileError: the system does not let the file be written; its `OSError` is the cause.
     """
     try:
         if not isinstance(path, (str, os.PathLike)):
@@ -159,11 +154,8 @@ def read(path: SessionFile, check_cancelled: CheckCancelled = lambda: None) -> C
     """Read a session file and check that it is unchanged.
 
     The whole file is read twice: first for its checksum, then to keep the data in memory, which must match the checksum
-    again. A file that another one replaces meanwhile is read to its end.
-
-    Args:
-        path: of the file; or a seekable binary file object, such as `io.BytesIO`, which is read to its end.
-        check_cancelled: called every few megabytes; what it raises ends the reading.
+    again. A file that another one replaces meanwhile is read to its end, and so is a file object, which must be
+    seekable. What `check_cancelled` raises, every few megabytes, ends the reading.
 
     Raises: SessionFileError: the system does not let the file be read (its `OSError` is the cause); it is no saved
         session; a newer version wrote it; it is damaged or cut short.
@@ -192,8 +184,7 @@ def _open_ordinary(path: str, flags: int) -> int:
     return descriptor
 
 
-@attrs.define
-class _Entry:
+class _Entry(NamedTuple):
     """The place of a tensor: bytes `begin` to `end` of the data."""
 
     name: str
@@ -276,7 +267,7 @@ class _Reader:
             if entry.begin != end:
                 self._damaged(f"tensor {entry.name[:40]!r} does not begin where the one before it ends")
             end = entry.end
-        if [(each.name, each.dtype, each.shape) for each in entries[-1:]] != [(_CHECKSUM, "U8", (_DIGEST_BYTES,))]:
+        if [each[:3] for each in entries[-1:]] != [(_CHECKSUM, "U8", (_DIGEST_BYTES,))]:
             self._damaged("it has no checksum at its end")
         if end != num_bytes:
             self._damaged(f"its tensors should have {end} bytes, and it has {num_bytes} for them")
@@ -293,10 +284,7 @@ class _Reader:
 
     def _take(self, num_bytes: int) -> bytearray:
         """The next `num_bytes` bytes, which the file is known to have."""
-        data = bytearray()
-        for chunk in self._chunks(num_bytes):
-            data += chunk
-        return data
+        return bytearray().join(self._chunks(num_bytes))
 
     def _chunks(self, num_bytes: int) -> Iterator[bytes]:
         """The next `num_bytes` bytes, in pieces."""
@@ -308,8 +296,13 @@ class _Reader:
             yield chunk
 
     def _parsed(self, written: bytes | bytearray | str, what: str) -> Any:
+        def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            if len(table := dict(pairs)) != len(pairs):
+                raise ValueError("a name occurs twice")
+            return table
+
         try:
-            return json.loads(written, object_pairs_hook=_without_repetition, parse_constant=_no_constant)
+            return json.loads(written, object_pairs_hook=without_repetition, parse_constant=_no_constant)
         except (ValueError, RecursionError):  # UnicodeDecodeError among them
             self._damaged(f"{what} cannot be read as JSON")
 
@@ -320,13 +313,6 @@ class _Reader:
 
     def _damaged(self, why: str) -> NoReturn:
         raise SessionFileError(f"{named(self.path)} is damaged: {why}; use another copy of it, or save again")
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return table
 
 
 def _no_constant(name: str) -> NoReturn:

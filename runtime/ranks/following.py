@@ -56,10 +56,7 @@ def follow(target: Source, group: RankGroup, draft: Source | None = None, *, wir
 
 
 def _follow(read: Callable[[], Shard], drafting: Callable[[], None], group: RankGroup) -> None:
-    """Load and repeat until the target is closed, on the model's thread; or draft.
-
-    Raises: RankError: see `follow`.
-    """
+    """Load and repeat until the target is closed, on the model's thread; or draft. Raises: RankError: see `follow`."""
     name = "loading"
     with breaking(group, lambda: name):
         while not isinstance(opened := group.receive()[1], OpenTarget):
@@ -108,10 +105,7 @@ def drafting_at(target: Source, draft: Source | None, group: RankGroup) -> Calla
 
 @contextmanager
 def breaking(group: RankGroup, doing: Callable[[], str]) -> Iterator[None]:
-    """Break the group if anything is raised inside, where this rank was `doing` something: it is out of step then.
-
-    Raises: RankError: why the group is broken.
-    """
+    """Break the group if anything is raised inside, where this rank was `doing` something: it is out of step then."""
     try:
         yield
     except RankError as error:

@@ -48,10 +48,7 @@ def check_sharded(source: Source) -> None:
 
 
 def check_drafter(draft: Source | None, target: Source | None = None) -> None:
-    """Check a draft model for a target that is given, or is open already.
-
-    Raises: SettingsError: its passes would need all ranks, and only rank 0 drafts.
-    """
+    """Raises: SettingsError: a draft model's passes would need all ranks, and only rank 0 drafts."""
     if not isinstance(draft, tuple):
         return
     if is_sharded_in_place(draft[0]) or (isinstance(target, tuple) and draft[0] is target[0]):
@@ -64,31 +61,23 @@ def read_shard(source: Source, group: RankGroup) -> Callable[[], Shard]:
     """A function that loads this rank's part, to be called on the thread that will use it, once MLX's group is made."""
     if isinstance(source, tuple):
         mx.eval(source[0])  # on the caller's thread, which may have made lazy arrays
-    named = f"target {name_of(source)!r}"
 
     def read() -> Shard:
         assert group.mlx is not None
-        if isinstance(source, tuple):
-            built, tokenizer = source
-            return shard_in_place(built, wrapped(tokenizer, named), group.mlx)
-        if is_gguf(source):
-            built, tokenizer = read_lazily(source)
-            return shard_in_place(built, tokenizer, group.mlx)
+        if isinstance(source, tuple) or is_gguf(source):
+            return shard_in_place(*read_lazily(source), group.mlx)
         options: dict[str, Any] = {}
         if isinstance(source, ModelSpec):
             options = {"tokenizer_config": dict(source.tokenizer_config), "trust_remote_code": source.trust_remote_code}
         shard = load_shard(str(source), group.mlx, partial(folder_of, source), **options)
-        return attrs.evolve(shard, tokenizer=wrapped(shard.tokenizer, named))
+        return attrs.evolve(shard, tokenizer=wrapped(shard.tokenizer, f"target {name_of(source)!r}"))
 
     return read
 
 
 async def load_target_onto(worker: Worker, source: Source, options: CacheOptions, group: RankGroup | None) -> Loaded:
-    """Load a target on a worker's thread: all of it, or rank 0's part while the other ranks load theirs.
-
-    Raises:
-        ModelError: the model cannot be loaded or sharded; the other ranks are told.
-        RankError: another rank cannot load its part, or has loaded another model.
+    """Load a target on a worker's thread: all of it, or rank 0's part while the other ranks load theirs. Raises:
+    ModelError: it cannot be loaded or sharded. RankError: another rank cannot, or has loaded another model.
     """
     if group is not None:
         group.send(OpenTarget(attrs.asdict(options), group.draft_rank))
@@ -126,10 +115,7 @@ def _compare(shard: Shard, group: RankGroup) -> None:
 
 
 def _from_each(group: RankGroup, kind: type[M], do_it: str) -> Iterator[tuple[int, M]]:
-    """Wait for each other rank of the target to send a message of a kind, and log which have not done so for long.
-
-    Raises: RankError: a rank has failed.
-    """
+    """Wait for each other rank of the target to send a message of a kind, and log which have not done so for long."""
     missing = set(group.target_ranks(group.draft_rank)) - {0}
     while missing:
         try:

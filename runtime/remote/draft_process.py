@@ -1,7 +1,7 @@
 """A drafter in a process of its own on this machine: started with the runtime, and ended with it.
 
-A process has one default device in MLX, and one GIL; so a drafter on another device, or beside a fast target, is better
-off in its own. This module is also that process's program: `python -m runtime.remote.draft_process SOCKET DEVICE`.
+A process has one default device in MLX, and one GIL. This module is also that process's program: `python -m
+runtime.remote.draft_process SOCKET DEVICE`.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def draft_process(device: str | None) -> AsyncIterator[SocketLink]:
-    """A process that can draft, and the link to it; `device` is MLX's default there, None for MLX's own choice.
-
-    On leaving, and when this process ends in any way, the process ends; it is killed if it does not within `END_S`.
+    """A process that can draft, and the link to it; `device` is MLX's default there, None for MLX's own choice. On
+    leaving, and when this process ends in any way, it ends; it is killed if it does not within `END_S`.
     """
     near, far = socket.socketpair()
     link = SocketLink(near, "the drafter's process", LOADING_SILENCE_S)

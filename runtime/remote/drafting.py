@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import trio
-from mlx.nn.layers.base import Module
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from actors.drafters.drafter import policy_by_settings
 from actors.mlx.cache_options import CacheOptions
 from actors.remote.drafting_end import DraftingEnd
 from actors.remote.link import Link, LinkLostError
 from actors.remote.remote_drafter import LoadedElsewhere
+from actors.trained.drafter_model import TrainedDrafter
 from actors.warm_up import time_drafter
 from actors.workers.thread_worker import ThreadWorker
 from actors.workers.worker import Job, JobError
@@ -25,7 +23,7 @@ from protocol.errors import ModelError, OutriderError, ProtocolError, SettingsEr
 from protocol.open_options import OpenOptions
 from protocol.settings import AUTO_DRAFT
 from runtime.loading.model_files import folder_of
-from runtime.loading.model_sources import Source, check_draft_source, load_draft_onto, read_lazily
+from runtime.loading.model_sources import DraftedTarget, Source, check_draft_source, load_draft_onto, read_lazily
 
 logger = logging.getLogger("outrider")
 
@@ -37,12 +35,8 @@ OPTIONS = ("max_batch", "prefix_cache_bytes", "work_ahead")
 
 
 async def load_elsewhere(link: Link, load: LoadDrafter, lost: type[OutriderError]) -> LoadedElsewhere:
-    """Have the other end of a link load a drafter. That end speaks first, with a heartbeat.
-
-    Raises: SettingsError, ModelError, VocabularyMismatchError: it cannot. `lost`: the link is lost, or the other end
-        speaks another version.
-
-    Cancellation: the link can no longer be used.
+    """Have the other end of a link load a drafter. That end speaks first, with a heartbeat. Raises: why it cannot; or
+    `lost`. Cancellation: the link can no longer be used.
     """
     news: list[tuple[float, DraftNews]] = []
     answer: DrafterLoaded | DrafterNotLoaded
@@ -73,10 +67,8 @@ async def draft_for(
     forwards_warnings: bool = False,
 ) -> None:
     """Load the drafter that a runtime at the other end of a link asks for, and draft until it closes the link.
-
-    Args:
-        sources: gives the target and the drafter of a request; None for one that is not known here.
-        forwards_warnings: whether the runtime logs this end's warnings.
+    `sources` gives the target and the drafter of a request, None for one that is not known here. With
+    `forwards_warnings`, the runtime logs this end's.
 
     Raises: ProtocolError: the other end has sent nonsense; and what `Link.receive` raises.
     """
@@ -88,7 +80,7 @@ async def draft_for(
         nursery.start_soon(link.run)
         nursery.start_soon(end.beat)
         try:
-            load = await end.receive()
+            load = decode(await link.receive())
             if not isinstance(load, LoadDrafter):
                 raise ProtocolError(f"a drafter was to be loaded first, and {type(load).__name__} has come")
             end.wants_instants = load.traces
@@ -110,24 +102,28 @@ async def _load_and_draft(
     try:
         options = OpenOptions(**{name: load.options[name] for name in OPTIONS})
         target, draft = sources(load)
-        parts = _TargetElsewhere(target, load.vocab_size)
         if draft is None or draft == AUTO_DRAFT:
             raise SettingsError("it was given none by name; call follow(target, group, draft)")
         source = check_draft_source(draft)
+        module, tokenizer, folder = None, None, None if target is None else folder_of(target)
         try:
-            await worker.run(Job("load", parts.read))
+            if target is not None:  # Its weights are read where the drafter uses them.
+                module, tokenizer = await worker.run(Job("load", partial(read_lazily, target)))
         except JobError as error:
             raise (error.__cause__ or error) from None
-        loaded = await load_draft_onto(worker, source, CacheOptions(**load.cache_options), parts)
+        # The target records features once it is told.
+        drafted = DraftedTarget(module, load.vocab_size, tokenizer, folder, record_features=lambda _: None)
+        loaded = await load_draft_onto(worker, source, CacheOptions(**load.cache_options), drafted)
     except (OutriderError, KeyError, TypeError) as error:
-        end.answer(DrafterNotLoaded(type(error).__name__, str(error)))
+        end.link.send(encode(DrafterNotLoaded(type(error).__name__, str(error))))
         return
     try:
         await time_drafter((loaded.model, worker), end.prices)
     except JobError as error:
         logger.info("the draft model could not be timed: %s", error)  # its sessions will meet the same error
     # Without `evaluating_layers`: no other model computes in this process.
-    end.answer(DrafterLoaded(loaded.model.vocab_size, loaded.model.context_length, parts.feature_layers))
+    layers = loaded.model.feature_layers if isinstance(loaded.model, TrainedDrafter) else None
+    end.link.send(encode(DrafterLoaded(loaded.model.vocab_size, loaded.model.context_length, layers)))
     await end.serve(
         loaded.model,
         worker,
@@ -138,40 +134,6 @@ async def _load_and_draft(
     )
 
 
-class _TargetElsewhere:
-    """A target whose passes run in another process, as far as its drafter needs it here; see `DraftedTarget`."""
-
-    def __init__(self, source: Source | None, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.feature_layers: tuple[int, ...] | None = None
-        self.tokenizer: TokenizerWrapper | None = None
-        self.folder: Path | None = None if source is None else folder_of(source)
-        self._source = source
-        self._module: Module | None = None
-
-    def read(self) -> None:
-        """Read the model and its tokenizer, on the drafter's thread. Weights are read where the drafter uses them."""
-        if self._source is not None:
-            self._module, self.tokenizer = read_lazily(self._source)
-
-    @property
-    def model(self) -> _TargetElsewhere:
-        return self
-
-    @property
-    def module(self) -> Module:
-        if self._module is None:
-            raise ModelError(
-                "a drafter that was trained for its target reads weights of the target, which was given as a model; "
-                "give the folder of the target, or draft in the target's process"
-            )
-        return self._module
-
-    def record_features(self, layer_ids: Sequence[int] | None) -> None:
-        """Note the layers; the target records their features once it is told."""
-        self.feature_layers = None if layer_ids is None else tuple(layer_ids)
-
-
 class _Forwarding(logging.Handler):
     """Has the runtime log what would be logged here."""
 
@@ -180,4 +142,4 @@ class _Forwarding(logging.Handler):
         self._end = end
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._end.warn(record.getMessage())
+        self._end.warnings.append(record.getMessage())

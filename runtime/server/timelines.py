@@ -8,7 +8,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from protocol.trace import Event, Instant, Span
-from runtime.tracing.drafter_states import DrafterState, drafter_state
+from runtime.tracing.timeline import DRAFTER_STATES, DrafterState
 
 # How many of the latest timelines are kept, and how many events of each: those of some 3,000 tokens.
 MAX_TIMELINES = 32
@@ -81,7 +81,7 @@ class Timeline:
                         "streams": len(event.sessions),
                     }
                 )
-            elif (state := drafter_state(self._drafter_state, event)) is not None and state != self._drafter_state:
+            elif (state := DRAFTER_STATES.get(event.kind)) is not None and state != self._drafter_state:
                 self._drafter_state = state
                 changes.append({"at": self._seconds(event.at), "state": state})
         return {"spans": spans, "drafter": changes}

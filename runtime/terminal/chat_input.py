@@ -48,29 +48,23 @@ class LineReader:
                 return line
             if line.lstrip().startswith(BLOCK):
                 return self._block(line.lstrip().removeprefix(BLOCK))
-            return self._continued(line)
+            while line.endswith("\\"):
+                if (following := self._read_line(MORE_PROMPT)) is None:
+                    return None
+                line = line.removesuffix("\\") + "\n" + following
+            return line
         except UnicodeError as error:
             raise PromptError(
                 f"what was typed is not valid text: {error}; type it as {sys.getfilesystemencoding()}"
             ) from error
 
-    def _continued(self, line: str) -> str | None:
-        lines = [line]
-        while lines[-1].endswith("\\"):
+    def _block(self, text: str) -> str | None:
+        """The text up to the closing mark, which begins with the rest of the line with the opening one."""
+        while not text.rstrip().endswith(BLOCK):
             if (following := self._read_line(MORE_PROMPT)) is None:
                 return None
-            lines[-1:] = [lines[-1].removesuffix("\\"), following]
-        return "\n".join(lines)
-
-    def _block(self, line: str) -> str | None:
-        """The lines up to the closing mark; `line` is the rest of the line with the opening one."""
-        lines = [line]
-        while not lines[-1].rstrip().endswith(BLOCK):
-            if (following := self._read_line(MORE_PROMPT)) is None:
-                return None
-            lines.append(following)
-        lines[-1] = lines[-1].rstrip().removesuffix(BLOCK)
-        text = "\n".join(lines).strip("\n")
+            text += "\n" + following
+        text = text.rstrip().removesuffix(BLOCK).strip("\n")
         # A block is a text, never a command.
         return f"/{text}" if text.startswith("/") and "\n" not in text else text
 
@@ -108,15 +102,11 @@ class ChatSignals(SignalScope):
     is_interactive = False
     is_reading = False
     _is_typing = False
-    # Ctrl-C came between an answer and a prompt.
-    _came_between = False
+    _came_between = False  # whether Ctrl-C came between an answer and a prompt
     _answer: trio.CancelScope | None = None
 
     def intercept(self, number: int) -> bool:
-        """See `SignalScope.intercept`.
-
-        Raises: SignalWhileTyping: a line is being typed.
-        """
+        """See `SignalScope.intercept`. Raises: SignalWhileTyping: a line is being typed."""
         if self._is_typing:
             self._is_typing = False
             raise SignalWhileTyping(number)
@@ -139,10 +129,7 @@ class ChatSignals(SignalScope):
                 self._answer = None
 
     def while_typing(self, read: Callable[[], str | None]) -> str | None:
-        """Call `read`, which blocks trio until a line is typed.
-
-        Raises: SignalWhileTyping: a signal arrived first.
-        """
+        """Call `read`, which blocks trio until a line is typed. Raises: SignalWhileTyping: a signal arrived first."""
         self._is_typing = True
         try:
             if self._came_between:

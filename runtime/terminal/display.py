@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 import attrs
 import trio
@@ -24,7 +24,7 @@ from runtime.terminal.word_wrap import WordWrap
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
     from protocol.statistics import Statistics
 
@@ -76,13 +76,7 @@ def _columns(fd: int) -> int:
 
 
 def cut_message(statistics: Statistics, context_length: int | None, *, in_chat: bool = False) -> str:
-    """Why a text whose finish reason is "length" was cut off, and how to have more of it.
-
-    Args:
-        statistics: of the stream that was cut off.
-        context_length: of the target; None for no bound.
-        in_chat: whether the text is an answer of `outrider chat`, which has commands for this.
-    """
+    """Why a text whose finish reason is "length" was cut off, and how to have more of it, `in_chat` by its commands."""
     text, num_tokens = "answer" if in_chat else "text", statistics.generated_tokens
     if context_length is not None and statistics.prompt_tokens + num_tokens >= context_length:
         remedy = "/reset begins a new conversation" if in_chat else "shorten the prompt"
@@ -118,7 +112,7 @@ class Output:
 
     @property
     def columns(self) -> int:
-        """Width of the terminal as it is now; 0 if stdout is no terminal, or one of unknown width."""
+        """Width of the terminal as it is now; 0 if there is none, or it is not known."""
         return _columns(self._fd) if self.is_terminal else 0
 
     def echo(self, prompt: str) -> None:
@@ -148,12 +142,7 @@ class Output:
 
     def write_now(self, text: str) -> None:
         """Write a text, and block until it is written."""
-        data = text.encode(self._encoding, "replace")
-        try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:
-            raise OutputError(f"cannot write to stdout: {error.strerror}") from error
+        write_all(self._fd, text.encode(self._encoding, "replace"), "stdout")
 
     def end_line(self) -> None:
         """End an open line, if stdout is a terminal, or goes where stderr goes, which would continue the line."""
@@ -170,11 +159,25 @@ class Output:
             self._is_in_line = False
 
 
-def check_place(name: str, path: Path) -> Path:
-    """The path of a file to write, checked before any work.
+def write_all(fd: int, data: bytes, named: str) -> None:
+    """Write without buffers. Raises: OutputError."""
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError as error:
+        raise OutputError(f"cannot write to {named}: {error.strerror}") from error
 
-    Raises: SettingsError: it is a directory, or in no directory that exists.
-    """
+
+def write_file(path: Path, text: str) -> None:
+    """Write a whole file. Raises: OutputError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"cannot write {shown_path(str(path))}: {error.strerror}") from error
+
+
+def check_place(name: str, path: Path) -> Path:
+    """The path of a file to write. Raises: SettingsError: it is a directory, or in no directory that exists."""
     if path.is_dir():
         raise SettingsError(f"{name} {shown_path(str(path))} is a directory; name a file in it")
     if not path.absolute().parent.is_dir():
@@ -190,14 +193,10 @@ def printing() -> Iterator[Console]:
 
     Raises: OutputError: it cannot be written. (A plain rich console would end the process.)
     """
-    from rich.console import Console
-
     # A buffer: rich would write to stdout, and fail, even with nothing to write.
     printed = io.StringIO()
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(
-        file=printed, highlight=False, force_terminal=True if is_terminal else None, width=_width(is_terminal)
-    )
+    console = _console(printed, is_terminal, force_terminal=is_terminal or None)
     yield console
     text = printed.getvalue()
     if not console.is_terminal:
@@ -206,9 +205,12 @@ def printing() -> Iterator[Console]:
     print_text(text)
 
 
-def _width(is_terminal: bool) -> int | None:
+def _console(file: IO[str] | None, is_terminal: bool, *, force_terminal: bool | None) -> Console:
+    from rich.console import Console
+
     # `Console.is_terminal` does not tell: FORCE_COLOR and TTY_COMPATIBLE make it true for a pipe, which has no width.
-    return None if is_terminal or os.environ.get("COLUMNS", "").isdigit() else UNBOUNDED
+    width = None if is_terminal or os.environ.get("COLUMNS", "").isdigit() else UNBOUNDED
+    return Console(file=file, stderr=file is None, highlight=False, force_terminal=force_terminal, width=width)
 
 
 def print_text(text: str) -> None:
@@ -231,12 +233,8 @@ def print_text(text: str) -> None:
 
 def stderr_console() -> Console:
     """A console on stderr; without colour if stderr is no terminal, whatever the environment says."""
-    from rich.console import Console
-
     is_terminal = _is_terminal()
-    return Console(
-        stderr=True, highlight=False, force_terminal=None if is_terminal else False, width=_width(is_terminal)
-    )
+    return _console(None, is_terminal, force_terminal=None if is_terminal else False)
 
 
 def _is_terminal() -> bool:
@@ -252,7 +250,6 @@ class Display:
     def __init__(self) -> None:
         self._logged_at = time.monotonic()
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
         self._stops_when = ""  # when the current activity can be stopped
         self._shows_text = False
 
@@ -268,9 +265,8 @@ class Display:
         self.clear()
         if _is_terminal():
             self._show(what, None, moves=False)
-        elif time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
-            self._logged_at = time.monotonic()
-            print_message(what)
+        else:
+            self._log(what)
 
     def show_share(self, what: str, num_done: int, total: int) -> None:
         """Show how many of a number of things are done, and on a terminal how long the others will take."""
@@ -280,10 +276,14 @@ class Display:
                 self.clear()
                 self._show(what, total, "", is_long=True)
             assert self._progress is not None
-            self._progress.update(self._progress.tasks[0].id, completed=num_done, refresh=True)
-        elif time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
+            self._progress.update(self._progress.task_ids[0], completed=num_done, refresh=True)
+        else:
+            self._log(f"{what} {num_done:,} of {total:,}")
+
+    def _log(self, message: str) -> None:
+        if time.monotonic() - self._logged_at >= LOG_INTERVAL_S:
             self._logged_at = time.monotonic()
-            print_message(f"{what} {num_done:,} of {total:,}")
+            print_message(message)
 
     def show_loading(self, models: Sequence[object]) -> None:
         """Show that models are being loaded, each named by its `str`."""
@@ -311,10 +311,10 @@ class Display:
 
     def on_event(self, event: Event) -> None:
         """Advance the bar, if an event is a prefill pass of the target."""
-        if self._progress is None or self._task is None or not isinstance(event, Span):
+        if self._progress is None or not isinstance(event, Span):
             return
         if (event.actor, event.kind) == ("target", "prefill"):
-            self._progress.update(self._task, advance=event.num_read, refresh=True)
+            self._progress.update(self._progress.task_ids[0], advance=event.num_read, refresh=True)
 
     def show_stopping(self, and_then: str = "; Ctrl-C again quits at once") -> None:
         """Print what a cancellation waits for."""
@@ -333,30 +333,22 @@ class Display:
     def _show(
         self, description: str, total: int | None, unit: str = " tokens", *, moves: bool = True, is_long: bool = False
     ) -> None:
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            ProgressColumn,
-            SpinnerColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress
         from rich.table import Column
 
+        columns: list[progress.ProgressColumn] = [progress.SpinnerColumn()] if moves else []
         # Folded in a narrow terminal: otherwise the remaining time would be cut off.
         wrapped = Column(overflow="fold")
-        columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False, table_column=wrapped)]
-        if moves:
-            columns.insert(0, SpinnerColumn())
+        columns.append(progress.TextColumn("{task.description}", markup=False, table_column=wrapped))
         if total is not None:
-            columns += [BarColumn(), TextColumn(f"{{task.completed:,}} of {{task.total:,}}{unit}"), TimeElapsedColumn()]
+            count = progress.TextColumn(f"{{task.completed:,}} of {{task.total:,}}{unit}")
+            columns += [progress.BarColumn(), count, progress.TimeElapsedColumn()]
         if is_long:
-            columns += [TextColumn("left:"), TimeRemainingColumn()]
-        self._progress = Progress(
+            columns += [progress.TextColumn("left:"), progress.TimeRemainingColumn()]
+        self._progress = progress.Progress(
             *columns, console=stderr_console(), auto_refresh=moves, transient=True, redirect_stdout=False
         )
-        self._task = self._progress.add_task(description, total=total)
+        self._progress.add_task(description, total=total)
         self._progress.start()
 
 
@@ -387,11 +379,8 @@ def printing_choices() -> Iterator[None]:
 
 @contextmanager
 def _records_of(name: str, level: int, take: Callable[[str], None]) -> Iterator[None]:
-    class Taker(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            take(record.getMessage())
-
-    logger, taker = logging.getLogger(name), Taker(level)
+    logger, taker = logging.getLogger(name), logging.Handler(level)
+    taker.emit = lambda record: take(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(taker)
     try:
         yield
@@ -400,7 +389,7 @@ def _records_of(name: str, level: int, take: Callable[[str], None]) -> Iterator[
 
 
 def print_sections(sections: Sequence[Section]) -> None:
-    """Print titled tables of (name, value) on stdout. Raises: OutputError: it cannot be written."""
+    """Print titled lists of (name, value) on stdout. Raises: OutputError."""
     with printing() as console:
         show_sections(console, sections)
 
@@ -454,10 +443,9 @@ def rows_of(statistics: Statistics) -> Iterator[tuple[str, str]]:
         yield "shared passes", f"{s.rows_per_pass:.2f} streams a pass; {waits}"
     if s.resting_rounds:
         yield "undrafted", f"{s.resting_rounds:,} rounds, in which speculating did not pay"
-    if s.draft_timeouts:
-        yield "late drafter", f"{s.draft_timeouts:,} times, and the target went on without it"
-    if s.draft_failures:
-        yield "failed drafter", f"{s.draft_failures:,} times, and the target went on without it"
+    for name, number in ("late drafter", s.draft_timeouts), ("failed drafter", s.draft_failures):
+        if number:
+            yield name, f"{number:,} times, and the target went on without it"
     yield "lookahead", f"{s.lookahead_hits:,} hits, {s.lookahead_misses:,} misses"
     yield "busy", f"target {s.target_busy:.0%}, draft {s.draft_busy:.0%}"
     yield "peak memory", size_in_words(s.peak_memory)

@@ -1,7 +1,6 @@
 """The timeline page: one HTML file that shows a trace.
 
-This module computes the page's data; `timeline.html` draws them. The page loads nothing from any network, and text of
-prompts and models cannot become HTML.
+This module computes the page's data; `timeline.html` draws them. The page loads nothing from any network.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import trio
 
 from protocol.trace import Event, Instant, Span
-from runtime.tracing.drafter_states import periods_away
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -36,20 +35,27 @@ _ORIGINS = {"model": "accepted", "copy": "copied", "grammar": "forced"}
 # Tokens that are decoded between two checkpoints: about a millisecond.
 TOKENS_PER_CHECKPOINT = 32
 
+DrafterState = Literal["drafting", "resting", "overdue", "left"]
+
+# The state of a session's drafter after an instant of each kind; other kinds change nothing. A drafter that was overdue
+# with the prompt is back with its first proposal.
+DRAFTER_STATES: dict[str, DrafterState] = {
+    "proposal": "drafting",
+    "rejoin": "drafting",
+    "rest": "resting",
+    "overdue": "overdue",
+    "withdraw": "left",
+}
+
 
 @attrs.define
 class Texts:
-    """The decoded texts of a trace's tokens.
+    """The decoded texts of a trace's tokens."""
 
-    Attributes:
-        committed: by session, one piece of text for each committed token, possibly empty; together they are the
-            generated text.
-        alone: text of a token decoded by itself, by id.
-    """
-
-    prompts: dict[int, str] = attrs.field(factory=dict)
+    prompts: dict[int, str] = attrs.field(factory=dict)  # by session
+    # By session, a piece of the generated text for each committed token, possibly empty.
     committed: dict[int, list[str]] = attrs.field(factory=dict)
-    alone: dict[int, str] = attrs.field(factory=dict)
+    alone: dict[int, str] = attrs.field(factory=dict)  # text of a token decoded by itself, by id
 
 
 async def texts_of(events: Sequence[Event], tokenizer: TokenizerWrapper | None) -> Texts:
@@ -108,12 +114,9 @@ def render(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> str:
     """The page as HTML. `events` are in the order in which they came; `num_lost` more were not recorded."""
     page = resources.files("runtime.tracing").joinpath("timeline.html").read_text(encoding="utf-8")
     before, _, after = page.partition(DATA_PLACEHOLDER)
-    return before + _escaped(json.dumps(data_of(events, texts, num_lost=num_lost), separators=(",", ":"))) + after
-
-
-def _escaped(text: str) -> str:
-    """The same JSON with HTML's special characters escaped."""
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    data = json.dumps(data_of(events, texts, num_lost=num_lost), separators=(",", ":"))
+    # Text of prompts and models cannot become HTML.
+    return before + data.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e") + after
 
 
 def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict[str, Any]:
@@ -165,7 +168,7 @@ def data_of(events: Sequence[Event], texts: Texts, *, num_lost: int = 0) -> dict
             [0 if i.actor == "target" else 1, i.kind, i.session, us(i.at), i.round, i.num_tokens] for i in instants
         ],
         "sessions": [
-            _session(session, spans_of[session], instants_of[session], texts, us, target_work)
+            _Session(session, spans_of[session], instants_of[session], texts, us, target_work).data()
             for session in sorted(instants_of)
             if any(instant.kind == "open" for instant in instants_of[session])
         ],
@@ -186,9 +189,7 @@ class _Overlap:
         self._ends = [span.ended for span in others]
 
     def fraction(self, span: Span) -> float:
-        if span.ended <= span.began:
-            return 1.0
-        return self.seconds(span) / (span.ended - span.began)
+        return 1.0 if span.ended <= span.began else self.seconds(span) / (span.ended - span.began)
 
     def seconds(self, span: Span) -> float:
         overlap_s = 0.0
@@ -199,129 +200,137 @@ class _Overlap:
         return overlap_s
 
 
-def _session(
-    session: int,
-    spans: Sequence[Span],
-    instants: Sequence[Instant],
-    texts: Texts,
-    us: Callable[[float], int],
-    target_work: _Overlap,
-) -> dict[str, Any]:
-    commits = [(instant.at, instant.commit) for instant in instants if instant.commit is not None]
-    kinds = {instant.kind for instant in instants}
-    opened = next(instant for instant in instants if instant.kind == "open")
-    finish_reason = commits[-1][1].finish_reason if commits else None
-    last_s = max([instant.at for instant in instants] + [span.ended for span in spans if span.kind != "close"])
-    has_drafter = any(instant.actor == "draft" for instant in instants)
-    return {
-        "id": session,
-        "prompt": texts.prompts.get(session, ""),
-        "began": us(opened.at),
-        "ended": us(last_s),
-        "end": finish_reason or ("cancel" if "cancel" in kinds else None),
-        "away": [[us(began), us(ended), state] for began, ended, state in periods_away(instants, last_s)]
-        if has_drafter
-        else [[us(opened.at), us(last_s), "none"]],
-        "rounds": _rounds(session, spans, instants, texts, us),
-        "summary": _summary(session, opened, spans, instants, commits, target_work),
-    }
-
-
-def _rounds(
-    session: int, spans: Sequence[Span], instants: Sequence[Instant], texts: Texts, us: Callable[[float], int]
-) -> list[dict[str, Any]]:
-    rounds: dict[int, dict[str, Any]] = defaultdict(dict)
-    pieces = iter(texts.committed.get(session, ()))
+def _periods_away(instants: Sequence[Instant], ended: float) -> list[tuple[float, float, DrafterState]]:
+    """The periods in which the drafter left a session to the target: begin, end, and the drafter's state."""
+    changes: list[tuple[float, DrafterState | None]] = []
     for instant in instants:
-        if instant.kind == "proposal":
-            proposed = [texts.alone.get(token, "") for token in instant.tokens]
-            rounds[instant.round].update(proposedAt=us(instant.at), proposed=proposed)
-        elif instant.kind in ("hit", "miss"):
-            rounds[instant.round].update(hit=instant.kind == "hit", answeredAt=us(instant.at))
-        elif (commit := instant.commit) is not None:
-            by_whom = [commit.drafted_by(index) for index in range(commit.num_from_draft)]
-            last = "bonus" if commit.bonus else "recovered" if commit.num_rejected else "plain"
-            origins = [*(_ORIGINS[each] for each in by_whom if each is not None), last]
-            rounds[instant.round].update(
-                committedAt=us(instant.at),
-                tokens=[
-                    # The text that the token makes readable, its origin, and its text alone.
-                    [next(pieces, ""), origins[i], texts.alone.get(token, "")]
-                    for i, token in enumerate(commit.tokens)
-                ],
-                accepted=commit.num_from_draft,
-                rejected=commit.num_rejected,
-                resting=commit.resting,
-                single=commit.single_step,
-                settles=commit.settles,
-            )
-    for span in spans:
-        if span.gives_tokens and (number := span.round_of(session)) is not None:
-            others = [other for other in span.sessions if other != session]
-            rounds[number].update(work=[span.kind, us(span.began), us(span.ended), others])
-    return [{"round": number, **rounds[number]} for number in sorted(rounds)]
+        state = DRAFTER_STATES.get(instant.kind)
+        if state is not None and (not changes or state != changes[-1][1]):
+            changes.append((instant.at, state))
+    return [
+        (began, end, state)
+        for (began, state), (end, _) in pairwise([*changes, (ended, None)])
+        if state is not None and state != "drafting"
+    ]
 
 
-def _summary(
-    session: int,
-    opened: Instant,
-    spans: Sequence[Span],
-    instants: Sequence[Instant],
-    commits: Sequence[tuple[float, Commit]],
-    target_work: _Overlap,
-) -> dict[str, Any]:
-    """The session's figures. Times end with the last commit: the trace does not say when the consumer took a token."""
-    # Imported late: both import mlx, and the command line imports this module at its top.
-    from protocol.prices import Prices
-    from protocol.statistics import Counts
+@attrs.frozen
+class _Session:
+    """What a trace has of a session."""
 
-    first_s, last_s = (commits[0][0], commits[-1][0]) if commits else (opened.at, opened.at)
+    id: int
+    spans: Sequence[Span]
+    instants: Sequence[Instant]
+    texts: Texts
+    us: Callable[[float], int]
+    target_work: _Overlap
 
-    def busy_s(actor: str) -> float:
-        worked = [span for span in spans if span.actor == actor]
-        return sum(s.fractions[session] * max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in worked)
+    def data(self) -> dict[str, Any]:
+        """The session for the page."""
+        us, opened = self.us, next(instant for instant in self.instants if instant.kind == "open")
+        last_s = max([i.at for i in self.instants] + [span.ended for span in self.spans if span.kind != "close"])
+        commits = [(instant.at, instant.commit) for instant in self.instants if instant.commit is not None]
+        finish_reason = commits[-1][1].finish_reason if commits else None
+        is_cancelled = any(instant.kind == "cancel" for instant in self.instants)
+        away = [[us(began), us(ended), state] for began, ended, state in _periods_away(self.instants, last_s)]
+        has_drafter = any(instant.actor == "draft" for instant in self.instants)
+        return {
+            "id": self.id,
+            "prompt": self.texts.prompts.get(self.id, ""),
+            "began": us(opened.at),
+            "ended": us(last_s),
+            "end": finish_reason or ("cancel" if is_cancelled else None),
+            "away": away if has_drafter else [[us(opened.at), us(last_s), "none"]],
+            "rounds": self._rounds(),
+            "summary": self._summary(opened, commits),
+        }
 
-    counts = Counts(
-        prompt_tokens=len(opened.tokens),
-        lookahead_hits=sum(instant.kind == "hit" for instant in instants),
-        lookahead_misses=sum(instant.kind == "miss" for instant in instants),
-        target_seconds=busy_s("target"),
-        draft_seconds=busy_s("draft"),
-    )
-    for _, commit in commits:
-        for index in range(len(commit.tokens)):
-            counts.give(commit, index)
-    for span in spans:
-        if span.gives_tokens:
-            counts.take_part(len(span.sessions), is_first=span.sessions[0] == session)
-    statistics = counts.snapshot(
-        elapsed=last_s - opened.at,
-        generation_seconds=last_s - first_s,
-        num_untimed=len(commits[0][1].tokens) if commits else 0,
-        time_to_first_token=first_s - opened.at if commits else None,
-        # Not in a trace, and the page does not show it.
-        estimates=Prices().estimates(),
-    )
-    drafts = [span for span in spans if span.kind == "draft" and span.began < last_s]
-    drafting_s = sum(span.ended - span.began for span in drafts)
-    return {
-        "promptTokens": statistics.prompt_tokens,
-        "tokens": statistics.generated_tokens,
-        "rounds": statistics.rounds,
-        "rowsPerPass": statistics.rows_per_pass,
-        "alone": sum(span.kind == "decode" for span in spans),
-        "proposed": statistics.proposed,
-        "accepted": statistics.accepted,
-        "copied": statistics.accepted_copied + statistics.rejected_copied,
-        "acceptedCopied": statistics.accepted_copied,
-        "forced": statistics.accepted_grammar + statistics.rejected_grammar,
-        "acceptedForced": statistics.accepted_grammar,
-        "hits": statistics.lookahead_hits,
-        "misses": statistics.lookahead_misses,
-        "tokensPerSecond": statistics.generation_tps,
-        "firstToken": statistics.time_to_first_token,
-        "targetBusy": statistics.target_busy,
-        "draftBusy": statistics.draft_busy,
-        # The fraction of the drafting time that cost nothing, since the target worked meanwhile.
-        "draftUnder": sum(target_work.seconds(span) for span in drafts) / drafting_s if drafting_s > 0 else 0.0,
-    }
+    def _rounds(self) -> list[dict[str, Any]]:
+        rounds: dict[int, dict[str, Any]] = defaultdict(dict)
+        pieces = iter(self.texts.committed.get(self.id, ()))
+        for instant in self.instants:
+            if instant.kind == "proposal":
+                proposed = [self.texts.alone.get(token, "") for token in instant.tokens]
+                rounds[instant.round].update(proposedAt=self.us(instant.at), proposed=proposed)
+            elif instant.kind in ("hit", "miss"):
+                rounds[instant.round].update(hit=instant.kind == "hit", answeredAt=self.us(instant.at))
+            elif (commit := instant.commit) is not None:
+                by_whom = [commit.drafted_by(index) for index in range(commit.num_from_draft)]
+                last = "bonus" if commit.bonus else "recovered" if commit.num_rejected else "plain"
+                origins = [*(_ORIGINS[each] for each in by_whom if each is not None), last]
+                rounds[instant.round].update(
+                    committedAt=self.us(instant.at),
+                    tokens=[
+                        # The text that the token makes readable, its origin, and its text alone.
+                        [next(pieces, ""), origins[i], self.texts.alone.get(token, "")]
+                        for i, token in enumerate(commit.tokens)
+                    ],
+                    accepted=commit.num_from_draft,
+                    rejected=commit.num_rejected,
+                    resting=commit.resting,
+                    single=commit.single_step,
+                    settles=commit.settles,
+                )
+        for span in self.spans:
+            if span.gives_tokens and (number := span.round_of(self.id)) is not None:
+                others = [other for other in span.sessions if other != self.id]
+                rounds[number].update(work=[span.kind, self.us(span.began), self.us(span.ended), others])
+        return [{"round": number, **rounds[number]} for number in sorted(rounds)]
+
+    def _summary(self, opened: Instant, commits: Sequence[tuple[float, Commit]]) -> dict[str, Any]:
+        """The figures. Times end with the last commit: the trace does not say when the consumer took a token."""
+        # Imported late: both import mlx, and the command line imports this module at its top.
+        from protocol.prices import Prices
+        from protocol.statistics import Counts
+
+        first_s, last_s = (commits[0][0], commits[-1][0]) if commits else (opened.at, opened.at)
+
+        def busy_s(actor: str) -> float:
+            worked = [span for span in self.spans if span.actor == actor]
+            return sum(s.fractions[self.id] * max(0.0, min(s.ended, last_s) - max(s.began, opened.at)) for s in worked)
+
+        counts = Counts(
+            prompt_tokens=len(opened.tokens),
+            lookahead_hits=sum(instant.kind == "hit" for instant in self.instants),
+            lookahead_misses=sum(instant.kind == "miss" for instant in self.instants),
+            target_seconds=busy_s("target"),
+            draft_seconds=busy_s("draft"),
+        )
+        for _, commit in commits:
+            for index in range(len(commit.tokens)):
+                counts.give(commit, index)
+        for span in self.spans:
+            if span.gives_tokens:
+                counts.take_part(len(span.sessions), is_first=span.sessions[0] == self.id)
+        statistics = counts.snapshot(
+            elapsed=last_s - opened.at,
+            generation_seconds=last_s - first_s,
+            num_untimed=len(commits[0][1].tokens) if commits else 0,
+            time_to_first_token=first_s - opened.at if commits else None,
+            # Not in a trace, and the page does not show it.
+            estimates=Prices().estimates(),
+        )
+        drafts = [span for span in self.spans if span.kind == "draft" and span.began < last_s]
+        drafting_s = sum(span.ended - span.began for span in drafts)
+        shared_s = sum(self.target_work.seconds(span) for span in drafts)
+        return {
+            "promptTokens": statistics.prompt_tokens,
+            "tokens": statistics.generated_tokens,
+            "rounds": statistics.rounds,
+            "rowsPerPass": statistics.rows_per_pass,
+            "alone": sum(span.kind == "decode" for span in self.spans),
+            "proposed": statistics.proposed,
+            "accepted": statistics.accepted,
+            "copied": statistics.accepted_copied + statistics.rejected_copied,
+            "acceptedCopied": statistics.accepted_copied,
+            "forced": statistics.accepted_grammar + statistics.rejected_grammar,
+            "acceptedForced": statistics.accepted_grammar,
+            "hits": statistics.lookahead_hits,
+            "misses": statistics.lookahead_misses,
+            "tokensPerSecond": statistics.generation_tps,
+            "firstToken": statistics.time_to_first_token,
+            "targetBusy": statistics.target_busy,
+            "draftBusy": statistics.draft_busy,
+            # The fraction of the drafting time that cost nothing, since the target worked meanwhile.
+            "draftUnder": shared_s / drafting_s if drafting_s > 0 else 0.0,
+        }

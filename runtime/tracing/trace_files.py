@@ -49,8 +49,7 @@ def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
     Raises: SettingsError: `trace` is neither a function nor a path.
     """
     if trace is None or callable(trace):
-        checked: Callable[[Event], None] | None = trace
-        return checked
+        return trace  # type: ignore[no-any-return]
     if isinstance(trace, (str, os.PathLike)) and isinstance(os.fspath(trace), str):
         return TimelineFile(trace) if Path(trace).suffix.lower() in (".html", ".htm") else ChromeFile(trace)
     raise SettingsError(f"trace must be a function of one event or the path of a file to write, got {shown(trace)}")
@@ -59,9 +58,8 @@ def check_trace(trace: Any) -> Callable[[Event], None] | Recorder | None:
 class Recorder(ABC):
     """A writer of events to a file: an async context manager that is called with each event.
 
-    Entering opens the file, so that a file which cannot be written is an error at once. Leaving writes the remaining
-    events and closes the file, also under cancellation and after a Ctrl-C. An error in between is logged as a warning:
-    a full disk is no reason to end a generation.
+    Entering opens the file. Leaving writes the remaining events and closes the file, also under cancellation and after
+    a Ctrl-C. An error in between is logged as a warning: a full disk is no reason to end a generation.
     """
 
     max_events: ClassVar[int]  # most that may wait to be written; further ones are dropped and counted
@@ -79,10 +77,7 @@ class Recorder(ABC):
         self._limiter = trio.CapacityLimiter(1)
 
     async def __aenter__(self) -> Recorder:
-        """Open the file.
-
-        Raises: SettingsError: the file cannot be written.
-        """
+        """Open the file. Raises: SettingsError: it cannot be written."""
         try:
             self._file = self._open()
         except (OSError, ValueError) as error:
@@ -206,16 +201,15 @@ _FIRST_STREAM_LANE = 16
 class ChromeTrace:
     """Events in Chrome's trace event format, as text that grows by each event.
 
-    The trace has one process. Each actor is a thread. Each stream that runs at the same time as others has a thread as
-    well, on which its proposals wait for their verify; a flow arrow leads from there to the verify. A pass that
-    several streams share is one entry, which has the part of each among its facts. A counter for each
-    of these streams shows how many tokens of a round's proposal were accepted and rejected.
+    Each actor is a thread, and so is each stream that runs at the same time as others: its proposals wait there for
+    their verify, to which a flow arrow leads, and a counter shows how many tokens of them were accepted and rejected. A
+    pass that several streams share is one entry, which has the part of each among its facts.
 
     Source: "Trace Event Format", the array form, whose end may be missing.
     """
 
     def __init__(self) -> None:
-        self._is_begun = False
+        self._beginning = _BEGINNING
         self._num_flows = 0
         self._proposals: dict[int, Instant] = {}  # by session; those that were not verified yet
         self._lanes: dict[int, int] = {}  # by session that is under way; from 0
@@ -223,22 +217,15 @@ class ChromeTrace:
 
     def add(self, event: Event) -> str:
         """The text that an event adds."""
-        return "".join(self._line(entry) for entry in self._entries(event))
+        return self._begin() + "".join(",\n" + json.dumps(entry) for entry in self._entries(event))
 
     def end(self) -> str:
         """The text that completes the JSON."""
-        # Never an empty array: the names of the threads are always written.
-        return ("" if self._is_begun else self._begin()) + "\n]\n"
+        return self._begin() + "\n]\n"
 
     def _begin(self) -> str:
-        self._is_begun = True
-        entries = [_named("process_name", 0, name="outrider")]
-        for actor, lane in _LANES.items():
-            entries += [_named("thread_name", lane, name=actor), _named("thread_sort_index", lane, sort_index=lane)]
-        return "[\n" + ",\n".join(json.dumps(entry) for entry in entries)
-
-    def _line(self, entry: dict[str, Any]) -> str:
-        return ("" if self._is_begun else self._begin()) + ",\n" + json.dumps(entry)
+        beginning, self._beginning = self._beginning, ""
+        return beginning
 
     def _entries(self, event: Event) -> Iterator[dict[str, Any]]:
         if isinstance(event, Span):
@@ -283,9 +270,7 @@ class ChromeTrace:
         lane = self._lane(proposal.session)
         if lane not in self._named:
             self._named.add(lane)
-            thread = _FIRST_STREAM_LANE + lane
-            yield _named("thread_name", thread, name=f"proposals of stream {lane + 1}")
-            yield _named("thread_sort_index", thread, sort_index=thread)
+            yield from _thread(_FIRST_STREAM_LANE + lane, f"proposals of stream {lane + 1}")
         self._num_flows += 1
         facts = {"session": proposal.session, "round": proposal.round, "proposed": proposal.tokens}
         waiting = _during(proposal.at, verify.began)
@@ -320,8 +305,11 @@ def _entry(phase: str, name: str, lane: int, **fields: Any) -> dict[str, Any]:
     return {"name": name, "ph": phase, "pid": 1, "tid": lane, **fields}
 
 
-def _named(what: str, lane: int, **facts: Any) -> dict[str, Any]:
-    return _entry("M", what, lane, ts=0, args=facts)
+def _thread(lane: int, name: str) -> list[dict[str, Any]]:
+    return [
+        _entry("M", "thread_name", lane, ts=0, args={"name": name}),
+        _entry("M", "thread_sort_index", lane, ts=0, args={"sort_index": lane}),
+    ]
 
 
 def _microseconds(seconds: float) -> float:
@@ -333,6 +321,17 @@ def _during(began: float, ended: float) -> dict[str, float]:
     """Begin and duration in microseconds, from whole nanoseconds, so that adjacent spans do not overlap."""
     nanoseconds = round(began * 1e9), round(ended * 1e9)
     return {"ts": nanoseconds[0] / 1000, "dur": max(0, nanoseconds[1] - nanoseconds[0]) / 1000}
+
+
+# The names of the process and of the actors' threads.
+_BEGINNING = "[\n" + ",\n".join(
+    json.dumps(entry)
+    for entry in (
+        _entry("M", "process_name", 0, ts=0, args={"name": "outrider"}),
+        *_thread(_LANES["target"], "target"),
+        *_thread(_LANES["draft"], "draft"),
+    )
+)
 
 
 class TimelineFile(Recorder):

@@ -19,6 +19,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import anyio
 import chat_models
@@ -45,24 +46,17 @@ Main = Callable[[], Coroutine[Any, Any, Any]]
 Run = Callable[[Main], Any]
 
 
-UVLOOP = pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.slow)
 # For tests of what crosses threads: waiting, cancelling, leaving. Others run on asyncio's own loop.
-on_both_loops = pytest.mark.parametrize(
-    "loop_factory", [pytest.param(asyncio.new_event_loop, id="asyncio"), UVLOOP], indirect=True
-)
+UVLOOP = pytest.param(uvloop.new_event_loop, id="uvloop", marks=pytest.mark.slow)
+on_both_loops = pytest.mark.parametrize("run", [pytest.param(None, id="asyncio"), UVLOOP], indirect=True)
 
 
 @pytest.fixture
-def loop_factory(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
-    return getattr(request, "param", asyncio.new_event_loop)
-
-
-@pytest.fixture
-def run(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> Iterator[Run]:
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     """Run an async function as `asyncio.run` does, on either loop, and check that no thread is left."""
 
     def run(main: Main) -> Any:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
+        with asyncio.Runner(loop_factory=getattr(request, "param", None)) as runner:
             return runner.run(main())
 
     yield run
@@ -78,17 +72,12 @@ def in_asyncio(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., 
     functools.update_wrapper(run_in_asyncio, test)
     signature = inspect.signature(test)
     fixtures = [*signature.parameters.values(), inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY)]
-    run_in_asyncio.__signature__ = signature.replace(parameters=fixtures)  # type: ignore[attr-defined]
+    run_in_asyncio.__signature__ = signature.replace(parameters=fixtures)
     return run_in_asyncio
 
 
 def opened(ours: nn.Module | None = None, theirs: nn.Module | None = None, **options: Any) -> Any:
     return runtime.aio.open((ours or target(), None), (theirs or drafter(), None), **options)
-
-
-def talking() -> Any:
-    """A runtime over models of text, whose texts do not end by themselves."""
-    return runtime.aio.open(*chat_models.pair(template=None), defaults={"logit_bias": chat_models.QUIET})
 
 
 async def turns(number: int = 20) -> None:
@@ -123,13 +112,10 @@ class Trace:
 # --- which loop -----------------------------------------------------------------------------------
 
 
-def test_trio_is_told_to_use_what_is_made_for_it() -> None:
-    async def main() -> None:
-        with pytest.raises(runtime.WrongEventLoopError, match=r"use runtime\.open"):
-            async with opened():
-                raise AssertionError("should not be reached")
-
-    trio.run(main)
+async def test_trio_is_told_to_use_what_is_made_for_it() -> None:
+    with pytest.raises(runtime.WrongEventLoopError, match=r"use runtime\.open"):
+        async with opened():
+            raise AssertionError("should not be reached")
 
 
 @in_asyncio
@@ -169,8 +155,6 @@ async def test_another_loop_trio_or_none_is_refused_and_the_stream_goes_on() -> 
 
 
 # --- ways to cancel -------------------------------------------------------------------------------
-
-Way = Callable[[runtime.aio.Runtime, Awaitable[None]], Awaitable[None]]
 
 
 async def consume(rt: runtime.aio.Runtime) -> None:
@@ -432,10 +416,8 @@ def join_the_trio_thread() -> None:
             assert not thread.is_alive()
 
 
-def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    loop, kept = loop_factory(), []
+def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread() -> None:
+    loop, kept = asyncio.new_event_loop(), []
 
     async def main() -> None:
         rt = await opened().__aenter__()
@@ -450,10 +432,8 @@ def test_a_loop_that_is_closed_with_streams_open_leaves_no_thread(
     collect_garbage()
 
 
-def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
-    loop_factory: Callable[[], asyncio.AbstractEventLoop],
-) -> None:
-    loop = loop_factory()
+def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread() -> None:
+    loop = asyncio.new_event_loop()
 
     async def use(rts: list[Any]) -> None:
         async with opened() as rt:
@@ -479,34 +459,25 @@ def test_a_task_that_is_dropped_in_the_middle_leaves_no_thread(
 
 @on_both_loops
 @pytest.mark.parametrize("after", [0, 2, 7])
-def test_the_loop_goes_round_while_a_model_is_at_work(after: int, run: Run) -> None:
+@in_asyncio
+async def test_the_loop_goes_round_while_a_model_is_at_work(after: int) -> None:
     held = BlockingModel(target())
-    num_turns = 0
+    held.block(after=after)
 
-    async def main() -> None:
-        nonlocal num_turns
-        held.block(after=after)
+    async def release_later() -> None:
+        await held.blocked_in_asyncio()
+        await turns(100)
+        held.release()
 
-        async def release_later() -> None:
-            nonlocal num_turns
-            await held.blocked_in_asyncio()
-            while num_turns < 100:
-                await asyncio.sleep(0)
-                num_turns += 1
-            held.release()
-
-        task = asyncio.create_task(release_later())
-        async with opened(held) as rt:
-            # The model blocks in one of these.
-            streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
-            rt.statistics(), streams[0].statistics()
-            await streams[1].aclose()
-            assert [token.id async for token in streams[0]] == text(12)
-            assert [token.id async for token in streams[2]] == text(12)
-            await task
-
-    run(main)
-    assert num_turns == 100
+    task = asyncio.create_task(release_later())
+    async with opened(held) as rt:
+        # The model blocks in one of these.
+        streams = [rt.stream(PROMPT, max_tokens=12, **SETTINGS) for _ in range(3)]
+        rt.statistics(), streams[0].statistics()
+        await streams[1].aclose()
+        assert [token.id async for token in streams[0]] == text(12)
+        assert [token.id async for token in streams[2]] == text(12)
+        await task
 
 
 @in_asyncio
@@ -527,32 +498,23 @@ async def test_a_slow_consumer_slows_the_models() -> None:
             assert [(await anext(slow)).id for _ in range(2)] == text(10)[num_read : num_read + 2]
 
 
-def test_what_is_there_crosses_at_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    crossings = []
-    resolve = TrioThread.resolve
+@in_asyncio
+async def test_what_is_there_crosses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve = mock.Mock(side_effect=TrioThread.resolve)
+    monkeypatch.setattr(TrioThread, "resolve", lambda *arguments: resolve(*arguments))
+    # With a drafter that is always right: four tokens a round.
+    async with opened(None, target()) as rt:
+        resolve.reset_mock()
+        completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
+        assert len(completion.tokens) == 80
+        assert resolve.call_count <= 2 + completion.statistics.rounds < 30
 
-    def counted(self: Any, future: Any) -> None:
-        crossings.append(future)
-        resolve(self, future)
-
-    monkeypatch.setattr(TrioThread, "resolve", counted)
-
-    async def main() -> None:
-        # With a drafter that is always right: four tokens a round.
-        async with opened(None, target()) as rt:
-            crossings.clear()
-            completion = await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
-            assert len(completion.tokens) == 80
-            assert len(crossings) <= 2 + completion.statistics.rounds < 30
-
-            slow = rt.stream(PROMPT, max_tokens=50, **SETTINGS)
-            await anext(slow)
-            await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
-            crossings.clear()
-            assert len([token async for token in slow]) == 49
-            assert len(crossings) <= 2
-
-    run(main)
+        slow = rt.stream(PROMPT, max_tokens=50, **SETTINGS)
+        await anext(slow)
+        await rt.generate(PROMPT, max_tokens=80, **SETTINGS)
+        resolve.reset_mock()
+        assert len([token async for token in slow]) == 49
+        assert resolve.call_count <= 2
 
 
 @on_both_loops
@@ -832,7 +794,7 @@ async def test_a_save_that_is_cancelled_leaves_what_was_there_and_the_loop_runni
 @in_asyncio
 async def test_a_save_in_progress_is_told_that_the_runtime_closed(tmp_path: Path) -> None:
     for number in (0, 1, 3):
-        async with talking() as rt:
+        async with runtime.aio.open(*chat_models.pair(template=None)) as rt:
             conversation = rt.conversation(max_tokens=3)
             await conversation.generate("def f(")
             saving = asyncio.ensure_future(conversation.save(tmp_path / "session"))

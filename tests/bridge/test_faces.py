@@ -6,7 +6,8 @@ waited for the model would hang.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,10 @@ from completions import ids
 from faces import Face, all_of, closed, got, next_of, on_every_face, within
 from garbage import collect_garbage
 from greedy_pair import LONG, PROMPT, SETTINGS, drafter, target, text, the_next_text_is_right
-from models import VOCAB_SIZE, Wrapped, llama, prompt_of, save
+from models import VOCAB_SIZE, Failing, llama, prompt_of, save
 
 import runtime
+import runtime.aio
 from protocol.trace import Event, Instant, Span
 
 PROMPTS = [tuple(prompt_of(9, seed=seed)) for seed in range(5)]
@@ -182,21 +184,13 @@ async def test_an_error_in_opening_comes_out_as_itself(open: Any, tmp_path: Path
 
 @on_every_face
 async def test_a_target_that_fails_ends_every_stream_with_its_error_as_the_cause(open: Any) -> None:
-    class Failing(Wrapped):
-        does_fail = False
-
-        def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
-            if self.does_fail:
-                raise RuntimeError("no such kernel")
-            return super().__call__(inputs, cache)
-
     async with opened(open, failing := Failing(target())) as rt:
         streams = [rt.stream(PROMPT, **LONG) for _ in range(3)]
-        failing.does_fail = True
+        failing.fails = True
         for stream in streams:
-            with pytest.raises(runtime.RuntimeBrokenError, match="no such kernel") as raised:
+            with pytest.raises(runtime.RuntimeBrokenError, match="out of memory") as raised:
                 await all_of(stream)
-            assert isinstance(raised.value.__cause__, RuntimeError)
+            assert isinstance(raised.value.__cause__, ValueError)
         with pytest.raises(runtime.RuntimeBrokenError):
             rt.stream(PROMPT)
 
@@ -478,3 +472,47 @@ async def test_what_cannot_be_saved_or_loaded_is_said(open: Any, tmp_path: Path)
         with pytest.raises(runtime.RuntimeClosedError):
             await got(use())
     assert [each.name for each in tmp_path.iterdir()] == ["session"]
+
+
+# --- streams that are dropped unread -------------------------------------------------------------
+
+
+@pytest.fixture
+def caught() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield caught
+        # Recorded warnings may hold references to the streams.
+        caught.clear()
+
+
+@on_every_face
+async def test_a_stream_that_nobody_reads_warns_and_ends_and_no_other_warns(
+    open: Any, caught: list[warnings.WarningMessage]
+) -> None:
+    caught.clear()
+    async with within(open((target(), None))) as rt:
+        stream = rt.stream(PROMPT)
+        if isinstance(stream, runtime.aio.TokenStream):
+            await stream.opened()
+        del stream
+        collect_garbage()
+        (warning,) = caught
+        assert warning.category is ResourceWarning
+        assert str(warning.message) == (
+            "a token stream was dropped unread, which ended its generation; read it, or close it with "
+            + ("close()" if open is runtime.open_sync else "aclose()")
+        )
+        del warning
+        assert not isinstance(rt, runtime.Runtime) or rt.num_streams == 0
+        # Read, closed, left, or of a runtime that was closed meanwhile.
+        await next_of(rt.stream(PROMPT))
+        await closed(rt.stream(PROMPT))
+        async with within(rt.stream(PROMPT)):
+            pass
+        await got(rt.generate(PROMPT, max_tokens=3))
+        await got(rt.generate_many([PROMPT] * 2, max_tokens=3))
+        stream = rt.stream(PROMPT)
+    del stream
+    collect_garbage()
+    assert len(caught) == 1

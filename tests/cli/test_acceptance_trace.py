@@ -8,7 +8,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 import trio
-from command_line import refusal
 from mlx_lm.generate import generate_step
 from models import greedy
 from traced_models import read_trace
@@ -81,24 +80,6 @@ async def test_an_interrupted_one_has_the_texts_that_were_finished(pair, tmp_pat
     assert scope.cancelled_caught
     assert [text.prompt for text in read_trace(tmp_path / "trace.jsonl")] == [tuple(PROMPTS[0])]
     assert (trace.repeats_done, trace.is_complete, trace.result()["rows"][0]["num_texts"]) == (1, False, 1)
-
-
-def test_a_place_where_nothing_can_be_written_is_refused_before_any_work(capsys, tmp_path):
-    error = refusal(capsys, "bench", "--target", "demo", "--trace-acceptance", str(tmp_path / "none" / "trace.jsonl"))
-    assert "is in no directory that exists" in error
-
-
-@pytest.mark.parametrize("flags", [["--streams", "1"], ["--overhead"], ["--lookahead", "2"]])
-def test_it_goes_with_no_measurement(flags, capsys, tmp_path):
-    file = str(tmp_path / "trace.jsonl")
-    error = refusal(capsys, "bench", "--target", "demo", "--draft", "demo", "--trace-acceptance", file, *flags)
-    assert f"{flags[0]} does not go with --trace-acceptance" in error
-
-
-def test_a_file_in_no_directory_is_refused_before_any_work(capsys, tmp_path):
-    file = str(tmp_path / "missing" / "trace.jsonl")
-    error = refusal(capsys, "bench", "--target", "demo", "--draft", "demo", "--trace-acceptance", file)
-    assert "is in no directory that exists" in error
 
 
 async def test_a_trace_that_cannot_be_written_is_not_complete(pair, tmp_path):

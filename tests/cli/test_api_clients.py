@@ -1,11 +1,16 @@
-"""Official clients of `/v1/responses` and of Anthropic's API, with `outrider serve` as a process with the demo pair."""
+"""Official clients of `/v1/responses` and of Anthropic's API, and frameworks, with `outrider serve` as a process."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
 import json
+import re
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
+import httpx
 import jsonschema
 import openai
 import pydantic
@@ -153,3 +158,62 @@ def test_errors_of_messages_come_as_the_client_knows_them(claude: anthropic.Anth
     stranger = claude.with_options(api_key="wrong")
     with pytest.raises(anthropic.AuthenticationError, match="x-api-key: KEY"):
         stranger.messages.create(model=MODEL, messages=SAID, max_tokens=1)
+
+
+# --- frameworks -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["langchain_client", "pydantic_ai_client"])
+def example(request: pytest.FixtureRequest, caller: Server, monkeypatch: pytest.MonkeyPatch) -> Any:
+    module = importlib.import_module(request.param)  # takes seconds
+    monkeypatch.setattr(module, "KEY", KEY)
+    monkeypatch.setattr(module, "BASE_URL", f"{caller.url}v1")
+    monkeypatch.setattr(module, "MODEL", CALLER)
+    return module
+
+
+def told(example: ModuleType, feature: str) -> Any:
+    """What a function of an example returns, and the list of what it yields, with asyncio or without."""
+    found = getattr(example, feature)()
+    if hasattr(found, "__aiter__"):
+
+        async def pieces() -> list[Any]:
+            return [piece async for piece in found]
+
+        return asyncio.run(pieces())
+    if hasattr(found, "__await__"):
+        return asyncio.run(found)
+    return list(found) if hasattr(found, "__next__") else found
+
+
+def num_requests(server: Server, outcome: str) -> int:
+    figures = httpx.get(f"{server.url}metrics", timeout=HANGS_S).text
+    found = re.search(rf'^outrider_requests_total{{outcome="{outcome}"}} (\d+)', figures, re.MULTILINE)
+    return int(found[1])
+
+
+def test_an_answer_is_streamed(example: ModuleType) -> None:
+    pieces = told(example, "stream")
+    assert len(pieces) > 1
+    assert "".join(pieces)
+
+
+def test_a_tool_is_called_as_its_schema_says(example: ModuleType) -> None:
+    arguments, after = told(example, "call")
+    assert arguments["city"] in ("Lisbon", "Oslo")
+    assert 1 <= arguments["days"] <= 9
+    assert after
+
+
+def test_an_answer_keeps_to_a_type(example: ModuleType) -> None:
+    weather = told(example, "structured")
+    assert weather.sky in ("clear", "cloudy", "rainy")
+    assert -40 <= weather.degrees <= 50
+
+
+def test_an_answer_that_is_broken_off_is_over(example: ModuleType, caller: Server) -> None:
+    before = num_requests(caller, "cancelled")
+    assert told(example, "break_off")
+    caller.until_idle()
+    assert num_requests(caller, "cancelled") == before + 1
+    assert num_requests(caller, "refused") == num_requests(caller, "failed") == 0

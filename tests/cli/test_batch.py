@@ -123,17 +123,6 @@ def test_files_that_do_not_go_together_are_refused_and_stay_as_they_are(lines, a
     assert (out.read_text() if out.exists() else "") == (answers or "")
 
 
-def test_places_that_cannot_be_written_and_wrong_numbers_are_refused_before_a_model_is_loaded(tmp_path, capfd):
-    prompts = written(tmp_path / "prompts.jsonl", [{"prompt": "w"}])
-    for arguments, complaint in (
-        (["--out", str(prompts)], "is the file with the prompts"),
-        (["--out", str(tmp_path)], "is a directory"),
-        (["--out", str(tmp_path / "no" / "where")], "is in no directory that exists"),
-        (["--out", str(tmp_path / "a"), "--max-concurrent", "0"], "--max-concurrent must be a whole number"),
-    ):
-        assert complaint in refusal(capfd, "batch", str(prompts), *arguments, "--target", "./no/such/model")
-
-
 def test_what_cannot_be_read_again_or_gone_on_with_is_refused_before_a_model_is_loaded(tmp_path, capfd):
     prompts = written(tmp_path / "prompts.jsonl", [{"prompt": "w"}])
     read_end, write_end = os.pipe()
@@ -142,12 +131,15 @@ def test_what_cannot_be_read_again_or_gone_on_with_is_refused_before_a_model_is_
         writer.flush()
         pipe = f"/dev/fd/{reader.fileno()}"
         for given, out, complaint in (
+            (prompts, prompts, "is the file with the prompts"),
+            (prompts, tmp_path, "is a directory"),
+            (prompts, "no/where", "is in no directory that exists"),
             (pipe, "answers", "PROMPTS must be a regular file, got a pipe; write it to a file first"),
-            (str(prompts), f"/dev/fd/{writer.fileno()}", "--out must be a regular file, got a pipe"),
+            (prompts, f"/dev/fd/{writer.fileno()}", "--out must be a regular file, got a pipe"),
             ("/dev/null", "answers", "PROMPTS must be a regular file, got a device"),
-            (str(prompts), "/dev/null", "--out must be a regular file, got a device"),
+            (prompts, "/dev/null", "--out must be a regular file, got a device"),
         ):
-            asked = ["batch", given, "--out", str(tmp_path / out), "--target", "./no/such/model"]
+            asked = ["batch", str(given), "--out", str(tmp_path / out), "--target", "./no/such/model"]
             assert complaint in refusal(capfd, *asked)
     assert not (tmp_path / "answers").exists()
 

@@ -22,12 +22,11 @@ import mlx.core as mx
 import models
 import pytest
 import trio
-from command_line import json_of, ran, refusal
+from command_line import json_of, ran
 from interrupts import Interrupted
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import Padded, greedy, llama, mamba, near
 from our_threads import outrider_threads
-from sweeps import sweep
 
 import runtime
 from actors.mlx.cache_options import CacheOptions
@@ -322,7 +321,7 @@ async def test_mlx_lms_generator_ends_where_it_ran_when_it_is_cancelled():
             ended_on.append(threading.get_ident())
 
     with trio.CancelScope() as scope:
-        await take_until_cancelled(OnThread(), generate)  # type: ignore[arg-type]
+        await take_until_cancelled(OnThread(), generate)
     assert scope.cancelled_caught
     assert len(given) < 1000
     assert ended_on == ran_on
@@ -402,53 +401,6 @@ def test_a_report_for_an_issue_has_the_figures_and_nothing_private(saved, tmp_pa
 def test_a_dtype_is_what_is_measured_in(saved, capsys):
     asked = arguments(saved, "--json", "--dtype", "bfloat16", "--num-draft-tokens", "none", "--lookahead", "2")
     assert json_of(capsys, *asked)["dtypes"] == {"target": ["bfloat16"], "draft": ["bfloat16"]}
-
-
-@sweep(
-    ("more", "complaint"),
-    [
-        (["--draft", "none"], "--draft none is for plain decoding"),
-        (["--max-tokens", "15"], "--max-tokens must be a whole number of at least 16, got 15"),
-        (["--max-tokens", "20.5"], "--max-tokens must be a whole number"),
-        (["--num-draft-tokens", "auto"], "--num-draft-tokens must be whole numbers between 1 and 64"),
-        (["--lookahead", "65"], '--lookahead must be whole numbers between 0 and 64 or "auto", got 65'),
-        (["--kv-bits", "7"], "--kv-bits must be 2, 3, 4, 5, 6, 8 or None, got 7"),
-        (["--rewind", "never"], "--rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'"),
-        (["--repeats", "many"], "repeats must be a whole number of at least 1, got 'many'"),
-        (["--lookahead", "2,always"], "got 'always' among them"),
-        (["--num-draft-tokens", "0"], "got 0 among them"),
-        (["--temperature", "-1"], "temperature must be a finite number"),
-        (["--dtype", "int4"], "dtype must be one of"),
-        (["--report", "/no/such/place/report"], "is in no directory that exists; make /no/such/place first"),
-        (["--prompt", ""], "the prompt is empty"),
-    ],
-)
-def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, capsys):
-    assert complaint in refusal(capsys, *arguments(saved, *more))
-
-
-@sweep(
-    ("more", "complaint"),
-    [
-        (["--cooldown", "9"], "unrecognized arguments: --cooldown 9; the contenders of `outrider bench` take turns"),
-        (["--plot", "x.svg"], "unrecognized arguments: --plot x.svg; `outrider bench --json` prints the figures"),
-        (["--draft", "none"], "--draft none is for plain decoding, and does not go with another drafter"),
-        (["--draft", "x/y", "--streams", "2"], "--streams measures one drafter, got 2"),
-    ],
-)
-def test_what_bench_does_not_do_is_refused_with_what_to_use(more, complaint, saved, capsys):
-    assert complaint in " ".join(ran(capsys, *arguments(saved, *more), status=2).err.split())
-
-
-def test_a_target_of_ones_own_needs_a_drafter(saved, capsys):
-    assert "needs a draft model; give --draft" in ran(capsys, "bench", "--target", saved[0], status=2).err
-
-
-def test_a_model_that_is_not_there_is_one_line(saved, capsys):
-    assert ran(capsys, *arguments((saved[0], "/no/such/model")), status=1) == (
-        "",
-        "outrider: error: draft '/no/such/model' does not exist; give a directory with a model, or a hub id\n",
-    )
 
 
 async def test_answers_end_where_the_model_ends_them_and_conversations_go_on_from_plain_answers(saved, monkeypatch):

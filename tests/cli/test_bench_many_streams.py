@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import trio
-from command_line import ran, refusal
+from command_line import ran
 from models import greedy, mamba, near
 from our_threads import outrider_threads
-from sweeps import sweep
 
 import runtime
 from runtime.bench.contenders import Contender, Run
@@ -71,7 +70,7 @@ async def test_all_begin_at_once_or_each_when_the_one_before_has_ended(pair):
     async def watched(self: LoadedModels, way: Contender, *arguments: Any) -> Run:
         rt, events = self._runtimes[way.runtime]
         events.listen(lambda _: most.__setitem__(way.kind, max(most.get(way.kind, 0), rt.num_streams)))
-        return await real(self, way, *arguments)  # type: ignore[no-any-return]
+        return await real(self, way, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LoadedModels, "_run_outrider", watched)
@@ -134,18 +133,3 @@ def test_the_output_has_every_way_for_every_number_of_streams(saved, capsys, mon
     assert rows == [[n, way] for n in "12" for way in ways]
     assert all(line.endswith(f"{n}/{n}") for n, line in zip("11112222", table.splitlines()[3:], strict=True))
     assert notes.startswith("Speeds are tokens of all streams per second")
-
-
-@sweep(
-    ("more", "complaint"),
-    [
-        (["--streams", "0"], "streams must be whole numbers between 1 and 256, got 0 among them"),
-        (["--streams", "2,many"], "got 'many' among them"),
-        (["--num-draft-tokens", "2"], "mlx-lm's BatchGenerator cannot speculate"),
-        (["--lookahead", "2,always"], "got 'always' among them"),
-        (["--lookahead", "65"], "--lookahead must be whole numbers between 0 and 64"),
-        (["--kv-bits", "8"], "--kv-bits is not for many streams: mlx-lm's BatchGenerator cannot quantise caches"),
-    ],
-)
-def test_an_argument_that_makes_no_sense_is_one_line(more, complaint, saved, capsys):
-    assert complaint in refusal(capsys, *arguments(saved, *more))

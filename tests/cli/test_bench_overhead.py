@@ -39,14 +39,3 @@ def test_without_numbers_of_streams_the_command_measures_its_defaults(
     monkeypatch.setattr(Overhead, "measure", measure)
     assert json_of(capsys, "bench", "--overhead", "--json")["repeats_done"] == 0
     assert streams == [Overhead().streams]
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [(["-p", "x"], "--prompt"), (["-t", "1"], "--temperature"), (["--lookahead", "2"], "--lookahead")],
-)
-def test_what_it_takes_no_notice_of_is_refused(
-    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = " ".join(ran(capsys, "bench", "--overhead", *flags, status=2).err.split())
-    assert f"{named} does not go with --overhead" in said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from command_line import json_of, ran
+from command_line import json_of
 from mlx.utils import tree_flatten
 from models import greedy
 from sweeps import sweep
@@ -70,24 +70,6 @@ def test_every_contender_writes_a_shapes_text_with_the_given_acceptance(capsys):
     acceptance = {row["name"]: row["acceptance"] for row in result["rows"]}
     assert acceptance["mlx-lm speculative 1"] == pytest.approx(0.8, abs=0.15)
     assert acceptance["outrider lookahead 1"] == pytest.approx(0.8, abs=0.15)
-
-
-@sweep(
-    ("more", "complaint"),
-    [
-        (["--shape", "9b"], "--shape must be one of 8b, 30b-a3b, hybrid, sliding, tiny, got '9b'"),
-        (["--shape", "tiny", "--draft-shape", "head"], "--draft-shape must be one of 0.5b, layer, got 'head'"),
-        (["--draft-shape", "layer"], "--draft-shape is of the drafter that --shape makes; add --shape"),
-        (["--shape", "tiny", "--acceptance", "1.5"], "--acceptance must be a number between 0 and 1, got 1.5"),
-        (["--acceptance", "0.5"], "--acceptance is of the drafter that --shape makes; add --shape"),
-        (["--shape", "tiny", "--draft", "ngram"], "--draft does not go with --shape"),
-        (["--shape", "tiny", "--prompt", "def"], "--prompt does not go with --shape"),
-        (["--shape", "tiny", "--revision", "main"], "--shape takes --quantize and --draft-quantize only"),
-        (["--shape", "tiny", "--dtype", "int4"], "--dtype must be one of float32, bfloat16, float16, got 'int4'"),
-    ],
-)
-def test_what_does_not_go_with_a_shape_is_refused(more, complaint, capsys):
-    assert complaint in ran(capsys, "bench", *more, status=2).err
 
 
 def test_a_drafter_may_be_one_layer_of_its_target():

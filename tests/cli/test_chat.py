@@ -19,7 +19,6 @@ from sweeps import sweep
 
 import runtime
 from runtime.cli import chat_command
-from runtime.cli import main as cli
 from runtime.terminal.chat_input import ChatSignals, LineReader, SignalWhileTyping
 from runtime.terminal.display import CommandOutcome, Display, Output
 from runtime.terminal.signals import ECHO_S
@@ -156,22 +155,6 @@ def test_a_cut_answer_is_said_to_be_and_more_continues_it(
     assert (status, "context of 32 tokens is full; /reset begins a new conversation" in err) == (0, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--max-tokens", "0"], "--max-tokens must be"),
-        (["--target", "/nowhere"], "does not exist"),
-        (["--target", "demo", "--thinking"], "thinking=True has no effect"),
-    ],
-)
-def test_what_makes_no_sense_is_said_before_anything_is_asked(arguments: Any, complaint: str, capfd: Any) -> None:
-    assert cli.main(["chat", *arguments]) in (1, 2)
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert complaint in err
-    assert err.count("\n") == 1
-
-
 # --- at a terminal --------------------------------------------------------------------------------
 
 
@@ -194,15 +177,6 @@ async def test_a_person_is_prompted_answered_told_what_was_wrong_and_left_with_a
     assert person.farewell.endswith("\n")
 
 
-def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
-    """A reader of typed lines without line editing."""
-    lines = LineReader()
-    lines.is_interactive = True
-    rest = iter(typed)
-    monkeypatch.setattr(lines, "_read_line", lambda prompt: next(rest, None))
-    return lines
-
-
 @sweep(
     ("typed", "texts"),
     [
@@ -222,7 +196,9 @@ def lines_of(monkeypatch: pytest.MonkeyPatch, *typed: str) -> LineReader:
 def test_where_a_text_of_several_lines_begins_and_ends(
     typed: tuple[str, ...], texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = lines_of(monkeypatch, *typed)
+    lines, rest = LineReader(), iter(typed)
+    lines.is_interactive = True
+    monkeypatch.setattr(lines, "_read_line", lambda prompt: next(rest, None))  # without line editing
     assert list(iter(lines.read, None)) == texts
 
 

@@ -135,11 +135,6 @@ def test_a_text_may_be_drafted_without_a_model_by_looking_up(endless, capfd):
     assert said[0]["statistics"]["proposed"] == 0 < said[1]["statistics"]["proposed"]
 
 
-def test_there_is_no_model_in_looking_up_that_could_be_a_target_or_examined(capfd):
-    assert "target must be a model here" in run_here(capfd, PROMPT, "--target", "ngram", status=2).err
-    assert "draft must be a model here" in ran(capfd, "doctor", "--draft", "ngram", status=2).err
-
-
 def test_a_text_ends_before_the_first_of_several_stop_strings(endless, capfd):
     words = runtime.generate_sync(PROMPT, target=endless, max_tokens=20).text.split()
     nth = next(n for n in range(3, 20) if words[n] not in words[:n])
@@ -151,10 +146,6 @@ def test_a_text_ends_before_the_first_of_several_stop_strings(endless, capfd):
     assert len(said["tokens"]) == nth + 1
     said = json_here(capfd, PROMPT, "--target", endless, "--max-tokens", "4", "--stop", "nothing like it", "--json")
     assert (said["finish_reason"], said["stop_reason"]) == ("length", None)
-
-
-def test_an_empty_stop_string_is_refused_before_a_model_is_loaded(capfd):
-    assert "stop must have 1 to" in run_here(capfd, PROMPT, "--target", "no/such/model", "--stop", "", status=2).err
 
 
 def test_json_is_one_object_with_everything_in_it(endless, capfd):
@@ -197,8 +188,6 @@ def test_log_probabilities_come_with_json_and_are_json(endless, capfd):
     assert {top["logprob"] for of_token in said["logprobs"] for top in of_token["top_logprobs"] if top["id"] == 3} == {
         None
     }
-    refused = refused_here(capfd, PROMPT, "--target", endless, "--logprobs", "2")
-    assert refused == "outrider: error: --logprobs needs --json, since a text cannot show them; give both\n"
 
 
 def test_a_character_that_the_encoding_lacks_is_replaced(tmp_path, monkeypatch):
@@ -218,33 +207,24 @@ def test_a_dash_reads_the_prompt_from_stdin_as_it_is(endless, monkeypatch, capfd
     assert said["statistics"]["prompt_tokens"] == 5
 
 
-def undecodable() -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BytesIO(b"def \xff"), encoding="utf-8")
-
-
 @pytest.mark.parametrize(
     ("prompt", "stdin", "complaint"),
     [
         ("def \udcff", None, "the prompt is not valid text: 'utf-8' codec can't encode"),
-        ("-", undecodable, "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff"),
+        (
+            "-",
+            lambda: io.TextIOWrapper(io.BytesIO(b"def \xff"), encoding="utf-8"),
+            "the prompt is not valid text: 'utf-8' codec can't decode byte 0xff",
+        ),
         ("-", lambda: None, "stdin is closed"),
         ("w1 " * 32, None, "prompt is too long: 32 tokens > 31 maximum"),
+        ("-", io.StringIO, "the prompt is empty; give a text to continue or a question"),
     ],
 )
 def test_a_prompt_that_is_none_gets_one_line(prompt, stdin, complaint, short, monkeypatch, capfd):
     if stdin is not None:
         monkeypatch.setattr(sys, "stdin", stdin())
     assert complaint in refused_here(capfd, prompt, "--target", short)
-
-
-@pytest.mark.parametrize(("prompt", "stdin"), [("", None), ("-", io.StringIO)])
-def test_an_empty_prompt_is_refused_before_a_model_is_loaded(prompt, stdin, monkeypatch, capfd):
-    if stdin is not None:
-        monkeypatch.setattr(sys, "stdin", stdin())
-    assert run_here(capfd, prompt, "--target", "./no/such/model", status=2) == (
-        "",
-        "outrider: error: the prompt is empty; give a text to continue or a question\n",
-    )
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -349,22 +329,14 @@ def test_a_misspelt_word_gets_the_command_s_usage_and_a_suggestion(arguments, us
     assert message in err
 
 
-@pytest.mark.parametrize("name", ["ngrm", "NGRAM", "n-gram"])
-def test_a_misspelt_lookup_is_not_looked_for_on_the_hub(name, capfd):
-    assert run_here(capfd, PROMPT, "--target", "demo", "--draft", name, status=2).err == (
-        f'outrider: error: draft {name!r} is not a model; did you mean "ngram" (prompt lookup)?\n'
-    )
-
-
-def broken_config(model: Path) -> None:
-    (model / "config.json").write_text("{")
-
-
-def no_config(model: Path) -> None:
-    (model / "config.json").unlink()
-
-
-@sweep("damage", [broken_config, broken_weights, no_config])
+@sweep(
+    "damage",
+    [
+        broken_weights,
+        lambda model: (model / "config.json").write_text("{"),
+        lambda model: (model / "config.json").unlink(),
+    ],
+)
 @sweep("role", ["target", "draft"])
 def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_path, capfd):
     damaged = save_model(tmp_path / "damaged", context=32)
@@ -378,14 +350,18 @@ def test_a_model_that_cannot_be_loaded_gets_one_line(role, damage, endless, tmp_
 
 
 @sweep(
-    ("path", "said"),
+    ("command", "said"),
     [
-        ("/no/such/model", "'/no/such/model' does not exist; give a directory with a model, or a hub id\n"),
-        ("/" + "x" * 5000, "'/xxx"),
+        ("generate x --target /no/such/model", "target '/no/such/model' does not exist; give a directory with a model"),
+        (f"generate x --target /{'x' * 5000}", "target '/xxx"),
+        (f"generate x --adapter-path / --target {runtime.DEMO_DRAFT}", "the adapter of the target, '/', has no "),
+        ("chat --target /nowhere", "target '/nowhere' does not exist"),
+        ("serve --port 0 --target demo --draft none --memory-limit 1kB", "the weights of the models take 25.2 MB, and"),
+        ("bench --target demo --draft /no/such/model", "draft '/no/such/model' does not exist; give a directory"),
     ],
 )
-def test_a_path_where_no_model_can_be_is_named(path, said, capfd):
-    assert refused_here(capfd, PROMPT, "--target", path, status=1).startswith(f"outrider: error: target {said}")
+def test_a_model_that_cannot_be_is_named_in_one_line(command, said, capfd):
+    assert refusal(capfd, *command.split(), status=1).startswith(f"outrider: error: {said}")
 
 
 def test_a_message_of_several_lines_becomes_one(capfd):

@@ -105,13 +105,6 @@ class Still(Display):
         pass
 
 
-def on_stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Replace stderr by a terminal. Call it in the test itself: pytest gives each phase a stderr of its own."""
-    made = Terminal()
-    monkeypatch.setattr(sys, "stderr", made)
-    return made
-
-
 async def interrupted(display: Display, waits_s: float) -> CommandOutcome:
     """Interrupt work that takes `waits_s` seconds to end."""
     outcome = CommandOutcome()
@@ -142,7 +135,7 @@ READING = "stopping after the forward pass that is running"
 async def test_the_first_ctrl_c_says_what_is_waited_for_unless_that_is_soon_over(
     show: Any, waits_s: float, said: str | None, autojump_clock: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stderr = on_stderr(monkeypatch)
+    monkeypatch.setattr(sys, "stderr", stderr := Terminal())
     display = Still()
     show(display)
     assert (await interrupted(display, waits_s)).signal == signal.SIGINT
@@ -153,7 +146,7 @@ def test_a_signal_that_nobody_else_handles_clears_the_screen_and_quits() -> None
     cleared: list[str] = []
     statuses: list[int] = []
     display = Display()
-    display.clear = lambda: cleared.append("cleared")  # type: ignore[method-assign]
+    display.clear = lambda: cleared.append("cleared")
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with exit_on_signal(display, exit_now=statuses.append):
         signal.raise_signal(signal.SIGINT)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -90,53 +92,69 @@ def test_what_needs_a_chat_template_is_refused_where_there_is_none(command: list
     assert f"error: {flag} needs a chat template, and the target's tokenizer has none" in err
 
 
-def test_a_system_message_and_no_template_contradict_each_other(capfd: Any) -> None:
-    assert (
-        "--system needs the chat template, which --raw leaves out"
-        in ran(capfd, "generate", PROMPT, "--target", "/no/such/model", "--raw", "--system", "w4", status=2).err
-    )
-
-
-def test_a_prompt_may_have_a_flag_and_there_is_one(base: str, capfd: Any) -> None:
+def test_a_prompt_may_have_a_flag(base: str, capfd: Any) -> None:
     assert generated(capfd, "-p", PROMPT, "--target", base)[0] == expected(base, PROMPT)
-    assert "not allowed with argument PROMPT" in ran(capfd, "generate", PROMPT, "--prompt", PROMPT, status=2).err
 
 
 # --- options of open ------------------------------------------------------------------------------
 
-FLAGS = ["--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "9", "--rewind", "none"]
-FLAGS += ["--work-ahead", "never"]
-GIVEN = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 9, "rewind": "none", "work_ahead": "never"}
-
-
-@pytest.mark.parametrize(
-    ("command", "more"),
-    [
-        (["generate", "hi"], {}),
-        (["chat"], {"prefix_cache_bytes": 5_000_000}),
-        (["serve", "--port", "0"], {"prefix_cache_bytes": 5_000_000}),
-    ],
-    ids=["generate", "chat", "serve"],
+EVERY = ("generate hi", "chat", "serve --port 0")
+SERVED: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "lookahead": 3}
+CACHES: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 9, "rewind": "none"}
+TARGET = runtime.ModelSpec(
+    "org/model",
+    revision="v2",
+    trust_remote_code=True,
+    quantize={"bits": 8, "group_size": 32},
+    tokenizer_config={"eos_token": "w7", "chat_template": "{{ messages }}"},
+    model_config={"rope_theta": 3.0},
 )
-def test_options_of_open_reach_it(command: list[str], more: dict[str, int], opened: dict[str, Any]) -> None:
-    flags = [*FLAGS, *(["--prefix-cache-bytes", "5MB"] if more else [])]
-    assert cli.main([*command, *flags]) == 1
-    others = {"target", "draft", "trace", "max_streams", "max_batch", "defaults"}
-    assert GIVEN | {"generation_config": "auto"} | more == {
-        name: value for name, value in opened.items() if name not in others
-    }
-    opened.clear()
-    assert cli.main([*command, "--max-kv-size", "none"]) == 1
-    assert opened["max_kv_size"] is None
-    assert "kv_bits" not in opened
+DRAFT = runtime.ModelSpec(
+    "org/small", adapter_path="a", revision="main", trust_remote_code=True, quantize={"mode": "mxfp4"}
+)
 
 
-def test_limits_of_the_server_reach_open(opened: dict[str, Any]) -> None:
-    assert cli.main(["serve", "--port", "0", "--max-streams", "3", "--max-batch", "2"]) == 1
-    assert (opened["max_streams"], opened["max_batch"]) == (3, 2)
+def flags_of(values: dict[str, Any]) -> str:
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+
+
+REACHES: list[tuple[Sequence[str], str, dict[str, Any]]] = [
+    (EVERY, f"{flags_of(CACHES)} --work-ahead never", {**CACHES, "work_ahead": "never", "generation_config": "auto"}),
+    (EVERY, "--max-kv-size none", {"max_kv_size": None}),
+    (EVERY[1:], "--prefix-cache-bytes 5MB", {"prefix_cache_bytes": 5_000_000}),
+    (EVERY[2:], "", {"max_streams": "auto"}),
+    (EVERY[2:], "--max-streams 3 --max-batch 2", {"max_streams": 3, "max_batch": 2}),
+    (EVERY[2:], flags_of(SERVED), {"defaults": SERVED}),
+    (
+        EVERY[:1],
+        "--target org/model --chat-template '{{ messages }}'",
+        {"target": runtime.ModelSpec("org/model", tokenizer_config={"chat_template": "{{ messages }}"})},
+    ),
+    (
+        EVERY,
+        "--target org/model --draft org/small --trust-remote-code --revision v2 --quantize 8:32 --draft-quantize mxfp4 "
+        "--draft-revision main --draft-adapter-path a --chat-template template.jinja "
+        """--tokenizer-config '{"eos_token": "w7"}' --model-config '{"rope_theta": 3.0}' """
+        """--chat-template-args '{"enable_thinking": false}'""",
+        {"target": TARGET, "draft": DRAFT, "chat_template_args": {"enable_thinking": False}},
+    ),
+]
+
+
+@sweep(
+    ("command", "flags", "wanted"),
+    [(command, flags, wanted) for commands, flags, wanted in REACHES for command in commands],
+)
+def test_options_of_open_reach_it(
+    command: str, flags: str, wanted: dict[str, Any], opened: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
     opened.clear()
-    assert cli.main(["serve", "--port", "0"]) == 1
-    assert opened["max_streams"] == "auto"
+    monkeypatch.chdir(tmp_path)
+    Path("template.jinja").write_text("{{ messages }}")
+    assert cli.main(shlex.split(f"{command} {flags}")) == 1
+    assert {name: opened[name] for name in wanted} == wanted
+    always = {"target", "draft", "trace", "max_streams", "max_batch", "defaults", "generation_config"}
+    assert opened.keys() <= {*wanted, *always}
 
 
 def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
@@ -144,18 +162,6 @@ def test_every_option_of_open_is_somewhere_on_the_command_line() -> None:
     # commands join the group of `mlx.launch`.
     elsewhere = {"group", "target", "draft", "max_streams", "max_batch", "trace", "defaults", "generation_config"}
     assert set(OPTIONS) | elsewhere == set(options_of(OpenOptions))
-
-
-@sweep("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["doctor"], ["bench"]])
-def test_a_bad_option_is_refused_in_flags_before_a_model_is_loaded(command: list[str], capfd: Any) -> None:
-    command = [*command, "--target", "demo"]
-    assert ran(capfd, *command, "--rewind", "never", status=2).err == (
-        "outrider: error: --rewind must be one of 'auto', 'trim', 'checkpoint', 'none', got 'never'\n"
-    )
-    assert (
-        ran(capfd, *command, "--device", "tpu", status=2).err
-        == 'outrider: error: --device must be "cpu" or "gpu", got \'tpu\'\n'
-    )
 
 
 @pytest.mark.parametrize("command", [["generate", "hi"], ["chat"], ["serve", "--port", "0"]])

@@ -15,10 +15,6 @@ from command_line import ran
 from mlx_lm import cache_prompt
 from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import llama, save
-from sweeps import sweep
-
-import runtime
-from runtime.cli import main as cli
 
 # The package has a function of this name, too.
 generate_of_mlx_lm: Any = importlib.import_module("mlx_lm.generate")
@@ -133,64 +129,3 @@ def test_another_model_than_that_of_the_file_is_refused(
         f"--prompt-cache-file was made with {model}, got --target /another"
         in ran(capfd, "generate", PROMPT, "--prompt-cache-file", file, "--target", "/another", status=2).err
     )
-
-
-# --- what reaches `open` --------------------------------------------------------------------------
-
-
-def test_flags_of_loading_reach_the_models(opened: dict[str, Any], tmp_path: Path) -> None:
-    template = tmp_path / "template.jinja"
-    template.write_text("{{ messages }}")
-    flags = ["--target", "org/model", "--draft", "org/small", "--trust-remote-code", "--revision", "v2"]
-    flags += [
-        "--quantize",
-        "8:32",
-        "--draft-quantize",
-        "mxfp4",
-        "--draft-revision",
-        "main",
-        "--draft-adapter-path",
-        "a",
-    ]
-    flags += ["--tokenizer-config", '{"eos_token": "w7"}', "--chat-template", str(template)]
-    flags += ["--model-config", '{"rope_theta": 3.0}', "--chat-template-args", '{"enable_thinking": false}']
-    for command in (["generate", "hi"], ["chat"], ["serve", "--port", "0"]):
-        assert cli.main([*command, *flags]) == 1
-        assert opened["target"] == runtime.ModelSpec(
-            "org/model",
-            revision="v2",
-            trust_remote_code=True,
-            quantize={"bits": 8, "group_size": 32},
-            tokenizer_config={"eos_token": "w7", "chat_template": "{{ messages }}"},
-            model_config={"rope_theta": 3.0},
-        )
-        assert opened["draft"] == runtime.ModelSpec(
-            "org/small", adapter_path="a", revision="main", trust_remote_code=True, quantize={"mode": "mxfp4"}
-        )
-        assert opened["chat_template_args"] == {"enable_thinking": False}
-
-
-def test_flags_of_the_server_reach_open(opened: dict[str, Any]) -> None:
-    flags = ["--temperature", "0.7", "--top-p", "0.9", "--top-k", "5", "--min-p", "0.1", "--lookahead", "3"]
-    flags += ["--max-streams", "7", "--prefix-cache-bytes", "1.5GB", "--chat-template", "{{ messages }}"]
-    assert cli.main(["serve", "--port", "0", *flags]) == 1
-    assert opened["defaults"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "lookahead": 3}
-    assert (opened["max_streams"], opened["prefix_cache_bytes"]) == (7, 1_500_000_000)
-    assert opened["target"].tokenizer_config == {"chat_template": "{{ messages }}"}
-
-
-@sweep(
-    ("flags", "said"),
-    [
-        (["--model-config", "{"], "--model-config must be a JSON object, got '{'"),
-        (["--tokenizer-config", "[1]"], "--tokenizer-config must be a JSON object, such as"),
-        (["--chat-template-args", "3"], "--chat-template-args must be a JSON object, such as"),
-        (["--chat-template", "/no/such"], "--chat-template '/no/such' is neither a template nor a file"),
-        (["--quantize", "7"], "quantize takes 2, 3, 4, 5, 6 or 8 bits, got 7"),
-        (["--target", "org/model", "--draft-quantize", "4"], "--draft-quantize is of a draft model, and none is named"),
-        (["--adapter-path", "/no/such", "--target", str(runtime.DEMO_DRAFT)], "has no adapter_config.json"),
-    ],
-)
-def test_what_is_wrong_with_a_flag_is_said_before_a_model_is_loaded(flags: list[str], said: str, capfd: Any) -> None:
-    assert cli.main(["generate", "hi", *flags]) in (1, 2)
-    assert said in capfd.readouterr().err.replace("\n", " ")

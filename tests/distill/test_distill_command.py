@@ -13,7 +13,7 @@ import trio
 from command_line import ran
 
 from protocol.errors import SettingsError
-from runtime.distill import run
+from runtime.distill import distillation
 from runtime.distill.evaluation import Acceptance, Evaluation
 
 
@@ -39,7 +39,7 @@ def distilled(
     async def distill(options: Any, *, on_progress: Any, on_evaluation: Any) -> None:
         await training(on_evaluation)
 
-    monkeypatch.setattr(run, "distill", distill)
+    monkeypatch.setattr(distillation, "distill", distill)
     printed = ran(capture, "distill", "--target", "demo", "--data", "a.txt", "--out", str(out), status=status)
     return [line.removeprefix("outrider: ") for line in printed.err.splitlines()]
 

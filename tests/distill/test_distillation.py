@@ -18,7 +18,7 @@ import runtime
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.eagle3 import load_eagle3
 from protocol.errors import ModelError, SettingsError
-from runtime.distill import continuations, distillation, run, training
+from runtime.distill import continuations, distillation, training
 from runtime.distill.continuations import PROMPT_SHARE, Continuations, Continuing
 from runtime.distill.evaluation import Evaluation
 from runtime.distill.options import DistillOptions
@@ -38,7 +38,7 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DistillOptions:
     """Of a tiny target, which is "loaded" from memory."""
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(48 + i * i % 71) for i in range(800)))
-    monkeypatch.setattr(run, "load_target", lambda name: (build(name), Tokens()))
+    monkeypatch.setattr(distillation, "load_target", lambda name: (build(name), Tokens()))
     monkeypatch.setattr(distillation, "BATCHES_PER_EVALUATION", 6)
     monkeypatch.setattr(distillation, "LEARNING_PER_EVALUATION", 0.0)
     return DistillOptions(
@@ -56,7 +56,7 @@ async def train(options: DistillOptions, *, num_evaluations: int) -> list[Evalua
             if len(seen) == num_evaluations:
                 scope.cancel()
 
-        await run.distill(options, on_progress=lambda what: None, on_evaluation=on_evaluation)
+        await distillation.distill(options, on_progress=lambda what: None, on_evaluation=on_evaluation)
     return seen
 
 
@@ -66,8 +66,6 @@ async def test_the_folder_is_a_drafter_of_the_target(options: DistillOptions, dr
     seen = await train(options, num_evaluations=2)
     assert [evaluation.batches for evaluation in seen] == [6, 12]
     first, second = (evaluation.loss for evaluation in seen)
-    assert first is not None
-    assert second is not None
     assert second < first
     loaded = load_eagle3(DrafterFiles.read(options.out))
     assert loaded.model.config.draft_vocab_size == (draft_vocab_size or VOCAB_SIZE)
@@ -135,7 +133,7 @@ async def test_a_cancellation_comes_between_two_batches_of_held_out_text(three_h
             if what.startswith("drafting for held-out text: 33%"):
                 scope.cancel()
 
-        await run.distill(three_held_out, on_progress=on_progress, on_evaluation=lambda _: None)
+        await distillation.distill(three_held_out, on_progress=on_progress, on_evaluation=lambda _: None)
     assert scope.cancelled_caught
     assert "67%" not in said[-1]
     assert said[-1].startswith("drafting for held-out text: 33%")
@@ -147,7 +145,7 @@ async def test_a_cancellation_comes_between_two_batches_of_held_out_text(three_h
 async def test_progress_has_a_rate_and_the_time_left(three_held_out: DistillOptions) -> None:
     said: list[str] = []
     options = attrs.evolve(three_held_out, continuations=12)
-    await run.distill(options, on_progress=said.append, on_evaluation=lambda _: None)
+    await distillation.distill(options, on_progress=said.append, on_evaluation=lambda _: None)
     assert said[0] == "loading llama"
     assert any(re.fullmatch(r"the target is writing: 4 windows left, about \d+\.\d min left", what) for what in said)
     learning = [what for what in said if what.startswith("learning")]
@@ -165,7 +163,7 @@ async def test_a_batch_that_takes_long_is_learnt_in_parts(
     monkeypatch.setattr(distillation, "PART_S", 1.0)
     options = attrs.evolve(options, batch_tokens=64, max_minutes=0.1)
     seen = []
-    await run.distill(options, on_progress=said.append, on_evaluation=seen.append)
+    await distillation.distill(options, on_progress=said.append, on_evaluation=seen.append)
     learning = [what.partition(",")[0] for what in said if what.startswith("learning")]
     assert learning == [
         *("learning: batch 1", *(f"learning: batch 1 ({percent}% of it)" for percent in (25, 50, 75))),
@@ -189,7 +187,7 @@ async def test_a_training_for_another_target_is_refused_before_the_target_writes
             if what == "preparing the drafter":
                 scope.cancel()
 
-        await run.distill(options, on_progress=on_progress, on_evaluation=lambda _: None)
+        await distillation.distill(options, on_progress=on_progress, on_evaluation=lambda _: None)
     with pytest.raises(SettingsError, match="has the target 'llama', and this one 'qwen3'"):
         await train(attrs.evolve(options, target="qwen3"), num_evaluations=1)
 
@@ -277,7 +275,7 @@ def test_continuations_are_the_targets_own(tmp_path: Path, monkeypatch: pytest.M
     written, num_times = continued(0.0, 0.0)
     num_given = int(16 * PROMPT_SHARE)
     assert num_times == 16 - num_given + 2  # the beginnings in two parts, a token each time, and all together
-    for given, whole in zip(windows.tolist(), written.tolist(), strict=True):  # type: ignore[arg-type]
+    for given, whole in zip(windows.tolist(), written.tolist(), strict=True):
         assert whole[:num_given] == given[:num_given]
         assert whole[num_given:] == greedy(target, given[:num_given], 16 - num_given)
     (in_parts, _), (at_once, num_times) = continued(0.8, 0.0), continued(0.8, 3600.0)

@@ -10,7 +10,6 @@ import pytest
 from architectures import VOCAB_SIZE, build
 from sweeps import sweep
 
-from actors.trained.eagle3_training import logits_of_steps
 from actors.trained.kinds.eagle3 import Eagle3, read_config
 from runtime.distill.evaluation import TEMPERATURE, acceptance_of
 from runtime.distill.hidden_states import HiddenStates, StateFiles
@@ -22,6 +21,7 @@ from runtime.distill.training import (
     REDUCTION,
     Progress,
     Training,
+    logits_of_steps,
 )
 
 DRAFT_IDS = mx.arange(0, VOCAB_SIZE, 2)

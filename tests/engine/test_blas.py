@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-import trio
 from models import llama
 from sweeps import sweep
 
@@ -89,62 +88,26 @@ async def test_one_line_of_a_process_advises_float32_on_a_cpu_to_have_a_faster_b
 
 
 @sweep(
-    ("name", "value"),
+    "change",
     [
-        ("platform", "darwin"),
-        ("blas", "OpenBLAS (libopenblas.so.0)"),
-        ("blas", None),
-        ("variable", "system"),
-        ("flag", True),
-        ("size", 10**9),
+        lambda patch: patch.setattr(sys, "platform", "darwin"),
+        lambda patch: patch.setattr(blas, "blas_in_use", lambda: "OpenBLAS (libopenblas.so.0)"),
+        lambda patch: patch.setattr(blas, "blas_in_use", lambda: None),
+        lambda patch: patch.setenv(VARIABLE, "system"),
+        lambda patch: patch.setattr(blas._loaded, "keeps_own", True),
+        lambda patch: patch.setattr(model_sources, "MIN_ADVISED_PARAMETERS", 10**9),
     ],
 )
-def test_nothing_is_advised_where_nothing_would_be_gained_or_the_user_has_chosen(
-    name: str, value: Any, advised: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+async def test_nothing_is_advised_where_nothing_would_be_gained_or_the_user_has_chosen(
+    change: Any, advised: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    match name:
-        case "platform":
-            monkeypatch.setattr(sys, "platform", value)
-        case "blas":
-            monkeypatch.setattr(blas, "blas_in_use", lambda: value)
-        case "variable":
-            monkeypatch.setenv(VARIABLE, value)
-        case "flag":
-            monkeypatch.setattr(blas._loaded, "keeps_own", value)
-        case "size":
-            monkeypatch.setattr(model_sources, "MIN_ADVISED_PARAMETERS", value)
-    assert trio.run(said_of, mx.float32, caplog) == []
-
-
-# Computes in float32, and looks up a BLAS symbol among the global ones.
-LOOK_AROUND = """
-import ctypes, json, os, sys
-import mlx.core as mx
-a = mx.ones((8, 8))
-assert (a @ a).tolist() == [[8.0] * 8] * 8
-print(json.dumps({
-    "blas": blas.blas_in_use(),
-    "is_global": hasattr(ctypes.CDLL(None), "cblas_sgemm"),
-    "variable": os.environ.get("OPENBLAS_NUM_THREADS"),
-    "threads": blas.num_loaded_threads(),
-}))
-"""
-
-
-def look_around(
-    before: str = "import runtime; from runtime.loading import blas", **variables: str
-) -> dict[str, object]:
-    done = run(before + LOOK_AROUND, **variables)
-    assert (done.returncode, done.stderr) == (0, "")
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    change(monkeypatch)
+    assert await said_of(mx.float32, caplog) == []
 
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A copy of the reference BLAS in MLX's wheel, at a path of its own; its dependencies lie beside it."""
-    import mlx.core as mx
-
     wheels = Path(mx.__file__).parent.parent / "mlx_cpu.libs"
     where = tmp_path_factory.mktemp("lib")
     for file in wheels.iterdir():
@@ -231,24 +194,23 @@ def test_mlx_is_not_imported_before_a_model_is_needed():
     assert (done.stdout, done.stderr) == ("False\nTrue\n", "")
 
 
-def look_around_where_mlx_calls(library: str, wanted: str, tmp_path: Path) -> dict[str, object]:
-    """As `look_around`; asserts that MLX calls a library, by the dynamic linker's log of symbol bindings."""
-    log = {"LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")}
-    found = look_around(**{VARIABLE: wanted}, **log)
-    bindings = "".join(file.read_text() for file in tmp_path.glob("bindings.*"))
-    calls = [line for line in bindings.splitlines() if "libmlx.so" in line and "cblas_sgemm" in line]
-    assert calls
-    assert all(f"to {library} " in line for line in calls)
-    return found
-
-
 @linux
 @with_openblas
 def test_mlx_calls_openblas_where_that_is_asked_for(tmp_path):
-    found = look_around_where_mlx_calls(str(openblas()), "openblas", tmp_path)
+    code = (
+        "import json, runtime; from runtime.loading import blas; import mlx.core as mx; a = mx.ones((8, 8))\n"
+        "assert (a @ a).tolist() == [[8.0] * 8] * 8\n"
+        "print(json.dumps([blas.blas_in_use(), blas.num_loaded_threads()]))"
+    )
+    # The dynamic linker logs which symbols are bound to which library.
+    done = run(code, **{VARIABLE: "openblas", "LD_DEBUG": "bindings", "LD_DEBUG_OUTPUT": str(tmp_path / "bindings")})
+    assert (done.returncode, done.stderr) == (0, "")
+    bindings = "".join(file.read_text() for file in tmp_path.glob("bindings.*"))
+    calls = [line for line in bindings.splitlines() if "libmlx.so" in line and "cblas_sgemm" in line]
+    assert calls
+    assert all(f"to {openblas()} " in line for line in calls)
     threads = blas.num_usable_cores()
-    assert found["threads"] == threads
-    assert found["blas"] == describe([Path(str(openblas())).name], threads)
+    assert json.loads(done.stdout) == [describe([Path(str(openblas())).name], threads), threads]
 
 
 # --- too late, or not possible --------------------------------------------------------------------

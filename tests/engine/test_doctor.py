@@ -10,29 +10,36 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import architectures
 import attrs
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import models
 import pytest
 from doctor_reports import sections
 from mlx.utils import tree_flatten
-from models import VOCAB_SIZE, gemma3_text, llama, mamba, save
+from models import VOCAB_SIZE, gemma3_text, greedy, llama, mamba, save
 from other_vocabularies import byte_level
 from our_threads import outrider_threads
 from sample_tokenizers import demo
 from sweeps import sweep
 
 import runtime
-from actors.distributed.backends import BACKENDS
+from actors.distributed.joining import BACKENDS
 from actors.mlx.cache_options import CacheOptions
 from actors.mlx.model import MLXModel
 from actors.model import RewindMode
+from actors.trained.drafter_model import TrainedDrafter
+from protocol.errors import RankError
+from protocol.rank_messages import CloseTarget, Describe, Description, Loaded, RankMessage
 from runtime.cli import main as cli
-from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, examine, report
+from runtime.doctor.agreement import BEGINNINGS, agreement, agreement_rows
+from runtime.doctor.ranks import examine_ranks, report_on_ranks, take_part_in_examination
+from runtime.doctor.report import Diagnosis, ExaminedModel, blas_in_use, described_layers, examine, report
 from runtime.loading import named_models
 from runtime.loading.named_models import NamedModel
 from runtime.measuring.pass_times import CONTEXT_TOKENS, WIDTHS, PassTime, medians, time_passes
@@ -41,14 +48,10 @@ NUM_TIMES = 3
 
 
 @pytest.fixture(autouse=True)
-def few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times each pass less often than the seven times that make a figure."""
-    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", NUM_TIMES)
-
-
-@pytest.fixture(autouse=True)
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with nothing else to do."""
+    """A machine with nothing else to do, and a screen on which nothing is wrapped; passes are timed less often."""
+    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", NUM_TIMES)
+    monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr(os, "getloadavg", lambda: (0.9, 0.9, 0.9))
     monkeypatch.setattr("runtime.terminal.display.LOG_INTERVAL_S", math.inf)  # no progress of a slow one
 
@@ -56,12 +59,6 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tmp_path_factory.mktemp("models") / "target", llama())
-
-
-@pytest.fixture(autouse=True)
-def _wide_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wide enough that no finding is wrapped."""
-    monkeypatch.setenv("COLUMNS", "300")
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, str]]:
@@ -110,7 +107,6 @@ def test_the_bundled_pair(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists the libraries that a process has loaded")
 def test_the_linear_algebra_is_named_where_the_system_tells(capsys: pytest.CaptureFixture[str], target: str) -> None:
     blas = blas_in_use()
-    assert blas is not None
     assert doctor(capsys, target)["machine"]["linear algebra"] == blas
 
 
@@ -381,3 +377,116 @@ async def test_a_model_that_fails_while_it_is_timed_is_named_and_leaves_no_threa
         await examine((llama(), None), (Broken(llama()), None))
     assert isinstance(raised.value.__cause__, ValueError)
     assert outrider_threads() == before
+
+
+# --- a trained drafter ----------------------------------------------------------------------------
+
+
+@sweep(
+    ("layers", "said"),
+    [
+        ((2,), "what enters layer 2 of 6"),
+        ((0, 2, 5), "what enters layers 0, 2 and 5 of 6"),
+        ((6,), "what the last of 6 layers gives"),
+        ((1, 6), "what enters layer 1 of 6, what the last of 6 layers gives"),
+    ],
+)
+def test_what_it_reads_is_said(layers, said):
+    assert described_layers(layers, 6) == said
+
+
+def test_a_slow_target_is_not_made_to_write_for_minutes():
+    nothing: Any = None
+    rows = agreement_rows(nothing, [(1, 2), (3,)], nothing, decode_s=1.0)
+    assert rows == (("agrees", "not measured: 120 tokens of the target take 120 s"),)
+
+
+@pytest.mark.slow
+async def test_the_bundled_trained_drafter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("runtime.doctor.report.BEGINNINGS", BEGINNINGS[:1])
+    monkeypatch.setattr("runtime.doctor.agreement.NUM_TOKENS", 40)
+    monkeypatch.setitem(time_passes.__kwdefaults__, "repeats", 2)
+    diagnosis = await examine(runtime.DEMO_TARGET, runtime.DEMO_TRAINED_DRAFT)
+    found = diagnosis.draft
+    rows = dict(found.rows)
+    assert (rows["kind"], rows["reads"]) == ("EAGLE-3", "what enters layers 2, 3 and 4 of 7")
+    assert rows["proposes"] == "2,048 of the target's 4,096 tokens"
+    assert rows["weights"].startswith("5.")
+    assert " MB, " in rows["weights"]
+    assert rows["a draft step"].startswith("T_d(1) = ")
+    assert rows["reading 9 tokens"].startswith("T_d(9) = ")
+    agreed = {name: row for name, row in rows.items() if name.startswith("agrees")}
+    shares = {name: int(row.removeprefix("with ").partition("%")[0]) for name, row in agreed.items()}
+    assert list(shares) == [
+        "agrees", "agrees, read a layer earlier", "agrees, read a layer later", "agrees at 8 bits", "agrees at 4 bits",
+    ]  # fmt: skip
+    assert shares["agrees"] > 50
+    assert abs(shares["agrees"] - shares["agrees at 8 bits"]) < 10
+    assert all(" ms" in row for name, row in agreed.items() if "bits" in name)
+    # Wider passes read hidden states of the target, and so are real passes.
+    assert found.passes[9].median > 0
+    assert diagnosis.findings.suggestions == ()
+    sections = dict(report(diagnosis))
+    assert [name for name, _ in sections["pair"]] == ["cost ratio"]
+    assert sections["conclusion"][-1][0] == "in short"
+
+
+def test_a_drafter_agrees_less_where_it_reads_other_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_tokens = 30
+    monkeypatch.setattr("runtime.doctor.agreement.NUM_TOKENS", num_tokens)
+    built, _ = mlx_lm.load(str(runtime.DEMO_TARGET))
+    target = MLXModel(built, CacheOptions())
+    drafter = TrainedDrafter(runtime.DEMO_TRAINED_DRAFT, built, target.vocab_size)
+    text = tuple(int(token) for token in mx.random.randint(1, 4000, (num_tokens + 9,), key=mx.random.key(1)).tolist())
+    # Of a text at random nothing is named; of the target's own, most is.
+    assert agreement(drafter, target, [text], drafter.feature_layers) < 0.1
+    prompt = [5, 6, 7, 8]
+    own = (*prompt, *greedy(built, prompt, num_tokens))
+    assert (
+        agreement(drafter, target, [own], drafter.feature_layers) > agreement(drafter, target, [own], (5, 6, 7)) + 0.1
+    )
+
+
+@pytest.mark.slow
+async def test_an_mtp_layer_that_the_target_does_not_have_is_refused():
+    with pytest.raises(runtime.ModelError):
+        await examine(runtime.DEMO_TARGET, "mtp")
+
+
+# --- ranks ----------------------------------------------------------------------------------------
+
+
+def group(rank: int, *received: tuple[int, RankMessage]) -> Any:
+    """A group of three, as far as it is used; `sent` has what this rank sends."""
+    coming, sent = iter(received), []
+    return SimpleNamespace(
+        rank=rank, size=3, sent=sent, send=sent.append, receive=lambda: next(coming),
+        connect_mlx=lambda: None, run=lambda name, call: call(), fail=RankError,
+    )  # fmt: skip
+
+
+def test_the_report_names_backends_versions_and_ranks() -> None:
+    ranks, versions = ({"host": "first"}, {"host": "second"}), {"mlx": "1", "mlx-lm": "2"}
+    title, rows = report_on_ranks(ranks, ("ring", "mpi"), "ring", versions)
+    assert (title, dict(rows)) == (
+        "ranks",
+        {
+            "backends": "ring (in use), mpi; not in this MLX: nccl, jaccl",
+            "versions": "mlx 1, mlx-lm 2; the same on all",
+            "rank 0": "first",
+            "rank 1": "second",
+        },
+    )
+
+
+def test_descriptions_are_listed_by_rank_in_whatever_order_they_come() -> None:
+    first = group(0, (2, Description({"host": "c"})), (1, Description({"host": "b"})))
+    assert [said for name, said in examine_ranks(first)[1] if name.startswith("rank ")][1:] == ["b", "c"]
+    assert first.sent == [Describe()]
+
+
+def test_a_rank_that_asks_or_answers_something_else_is_named() -> None:
+    with pytest.raises(RankError, match="rank 1 was to be asked what it is, and rank 0 sent CloseTarget"):
+        take_part_in_examination(group(1, (0, CloseTarget())))
+    with pytest.raises(RankError, match="rank 2 was to say what it is, and sent Loaded"):
+        examine_ranks(group(0, (2, Loaded({}))))

@@ -21,7 +21,7 @@ from blocking_models import BlockingModel
 from faces import got, on_every_face, within
 from greedy_pair import drafter, target
 from models import prompt_of, save
-from scripted import ScriptedModel, agreeing, collect, continuation, priced, run, simulated, text_of, truthful
+from scripted import ScriptedModel, agreeing, collect_all, continuation, priced, run, simulated, text_of, truthful
 from scripted_sequence import EmptyFeatures
 from simulated_worker import SimulatedWorker
 from sweeps import sweep
@@ -74,7 +74,7 @@ async def test_a_drafter_is_attached_and_detached_and_its_memory_and_thread_go_w
             with pytest.raises(runtime.DrafterAttachedError, match="detach_draft"):
                 await rt.attach_draft(path)
             busy = rt.busy_seconds[1]
-            model = weakref.ref(rt._draft.model.module)  # type: ignore[union-attr]
+            model = weakref.ref(rt._draft.model.module)
             await rt.detach_draft()
             assert model() is None
             assert (rt._target.drafter.mailbox, rt._target.drafter.has_model) == (None, False)
@@ -91,7 +91,7 @@ async def test_the_drafter_that_a_runtime_was_opened_with_can_be_detached_too(tm
     path = save(tmp_path / "draft", drafter())
     async with runtime.open((target(), None), path) as rt:
         assert await drafted(rt) > 0
-        model = weakref.ref(rt._draft.model.module)  # type: ignore[union-attr]
+        model = weakref.ref(rt._draft.model.module)
         await rt.detach_draft()
         assert model() is None
         assert draft_threads() == []
@@ -111,7 +111,7 @@ async def test_what_cannot_be_attached_leaves_the_runtime_as_it_was(tmp_path: Pa
             (theirs, runtime.VocabularyMismatchError),
         ):
             with pytest.raises(kind):
-                await rt.attach_draft(draft)  # type: ignore[arg-type]
+                await rt.attach_draft(draft)
             assert draft_threads() == []
             assert rt.health() == runtime.Health(target=True, draft=None)
             assert await drafted(rt) == 0
@@ -232,15 +232,9 @@ async def change_at_event(lookahead: Any, draft: Any, n: int, target: ScriptedMo
             if len(events) == n:
                 nursery.start_soon(change)
 
-        texts: dict[int, list[int]] = {}
-
-        async def read(index: int) -> None:
-            texts[index] = await collect(rt.stream(SHORT_PROMPT, **settings))
-
         async with trio.open_nursery() as nursery:
-            for index in range(3):
-                nursery.start_soon(read, index)
-        assert list(texts.values()) == [SHORT_TEXT] * 3
+            streams = [rt.stream(SHORT_PROMPT, **settings) for _ in range(3)]
+            assert await collect_all(streams) == [SHORT_TEXT] * 3
         if n <= len(events):
             proposals = len(simulation.instants("proposal"))
             assert await text_of(simulation, SHORT_PROMPT, **{**settings, "lookahead": 2}) == SHORT_TEXT
@@ -276,8 +270,7 @@ def test_a_drafter_about_to_get_a_prompts_features_can_be_detached() -> None:
 async def test_a_drafter_that_is_released_late_leaves_the_next_ones_features(tmp_path: Path) -> None:
     write_eagle3(tmp_path, target())
     async with runtime.open((target(), None), str(tmp_path)) as rt, AsyncExitStack() as hanging:
-        slot = rt._target.model.recorder_slot  # type: ignore[attr-defined]
-        assert rt._drafter._load is not None
+        slot = rt._target.model.recorder_slot
         await rt._drafter._load(hanging, str(tmp_path))
         async with AsyncExitStack() as following:
             await rt._drafter._load(following, str(tmp_path))

@@ -19,20 +19,6 @@ import runtime.sync
 from runtime.file_limit import run_guarded
 from runtime.loading.mlx_environment import VALUES, VARIABLE
 
-SHOW = "import os, json; print(json.dumps({{name: os.environ.get(name) for name in {names!r}}}))"
-
-
-def variables_after(code: str, **environment: str) -> dict[str, str | None]:
-    """MLX's variables in a process that runs `code`."""
-    inherited = {name: value for name, value in os.environ.items() if name not in (*VALUES, VARIABLE)}
-    script = f"{code}\n{SHOW.format(names=tuple(VALUES))}"
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=inherited | environment, capture_output=True, text=True, check=True
-    )
-    found: dict[str, str | None] = json.loads(done.stdout)
-    return found
-
-
 MINE = {"MLX_MAX_OPS_PER_BUFFER": "50", "MLX_ENABLE_CACHE_THRASHING_CHECK": "1"}
 
 
@@ -40,8 +26,11 @@ MINE = {"MLX_MAX_OPS_PER_BUFFER": "50", "MLX_ENABLE_CACHE_THRASHING_CHECK": "1"}
 def test_importing_sets_variables_that_a_user_has_not_set_without_importing_mlx(
     environment: dict[str, str], expected: dict[str, str | None]
 ) -> None:
-    found = variables_after("import runtime, sys; assert 'mlx.core' not in sys.modules", **environment)
-    assert found == expected
+    inherited = {name: value for name, value in os.environ.items() if name not in (*VALUES, VARIABLE)}
+    code = "import runtime, sys, os, json; assert 'mlx.core' not in sys.modules; print(json.dumps(dict(os.environ)))"
+    done = subprocess.run([sys.executable, "-c", code], env=inherited | environment, stdout=subprocess.PIPE, check=True)
+    found = json.loads(done.stdout)
+    assert {name: found.get(name) for name in VALUES} == expected
 
 
 NO_LIMIT = resource.RLIM_INFINITY

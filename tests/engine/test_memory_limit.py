@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import trio
@@ -18,6 +19,7 @@ from scripted import (
     Simulation,
     agreeing,
     collect,
+    collect_all,
     continuation,
     ids,
     priced,
@@ -53,19 +55,6 @@ def pair(agreement: float = 0.6) -> tuple[ScriptedModel, ScriptedModel]:
 def bytes_of(num_tokens: int, *, drafted: bool = True) -> int:
     """What is reserved for a text."""
     return TARGET_BYTES * num_tokens + (DRAFT_BYTES * (num_tokens + DRAFT_SPARE) if drafted else 0)
-
-
-def count_calls(of: Any, name: str) -> list[None]:
-    """A list that has an element for each call of a method from now on."""
-    calls: list[None] = []
-    method = getattr(of, name)
-
-    def counting(*args: Any, **keywords: Any) -> Any:
-        calls.append(None)
-        return method(*args, **keywords)
-
-    setattr(of, name, counting)
-    return calls
 
 
 def measured(simulation: Simulation) -> int:
@@ -105,15 +94,7 @@ async def test_of_64_streams_at_once_as_many_run_as_the_memory_holds(
         streams = [rt.stream(prompt, max_tokens=12, reuse_prefix=reuse_prefix) for prompt in prompts]
         assert 5 <= rt.num_streams <= (max_streams or 20)
         assert rt.num_streams + rt.num_waiting == 64
-        texts: dict[int, list[int]] = {}
-
-        async def read(n: int) -> None:
-            texts[n] = await collect(streams[n])
-
-        async with trio.open_nursery() as nursery:
-            for n in range(64):
-                nursery.start_soon(read, n)
-        assert texts == {n: continuation(prompt, 12) for n, prompt in enumerate(prompts)}
+        assert await collect_all(streams) == [continuation(prompt, 12) for prompt in prompts]
     # In the order of the calls: no small one has overtaken a large one.
     opened = [instant.session for instant in simulation.instants("open", "target")]
     assert opened == sorted(opened)
@@ -238,15 +219,7 @@ async def test_texts_that_grow_wait_and_give_way_and_none_is_lost(
     limit = bytes_of(1 + 200, drafted=lookahead != 0) + num_streams * DRAFT_BYTES * (200 + DRAFT_SPARE)
     async with limited(limit, *pair()[: 1 + (lookahead != 0)]) as simulation:
         streams = [simulation.runtime.stream([n], max_tokens=150, lookahead=lookahead) for n in range(num_streams)]
-        texts: dict[int, list[int]] = {}
-
-        async def read(n: int) -> None:
-            texts[n] = await collect(streams[n])
-
-        async with trio.open_nursery() as nursery:
-            for n in range(num_streams):
-                nursery.start_soon(read, n)
-        assert texts == {n: continuation([n], 150) for n in range(num_streams)}
+        assert await collect_all(streams) == [continuation([n], 150) for n in range(num_streams)]
         # Some have read their text again.
         assert len(simulation.target.sequences) > num_streams
 
@@ -363,9 +336,9 @@ async def test_texts_of_real_models_that_give_way_are_as_without_a_limit(make: A
     # Room for all as they begin, and for two and a half in the end; some slots of each are to spare.
     limit = weights + size.of([TextSize(45, 45, 2)] * 4) + size.of([TextSize(45, 45, 2)]) // 8
     async with runtime.open((model, None), "ngram", memory_limit=limit) as rt:
-        emptied = count_calls(rt._target, "_emptied")
-        found = await rt.generate_many(prompts, max_tokens=100, lookahead=lookahead)
-        assert len(emptied) > 0
+        with mock.patch.object(rt._target, "_emptied", wraps=rt._target._emptied) as emptied:
+            found = await rt.generate_many(prompts, max_tokens=100, lookahead=lookahead)
+        assert emptied.called
     assert [ids(each.tokens) for each in found] == [ids(each.tokens) for each in expected]
 
 

@@ -249,19 +249,3 @@ async def test_a_drafter_made_for_its_target_takes_no_options_but_of_its_weights
     draft = runtime.ModelSpec(runtime.DEMO_TRAINED_DRAFT, model_config={"rope_theta": 1e6})
     with pytest.raises(runtime.SettingsError, match="takes no adapter"):
         await text(runtime.DEMO_TARGET, draft)
-
-
-@sweep(
-    ("options", "said"),
-    [
-        *(
-            ({name: "x"}, rf"runtime\.ModelSpec\(path, {name}=\.\.\.\)")
-            for name in ("adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code")
-        ),
-        ({"chat_template_args": "enable_thinking"}, "chat_template_args must be a mapping"),
-        ({"chat_template_args": {"tokenize": True}}, "chat_template_args cannot have tokenize"),
-    ],
-)
-async def test_open_says_which_options_of_a_model_and_its_template_it_takes(options: Any, said: str) -> None:
-    with pytest.raises(runtime.SettingsError, match=said):
-        await text("org/model", **options)

@@ -12,7 +12,7 @@ import pytest
 from sweeps import sweep
 
 import runtime
-from actors.trained.kinds.attach import SUPPORTED
+from actors.trained.drafter_model import SUPPORTED
 from actors.trained.kinds.recognition import kind_of, nearest_to
 from runtime.loading import model_reading, model_sources
 

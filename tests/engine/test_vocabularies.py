@@ -34,8 +34,6 @@ def mapped(ours: str, theirs: str) -> tuple[VocabularyMap, Vocabulary]:
     """How the tokens of one are read in the other, and the other."""
     target, draft = TOKENIZERS[ours](), TOKENIZERS[theirs]()
     found, own = vocabulary_map(target, len(target), draft, len(draft)), vocabulary(draft, len(draft))
-    assert found is not None
-    assert own is not None
     return found, own
 
 
@@ -95,12 +93,10 @@ def test_the_same_vocabulary_needs_no_map() -> None:
 def test_parts_of_characters_are_the_bytes_that_they_are() -> None:
     tokenizer = parts_of_characters()
     found = vocabulary(tokenizer, len(tokenizer))
-    assert found is not None
     assert found.pieces[tokenizer.get_vocab()["ðŁ"]] == b"\xf0\x9f"
     assert found.special == {}
     fallback = byte_fallback()
     found = vocabulary(fallback, len(fallback))
-    assert found is not None
     assert found.pieces[fallback.get_vocab()[WORDS[0]]] == b" the"
     assert found.pieces[fallback.get_vocab()["<0xF0>"]] == b"\xf0"
     assert found.ends == (fallback.eos_token_id,)
@@ -136,5 +132,4 @@ def test_vocabularies_without_a_common_token_are_refused() -> None:
 
 def test_blanks_may_be_written_by_a_metaspace() -> None:
     found = vocabulary(words("_the", "cat", decoder=decoders.Metaspace(replacement="_")), 2)
-    assert found is not None
     assert found.pieces == {0: b" the", 1: b"cat"}

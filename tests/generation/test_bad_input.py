@@ -16,26 +16,16 @@ import trio
 import trio.testing
 from completions import ids
 from greedy_pair import drafter, target
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import VOCAB_SIZE, prompt_of
 from our_threads import outrider_threads
+from sample_tokenizers import word_tokenizer
 from sweeps import sweep
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import runtime
 from protocol.trace import Event
 from runtime.doctor.report import examine
 
 pytestmark = pytest.mark.usefixtures("no_thread_left")
-
-
-def word_tokenizer(words: list[str], *, chat_template: str | None = None) -> TokenizerWrapper:
-    """A tokenizer with one token per word."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], chat_template=chat_template)
-    return TokenizerWrapper(fast)
 
 
 WORDS = ["<unk>", "user", "assistant", "hello", "world", ":"]
@@ -47,8 +37,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make models that are not on this machine an error at once."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
-
-# --- settings -------------------------------------------------------------------------------------
 
 # --- prompts --------------------------------------------------------------------------------------
 
@@ -86,7 +74,7 @@ async def test_prompts_that_cannot_be_are_refused_before_any_model_work() -> Non
         del events[:]
         for prompt, says in BAD_PROMPTS:
             with pytest.raises(runtime.PromptError, match=re.escape(says)) as raised:
-                rt.stream(prompt)  # type: ignore[arg-type]
+                rt.stream(prompt)
             assert isinstance(raised.value, ValueError)
         await trio.testing.wait_all_tasks_blocked()
         assert events == []
@@ -116,25 +104,6 @@ async def test_chat_messages_need_a_chat_template_and_a_text_needs_a_token() -> 
         assert by_messages.text == by_text.text
 
 
-REFUSING = "{{ raise_exception('roles must alternate') }}"
-
-
-@sweep(
-    ("template", "messages"),
-    [
-        (REFUSING, [{"role": "user", "content": "hello"}]),
-        (CHAT + "{{ messages[5].content.strip() }}", [{"role": "user", "content": "hello"}]),
-        (CHAT, [{"role": "user", "content": "hello"}, "not a message"]),
-        (CHAT, [{"role": "user", "content": "hello"}, 5]),
-    ],
-)
-async def test_chat_messages_that_the_template_refuses_are_a_bad_prompt(template: str, messages: Any) -> None:
-    async with runtime.open((target(), word_tokenizer(WORDS, chat_template=template))) as rt:
-        with pytest.raises(runtime.PromptError):
-            rt.stream(messages)
-        assert rt.num_streams == 0
-
-
 # --- options of open ------------------------------------------------------------------------------
 
 
@@ -160,6 +129,19 @@ async def test_quantisation_groups_that_do_not_fit_the_model_are_refused_when_it
         ({"draft": (target(), object())}, "the tokenizer in draft must be one of transformers', mlx-lm's wrapper"),
         ({"draft": (None,)}, "must be (model, tokenizer or None)"),
         ({"draft": ["owner/name"]}, "draft must be a path, a hub id, a ModelSpec or a pair"),
+        *(
+            ({name: "x"}, f"runtime.ModelSpec(path, {name}=...)")
+            for name in ("adapter_path", "revision", "tokenizer_config", "model_config", "trust_remote_code")
+        ),
+        ({"chat_template_args": "enable_thinking"}, "chat_template_args must be a mapping"),
+        ({"chat_template_args": {"tokenize": True}}, "chat_template_args cannot have tokenize"),
+        ({"prefix_cache_dir": 3}, "prefix_cache_dir must be the path of a directory or None, got 3"),
+        ({"prefix_cache_dir": "/dev/null/x"}, "cannot be made: Not a directory; give another directory"),
+        ({"prefix_cache_dir_bytes": -1}, "prefix_cache_dir_bytes must be a whole number of at least 0"),
+        ({"defaults": "warm"}, "defaults must be runtime.Settings or a mapping of settings, got 'warm'"),
+        ({"defaults": [("max_tokens", 5)]}, "defaults must be runtime.Settings or a mapping"),
+        ({"defaults": {"max_tokens": 0}}, "max_tokens must be a whole number of at least 1"),
+        ({"defaults": {"temp": 1}}, "there is no setting 'temp'; did you mean 'temperature'?"),
     ],
 )
 async def test_options_that_cannot_be_are_refused_before_any_model_work(options: dict[str, Any], says: str) -> None:

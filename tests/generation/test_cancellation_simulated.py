@@ -175,7 +175,6 @@ async def cancel_at_event(way: Way, lookahead: Any, n: int, *, schedule: int, go
         open_stream = partial(simulation.runtime.stream, PROMPT, **settings_of(lookahead))
         kept = await way(open_stream, scope, due)
         del open_stream
-        assert struck_at is not None
         assert trio.current_time() == struck_at
         if not goes_on_at_once:
             await assert_over(simulation, struck_at)

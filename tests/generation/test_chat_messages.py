@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import transformers.tokenization_utils_base
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from sample_tokenizers import word_tokenizer
 from scripted import VOCAB_SIZE, ScriptedModel, simulated, truthful
 from sweeps import sweep
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import runtime
 from runtime.generation.conversation import Conversation
 from runtime.generation.text import ROLES, encode_prompt
-from runtime.generation.tool_calls.functions import Functions
+from runtime.generation.tool_calls.tools import Functions
 
 WORDS = ["<unk>", *ROLES, "hello", "world", ":", "called"]
 CHAT = """\
@@ -25,15 +24,9 @@ CHAT = """\
 {% else %}called{% endif %} {% endfor %}assistant :"""
 
 
-def tokenizer(template: str = CHAT, **options: Any) -> TokenizerWrapper:
-    """A tokenizer with one token per word."""
-    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, unk_token=WORDS[0], chat_template=template, **options)
-    return TokenizerWrapper(fast)
-
-
-words = functools.cache(tokenizer)
+@functools.cache
+def words(template: str = CHAT) -> TokenizerWrapper:
+    return word_tokenizer(WORDS, chat_template=template)
 
 
 def said(messages: Any, template: str = CHAT) -> str:
@@ -65,6 +58,8 @@ BAD = [
     ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text must be a text, got None"),
     ([{"role": "user", "content": "\ud800"}], "not valid text"),
     ([{"role": "x" * 9999, "content": "x"}], "which is unknown"),
+    ([USER, "not a message"], "got 'not a message'"),
+    ([USER, 5], "got 5"),
 ]
 
 
@@ -101,7 +96,10 @@ def test_a_role_that_a_template_speaks_of_is_known_to_it():
     assert said([{"role": "tool_list", "content": "hello"}], template).startswith("called")
 
 
-@pytest.mark.parametrize("error", ["messages[5].content.strip()", "1 / 0", "messages[0].content + 5"])
+@pytest.mark.parametrize(
+    "error",
+    ["messages[5].content.strip()", "1 / 0", "messages[0].content + 5", "raise_exception('roles must alternate')"],
+)
 def test_whatever_a_template_raises_is_about_the_prompt(error):
     with pytest.raises(runtime.PromptError, match="the chat template does not take these messages: "):
         encode_prompt([USER], words("{{ " + error + " }}"), len(WORDS))
@@ -124,7 +122,7 @@ def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
         raise AssertionError(message)
 
     monkeypatch.setattr(transformers.tokenization_utils_base.logger, "warning", warn)
-    short = tokenizer(model_max_length=4)
+    short = word_tokenizer(WORDS, chat_template=CHAT, model_max_length=4)
     text = "hello world " * 10
     if kind == "text":
         assert len(encode_prompt(text, short, VOCAB_SIZE)) == 20
@@ -139,7 +137,7 @@ def test_only_the_runtime_speaks_of_a_prompt_that_is_long(kind, monkeypatch):
             short,
             system=None,
             thinking=None,
-            settings={},  # type: ignore[arg-type, return-value, func-returns-value]
+            settings={},
             tools=Functions(()),
         )
         with pytest.raises(AttributeError):  # there is no stream

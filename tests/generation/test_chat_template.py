@@ -6,13 +6,14 @@ import functools
 from typing import Any
 
 import pytest
+from chat_models import demo_with
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from sweeps import sweep
 from template_families import TEMPLATES, templated
-from transformers import AutoTokenizer
 
 import runtime
-from runtime.generation.chat_template import asks_for_reasoning, render_chat_template, thinking_switch
+from runtime.generation.chat_template.known import asks_for_reasoning, thinking_switch
+from runtime.generation.chat_template.rendering import render_chat_template
 from runtime.generation.reasoning import ReasoningTracker
 
 USER = {"role": "user", "content": "one"}
@@ -24,10 +25,7 @@ _TAGLESS = _TURNS + "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 @functools.cache
 def speaking(template: str) -> TokenizerWrapper:
     """The demo pair's tokenizer with a template and tags."""
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens([*THINK, "<|user|>", "<|assistant|>"], special_tokens=True)
-    base.chat_template = template
-    return TokenizerWrapper(base)
+    return demo_with(*THINK, "<|user|>", "<|assistant|>", template=template)
 
 
 # As Qwen3.5's: messages have an empty reasoning, and a prompt ends within one.
@@ -138,12 +136,10 @@ TAGS = [
 def test_the_tags_of_every_family_are_those_of_reasoning(
     opening: str, closing: str, are_tokens: bool, is_begun: bool
 ) -> None:
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens([opening, closing] if are_tokens else [], special_tokens=True)
     # Tags that are ordinary text are known by the template, which has one of them at least.
-    base.chat_template = _TAGLESS.replace("trim", f"trim | replace('{closing}', '')")
-    base.chat_template += f"{{% if is_begun %}}{opening}\n{{% endif %}}"
-    tokenizer = TokenizerWrapper(base)
+    template = _TAGLESS.replace("trim", f"trim | replace('{closing}', '')")
+    template += f"{{% if is_begun %}}{opening}\n{{% endif %}}"
+    tokenizer = demo_with(*([opening, closing] if are_tokens else []), template=template)
     asked = [{"role": "user", "content": f"What does {opening} mean?"}]
     rendered = render_chat_template(asked, tokenizer, is_begun=is_begun)
     answer = ReasoningTracker(tokenizer, tokenizer.encode(rendered, add_special_tokens=False))
@@ -166,9 +162,7 @@ def test_reasoning_is_on_unless_it_is_switched_off_whatever_the_tags(tags: tuple
 
 
 def test_markers_around_an_answer_are_no_part_of_it() -> None:
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens([*TAGS[2], "<|START_RESPONSE|>", "<|END_RESPONSE|>"], special_tokens=True)
-    tokenizer = TokenizerWrapper(base)
+    tokenizer = demo_with(*TAGS[2], "<|START_RESPONSE|>", "<|END_RESPONSE|>")
     answer = ReasoningTracker(tokenizer, [1])
     said = "<|START_THINKING|>Hm.<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"
     for token in tokenizer.encode(said, add_special_tokens=False):
@@ -210,7 +204,6 @@ def test_thinking_is_switched_by_the_templates_own_name(template: str, name: str
     """sgl-project/sglang #9488."""
     tokenizer = templated(template, *THINK)
     switch = thinking_switch(tokenizer)
-    assert switch is not None
     assert switch.name == name
     assert render_chat_template([USER], tokenizer, enable_thinking=True).endswith("<on>")
     assert render_chat_template([USER], tokenizer, enable_thinking=False).endswith("<|assistant|>")

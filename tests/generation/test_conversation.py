@@ -10,11 +10,10 @@ import mlx.nn as nn
 import pytest
 import trio
 from architectures import build
-from chat_models import TEMPLATE, THINKING_TEMPLATE, pair, says, target, tokenizer
+from chat_models import TEMPLATE, THINKING_TEMPLATE, demo_with, pair, says, target, tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scripted import read_into
 from sweeps import sweep
-from transformers import AutoTokenizer
 
 import runtime
 from protocol.messages import Open
@@ -288,9 +287,7 @@ def test_what_stands_between_tags_is_thinking(text: str, prompt: str, thinking: 
 
 
 def test_tags_of_several_tokens() -> None:
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens(["<|channel>", "<channel|>"], special_tokens=True)
-    wrapped = TokenizerWrapper(base)
+    wrapped = demo_with("<|channel>", "<channel|>")
     assert len(wrapped.think_start_tokens) > 1
     text = "\n<|channel>thought\nHm.<channel|>import"
     answer, flags = parts(text, wrapped)

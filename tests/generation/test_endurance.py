@@ -59,7 +59,6 @@ def num_tasks() -> int:
     tasks, num = [trio.lowlevel.current_root_task()], 0
     while tasks:
         task = tasks.pop()
-        assert task is not None
         num += not task.name.endswith("._give_up_if_it_hangs")
         tasks += (child for nursery in task.child_nurseries for child in nursery.child_tasks)
     return num

@@ -14,7 +14,7 @@ from tool_call_cases import FORMATS, call_format
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.argument_values import is_json
-from runtime.generation.tool_calls.call_writer import written_calls
+from runtime.generation.tool_calls.call_format import written_calls
 from runtime.generation.tool_calls.events import Answer
 
 THINK: dict[str, Any] = {"tags": ("<think>", "</think>")}
@@ -52,7 +52,6 @@ def calls_in(answer: Answer) -> list[tuple[str, Any]]:
 def written(format: str, *calls: tuple[str, dict[str, Any]]) -> str:
     """Calls as the format's layout has them."""
     known = call_format(format)
-    assert known.layout is not None
     return written_calls(known, known.layout, calls)
 
 
@@ -97,8 +96,6 @@ def test_calls_are_read_as_they_are_written(format: str) -> None:
 @sweep("format", TEXT_FORMATS)
 def test_the_beginning_of_an_argument_in_a_text_is_a_word_unless_it_may_be_one(format: str) -> None:
     layout = call_format(format).layout
-    assert layout is not None
-    assert layout.key is not None
     opening = layout.key.replace("{type}", "string").replace("\0", "")
     for key, is_call in (("x", True), ("content", False)):
         arguments = {"path": f"use {opening.replace('{key}', key)} here", "content": "c"}
@@ -120,7 +117,6 @@ def test_a_file_that_has_a_whole_call_in_it_is_one_call(format: str) -> None:
 def test_no_text_takes_in_a_call_after_it(format: str) -> None:
     known = call_format(format)
     layout = known.layout
-    assert layout is not None
     wanted: list[tuple[str, Any]] = [("fs.read", {"path": "a"}), ("run", {"command": "a"})]
     first, second = (written(format, call) for call in wanted)
     without_end = first[: -len(known.end)] if known.end else first[: -len(layout.value_end)]
@@ -153,8 +149,7 @@ PIECES = st.sampled_from(
 def test_whatever_is_in_a_text_it_is_that_call_or_none(format: str, data: st.DataObject) -> None:
     known = call_format(format)
     layout = known.layout
-    assert layout is not None
-    key = (layout.key or "").replace("{type}", "string")
+    key = layout.key.replace("{type}", "string")
     markers = {
         **{"START": known.start, "END": known.end, "VALUE_END": layout.value_end.strip(), "TAIL": layout.tail},
         **{"KEY": key.replace("{key}", "path"), "OTHER_KEY": key.replace("{key}", "x")},
@@ -420,7 +415,6 @@ def test_a_call_that_is_cut_off_in_a_text_has_the_text_so_far(format: str) -> No
     text = written(format, ("write", {"path": "a.md", "content": "one two three"}))
     answer = read(format, text[: text.index(" three")], is_complete=False)
     assert (answer.content, answer.calls) == ("", [])
-    assert answer.cut_call is not None
     assert (answer.cut_call.name, answer.cut_call.arguments) == ("write", '{"path": "a.md", "content": "one two')
 
 

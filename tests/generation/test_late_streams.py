@@ -1,4 +1,4 @@
-"""Streams that are begun while a runtime is being cancelled: they end, or report that the runtime is closed."""
+"""The end of a runtime: streams that are begun while it is cancelled, and closing it by its own method."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from typing import Any, Literal
 
 import pytest
 import trio
+import trio.testing
+from blocking_models import BlockingModel
+from greedy_pair import target
+from our_threads import outrider_threads
 from scripted import ScriptedModel, Simulation, agreeing, collect, continuation, read_into, run, simulated, truthful
 from sweeps import sweep
 
+import runtime
 from protocol.errors import RuntimeClosedError
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -157,3 +162,48 @@ def test_a_runtime_that_was_cancelled_before_its_block_began_takes_no_streams() 
         return num_begun
 
     assert sum(run(cancelled_after, n, schedule) for n in range(10) for schedule in range(5)) > 0
+
+
+# --- by its own method ---------------------------------------------------------------------------
+
+
+async def test_closing_what_was_served_waits_for_the_forward_pass_and_joins_the_threads() -> None:
+    held = BlockingModel(target())
+    closed: list[int] = []
+    async with trio.open_nursery() as nursery:
+        rt = await nursery.start(runtime.keep_open, (held, None))
+        held.block()
+
+        @nursery.start_soon
+        async def read() -> None:
+            with pytest.raises(runtime.RuntimeClosedError, match="runtime was closed"):
+                await rt.generate(PROMPT, max_tokens=400)
+
+        async def close() -> None:
+            await rt.aclose()
+            closed.append(len(outrider_threads()))
+
+        await held.blocked_in_trio()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await rt.aclose()
+        # Only the wait was cancelled.
+        assert scope.cancelled_caught
+        with pytest.raises(runtime.RuntimeClosedError, match="open another"):
+            rt.stream(PROMPT)
+        nursery.start_soon(close)
+        nursery.start_soon(close)
+        await trio.testing.wait_all_tasks_blocked()
+        assert closed == []
+        held.release()
+    # The task that served the runtime has ended by itself, or the nursery would still be open.
+    assert closed == [0, 0]
+    await rt.aclose()
+
+
+async def test_cancelling_the_nursery_releases_whoever_closes() -> None:
+    async with trio.open_nursery() as nursery:
+        rt = await nursery.start(runtime.keep_open, (target(), None))
+        nursery.cancel_scope.cancel()
+    await rt.aclose()
+    assert outrider_threads() == []

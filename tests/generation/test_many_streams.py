@@ -22,6 +22,7 @@ from scripted import (
     Simulation,
     agreeing,
     collect,
+    collect_all,
     continuation,
     priced,
     run,
@@ -81,8 +82,8 @@ def most_turns_in_between(simulation: Simulation, asked: Asked) -> list[int]:
         for session in sessions_of(waiting):
             own = last_done.get(session, 0.0)
             since = min((at for at in asked.at[session] if own <= at <= waiting.at), default=own)
-            last_done[session] = waiting.done_at  # type: ignore[assignment]
-            between = [other for other in handed if since < other.done_at < waiting.done_at]  # type: ignore[operator]
+            last_done[session] = waiting.done_at
+            between = [other for other in handed if since < other.done_at < waiting.done_at]
             if waiting.job.kind == "prefill":
                 between = [other for other in between if other.job.kind == "prefill"]
             turns = Counter(other for job in between if session not in sessions_of(job) for other in sessions_of(job))
@@ -188,15 +189,7 @@ async def test_no_more_streams_are_at_work_than_there_are_places(
         rt = simulation.runtime
         streams = [rt.stream([n], max_tokens=10, **MIXED[n % 5]) for n in range(7)]
         assert (rt.num_streams, rt.num_waiting) == (most, 7 - most)
-        texts: dict[int, list[int]] = {}
-
-        async def read(n: int) -> None:
-            texts[n] = await collect(streams[n])
-
-        async with trio.open_nursery() as nursery:
-            for n in range(7):
-                nursery.start_soon(read, n)
-        assert texts == {n: continuation([n], 10) for n in range(7)}
+        assert await collect_all(streams) == [continuation([n], 10) for n in range(7)]
         await trio.testing.wait_all_tasks_blocked()
         assert (rt.num_streams, rt.num_waiting) == (0, 0)
     assert max(at_work(simulation)) == most
@@ -215,7 +208,6 @@ async def test_a_stream_that_waits_costs_the_models_nothing_and_begins_when_ther
         assert await collect(second) == continuation([2], 10)
         waited = second.statistics().time_to_first_token
         # Counted from the call, which was at the very beginning.
-        assert waited is not None
         assert waited > ended
         # As soon as the drafter had finished its running step.
         assert simulation.spans("target", session=1)[0].began <= ended + 1

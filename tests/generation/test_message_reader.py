@@ -1,26 +1,34 @@
 """Answers of several messages with headers, and markers of an answer's structure.
 
-gpt-oss' channels: ml-explore/mlx-lm #875 and #1867; Kimi K3's markers: vllm-project/vllm #51412.
+gpt-oss' channels, also in streams, conversations with tools and required calls: ml-explore/mlx-lm #875 and #1867;
+Kimi K3's markers: vllm-project/vllm #51412.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from types import SimpleNamespace
 from typing import Any, cast
 
+import mlx.core as mx
+import numpy as np
+from chat_models import demo_with, says
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from models import llama
 from sweeps import sweep
 from tool_call_cases import TOOLS, call_format
-from transformers import AutoTokenizer
 
 import runtime
 from runtime.generation.answers.message_format import HARMONY, MUSE_SPARK
 from runtime.generation.answers.message_reader import MessageReader, Reader
-from runtime.generation.reasoning import ReasoningTracker
+from runtime.generation.grammar import Grammar
+from runtime.generation.reasoning import ReasoningTracker, marks_of
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import call_format as format_of
+from runtime.generation.tool_calls.call_grammar import call_grammar
 from runtime.generation.tool_calls.events import Answer, Delta
+from runtime.generation.tool_calls.tools import tools_of
 
 
 class HarmonyTokenizer:
@@ -165,7 +173,6 @@ def test_each_cut_of_an_answer_gives_what_was_written_so_far() -> None:
         assert answer.reasoning == text[len(ANALYSIS) : min(end, text.index(NEXT))]
         assert answer.content == text[text.index(FINAL) + len(FINAL) : min(end, text.rindex(NEXT))]
         if end >= text.index(CALL) + len(CALL):
-            assert answer.cut_call is not None
             assert (answer.cut_call.name, answer.cut_call.arguments) == ("search", text[text.index(ONE) : end])
 
 
@@ -179,9 +186,7 @@ def test_text_and_arguments_come_as_they_are_written() -> None:
 
 @sweep("tags", [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|inner_prefix|>", "<|inner_suffix|>")])
 def test_tags_that_are_special_tokens_mark_the_reasoning(tags: tuple[str, str]) -> None:
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens(list(tags), special_tokens=True)
-    tokenizer = TokenizerWrapper(base)
+    tokenizer = demo_with(*tags)
     for prompt, text in (("", f"{tags[0]}a{tags[1]}b"), (tags[0], f"a{tags[1]}b")):
         answer = ReasoningTracker(tokenizer, tokenizer.encode(prompt, add_special_tokens=False))
         assert answer.is_thinking is bool(prompt)
@@ -211,3 +216,92 @@ def test_llamas_calls_have_no_markers_and_count_where_an_answer_begins(text: str
         answer.add(events)
         assert (answer.content, [call.name for call in answer.calls]) == (content, names)
         assert "".join(event.source for event in events) == text
+
+
+# --- in the library -------------------------------------------------------------------------------
+
+TEMPLATE = """\
+{%- for m in messages -%}
+{%- if m.role == "assistant" %}<|assistant|>{% endif -%}
+{%- if m.tool_calls -%}
+<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary json<|message|>
+{{- m.tool_calls[0].function.arguments | tojson }}<|call|>
+{%- else -%}
+<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|><|start|>assistant{% endif -%}
+"""
+LOOKED_UP = f"{ANALYSIS}Look it up.{NEXT}"
+DOUBLES = CALL.replace("search", "double") + '{"number": 4}'
+SAID = f"{FINAL}It is 8, so 8."
+
+
+@functools.cache
+def tokenizer() -> TokenizerWrapper:
+    # The scripted model counts its turns by a token for the role.
+    return demo_with(*HARMONY.marks, "<|assistant|>", template=TEMPLATE)
+
+
+def target() -> tuple[Any, Any]:
+    return llama(0, vocab_size=len(tokenizer())), tokenizer()
+
+
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: to double.
+    """
+    return 2 * number
+
+
+async def test_a_conversation_calls_tools_and_keeps_reasoning_apart() -> None:
+    async with runtime.open(target()) as rt:
+        processor = says(tokenizer(), LOOKED_UP + DOUBLES, LOOKED_UP + SAID, lead="<|start|>assistant")
+        conversation = rt.conversation(tools=[double], logits_processors=(processor,), max_tokens=80)
+        completion = await conversation.generate("Twice four?")
+        assert (completion.thinking, completion.content) == ("Look it up.", "It is 8, so 8.")
+        _, called, result, said = conversation.messages
+        assert called["tool_calls"][0]["function"] == {"name": "double", "arguments": '{"number": 4}'}
+        assert (called["reasoning_content"], called["content"], result["content"]) == ("Look it up.", "", "8")
+        assert (said["content"], said["reasoning_content"]) == ("It is 8, so 8.", "Look it up.")
+
+
+async def test_a_stream_marks_the_reasoning_and_stops_in_the_content() -> None:
+    async with runtime.open(target()) as rt:
+        processor = says(tokenizer(), LOOKED_UP + SAID.replace("8,", "it,"), lead="<|start|>assistant")
+        settings: Any = {"logits_processors": (processor,), "max_tokens": 80}
+        messages = [{"role": "user", "content": "Twice four?"}]
+        whole = await rt.generate(messages, **settings)
+        marked = "".join(token.text for token in whole.tokens if token.is_thinking)
+        assert marked == "<|message|>Look it up.<|end|><|start|>"
+        stopped = await rt.generate(messages, stop="it", **settings)
+        assert (stopped.thinking, stopped.content, stopped.stop_reason) == ("Look it up.", "It is ", "it")
+
+
+@sweep(
+    ("text", "choice", "is_allowed"),
+    [
+        (LOOKED_UP + DOUBLES, "required", True),
+        (DOUBLES, "double", True),
+        (LOOKED_UP + SAID, "required", False),
+        (LOOKED_UP + SAID, "auto", True),
+        (DOUBLES, "auto", True),
+        (DOUBLES.replace("4", '"four"'), "required", False),
+    ],
+)
+def test_a_grammar_holds_the_model_to_calls_in_their_channel(text: str, choice: str, is_allowed: bool) -> None:
+    properties = {"number": {"type": "integer"}}
+    function = {"name": "double", "strict": True, "parameters": {"type": "object", "properties": properties}}
+    tools, format = tools_of([function], choice), format_of(tokenizer())
+    marks = marks_of(ReasoningTracker(tokenizer(), ()))
+    grammar = Grammar(call_grammar(tools, format, tokenizer(), **marks), tokenizer())
+    tokens, is_let_through = [0], True
+    for token in (*tokenizer().encode(text, add_special_tokens=False), tokenizer().eos_token_id):
+        logits = np.array(grammar(mx.array(tokens), mx.zeros((1, len(tokenizer())))))
+        is_let_through = is_let_through and bool(logits[0, token] == 0)
+        if not is_let_through:
+            break
+        tokens.append(token)
+    assert is_let_through is is_allowed

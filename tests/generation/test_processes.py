@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-# For a child that hangs, which is a failure; nothing else waits that long.
+# For a child that hangs; nothing else waits that long.
 PATIENCE_SECONDS = 300
 
 CHILD = '''
@@ -275,68 +276,47 @@ class Ended:
     errors: str
 
 
-class Child:
-    """A process that runs a function of the script above, with a model that is held in its nth forward pass."""
+def end_of(way: str, directory: Path, *held: str, steps: str = "") -> Ended:
+    """How a process ends that runs a function of the script above.
 
-    def __init__(self, way: str, directory: Path, who: str = "", nth: str = "") -> None:
-        script = directory / "child.py"
-        script.write_text(CHILD)
-        self._errors = directory / "stderr"
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
-            "HF_HUB_OFFLINE": "1",
-        }
-        with self._errors.open("w") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-X", "dev", "-W", "error", str(script), way, who, nth],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                cwd=directory,
-                env=environment,
-            )
-
-    def says(self, line: str) -> None:
-        """Assert that the child prints this line next."""
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == f"{line}\n"
-
-    def go_on(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write("go on\n")
-        self._process.stdin.flush()
-
-    def interrupt(self) -> None:
-        self._process.send_signal(signal.SIGINT)
-
-    def end(self) -> Ended:
-        said, _ = self._process.communicate()
-        return Ended(self._process.returncode, said.splitlines(), self._errors.read_text())
-
-    def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
+    Args:
+        held: which model is held, in which forward pass.
+        steps: what happens meanwhile, separated by semicolons: lines that it prints; or "Ctrl-C", which it gets then,
+            and "go on", by which the pass goes on.
+    """
+    (directory / "child.py").write_text(CHILD)
+    command = [sys.executable, "-X", "dev", "-W", "error", str(directory / "child.py"), way, *(held or ("", ""))]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    with (
+        (directory / "stderr").open("w") as errors,
+        subprocess.Popen(command, stderr=errors, cwd=directory, env=environment, **pipes) as process,
+        killed_after_a_while(process),
+    ):
+        for step in steps.split("; ") if steps else ():
+            if step == "Ctrl-C":
+                process.send_signal(signal.SIGINT)
+            elif step == "go on":
+                process.stdin.write("go on\n")
+                process.stdin.flush()
+            else:
+                assert process.stdout.readline() == f"{step}\n"
+        said, _ = process.communicate()
+    return Ended(process.returncode, said.splitlines(), (directory / "stderr").read_text())
 
 
 @contextmanager
-def child(way: str, directory: Path, *held: str) -> Iterator[Child]:
-    process = Child(way, directory, *held)
+def killed_after_a_while(process: subprocess.Popen[str]) -> Iterator[None]:
+    """End a process that is left, or that hangs, which is a failure."""
     watchdog = threading.Timer(PATIENCE_SECONDS, process.kill)
     watchdog.start()
     try:
-        yield process
+        yield
     finally:
         watchdog.cancel()
         watchdog.join()
         process.kill()
-
-
-def end_of(way: str, directory: Path) -> Ended:
-    """How a process ends that nobody interrupts."""
-    with child(way, directory) as process:
-        return process.end()
 
 
 ODD = ("terminate called", "Warning", "never awaited", "Exception ignored", "Fatal", "ExceptionGroup")
@@ -368,60 +348,22 @@ def test_a_process_that_dies_of_an_exception_shows_that_and_no_more(tmp_path: Pa
     assert is_one_traceback_of(error, ended.errors), ended.errors
 
 
-def assert_interrupted(ended: Ended, *said: str) -> None:
-    """A process that dies of Ctrl-C tells its parent so; then a shell's loop stops with it."""
-    assert (ended.status, ended.said) == (-signal.SIGINT, [*said])
-    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors
-
-
 @pytest.mark.parametrize(
-    ("way", "who", "nth", "told", "said"),
+    ("way", "held", "steps", "said"),
     [
         # The consumer is cancelled at once; the runtime waits for the forward pass.
-        ("be_interrupted", "draft", "IN_DECODE", ["interrupted"], ["left"]),
-        ("be_interrupted", "target", "OPENING", [], ["left"]),
-        ("sync_stream_interrupted", "target", "IN_DECODE", ["interrupted"], []),
+        ("be_interrupted", ("draft", "IN_DECODE"), "in a forward pass; Ctrl-C; interrupted; go on", ["left"]),
+        ("be_interrupted", ("target", "OPENING"), "in a forward pass; Ctrl-C; go on", ["left"]),
+        ("sync_stream_interrupted", ("target", "IN_DECODE"), "in a forward pass; Ctrl-C; interrupted; go on", []),
+        ("be_interrupted", ("target", "IN_PREFILL"), "in a forward pass; Ctrl-C; interrupted; Ctrl-C; go on", ["left"]),
+        ("be_interrupted_while_leaving", ("target", "IN_DECODE"), "in a forward pass; leaving; Ctrl-C; go on", []),
+        ("asyncio_interrupted", ("target", "IN_DECODE"), "in a forward pass; Ctrl-C; interrupted; go on", []),
     ],
 )
 def test_an_interrupted_process_finishes_its_pass_and_dies_of_it(
-    way: str, who: str, nth: str, told: list[str], said: list[str], tmp_path: Path
+    way: str, held: tuple[str, str], steps: str, said: list[str], tmp_path: Path
 ) -> None:
-    with child(way, tmp_path, who, nth) as process:
-        process.says("in a forward pass")
-        process.interrupt()
-        for line in told:
-            process.says(line)
-        process.go_on()
-        assert_interrupted(process.end(), *said)
-
-
-def test_a_process_that_is_interrupted_again_while_it_leaves_dies_of_the_interrupt(tmp_path: Path) -> None:
-    with child("be_interrupted", tmp_path, "target", "IN_PREFILL") as process:
-        process.says("in a forward pass")
-        process.interrupt()
-        process.says("interrupted")
-        process.interrupt()
-        process.go_on()
-        assert_interrupted(process.end(), "left")
-
-
-def test_a_process_that_is_interrupted_while_it_leaves_dies_of_the_interrupt(tmp_path: Path) -> None:
-    with child("be_interrupted_while_leaving", tmp_path, "target", "IN_DECODE") as process:
-        process.says("in a forward pass")
-        process.says("leaving")
-        process.interrupt()
-        process.go_on()
-        assert_interrupted(process.end())
-
-
-def test_an_asyncio_program_can_be_interrupted(tmp_path: Path) -> None:
-    with child("asyncio_interrupted", tmp_path, "target", "IN_DECODE") as process:
-        process.says("in a forward pass")
-        process.interrupt()
-        # The task is cancelled at once; leaving the runtime waits for the forward pass.
-        process.says("interrupted")
-        process.go_on()
-        ended = process.end()
-    assert (ended.status, ended.said) == (-signal.SIGINT, [])
-    assert ended.errors.splitlines()[-1] == "KeyboardInterrupt"
-    assert not any(word in ended.errors for word in ODD), ended.errors
+    ended = end_of(way, tmp_path, *held, steps=steps)
+    # A process that dies of Ctrl-C tells its parent so; then a shell's loop stops with it.
+    assert (ended.status, ended.said) == (-signal.SIGINT, said)
+    assert is_one_traceback_of("KeyboardInterrupt", ended.errors), ended.errors

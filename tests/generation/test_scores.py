@@ -17,11 +17,12 @@ from asgi import Letters, looping
 from blocking_models import BlockingModel, released_on_exit
 from cache_subjects import ATOL, SUBJECTS, TEXT, Subject, subject
 from completions import ids
+from faces import got, on_every_face, within
 from greedy_pair import PROMPT, drafter, target, text
 from models import VOCAB_SIZE, Failing, Wrapped, gemma3_text, llama, mamba, prompt_of
 from our_threads import outrider_threads
 from sample_tokenizers import demo
-from scripted import ScriptedModel, run, simulated
+from scripted import ScriptedModel, simulated
 from sweeps import sweep
 
 import runtime
@@ -91,7 +92,7 @@ def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
     assert Score(tokens, 1).perplexity == math.inf
 
 
-def test_other_tasks_have_their_turn_while_the_texts_of_likely_tokens_are_decoded() -> None:
+async def test_other_tasks_have_their_turn_while_the_texts_of_likely_tokens_are_decoded(autojump_clock: Any) -> None:
     class Counting(Letters):
         """Counts the calls between two steps of tasks."""
 
@@ -108,13 +109,10 @@ def test_other_tasks_have_their_turn_while_the_texts_of_likely_tokens_are_decode
         def before_task_step(self, task: trio.lowlevel.Task) -> None:
             tokenizer.num_calls = 0
 
-    async def main() -> None:
-        async with simulated(ScriptedModel(looping), tokenizer=tokenizer) as simulation:
-            trio.lowlevel.add_instrument(Steps())
-            score = await simulation.runtime.score("a", [1] * 40, logprobs=20)
-            assert len(score.tokens[0].top_logprobs) == 20
-
-    run(main)
+    async with simulated(ScriptedModel(looping), tokenizer=tokenizer) as simulation:
+        trio.lowlevel.add_instrument(Steps())
+        score = await simulation.runtime.score("a", [1] * 40, logprobs=20)
+        assert len(score.tokens[0].top_logprobs) == 20
     assert 40 < tokenizer.most_calls < 160
 
 
@@ -365,26 +363,20 @@ async def test_closing_the_runtime_ends_a_score() -> None:
                 await rt.aclose()
 
 
-# --- without trio ---------------------------------------------------------------------------------
+# --- other faces ----------------------------------------------------------------------------------
 
 
-def test_scores_are_the_same_without_trio() -> None:
-    async def in_trio() -> runtime.Score:
-        async with runtime.open((target(), None)) as rt:
-            return await rt.score(PROMPT, CONTINUATION, logprobs=2)
-
-    async def in_asyncio() -> runtime.Score:
-        async with runtime.aio.open((target(), None)) as rt:
-            with pytest.raises(runtime.PromptError, match="as a continuation, the prompt is empty"):
-                await rt.score(PROMPT, [])
-            return await rt.score(PROMPT, CONTINUATION, logprobs=2)
-
-    expected = trio.run(in_trio)
-    assert asyncio.run(in_asyncio()) == expected
-    with runtime.open_sync((target(), None)) as rt:
-        assert rt.score(PROMPT, CONTINUATION, logprobs=2) == expected
+@on_every_face
+async def test_scores_are_the_models_on_every_face(open: Any) -> None:
+    logits = target()(mx.array([[*PROMPT, *CONTINUATION]])).astype(mx.float32)[0, len(PROMPT) - 1 : -1]
+    rows = (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
+    async with within(open((target(), None))) as rt:
+        score = await got(rt.score(PROMPT, CONTINUATION, logprobs=2))
+        expected = [row[token] for row, token in zip(rows, CONTINUATION, strict=True)]
+        assert logprobs(score) == pytest.approx(expected, abs=ATOL)
+        assert [len(token.top_logprobs) for token in score.tokens] == [2] * len(CONTINUATION)
         with pytest.raises(runtime.PromptError, match="as a continuation, the prompt is empty"):
-            rt.score(PROMPT, [])
+            await got(rt.score(PROMPT, []))
 
 
 def test_cancelling_a_score_in_asyncio_frees_it() -> None:

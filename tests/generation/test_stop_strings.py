@@ -14,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import trio
+from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, says, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import VOCAB_SIZE, llama, near
-from sample_tokenizers import DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
+from sample_tokenizers import Bytes, DecodeOnly, OneLetterTokenizer, byte_fallback, byte_level, demo
 from scripted import (
     ScriptedModel,
     Simulation,
@@ -32,6 +33,7 @@ from scripted import (
     truthful,
 )
 from sweeps import sweep
+from tool_call_cases import TOOLS, call_format
 
 import runtime
 from protocol.errors import SettingsError
@@ -40,7 +42,7 @@ from protocol.session_state import Commit
 from protocol.settings import Settings
 from protocol.stop_strings import StopMatcher
 from runtime import Completion
-from runtime.generation.text import GrowingText, StopFinder
+from runtime.generation.text import ContentStops, GrowingText, StopFinder
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 
 Decode = Callable[[list[int]], str]
@@ -136,16 +138,6 @@ def test_what_lies_ahead_is_searched_and_given_only_where_the_text_ends() -> Non
 # --- tokens of any bytes --------------------------------------------------------------------------
 
 
-class Table:
-    """A tokenizer whose tokens are these bytes."""
-
-    def __init__(self, tokens: Sequence[bytes]) -> None:
-        self._tokens = tokens
-
-    def decode(self, ids: list[int]) -> str:
-        return b"".join(self._tokens[i] for i in ids).decode(errors="replace")
-
-
 PARTS = [
     *(text.encode() for text in ("a", "b", "ab", "ba", " ", "é", "中", "🙂", "\u0301", "\ufffd")),
     *(b"\xf0", b"\xf0\x9f", b"\x9f\x99", b"\x99\x82", b"\x82", b"a\xf0\x9f", b"ab\xf0", b"\x82b"),
@@ -161,7 +153,7 @@ def test_tokens_of_any_bytes_read_as_if_decoded_anew_each_time(
 ) -> None:
     if len(found := [i for i, token in enumerate(tokens) if token in ends]) > 0:
         del tokens[found[0] + 1 :]  # the end of the text
-    table = Table(PARTS)
+    table = Bytes(PARTS)
     assert read(table, tokens, stops, ends) == cut(table.decode, tokens, stops, ends)
 
 
@@ -172,7 +164,7 @@ def test_who_decides_reads_in_rounds_what_the_consumer_reads_in_tokens(
 ) -> None:
     is_over = data.draw(st.booleans())
     borders = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=5)) if len(tokens) > 1 else [])
-    find, table, decided = StopFinder(Table(PARTS), opened(stops)), Table(PARTS), None  # type: ignore[arg-type]
+    find, table, decided = StopFinder(Bytes(PARTS), opened(stops)), Bytes(PARTS), None
     for round, (begin, end) in enumerate(itertools.pairwise([0, *borders, len(tokens)])):
         finish_reason = "length" if is_over and end == len(tokens) else None
         commit = Commit(0, round, 1 + begin, tuple(tokens[begin:end]), 0, finish_reason=finish_reason)
@@ -487,21 +479,18 @@ async def test_what_may_become_a_stop_string_comes_once_it_is_known_not_to(autoj
 
 
 @sweep("lookahead", [0, 3])
-def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
-    lookahead: int, caplog: pytest.LogCaptureFixture
+async def test_a_tokenizer_that_fails_fails_for_its_reader_and_for_nobody_else(
+    lookahead: int, caplog: pytest.LogCaptureFixture, autojump_clock: Any
 ) -> None:
-    async def main() -> None:
-        async with scripted_letters("right", tokenizer=OneLetterTokenizer(fails_at=TOKENS[5])) as simulation:
-            stream = simulation.runtime.stream(DISTINCT, max_tokens=8, lookahead=lookahead, stop="☂")
-            got: list[int] = []
-            with pytest.raises(ValueError, match=f"no token {TOKENS[5]}"):
-                await read_into(got, stream)
-            assert got == TOKENS[:5]
-            await stream.aclose()
-            other = await simulation.runtime.generate(DISTINCT, max_tokens=4, stop=TEXT[2])
-            assert other.text == TEXT[:2]
-
-    run(main)
+    async with scripted_letters("right", tokenizer=OneLetterTokenizer(fails_at=TOKENS[5])) as simulation:
+        stream = simulation.runtime.stream(DISTINCT, max_tokens=8, lookahead=lookahead, stop="☂")
+        got: list[int] = []
+        with pytest.raises(ValueError, match=f"no token {TOKENS[5]}"):
+            await read_into(got, stream)
+        assert got == TOKENS[:5]
+        await stream.aclose()
+        other = await simulation.runtime.generate(DISTINCT, max_tokens=4, stop=TEXT[2])
+        assert other.text == TEXT[:2]
     assert "not searched for stop strings any more" in caplog.text
 
 
@@ -514,3 +503,81 @@ async def test_without_a_tokenizer_there_is_no_text_to_stop_at(autojump_clock: A
             simulation.runtime.stream(DISTINCT, stop="x")
         assert simulation.runtime.num_streams == 0
         assert simulation.target.sequences == []
+
+
+# --- reasoning and calls --------------------------------------------------------------------------
+
+TAGS = ("<think>", "</think>")
+JSON_CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 9.8, "b": 1}}</tool_call>'
+GLM_CALL = "<tool_call>search<arg_key>query</arg_key><arg_value>9.8 or</arg_value></tool_call>"
+
+WHOLE: Any = None  # nothing is found
+
+
+@sweep(
+    ("options", "text", "stops", "given", "found"),
+    [
+        ({"is_thinking": True}, "9.8 <9.8?</think>\n\nIt is 9.80.", "9.8", "9.8 <9.8?</think>\n\nIt is ", "9.8"),
+        ({}, "<think>9.8</think>9.", "9.8", WHOLE, None),
+        ({}, "<think>9.8", "9.8", WHOLE, None),
+        ({}, "9.8<think>9.8</think>", "9.8", "", "9.8"),
+        ({}, "a <think>9.8", "9.8", "a <think>", "9.8"),  # a word
+        ({"is_thinking": True}, "a\n\nb\n</think>\n\nc\n\nd", "\n\n", "a\n\nb\n</think>\n\nc", "\n\n"),
+        ({"is_thinking": True}, "a</think>b", "</think>", "a", "</think>"),
+        ({"is_thinking": True}, "a 9.8</think>b 9.8", ["</think>x", "9.8"], "a 9.8</think>b ", "9.8"),
+        ({"format": "json_tools"}, f"I: {JSON_CALL}\n9.8", "9.8", f"I: {JSON_CALL}\n", "9.8"),
+        ({"format": "json_tools"}, f"9. {JSON_CALL[:50]}", "9.8", WHOLE, None),
+        ({"format": "json_tools"}, f"9.8 {JSON_CALL}", "9.8", "", "9.8"),
+        ({"format": "json_tools"}, f"A {JSON_CALL}", "<tool_call>", "A ", "<tool_call>"),
+        (
+            {"format": "json_tools"},
+            "<tool_call>nothing</tool_call> 9.8",
+            "9.8",
+            "<tool_call>nothing</tool_call> ",
+            "9.8",
+        ),
+        ({"format": "glm47"}, f"a {GLM_CALL}{GLM_CALL}", "9.8", WHOLE, None),
+        ({"format": "glm47"}, f"a {GLM_CALL[:60]}", "9.8", WHOLE, None),
+        ({"format": "glm47"}, f"{GLM_CALL}b 9.8", "9.8", f"{GLM_CALL}b ", "9.8"),
+    ],
+)
+def test_stop_strings_are_found_in_the_content_alone(
+    options: Any, text: str, stops: str | list[str], given: str | None, found: str | None
+) -> None:
+    format = call_format(options["format"]) if "format" in options else None
+    for size in (1, 2, 3, 7, len(text)):
+        reader = AnswerReader(tags=TAGS, is_thinking="is_thinking" in options, format=format, tools=TOOLS)
+        search, pieces = ContentStops([stops] if isinstance(stops, str) else stops, reader), ""
+        for begin in range(0, len(text), size):
+            pieces += search.add(text[begin : begin + size])
+            if search.found is None:
+                assert pieces + search.withheld == text[: begin + size]
+        pieces += search.finish()
+        assert (pieces, search.found) == (text if given is None else given, found)
+        assert search.withheld == ""
+
+
+def test_only_what_may_become_a_stop_string_a_tag_or_a_call_is_withheld() -> None:
+    search = ContentStops(["9.8"], AnswerReader(tags=TAGS, format=call_format("glm47"), tools=TOOLS))
+    for piece, shown in (
+        ("<th", ""),
+        ("ink>9.", "<think>9."),
+        ("8</think>9", "8</think>"),
+        (".7 ", "9.7"),
+        ("b<tool_call>sea", " b"),
+        ("son, so", "<tool_call>season, so"),
+    ):
+        assert search.add(piece) == shown
+
+
+@sweep("draft", ["ngram", "model", None])
+@sweep(("template", "lead"), [(THINKING_TEMPLATE, ""), (BEGUN_TEMPLATE, "<think>\n")])
+async def test_a_stop_string_in_the_reasoning_ends_no_stream(template: str, lead: str, draft: str | None) -> None:
+    said = "The cat, the dog, the cat.</think>\n\nIt is the dog, the cat."
+    processor = says(tokenizer(template, thinks=True), said if lead else f"<think>{said}", lead=lead)
+    target, drafter = pair(thinks=True, template=template)
+    async with runtime.open(target, drafter if draft == "model" else draft) as rt:
+        settings: Any = {"logits_processors": (processor,), "stop": "the dog", "max_tokens": 60}
+        completion = await rt.generate([{"role": "user", "content": "Which?"}], **settings)
+    assert (completion.thinking.strip(), completion.content.strip()) == ("The cat, the dog, the cat.", "It is")
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "the dog")

@@ -14,8 +14,7 @@ from sweeps import sweep
 from template_families import NEMO, TEMPLATES, templated
 
 import runtime
-from runtime.generation.chat_template import render_chat_template
-from runtime.generation.tool_calls.messages import for_template
+from runtime.generation.chat_template.rendering import for_template, render_chat_template
 
 
 def system(text: str = "first") -> dict[str, Any]:

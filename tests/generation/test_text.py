@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, DecodeOnly, byte_fallback, demo
+from sample_tokenizers import EMOJI_BYTES, SCRIPTS, WORDS, Bytes, DecodeOnly, byte_fallback, demo
 from sweeps import sweep
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -200,16 +200,6 @@ def test_a_word_after_many_tokens_without_text_has_its_space(number: int) -> Non
     assert "".join(pieces(Vocabulary(), [2, *[0] * number, 3])) == "a b"
 
 
-class Bytes:
-    """A tokenizer whose ids stand for some bytes each."""
-
-    def __init__(self, parts: list[bytes]) -> None:
-        self._parts = parts
-
-    def decode(self, ids: list[int]) -> str:
-        return b"".join(self._parts[id] for id in ids).decode(errors="replace")
-
-
 @sweep("text", ["é" * 60, "中文和日本語" * 10, "a🙂" * 30])
 @sweep("step", [2, 3, 4, 6])
 def test_tokens_that_each_end_within_a_character_lose_none(text: str, step: int) -> None:
@@ -258,4 +248,4 @@ def test_a_text_is_not_refused_by_length_where_characters_may_be_merged() -> Non
 
 def test_more_ids_than_the_context_holds_are_refused_before_they_are_looked_at() -> None:
     with pytest.raises(PromptTooLongError, match="prompt is too long: 100 tokens > 99 maximum"):
-        encode_prompt(["no id"] * 100, None, 10, 100)  # type: ignore[list-item]
+        encode_prompt(["no id"] * 100, None, 10, 100)

@@ -16,10 +16,8 @@ from typing import Any
 import chat_models
 import mlx.core as mx
 import pytest
-import trio
 from asgi import Letters
 from distributions import DRAFT, PROMPT, SIGNIFICANCE, TARGET, p_value, random_price
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from scripted import (
     Script,
     ScriptedModel,
@@ -35,13 +33,11 @@ from scripted import (
     within,
 )
 from sweeps import sweep
-from transformers import AutoTokenizer
 
 import runtime
 from runtime.generation.answers.message_format import HARMONY
-from runtime.generation.answers.reasoning_limit import ReasoningLimit
 from runtime.generation.grammar import grammar_of_choices
-from runtime.generation.reasoning import ReasoningTracker, reader_of
+from runtime.generation.reasoning import ReasoningLimit, ReasoningTracker, reader_of
 from runtime.generation.tool_calls.call_grammar import reasoning_before
 
 LETTERS = Letters(thinks=True, template=None, ends=False)
@@ -89,21 +85,15 @@ def limited(script: Script, prompt: Sequence[int], budget: int, length: int) -> 
 
 async def texts(simulation: Any, prompt: Sequence[int], asked: Sequence[dict[str, Any]]) -> list[list[int]]:
     """The texts of streams that run at once."""
-    got: dict[int, list[int]] = {}
-
-    async def one(index: int) -> None:
-        got[index] = ids((await simulation.runtime.generate(prompt, **asked[index])).tokens)
-
-    async with trio.open_nursery() as nursery:
-        for index in range(len(asked)):
-            nursery.start_soon(one, index)
-    return [got[index] for index in range(len(asked))]
+    prompts = [(prompt, settings) for settings in asked]
+    found = await simulation.runtime.generate_many(prompts, max_concurrent=len(prompts))
+    return [ids(completion.tokens) for completion in found]
 
 
 @sweep(("undo", "schedule"), [(always, 0), (never, 1), (within(6), 2)])
 @sweep(("opens", "num_thoughts"), [(False, None), (True, None), (False, 3), (True, 8)])
-def test_the_tag_stands_where_the_budget_ends_whatever_is_drafted(
-    opens: bool, num_thoughts: int | None, undo: Any, schedule: int
+async def test_the_tag_stands_where_the_budget_ends_whatever_is_drafted(
+    opens: bool, num_thoughts: int | None, undo: Any, schedule: int, autojump_clock: Any
 ) -> None:
     script, prompt = writing(opens, num_thoughts), PLAIN if opens else BEGUN
     asked = [
@@ -111,31 +101,25 @@ def test_the_tag_stands_where_the_budget_ends_whatever_is_drafted(
         for budget, lookahead in itertools.product((0, 1, 6, 14), (0, 3, "auto"))
     ]
 
-    async def main() -> None:
-        models = ScriptedModel(script, undo=undo), ScriptedModel(writing(opens, num_thoughts, 0.8))
-        price = random_price(schedule)
-        async with simulated(*models, tokenizer=LETTERS, price=price, schedule=schedule) as simulation:
-            whole = [limited(script, prompt, each["thinking_budget"], 22) for each in asked]
-            assert await texts(simulation, prompt, asked) == whole
-            for each, text in zip(asked[:3], whole, strict=False):
-                assert await texts(simulation, prompt, [each]) == [text]
-
-    run(main)
+    models = ScriptedModel(script, undo=undo), ScriptedModel(writing(opens, num_thoughts, 0.8))
+    price = random_price(schedule)
+    async with simulated(*models, tokenizer=LETTERS, price=price, schedule=schedule) as simulation:
+        whole = [limited(script, prompt, each["thinking_budget"], 22) for each in asked]
+        assert await texts(simulation, prompt, asked) == whole
+        for each, text in zip(asked[:3], whole, strict=False):
+            assert await texts(simulation, prompt, [each]) == [text]
 
 
-def test_a_drafter_that_knows_of_the_tag_drafts_it() -> None:
-    async def main() -> None:
-        script = writing(False, None)
-        async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
-            completion = await simulation.runtime.generate(BEGUN, lookahead=4, thinking_budget=7, max_tokens=30)
-        tag = completion.tokens[7:11]
-        assert [token.text for token in tag] == ["<", "/", "t", ">"]
-        # The first one is the target's.
-        assert [token.from_draft for token in tag[1:]] == [True, True, True]
-        assert [token.is_thinking for token in completion.tokens[9:12]] == [True, True, False]
-        assert completion.thinking == "".join(token.text for token in completion.tokens[:7])
-
-    run(main)
+async def test_a_drafter_that_knows_of_the_tag_drafts_it(autojump_clock: Any) -> None:
+    script = writing(False, None)
+    async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
+        completion = await simulation.runtime.generate(BEGUN, lookahead=4, thinking_budget=7, max_tokens=30)
+    tag = completion.tokens[7:11]
+    assert [token.text for token in tag] == ["<", "/", "t", ">"]
+    # The first one is the target's.
+    assert [token.from_draft for token in tag[1:]] == [True, True, True]
+    assert [token.is_thinking for token in completion.tokens[9:12]] == [True, True, False]
+    assert completion.thinking == "".join(token.text for token in completion.tokens[:7])
 
 
 def unchanged(tokens: mx.array, logits: mx.array) -> mx.array:
@@ -154,24 +138,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @sweep("settings", SETTINGS)
 @sweep("lookahead", [0, 4])
-def test_the_tag_is_forced_whatever_the_settings_are(lookahead: int, settings: str) -> None:
-    async def main() -> None:
-        script = writing(False, None)
-        async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
-            asked = {
-                "lookahead": lookahead,
-                "thinking_budget": 5,
-                "max_tokens": 16,
-                "logprobs": 2,
-                **SETTINGS[settings],
-            }
-            tokens = (await simulation.runtime.generate(BEGUN, **asked)).tokens
-        assert ids(tokens)[5:9] == CLOSING
-        assert [token.logprob for token in tokens[5:9]] == [0.0] * 4
-        if settings != "filters":
-            assert ids(tokens) == limited(script, BEGUN, 5, 16)
-
-    run(main)
+async def test_the_tag_is_forced_whatever_the_settings_are(lookahead: int, settings: str, autojump_clock: Any) -> None:
+    script = writing(False, None)
+    async with simulated(ScriptedModel(script), ScriptedModel(script), tokenizer=LETTERS) as simulation:
+        asked = {
+            "lookahead": lookahead,
+            "thinking_budget": 5,
+            "max_tokens": 16,
+            "logprobs": 2,
+            **SETTINGS[settings],
+        }
+        tokens = (await simulation.runtime.generate(BEGUN, **asked)).tokens
+    assert ids(tokens)[5:9] == CLOSING
+    assert [token.logprob for token in tokens[5:9]] == [0.0] * 4
+    if settings != "filters":
+        assert ids(tokens) == limited(script, BEGUN, 5, 16)
 
 
 # --- the law ----------------------------------------------------------------------------------------
@@ -284,67 +265,55 @@ def test_reasoning_that_a_model_opens_again_behind_the_tag_is_closed_again(
 
 @sweep(("num_read", "opens"), [(0, False), (0, True), (1, True), (5, False), (9, True)])
 @sweep(("lookahead", "schedule"), [(0, 0), (3, 1), ("auto", 2)])
-def test_reasoning_that_is_ended_is_closed_at_the_next_token_that_is_chosen(
-    opens: bool, lookahead: Any, num_read: int, schedule: int
+async def test_reasoning_that_is_ended_is_closed_at_the_next_token_that_is_chosen(
+    opens: bool, lookahead: Any, num_read: int, schedule: int, autojump_clock: Any
 ) -> None:
     script, prompt = writing(opens, None), PLAIN if opens else BEGUN
 
-    async def main() -> None:
-        models = ScriptedModel(script), ScriptedModel(writing(opens, None, 0.8))
-        async with simulated(*models, tokenizer=LETTERS, price=random_price(schedule)) as simulation:
-            stream = simulation.runtime.stream(prompt, lookahead=lookahead, max_tokens=60)
-            text = [(await stream.__anext__()).id for _ in range(num_read)]
-            stream.end_thinking()
-            stream.end_thinking()
-            text += [token.id async for token in stream]
-        num_thoughts = len(stream.thinking)
-        assert 0 <= num_thoughts < 50
-        assert text == limited(script, prompt, num_thoughts, 60)
-        # A script closes nothing by itself, so the tag was forced.
-        assert text != plain_text(script, prompt, 60)
-
-    run(main)
+    models = ScriptedModel(script), ScriptedModel(writing(opens, None, 0.8))
+    async with simulated(*models, tokenizer=LETTERS, price=random_price(schedule)) as simulation:
+        stream = simulation.runtime.stream(prompt, lookahead=lookahead, max_tokens=60)
+        text = [(await stream.__anext__()).id for _ in range(num_read)]
+        stream.end_thinking()
+        stream.end_thinking()
+        text += [token.id async for token in stream]
+    num_thoughts = len(stream.thinking)
+    assert 0 <= num_thoughts < 50
+    assert text == limited(script, prompt, num_thoughts, 60)
+    # A script closes nothing by itself, so the tag was forced.
+    assert text != plain_text(script, prompt, 60)
 
 
-def test_a_budget_of_one_stream_and_the_end_of_another_leave_the_others_alone() -> None:
+async def test_a_budget_of_one_stream_and_the_end_of_another_leave_the_others_alone(autojump_clock: Any) -> None:
     script = writing(False, None)
 
-    async def main() -> None:
-        async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
-            plain = simulation.runtime.stream(BEGUN, max_tokens=40)
-            ended = simulation.runtime.stream(BEGUN, max_tokens=40)
-            budgeted = simulation.runtime.stream(BEGUN, max_tokens=40, thinking_budget=3)
-            ended.end_thinking()
-            assert [token.id async for token in plain] == plain_text(script, BEGUN, 40)
-            assert [token.id async for token in budgeted] == limited(script, BEGUN, 3, 40)
-            assert [token.id async for token in ended][:4] == CLOSING
-
-    run(main)
+    async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
+        plain = simulation.runtime.stream(BEGUN, max_tokens=40)
+        ended = simulation.runtime.stream(BEGUN, max_tokens=40)
+        budgeted = simulation.runtime.stream(BEGUN, max_tokens=40, thinking_budget=3)
+        ended.end_thinking()
+        assert [token.id async for token in plain] == plain_text(script, BEGUN, 40)
+        assert [token.id async for token in budgeted] == limited(script, BEGUN, 3, 40)
+        assert [token.id async for token in ended][:4] == CLOSING
 
 
 @sweep("tokenizer", [None, Letters(template=None, ends=False)])
-def test_a_model_without_reasoning_is_not_changed(tokenizer: Letters | None) -> None:
-    async def main() -> None:
-        async with simulated(ScriptedModel(agreeing(1.0)), tokenizer=tokenizer) as simulation:
-            stream = simulation.runtime.stream(PLAIN, max_tokens=20, thinking_budget=0)
-            stream.end_thinking()
-            assert [token.id async for token in stream] == plain_text(agreeing(1.0), PLAIN, 20)
-            stream.end_thinking()  # harmless
-
-    run(main)
+async def test_a_model_without_reasoning_is_not_changed(tokenizer: Letters | None, autojump_clock: Any) -> None:
+    async with simulated(ScriptedModel(agreeing(1.0)), tokenizer=tokenizer) as simulation:
+        stream = simulation.runtime.stream(PLAIN, max_tokens=20, thinking_budget=0)
+        stream.end_thinking()
+        assert [token.id async for token in stream] == plain_text(agreeing(1.0), PLAIN, 20)
+        stream.end_thinking()  # harmless
 
 
-def test_reasoning_that_is_over_is_not_closed_again() -> None:
+async def test_reasoning_that_is_over_is_not_closed_again(autojump_clock: Any) -> None:
     script = writing(False, 4)
 
-    async def main() -> None:
-        async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
-            stream = simulation.runtime.stream(BEGUN, max_tokens=30)
-            text = [(await stream.__anext__()).id for _ in range(12)]
-            stream.end_thinking()
-            assert text + [token.id async for token in stream] == plain_text(script, BEGUN, 30)
-
-    run(main)
+    async with simulated(ScriptedModel(script), tokenizer=LETTERS) as simulation:
+        stream = simulation.runtime.stream(BEGUN, max_tokens=30)
+        text = [(await stream.__anext__()).id for _ in range(12)]
+        stream.end_thinking()
+        assert text + [token.id async for token in stream] == plain_text(script, BEGUN, 30)
 
 
 # --- formats ----------------------------------------------------------------------------------------
@@ -356,9 +325,7 @@ def limit_of(tokenizer: Any, num_tokens: int, prompt: Sequence[int]) -> Reasonin
 
 
 def test_an_answer_of_messages_that_reasons_again_gets_the_header_of_its_content() -> None:
-    base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens([*HARMONY.marks], special_tokens=True)
-    tokenizer = TokenizerWrapper(base)
+    tokenizer = chat_models.demo_with(*HARMONY.marks)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     prompt = encode("<|start|>assistant")
     limit, text = limit_of(tokenizer, 2, prompt), list(prompt)

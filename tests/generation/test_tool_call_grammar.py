@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 import runtime
 from runtime.generation.grammar import Grammar
+from runtime.generation.json_schema import closed
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.call_grammar import call_grammar
@@ -51,10 +52,8 @@ def tokenizer(format: str, *, has_special_markers: bool) -> TokenizerWrapper:
     """The demo pair's tokenizer, with the markers of a format as tokens or as text."""
     known = call_format(format)
     base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    markers = (
-        [known.start, known.end, "[ARGS]", '<|"|>', "<|tool_call_begin|>", "<|sep|>"] if has_special_markers else []
-    )
-    base.add_tokens([marker for marker in [*markers, *TAGS] if marker], special_tokens=True)
+    markers = [known.start, known.end, "[ARGS]", '<|"|>', "<|tool_call_begin|>", "<|sep|>"]
+    base.add_tokens([*TAGS, *filter(None, markers if has_special_markers else [])], special_tokens=True)
     base.chat_template = "[ARGS]"
     return TokenizerWrapper(base, tool_parser=known._parse, tool_call_start=known.start, tool_call_end=known.end)
 
@@ -93,12 +92,6 @@ class Writer:
         return self._of.decode(tokens[1:]), False
 
 
-def held(listed: list[Any], choice: str = "auto", **options: Any) -> Tools:
-    tools = tools_of(listed, choice, **options)
-    assert tools is not None
-    return tools
-
-
 def made(tools: Tools, format: CallFormat, of: TokenizerWrapper, **options: Any) -> Grammar:
     return Grammar(call_grammar(tools, format, of, **options), of)
 
@@ -119,7 +112,7 @@ CALLS = {name: block(name, call_in(name, *CALL)) for name in FORMATS}
 @sweep("name", FORMATS)
 def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_special_markers: bool):
     format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
-    tools = held([WEATHER, CLOCK], "required")
+    tools = tools_of([WEATHER, CLOCK], "required")
     text, is_complete = Writer(made(tools, format, of), of, 0).write(CALLS[name])
     assert (text, is_complete) == (CALLS[name], True)
     [call] = answer_of(text, format, tools).calls
@@ -129,7 +122,7 @@ def test_a_call_in_the_models_own_format_is_let_through_as_it_is(name: str, has_
 @sweep("name", FORMATS)
 def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
     format, of = call_format(name), tokenizer(name, has_special_markers=True)
-    tools = held([WEATHER, CLOCK], "get_weather")
+    tools = tools_of([WEATHER, CLOCK], "get_weather")
     writer = Writer(made(tools, format, of), of, 1)
     for _ in range(6):
         text, is_complete = writer.write(max_tokens=150)
@@ -146,7 +139,7 @@ def test_whatever_is_let_through_is_a_call_as_asked_for(name: str):
 @sweep("has_special_markers", [True, False])
 def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name: str, has_special_markers: bool):
     format, of = call_format(name), tokenizer(name, has_special_markers=has_special_markers)
-    tools = held([WEATHER, CLOCK])
+    tools = tools_of([WEATHER, CLOCK])
     assert tools.needs_grammar
     grammar = made(tools, format, of)
     text, is_complete = Writer(grammar, of, 0).write("No call < at all.")
@@ -161,7 +154,7 @@ def test_with_auto_text_is_free_and_a_call_is_held_to_its_schema(name: str, has_
 
 def test_the_reasoning_stays_free():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    tools = held([WEATHER], "required")
+    tools = tools_of([WEATHER], "required")
     wanted = "<think>Which city?\n</think>\n\n" + CALLS["json_tools"]
     for begun in ("", "<think>"):
         grammar = made(tools, format, of, tags=TAGS, is_thinking=bool(begun))
@@ -175,7 +168,7 @@ def test_without_parallel_calls_there_is_one():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     for choice in ("auto", "required"):
         for is_parallel in (True, False):
-            tools = held([CLOCK], choice, is_parallel=is_parallel)
+            tools = tools_of([CLOCK], choice, is_parallel=is_parallel)
             if is_parallel is (choice == "auto"):
                 assert tools_of([CLOCK], choice) == tools
             call = block("json_tools", call_in("json_tools", "clock", {}))
@@ -194,7 +187,7 @@ MANY_CALLS = {
 @sweep("content", [None, {"const": 1}])
 def test_an_answer_that_must_be_calls_has_sixteen_at_most(name: str, content: Any):
     format, of = call_format(name), tokenizer(name, has_special_markers=True)
-    tools = held([CLOCK], "auto" if content else "required", is_parallel=True)
+    tools = tools_of([CLOCK], "auto" if content else "required", is_parallel=True)
     text, is_complete = Writer(made(tools, format, of, content=content), of, 0).write(MANY_CALLS[name], max_tokens=900)
     assert is_complete
     assert len(answer_of(text, format, tools).calls) == 16
@@ -212,7 +205,7 @@ def test_more_tools_than_a_grammar_holds_a_model_to_are_refused_at_once():
 
 def test_an_answer_is_json_or_a_call_where_both_were_asked_for():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    tools = held([WEATHER])
+    tools = tools_of([WEATHER])
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
     grammar = made(tools, format, of, content=schema)
     assert Writer(grammar, of, 0).write('{"a": 1}') == ('{"a": 1}', True)
@@ -222,7 +215,7 @@ def test_an_answer_is_json_or_a_call_where_both_were_asked_for():
 def test_a_schema_that_cannot_be_followed_is_an_error_or_any_json():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
-    tools = held([bad], "required")
+    tools = tools_of([bad], "required")
     with pytest.raises(runtime.SettingsError):
         made(tools, format, of)
     text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(
@@ -241,7 +234,7 @@ def test_a_function_has_no_other_arguments_than_the_listed_ones():
         ({"a": nested}, '{"a": {"x": 1}}'),
     ):
         function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
-        tools = held([{"type": "function", "function": function}], "required")
+        tools = tools_of([{"type": "function", "function": function}], "required")
         writer = Writer(made(tools, format, of), of, 0)
         text, _ = writer.write(f'<tool_call>\n{{"name": "f", "arguments": {said}}}\n</tool_call>')
         assert len(answer_of(text, format, tools).calls) == 1
@@ -251,7 +244,7 @@ def test_a_function_has_no_other_arguments_than_the_listed_ones():
 def test_a_function_whose_schema_is_left_out_frees_no_other():
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "not": {"required": ["a"]}}}}
-    tools = held([bad, WEATHER], "required")
+    tools = tools_of([bad, WEATHER], "required")
     text, _ = Writer(made(tools, format, of, loose=["f"]), of, 0).write(CALLS["json_tools"].replace("Oslo", "Paris"))
     assert "Paris" not in text
 
@@ -261,7 +254,7 @@ def test_a_format_of_the_users_own_has_no_grammar():
         return json.loads(text)
 
     format = CallFormat("mine", "<call>", "</call>", None, parse)
-    tools = held([CLOCK], "required")
+    tools = tools_of([CLOCK], "required")
     with pytest.raises(runtime.SettingsError, match="no grammar is known for the calls of this model"):
         call_grammar(tools, format, tokenizer("json_tools", has_special_markers=True))
 
@@ -269,7 +262,7 @@ def test_a_format_of_the_users_own_has_no_grammar():
 @sweep("choice", ["auto", "required"])
 def test_only_allowed_tools_are_called(choice: str):
     format, of = call_format("json_tools"), tokenizer("json_tools", has_special_markers=True)
-    tools = held([WEATHER, CLOCK, {"name": "stop"}], choice, allowed=["clock", "stop"])
+    tools = tools_of([WEATHER, CLOCK, {"name": "stop"}], choice, allowed=["clock", "stop"])
     assert len(tools.template_variables["tools"]) == 3
     writer = Writer(made(tools, format, of), of, 0)
     for name in ("clock", "stop"):
@@ -278,3 +271,56 @@ def test_only_allowed_tools_are_called(choice: str):
         assert [call.name for call in answer_of(text, format, tools).calls] == [name]
     text, _ = writer.write(CALLS["json_tools"])
     assert "get_weather" not in text
+
+
+# --- schemas --------------------------------------------------------------------------------------
+
+A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "string"}}}
+B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "string"}}, "required": ["b"]}
+CLOSED: dict[str, Any] = {"additionalProperties": False}
+REFERENCE: dict[str, Any] = {"$ref": "#/$defs/A"}
+
+
+@sweep(
+    ("schema", "expected"),
+    [
+        (A, {**A, **CLOSED}),
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}, **CLOSED}),
+        ({"properties": {"o": A}}, {"properties": {"o": {**A, **CLOSED}}, **CLOSED}),
+        ({"type": "array", "items": A}, {"type": "array", "items": {**A, **CLOSED}}),
+        ({"anyOf": [A, {"type": "null"}]}, {"anyOf": [{**A, **CLOSED}, {"type": "null"}]}),
+        ({"allOf": [A]}, {"allOf": [{**A, **CLOSED}]}),
+        ({**REFERENCE, "$defs": {"A": A}}, {**REFERENCE, "$defs": {"A": {**A, **CLOSED}}}),
+        (
+            {"type": "object", "additionalProperties": A},
+            {"type": "object", "additionalProperties": {**A, **CLOSED}},
+        ),
+    ],
+)
+def test_an_object_with_listed_properties_has_no_others(schema: Any, expected: Any) -> None:
+    assert closed(schema) == expected
+
+
+@sweep(
+    "schema",
+    [
+        {"type": "object"},
+        True,
+        {**A, "additionalProperties": True},
+        {**A, "additionalProperties": {"type": "string"}},
+        {**A, "unevaluatedProperties": False},
+        {"type": "object", "properties": {"a": True}, "required": ["b"]},
+        {"type": "object", "properties": {"a": True}, "minProperties": 2},
+        # Each part would forbid the properties of the others.
+        {"allOf": [A, B]},
+        {**A, "anyOf": [B, {"required": ["c"]}]},
+        {**A, "if": {"required": ["a"]}, "then": B},
+        {"anyOf": [A, B], "allOf": [{"required": ["c"]}]},
+        {**B, **REFERENCE, "$defs": {"A": A}},
+        {"allOf": [REFERENCE, B], "$defs": {"A": A}},
+        {"allOf": [REFERENCE, B], "$defs": {"A": {"anyOf": [{"$ref": "#/$defs/B"}]}, "B": A}},
+        {"not": REFERENCE, "$defs": {"A": A}},
+    ],
+)
+def test_an_object_that_may_have_others_stays_open(schema: Any) -> None:
+    assert closed(schema) == schema

@@ -1,4 +1,4 @@
-"""Tool calls are told apart from text, in every format of mlx-lm's, however the text is cut; nothing is lost."""
+"""Tool calls are told apart from text, in every format of mlx-lm's, however long and cut; nothing is lost."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import pkgutil
 from collections.abc import Iterable
 from typing import Any
 
+import attrs
 import mlx_lm.tool_parsers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sweeps import sweep
-from tool_call_cases import BLOCKS, FORMATS, MALFORMED, TOOLS, block, call_format
+from tool_call_cases import BLOCKS, FORMATS, MALFORMED, TOOLS, block, call_format, call_in
 
 from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Answer, Delta
+from runtime.generation.tool_calls.incoming_text import Markers
 
 TAGS = ("<t>", "</t>")
 
 
-def events_of(pieces: Iterable[str], format: str | None, *, is_complete: bool = True, **options: Any) -> list[Delta]:
+def events_of(
+    pieces: Iterable[str], format: str | CallFormat | None, *, is_complete: bool = True, **options: Any
+) -> list[Delta]:
     counter = iter(range(1000))
     reader = AnswerReader(
-        format=None if format is None else call_format(format),
+        format=call_format(format) if isinstance(format, str) else format,
         tools=TOOLS,
         new_id=lambda: f"id{next(counter)}",
         **options,
@@ -151,7 +156,6 @@ def test_a_call_that_is_cut_off_has_its_name_and_the_arguments_so_far():
     text = '<tool_call>{"name": "multiply", "arguments": {"a": 1, "b'
     answer = answer_of(events_of([text], "json_tools", is_complete=False))
     assert (answer.content, answer.calls) == ("", [])
-    assert answer.cut_call is not None
     assert (answer.cut_call.name, answer.cut_call.arguments) == ("multiply", '{"a": 1, "b')
     assert answer_of(events_of([text], "json_tools")).cut_call is None
 
@@ -228,3 +232,55 @@ def test_text_and_calls_always_give_back_what_was_generated(format: str | None, 
     assert num_begun == sum(part[0] in ("call_ended", "call_broken") for part in parts)
     for call in answer_of(whole).calls:
         assert isinstance(call.values, dict)
+
+
+# --- long blocks ----------------------------------------------------------------------------------
+
+
+@sweep("name", FORMATS)
+def test_a_text_of_many_openings_is_searched_in_linear_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_searched, search = 0, Markers.search
+
+    def counted(self: Markers, text: str, begin: int) -> Any:
+        nonlocal num_searched
+        at, found = search(self, text, begin)
+        num_searched += at - begin + 1
+        return at, found
+
+    monkeypatch.setattr(Markers, "search", counted)
+    start, body = call_format(name).start, next(body for each, body, _ in BLOCKS if each == name)
+    # Many openings that are never closed: of blocks, and of whatever is in one.
+    for unit in (start, *(start + body[:cut] for cut in range(1, len(body), 19)), body[len(body) // 2 :]):
+        text = start + body[: len(body) // 2] + unit * (10_000 // len(unit))
+        num_searched = 0
+        events_of(in_pieces(text, 5), name)
+        assert num_searched < 60 * len(text)
+
+
+@sweep("name", FORMATS)
+def test_a_long_call_in_small_pieces_is_read_as_it_was_written(name: str) -> None:
+    place = "London; the (big) city [on the Thames], where a<b and 1=1. \n" * 500
+    written = place.replace("\n", "\\n") if name == "pythonic" else place
+    text = block(name, call_in(name, "get_current_temperature", {"location": written}))
+    [call] = answer_of(events_of(in_pieces(text, 3), name)).calls
+    assert (call.name, call.values) == ("get_current_temperature", {"location": place})
+
+
+@sweep(
+    ("parsed", "calls"),
+    [
+        ({"name": "multiply", "arguments": {"a": 1}}, [("multiply", {"a": 1})]),
+        ({"name": "multiply", "arguments": '{"a": 1}'}, [("multiply", {"a": 1})]),
+        ([{"name": "multiply", "arguments": {}}] * 2, [("multiply", {})] * 2),
+        ({"name": "divide", "arguments": {}}, []),  # no tool
+        ([], []),
+        ([{"name": "multiply", "arguments": "no object"}, {"name": "multiply", "arguments": {}}], []),
+        ({"name": "multiply", "arguments": {"a": float("nan")}}, []),
+    ],
+)
+def test_a_parser_of_ones_own_reads_blocks_of_any_length(parsed: Any, calls: list[Any]) -> None:
+    format = attrs.evolve(call_format("function_gemma"), name="mine", layout=None, parse=lambda *_: parsed)
+    text = block("function_gemma", "x" * 3000)
+    answer = answer_of(events_of(in_pieces(f"So: {text}", 7), format))
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == calls
+    assert answer.content == ("So:" if calls else f"So: {text}")

@@ -1,14 +1,18 @@
-"""Streams with tools: calls are told apart, and a grammar holds the model to them; nothing is called."""
+"""Tools in Python: calls are told apart, a grammar holds the model to them, and conversations call the functions."""
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import pytest
 import trio
 from chat_models import calling_pair, calling_tokenizer, says
+from faces import all_of, got, next_of, on_every_face, within
 from sweeps import sweep
 
 import runtime
@@ -39,7 +43,7 @@ OSLO = call_of("weather", city="Oslo")
 
 
 def speaks(*answers: str) -> dict[str, Any]:
-    return {"max_tokens": 80, "logits_processors": (says(calling_tokenizer(), *answers),), "lookahead": 3}
+    return {"max_tokens": 200, "logits_processors": (says(calling_tokenizer(), *answers),), "lookahead": 3}
 
 
 async def test_tokens_of_a_call_are_told_apart() -> None:
@@ -88,7 +92,7 @@ async def test_a_required_call_is_held_to_its_schema_under_speculation(lookahead
 
 
 async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
-    def bare(x):  # type: ignore[no-untyped-def]
+    def bare(x):
         return x
 
     async with runtime.open(*calling_pair()) as rt:
@@ -98,7 +102,7 @@ async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
             ([5], r"tools\[0\] must be a mapping"),
         ):
             with pytest.raises(runtime.SettingsError, match=says_what):
-                rt.stream([USER], tools=tools)  # type: ignore[arg-type]
+                rt.stream([USER], tools=tools)
         with pytest.raises(runtime.SettingsError, match="tool_choice 'required' needs tools"):
             rt.stream([USER], tool_choice="required")
         with pytest.raises(runtime.PromptError, match="this prompt is text"):
@@ -106,27 +110,20 @@ async def test_tools_that_cannot_be_are_refused_before_any_model_work() -> None:
         assert rt.num_streams == 0
 
 
-# --- conversations --------------------------------------------------------------------------------
-
-
-async def test_the_errors_of_functions_are_results() -> None:
-    def fails(city: str) -> str:
-        """Fail.
-
-        Args:
-            city: name of a city.
-        """
-        raise ValueError(f"no {city}")
-
-    calls = [call_of("fails", city="Oslo"), call_of("fails", town="Oslo"), call_of("unheard_of")]
+async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own() -> None:
+    hour = call_of("clock")
     async with runtime.open(*calling_pair()) as rt:
-        settings = speaks("".join(calls), "sorry") | {"max_tokens": 200}
-        conversation = rt.conversation(tools=[fails], **settings)
-        assert (await conversation.generate("weather?")).text == "sorry"
-        first, second, third = (message["content"] for message in conversation.messages if message["role"] == "tool")
-        assert first == "Error: ValueError: no Oslo"
-        assert second.startswith("Error: TypeError: ")
-        assert third == "Error: there is no function 'unheard_of'"
+        prompts = [[USER], ([USER], {"tools": [clock], **speaks(hour)}), ([USER], {"tools": None, **speaks("dry")})]
+        completions = await rt.generate_many(prompts, tools=[weather], **speaks(OSLO))
+        assert [[call.name for call in each.tool_calls] for each in completions] == [["weather"], ["clock"], []]
+        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]: the chat template .* prompt is text"):
+            rt.generate_many([[USER], "weather?"], tools=[weather])
+        with pytest.raises(runtime.SettingsError, match=r"prompts\[0\]: tool_choice 'required' needs tools"):
+            rt.generate_many([([USER], {"tool_choice": "required"})])
+        assert rt.num_streams == 0
+
+
+# --- conversations --------------------------------------------------------------------------------
 
 
 async def test_a_result_with_half_a_character_does_not_block_the_conversation() -> None:
@@ -199,40 +196,144 @@ async def test_nothing_else_is_done_with_a_conversation_while_its_functions_are_
         assert [message["role"] for message in conversation.messages] == ["user", "assistant", "tool", "assistant"]
 
 
-async def test_a_cancelled_call_leaves_the_conversation_as_it_was_and_can_be_made_again() -> None:
-    scope = trio.CancelScope()
-    num_called = 0
+# --- conversations, on every face ----------------------------------------------------------------
 
-    async def waits() -> str:
+
+def where() -> str:
+    """The name of the thread."""
+    return threading.current_thread().name
+
+
+async def where_async() -> list[str]:
+    """The name of the thread, in a list."""
+    await anyio.lowlevel.checkpoint()
+    return [threading.current_thread().name]
+
+
+def where_wrapped() -> Any:
+    """The name of the thread, by an async function."""
+    return where_async()
+
+
+def fails(city: str) -> str:
+    """Fail.
+
+    Args:
+        city: name of a city.
+    """
+    raise ValueError(f"no {city}")
+
+
+def results_in(conversation: runtime.aio.Conversation | runtime.sync.Conversation) -> list[str]:
+    return [message["content"] for message in conversation.messages if message["role"] == "tool"]
+
+
+@on_every_face
+async def test_functions_are_called_and_the_model_goes_on_with_their_results(open: Any) -> None:
+    is_async = open is not runtime.open_sync
+    tools = [where, where_wrapped, *([where_async] if is_async else ()), fails]
+    names = [*(tool.__name__ for tool in tools), "fails", "unheard_of"]
+    arguments = [{}] * len(tools[:-1]) + [{"city": "Oslo"}, {"town": "Oslo"}, {}]
+    asked = "".join(call_of(name, **given) for name, given in zip(names, arguments, strict=True))
+    async with within(open(*calling_pair())) as rt:
+        conversation = rt.conversation("Be kind.", tools=tools, **speaks(asked, "so", call_of("where"), "there"))
+        assert conversation.pending_calls == ()
+        completion = await got(conversation.generate("where?"))
+        assert (completion.text, completion.tool_calls) == ("so", ())
+        called_in, wrapped, *in_loop, error, misused, unknown = results_in(conversation)
+        asked_for = conversation.messages[2]["tool_calls"]
+        assert [call["function"]["name"] for call in asked_for] == names
+        answered = [message["tool_call_id"] for message in conversation.messages if message["role"] == "tool"]
+        assert answered == [call["id"] for call in asked_for]
+        ours = threading.current_thread().name
+        assert (called_in == ours) == (not is_async)
+        assert in_loop == [f'["{ours}"]'] * is_async
+        # Only asyncio awaits what a function that is not async returns.
+        refused = "Error: TypeError: Trio expected" if is_async else "Error: TypeError: the tool is async"
+        is_awaited = open is runtime.aio.open
+        assert wrapped == f'["{ours}"]' if is_awaited else wrapped.startswith(refused)
+        assert error == "Error: ValueError: no Oslo"
+        assert misused.startswith("Error: TypeError: ")
+        assert unknown == "Error: there is no function 'unheard_of'"
+
+        # Streamed, saved with a call pending, and loaded: whoever is given the functions makes the call.
+        stream = conversation.stream("where?")
+        first = await next_of(stream)
+        assert conversation.pending_calls == ()
+        assert first.text + "".join(token.text for token in await all_of(stream)) == call_of("where")
+        assert [call.name for call in stream.tool_calls] == ["where"]
+        await got(conversation.save(file := io.BytesIO()))
+        script = speaks("", "", "", "there")["logits_processors"]
+        loaded = await got(rt.load(io.BytesIO(file.getvalue()), tools=tools, logits_processors=script))
+        for each in (conversation, loaded):
+            assert [call.name for call in each.pending_calls] == ["where"]
+            assert await got(each.call_tools())
+            assert not await got(each.call_tools())
+            stream = each.stream()
+            assert "".join(token.text for token in await all_of(stream)) == "there"
+            # Functions are part of the prompt's beginning: with the same ones, nothing of it is read again.
+            assert stream.statistics().cached_tokens > 0
+            with pytest.raises(runtime.PromptError, match="there are no results of tools"):
+                await all_of(each.stream())
+        loaded.reset()
+        assert loaded.pending_calls == ()
+
+
+@on_every_face
+async def test_bad_functions_are_refused_at_once_and_many_prompts_take_tools(open: Any) -> None:
+    async with within(open(*calling_pair())) as rt:
+        with pytest.raises(runtime.SettingsError, match="two tools have the name"):
+            rt.conversation(tools=[where, where])
+        with pytest.raises(runtime.SettingsError, match="tool_choice"):
+            rt.generate_many([], tool_choice="required")
+        if open is runtime.open_sync:
+            for refused in (rt.conversation, lambda tools: rt.load(io.BytesIO(), tools=tools)):
+                with pytest.raises(runtime.SettingsError, match="the tool 'where_async' is async"):
+                    refused(tools=[where_async])
+        prompts = [[{"role": "user", "content": "where?"}]] * 2
+        many = await got(rt.generate_many(prompts, tools=[where], **speaks(call_of("where"))))
+        assert [[call.name for call in each.tool_calls] for each in many] == [["where"]] * 2
+
+
+@on_every_face
+async def test_a_call_that_is_broken_off_leaves_the_conversation_as_it_was_and_can_be_made_again(open: Any) -> None:
+    is_broken_off = True
+
+    def interrupted() -> str:
         """Wait."""
-        nonlocal num_called
-        num_called += 1
-        if num_called == 1:
-            scope.cancel()
-            await trio.sleep_forever()
+        nonlocal is_broken_off
+        if is_broken_off:
+            is_broken_off = False
+            raise KeyboardInterrupt
         return "done"
 
-    async with runtime.open(*calling_pair()) as rt:
-        conversation = rt.conversation(tools=[waits], **speaks(call_of("waits"), "so"))
-        with scope:
-            await conversation.generate("wait")
-        assert scope.cancelled_caught
-        assert [call.name for call in conversation.pending_calls] == ["waits"]
-        assert await conversation.call_tools()
-        assert conversation.messages[-1]["content"] == "done"
+    async def cancelled() -> str:
+        """Wait."""
+        try:
+            return interrupted()
+        except KeyboardInterrupt:
+            scope.cancel()
+            await anyio.sleep_forever()
+
+    function = interrupted if open is runtime.open_sync else cancelled
+    async with within(open(*calling_pair())) as rt:
+        conversation = rt.conversation(tools=[function], **speaks(call_of(function.__name__), "so"))
+        with pytest.raises(KeyboardInterrupt) if function is interrupted else anyio.CancelScope() as scope:
+            await got(conversation.generate("wait"))
+        assert not is_broken_off
+        assert [call.name for call in conversation.pending_calls] == [function.__name__]
+        assert await got(conversation.call_tools())
+        assert results_in(conversation) == ["done"]
 
 
-# --- many prompts ---------------------------------------------------------------------------------
+def test_a_function_that_uses_its_own_sync_conversation_finds_it_busy() -> None:
+    with runtime.open_sync(*calling_pair()) as rt:
 
+        def again() -> str:
+            """Ask again."""
+            return conversation.generate("again").text
 
-async def test_many_prompts_of_messages_take_tools_and_each_may_have_its_own() -> None:
-    hour = call_of("clock")
-    async with runtime.open(*calling_pair()) as rt:
-        prompts = [[USER], ([USER], {"tools": [clock], **speaks(hour)}), ([USER], {"tools": None, **speaks("dry")})]
-        completions = await rt.generate_many(prompts, tools=[weather], **speaks(OSLO))
-        assert [[call.name for call in each.tool_calls] for each in completions] == [["weather"], ["clock"], []]
-        with pytest.raises(runtime.PromptError, match=r"prompts\[1\]: the chat template .* prompt is text"):
-            rt.generate_many([[USER], "weather?"], tools=[weather])
-        with pytest.raises(runtime.SettingsError, match=r"prompts\[0\]: tool_choice 'required' needs tools"):
-            rt.generate_many([([USER], {"tool_choice": "required"})])
-        assert rt.num_streams == 0
+        conversation = rt.conversation(tools=[again], **speaks(call_of("again"), "so"))
+        assert conversation.generate("ask").text == "so"
+        [result] = results_in(conversation)
+        assert result.startswith("Error: ConversationBusyError: cannot say something while")

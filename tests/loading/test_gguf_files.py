@@ -33,31 +33,20 @@ def end_of(data: bytes, text: str) -> int:
     return data.index(text.encode()) + len(text)
 
 
-@sweep(
-    "place, further, complaint",
-    [
-        (None, 0, "is not a GGUF file: it begins with b''"),
-        (None, 3, "is not a GGUF file: it begins with b'GGU'"),
-        (None, 6, "cut off or damaged: its header goes on beyond its end at byte 6"),
-        ("llama.block_count", 6, "the metadata llama.block_count goes on beyond its end"),
-        ("tokenizer.ggml.tokens", 100, "the metadata tokenizer.ggml.tokens goes on beyond its end"),
-        ("tokenizer.ggml.token_type", 30, "the metadata tokenizer.ggml.token_type goes on"),
-        ("blk.0.attn_q.weight", 10, "the table of tensors after .* goes on beyond its end"),
-        (None, -100, r"is cut off: tensor output.weight ends at byte [\d,]+, and the file has [\d,]+; download"),
-    ],
-)
-def test_a_file_that_is_cut_off_says_where(
-    place: str | None, further: int, complaint: str, whole: bytes, tmp_path: Path
-) -> None:
-    length = further if place is None else end_of(whole, place) + further
-    (file := tmp_path / "cut.gguf").write_bytes(whole[:length])
-    with pytest.raises(runtime.ModelError, match=rf"cut\.gguf' .*{complaint}"):
-        read(file)
+CUT = None  # there
 
 
 @sweep(
     "place, further, written, complaint",
     [
+        (None, 0, CUT, "is not a GGUF file: it begins with b''"),
+        (None, 3, CUT, "is not a GGUF file: it begins with b'GGU'"),
+        (None, 6, CUT, "cut off or damaged: its header goes on beyond its end at byte 6"),
+        ("llama.block_count", 6, CUT, "the metadata llama.block_count goes on beyond its end"),
+        ("tokenizer.ggml.tokens", 100, CUT, "the metadata tokenizer.ggml.tokens goes on beyond its end"),
+        ("tokenizer.ggml.token_type", 30, CUT, "the metadata tokenizer.ggml.token_type goes on"),
+        ("blk.0.attn_q.weight", 10, CUT, "the table of tensors after .* goes on beyond its end"),
+        (None, -100, CUT, r"is cut off: tensor output.weight ends at byte [\d,]+, and the file has [\d,]+; download"),
         ("GGUF", 0, struct.pack("<I", 1), "version 1 of GGUF"),
         ("GGUF", 0, struct.pack(">I", 3), "or is big-endian"),
         ("llama.block_count", 0, struct.pack("<I", 99), "llama.block_count has a value of the unknown type 99"),
@@ -70,11 +59,12 @@ def test_a_file_that_is_cut_off_says_where(
         ("blk.0.attn_q.weight", 20, struct.pack("<I", 12), r"the shape \[64, 64\], in blocks of 256 \(Q4_K\)"),
     ],
 )
-def test_a_damaged_file_says_what_is_wrong(
-    place: str, further: int, written: bytes, complaint: str, whole: bytes, tmp_path: Path
+def test_a_file_that_is_cut_off_or_damaged_says_where(
+    place: str | None, further: int, written: bytes | None, complaint: str, whole: bytes, tmp_path: Path
 ) -> None:
-    begin = end_of(whole, place) + further
-    (file := tmp_path / "bad.gguf").write_bytes(whole[:begin] + written + whole[begin + len(written) :])
+    begin = further if place is None else end_of(whole, place) + further
+    changed = b"" if written is CUT else written + whole[begin + len(written) :]
+    (file := tmp_path / "bad.gguf").write_bytes(whole[:begin] + changed)
     with pytest.raises(runtime.ModelError, match=rf"bad\.gguf' .*{complaint}"):
         read(file)
 

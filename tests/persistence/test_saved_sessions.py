@@ -6,21 +6,21 @@ import io
 import logging
 import os
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
 import mlx.nn as nn
-import mlx_lm
 import pytest
 import trio
 import trio.testing
 from architectures import ARCHITECTURES, build
-from chat_models import QUIET, ROLES, TEMPLATE, VOCAB_SIZE, tokenizer
+from chat_models import QUIET, ROLES, TEMPLATE, VOCAB_SIZE, demo_with, tokenizer
 from command_line import piped, save_model
 from completions import ids
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from models import gemma3_text, llama, near
 from sweeps import sweep
 
@@ -184,7 +184,7 @@ async def test_a_conversation_goes_to_and_from_bytes_whatever_is_in_its_messages
         assert loaded.messages == messages
         assert ids(await loaded.generate(SAID[1])) == ids(expected)
         with pytest.raises(runtime.SettingsError, match="give the path of a file, or io"):
-            await conversation.save(io.StringIO())  # type: ignore[arg-type]
+            await conversation.save(io.StringIO())
         with pytest.raises(runtime.SessionFileError, match="session file <BytesIO> is damaged"):
             await rt.load(io.BytesIO(file.getvalue()[:-1]))
 
@@ -219,7 +219,7 @@ async def test_another_target_is_refused_and_named(path: Path) -> None:
             assert len((await rt.generate("Hello", max_tokens=3, ignore_eos=True)).tokens) == 3
 
 
-async def next_turn(path: Path, **options: Any) -> runtime.Completion:
+async def next_turn(path: Path | io.BytesIO, **options: Any) -> runtime.Completion:
     """What a loaded conversation goes on with."""
     async with LLAMA.open(**options) as rt:
         return await (await rt.load(path)).generate(SAID[1])
@@ -267,11 +267,8 @@ async def test_a_draft_model_that_comes_later_reads_the_text_anew(tmp_path: Path
 
 
 async def test_another_vocabulary_is_refused(path: Path) -> None:
-    other = mlx_lm.tokenizer_utils.load(runtime.DEMO_TARGET)
-    more = other._tokenizer.__class__.from_pretrained(str(runtime.DEMO_TARGET))
-    more.add_tokens([*ROLES, "<|more|>"], special_tokens=True)
-    more.chat_template = TEMPLATE
-    async with runtime.open((llama(vocab_size=VOCAB_SIZE), TokenizerWrapper(more))) as rt:
+    more = demo_with(*ROLES, "<|more|>", template=TEMPLATE)
+    async with runtime.open((llama(vocab_size=VOCAB_SIZE), more)) as rt:
         assert "tokenizer of another vocabulary" in await refusal(rt, path)
     async with runtime.open((llama(vocab_size=VOCAB_SIZE), None)) as rt:
         assert "with a tokenizer, and this runtime has none" in await refusal(rt, path)
@@ -332,8 +329,6 @@ async def test_nothing_of_another_conversation_gets_into_a_file(tmp_path: Path) 
     for name in ("before", "after"):
         session = await saved_session.read(tmp_path / name)
         for model in (session.target, session.draft):
-            assert model is not None
-            assert model.sequence is not None
             description = model.sequence.description
             tokens = model.sequence.tensors[description["tokens"]["tensor"]].array().tolist()
             assert tokens == list(session.tokens[: len(tokens)])
@@ -535,3 +530,100 @@ async def test_a_load_that_finds_the_models_gone_says_that_the_runtime_is_closed
         monkeypatch.setattr(saved_sequence, "keep", close_first)
         with pytest.raises(runtime.RuntimeClosedError, match="this runtime was closed"):
             await rt.load(path)
+
+
+# --- beside drafters that hang --------------------------------------------------------------------
+
+LONG_S = 30.0  # after which a hang ends, so that whoever waits for it fails
+# What is asked of a model on its thread, when a conversation is saved or loaded.
+SAVING, LOADING = ("_find", "_fingerprint"), ("_fingerprint", "_fill")
+
+
+@attrs.define
+class Hang:
+    """A function of the drafter's thread that does not return before it is released."""
+
+    has_begun: trio.Event = attrs.field(factory=trio.Event)
+    release: threading.Event = attrs.field(factory=threading.Event)
+    was_waited_for: bool = False
+
+
+@asynccontextmanager
+async def hanging(monkeypatch: pytest.MonkeyPatch, rt: runtime.Runtime, name: str) -> AsyncIterator[Hang]:
+    """Have a function hang on the drafter's thread."""
+    drafter = rt._draft
+    hang, token, real = Hang(), trio.lowlevel.current_trio_token(), getattr(saved_sequence, name)
+
+    def hanging(model: Any, *arguments: Any, **keywords: Any) -> Any:
+        if model is drafter.model:
+            token.run_sync_soon(hang.has_begun.set)
+            hang.was_waited_for = not hang.release.wait(LONG_S)
+        return real(model, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saved_sequence, name, hanging)
+        try:
+            yield hang
+        finally:
+            hang.release.set()
+    assert not hang.was_waited_for
+
+
+@sweep("name", LOADING)
+async def test_a_conversation_is_loaded_beside_a_drafter_that_hangs(
+    name: str, path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    expected = ids(await next_turn(path))
+    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
+    async with LLAMA.open() as rt:
+        async with hanging(monkeypatch, rt, name):
+            conversation = await rt.load(path)
+        answer = await conversation.generate(SAID[1])
+        assert ids(answer) == expected
+        assert answer.statistics.cached_tokens > 0
+        assert (await rt.generate(SAID[0], **GREEDY)).statistics.proposed > 0
+    assert "what the draft model has cached is left out" in caplog.text
+
+
+@sweep("name", LOADING)
+async def test_a_load_that_waits_for_the_drafter_is_cancelled_at_once(name: str, path: Path, monkeypatch: Any) -> None:
+    async with (
+        LLAMA.open() as rt,
+        hanging(monkeypatch, rt, name) as hang,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(rt.load, path)
+        await hang.has_begun.wait()
+        nursery.cancel_scope.cancel()
+
+
+@sweep("name", LOADING)
+async def test_a_conversation_is_loaded_while_the_drafter_is_detached(name: str, path: Path, monkeypatch: Any) -> None:
+    expected = ids(await next_turn(path))
+    monkeypatch.setattr("runtime.engine.drafter_slot.RELEASE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.5)
+    loaded: list[Any] = []
+    async with LLAMA.open() as rt:
+        async with hanging(monkeypatch, rt, name) as hang:
+
+            async def load() -> None:
+                loaded.append(await rt.load(path))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(load)
+                await hang.has_begun.wait()
+                await rt.detach_draft()
+        assert ids(await loaded[0].generate(SAID[1])) == expected
+
+
+@sweep("name", SAVING)
+async def test_a_conversation_is_saved_beside_a_drafter_that_hangs(name: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr("runtime.persistence.saved_session.DRAFTER_WAIT_S", 0.05)
+    async with LLAMA.open() as rt:
+        conversation = rt.conversation(**GREEDY)
+        await conversation.generate(SAID[0])
+        async with hanging(monkeypatch, rt, name):
+            await conversation.save(file := io.BytesIO())
+        expected = ids(await conversation.generate(SAID[1]))
+    answer = await next_turn(io.BytesIO(file.getvalue()))
+    assert (ids(answer), answer.statistics.cached_tokens > 0) == (expected, True)

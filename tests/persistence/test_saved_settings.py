@@ -117,7 +117,6 @@ async def test_a_session_and_what_is_cached_come_back_as_they_were(tmp_path: Pat
     line = SequenceRecord({"tokens": {"tensor": "target.0"}}, {"target.0": Tensor("U32", (2,), raw)})
     await saved_session.write(tmp_path / "session", a_session(target=SavedModelState(PRINT, line)))
     found = (await saved_session.read(tmp_path / "session")).target.sequence
-    assert found is not None
     assert found.description == line.description
     assert bytes(found.tensors["target.0"].data) == bytes(raw)
 

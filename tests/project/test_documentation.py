@@ -278,7 +278,6 @@ def check_command(arguments: list[str]) -> None:
                 return
             assert rest[:2] == ["install", "-e"]
             asked = re.fullmatch(r"\.(?:\[(.*)\])?", rest[2])
-            assert asked is not None
             assert set((asked[1] or "cpu").split(",")) <= extras.keys()
         case name:
             known = "curl echo haproxy mkdocs mlx_lm.cache_prompt mypy pytest python python3 ruff"
@@ -395,8 +394,6 @@ def test_docstrings_become_markdown_with_their_sections() -> None:
     pytest.importorskip("griffe", reason="the extra docs is not installed")
     path = ROOT / "docs" / "docstring_markdown.py"
     spec = importlib.util.spec_from_file_location("docstring_markdown", path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     docstring = """Do it.

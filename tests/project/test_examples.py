@@ -116,7 +116,6 @@ def test_asyncio_stream_runs_streams_beside_other_work_and_ends_one_by_timeout(r
     assert {label.strip() for label, _, _ in shown} == {"stack", "sort"}
     turns, timeout, *many = said[len(shown) :]
     free = re.fullmatch(r"meanwhile, the loop was free for other work (\d+) times", turns)
-    assert free is not None
     # At least once for each line.
     assert int(free[1]) > len(shown)
     assert re.fullmatch(r"timeout: after half a second and \d+ tokens", timeout)

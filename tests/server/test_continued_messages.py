@@ -65,25 +65,6 @@ async def test_a_request_says_whether_a_new_message_begins(
 
 
 @on_server()
-@sweep(
-    ("last", "fields", "message"),
-    [
-        (BEGUN, {"add_generation_prompt": True}, "cannot go together with add_generation_prompt: true"),
-        (HELLO, {}, "needs a last message of the assistant's, got one of 'user'"),
-        (CALLING, {}, "cannot continue a message with calls"),
-    ],
-)
-async def test_what_cannot_be_continued_is_refused(
-    server: Served, last: Any, fields: dict[str, Any], message: str
-) -> None:
-    asked = {"messages": [HELLO, last], "continue_final_message": True, **fields}
-    for path in (CHAT, "/v1/tokenize"):
-        answer = await server.ask(path, asked)
-        assert (answer.status, answer.fault["param"]) == (400, "continue_final_message")
-        assert message in answer.fault["message"]
-
-
-@on_server()
 @sweep("content", ["well, ", [{"type": "text", "text": "well,\n"}]])
 async def test_the_beginning_of_a_message_ends_with_no_white_space_in_anthropics_api(
     server: Served, content: Any

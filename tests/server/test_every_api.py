@@ -30,7 +30,6 @@ from scripted import ScriptedModel, priced
 from sweeps import sweep
 
 from protocol.settings import settings_from
-from protocol.trace import Span
 
 
 async def both_ways(server: Served, api: Api, **more: Any) -> list[Any]:
@@ -126,20 +125,18 @@ async def test_a_client_that_leaves_ends_its_generation_which_is_not_stored(serv
 
 @EACH
 @STREAMED
-def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(stream: bool, api: Api) -> None:
-    async def test(server: Served) -> None:
-        answer = await server.ask(api.path, {**api.asked, "lookahead": 0, "stream": stream})
-        message, kind = api.error(answer)
-        assert "the target model failed" in message
-        assert kind == ("overloaded_error" if api.path == MESSAGES else "models_unavailable")
-        assert (answer.status, is_streamed(answer)) == ((200, True) if stream else (503, False))
-        assert not answer.is_done
-        assert await server.outcomes() == {"failed": 1}
-        if api.path == RESPONSES and stream:
-            id = answer.named_events[-1]["response"]["id"]
-            assert (await server.ask(f"{RESPONSES}/{id}")).status == 404
-
-    simulated_server(test, ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+@on_server(ScriptedModel(looping, fails={"feed": range(8, 10_000)}))
+async def test_a_target_that_fails_is_an_error_in_the_form_of_each_api(server: Served, stream: bool, api: Api) -> None:
+    answer = await server.ask(api.path, {**api.asked, "lookahead": 0, "stream": stream})
+    message, kind = api.error(answer)
+    assert "the target model failed" in message
+    assert kind == ("overloaded_error" if api.path == MESSAGES else "models_unavailable")
+    assert (answer.status, is_streamed(answer)) == ((200, True) if stream else (503, False))
+    assert not answer.is_done
+    assert await server.outcomes() == {"failed": 1}
+    if api.path == RESPONSES and stream:
+        id = answer.named_events[-1]["response"]["id"]
+        assert (await server.ask(f"{RESPONSES}/{id}")).status == 404
 
 
 # --- prompts that are only read ------------------------------------------------------------------------
@@ -165,8 +162,7 @@ async def test_a_request_for_no_tokens_reads_its_prompt_for_the_next_one(server:
     cached = [num_cached(body["usage"], api) for body in (*bodies, body_of(answer))]
     assert cached[0] == 0 < cached[1] == cached[2]
     for actor in ("target", "draft"):  # each has read it once
-        spans = [event for event in server.simulation.events if isinstance(event, Span) and event.actor == actor]
-        assert sum(span.num_tokens for span in spans if span.kind == "prefill") == cached[1]
+        assert sum(span.num_tokens for span in server.simulation.spans(actor, "prefill")) == cached[1]
     assert text_of(answer) == (await direct(server, HELLO, max_tokens=NUM_TOKENS)).text
     assert await server.outcomes() == {"finished": 3}
 
@@ -235,23 +231,21 @@ async def test_an_answer_as_one_body_has_its_id_in_a_header_and_is_cancelled_ali
     assert (id_of(asking), is_cancelled(asking.json, api)) == (asking.json["id"], True)
 
 
+LONG = "".join(Letters.ALPHABET[i % 26] for i in range(100))
+
+
 @EACH
-def test_reasoning_is_ended_by_the_id_of_its_answer(api: Api) -> None:
-    tokenizer = Letters(thinks=True)
-
-    async def test(server: Served) -> None:
-        async with server.exchange(api.path, {**api.asked, api.length: 200, "stream": True}) as asking:
-            await asking.until(lambda answer: b"re" in answer.body and len(answer.sent) > 8)
-            id = id_of(asking)
-            ended = await post(server, f"{api.path}/{id}/end_thinking")
-            assert (ended.status, ended.json) == (200, {"id": id, "status": "in_progress"})
-        thought, said = told(body_of(asking), api)
-        # By position, each letter is where it would be, but for the tag.
-        assert thought + said == whole[: len(thought)] + whole[len(thought) + 4 :]
-        assert 0 < len(thought) < len(whole) - 4
-
-    whole = "".join(Letters.ALPHABET[i % 26] for i in range(100))
-    simulated_server(test, answering(f"<t>{whole}", tokenizer), tokenizer=tokenizer)
+@on_server(answering("<t>" + LONG), tokenizer=Letters(thinks=True))
+async def test_reasoning_is_ended_by_the_id_of_its_answer(server: Served, api: Api) -> None:
+    async with server.exchange(api.path, {**api.asked, api.length: 200, "stream": True}) as asking:
+        await asking.until(lambda answer: b"re" in answer.body and len(answer.sent) > 8)
+        id = id_of(asking)
+        ended = await post(server, f"{api.path}/{id}/end_thinking")
+        assert (ended.status, ended.json) == (200, {"id": id, "status": "in_progress"})
+    thought, said = told(body_of(asking), api)
+    # By position, each letter is where it would be, but for the tag.
+    assert thought + said == LONG[: len(thought)] + LONG[len(thought) + 4 :]
+    assert 0 < len(thought) < len(LONG) - 4
 
 
 # --- reasoning --------------------------------------------------------------------------------------
@@ -303,16 +297,14 @@ BUDGETS: list[dict[str, Any]] = [
 
 @sweep("budget", BUDGETS)
 @EACH
-def test_reasoning_ends_where_its_budget_does_and_the_answer_follows(budget: dict[str, Any], api: Api) -> None:
-    tokenizer = Letters(thinks=True)
-
-    async def test(server: Served) -> None:
-        for body in await both_ways(server, api, **budget):
-            assert told(body, api) == ("neve", "so yes")
-            assert api.end(body) == api.ends[1]
-
+@on_server(answering("<t>never enso yes"), tokenizer=Letters(thinks=True))
+async def test_reasoning_ends_where_its_budget_does_and_the_answer_follows(
+    server: Served, budget: dict[str, Any], api: Api
+) -> None:
     # The script goes on by position, behind the tag of four letters.
-    simulated_server(test, answering("<t>never enso yes", tokenizer), tokenizer=tokenizer)
+    for body in await both_ways(server, api, **budget):
+        assert told(body, api) == ("neve", "so yes")
+        assert api.end(body) == api.ends[1]
 
 
 def told(body: Any, api: Api, *, may_think: bool = True) -> tuple[str, str]:

@@ -155,7 +155,6 @@ def test_a_prompt_is_what_the_tokenizer_makes_of_the_text_on_the_model_card(
     _, card, ends = BY_CARD[family]
     tokenizer = made(family)
     fill = fill_in_middle(tokenizer)
-    assert fill is not None
     assert list(fill.prompt(prefix, suffix, tokenizer)) == tokenizer.encode(card.format(prefix=prefix, suffix=suffix))
     assert {tokenizer.convert_tokens_to_ids(end) for end in ends} <= set(fill.stop_tokens)
 
@@ -171,7 +170,6 @@ def test_sentencepiece_puts_a_space_in_front_of_the_prefix_alone(family: str, pr
     """So do Meta's and Mistral's own encoders: the suffix goes on where the middle ends."""
     tokenizer = made(family)
     fill = fill_in_middle(tokenizer)
-    assert fill is not None
     begin, *tokens = fill.prompt(prefix, suffix, tokenizer)
     assert begin == tokenizer.bos_token_id
     if family == "Codestral":

@@ -233,7 +233,7 @@ async def test_memory_is_freed_although_another_thread_collects_garbage_meanwhil
             self.runtime = self
 
     held = Holds()
-    held.itself = held  # type: ignore[attr-defined]
+    held.itself = held
     del held
     thread = threading.Thread(target=gc.collect)
     thread.start()

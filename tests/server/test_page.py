@@ -500,7 +500,6 @@ def exact_copy(model: Path, where: Path) -> Path:
     """A copy in float32: in bfloat16 on a CPU, a text depends on how many tokens each pass had."""
     shutil.copytree(model, where)
     weights = mx.load(str(model / "model.safetensors"))
-    assert isinstance(weights, dict)
     exact = {name: weight.astype(mx.float32) for name, weight in weights.items()}
     mx.save_safetensors(str(where / "model.safetensors"), exact, {"format": "mlx"})
     return where

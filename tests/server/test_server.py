@@ -25,7 +25,6 @@ from asgi import (
     Letters,
     Served,
     ask,
-    at_once,
     direct,
     figures,
     looping,
@@ -37,8 +36,7 @@ from asgi import (
     simulated_server,
     watched_streams,
 )
-from assembled import adapter
-from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, pair, target, tokenizer
+from chat_models import BEGUN_TEMPLATE, THINKING_TEMPLATE, target, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_tokenizers import EMOJI_BYTES, byte_fallback, demo
@@ -46,17 +44,13 @@ from scripted import ScriptedModel, hashed, priced
 from sweeps import sweep
 
 import runtime
-from protocol.prices import Prices
-from protocol.trace import Instant
 from runtime.generation.text import apply_chat_template
 from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.events import Answer
-from runtime.server import timelines
 from runtime.server.answers.api import token_bytes
 from runtime.server.context import RequestAdmission
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.openai.serializers import Completion
 
 FAILS = {"feed": range(8, 10_000)}
 
@@ -97,24 +91,21 @@ def test_chunks_add_up_to_the_whole_answer(ending: str, path: str, body: Any) ->
     simulated_server(test, *models(hashed("ends", 4.0) if ending == "end" else looping))
 
 
-def test_each_of_a_hundred_clients_at_once_has_the_answer_that_it_has_alone() -> None:
+@on_server(*models(hashed("clients", 4.0)), max_waiting=100)
+async def test_each_of_a_hundred_clients_at_once_has_the_answer_that_it_has_alone(server: Served) -> None:
     names = itertools.product("abcdefghij", repeat=2)
     bodies = [{"prompt": f"def {a}{b}", "max_tokens": 5 + number % 5} for number, (a, b) in enumerate(names)]
+    alone = [(await direct(server, body, max_tokens=body["max_tokens"])).text for body in bodies]
+    assert len(set(alone)) == 100
+    answers: dict[int, str] = {}
 
-    async def test(server: Served) -> None:
-        alone = [(await direct(server, body, max_tokens=body["max_tokens"])).text for body in bodies]
-        assert len(set(alone)) == 100
-        answers: dict[int, str] = {}
+    async def visit(number: int) -> None:
+        answers[number] = (await server.ask(COMPLETIONS, {**bodies[number], "stream": number % 2 == 0})).text
 
-        async def visit(number: int) -> None:
-            answers[number] = (await server.ask(COMPLETIONS, {**bodies[number], "stream": number % 2 == 0})).text
-
-        async with trio.open_nursery() as nursery:
-            for number in range(100):
-                nursery.start_soon(visit, number)
-        assert [answers[number] for number in range(100)] == alone
-
-    simulated_server(test, *models(hashed("clients", 4.0)), max_waiting=100)
+    async with trio.open_nursery() as nursery:
+        for number in range(100):
+            nursery.start_soon(visit, number)
+    assert [answers[number] for number in range(100)] == alone
 
 
 def two_ways(history: Sequence[int]) -> Sequence[float]:
@@ -511,9 +502,6 @@ async def test_a_text_that_cannot_be_trusted_is_not_given(server: Served, stream
     assert (await server.ask(COMPLETIONS, {**DEF, "max_tokens": 3})).status == 200
 
 
-# --- while an answer is under way -----------------------------------------------------------------
-
-
 @on_server(looping, price=priced(prefill=4.0, decode=4.0, verify=4.0))
 async def test_a_stream_whose_text_is_withheld_is_kept_alive(server: Served) -> None:
     asked = {**DEF, "max_tokens": 16, "lookahead": 0}
@@ -521,196 +509,6 @@ async def test_a_stream_whose_text_is_withheld_is_kept_alive(server: Served) -> 
     answer = await server.ask(COMPLETIONS, {**asked, "stream": True, "stop": stop})
     assert answer.body.count(b": keep-alive\n\n") >= 3
     assert max(after - before for before, after in itertools.pairwise(answer.times)) < 20
-
-
-@on_server(*models())
-async def test_who_watches_hears_of_every_token_and_of_each_span_once(server: Served) -> None:
-    asked = {**DEF, "max_tokens": 12, "lookahead": 3, "stream": True}
-    plain = await server.ask(COMPLETIONS, asked)
-    assert all("speculation" not in event for event in plain.events)
-    seen = watched_streams(server)
-    answer = await server.ask(COMPLETIONS, {**asked, "stream_options": {"include_speculation": True}})
-    assert max(b - a for a, b in itertools.pairwise(answer.times)) <= 0.25
-    told = [event["speculation"] for event in answer.events]
-    tokens = [token for part in told for token in part["tokens"]]
-    assert "".join(token["text"] for token in tokens) == plain.text
-    assert len(tokens) == 12
-    assert 0 < sum(token["from_draft"] for token in tokens) < 12
-    statistics = [part["statistics"] for part in told]
-    for name in ("generated_tokens", "proposed", "accepted", "elapsed"):
-        grown = [each[name] for each in statistics]
-        assert grown == sorted(grown)
-    end = seen[0][1].statistics()
-    assert statistics[-1]["generated_tokens"] == 12
-    assert statistics[-1]["accepted"] == end.accepted
-    assert statistics[0]["time_to_first_token"] is None
-    assert statistics[-1]["time_to_first_token"] > 0
-    spans = [json.dumps(span) for part in told for span in part["spans"]]
-    assert len(spans) == len(set(spans))
-    of_this = [
-        span
-        for actor in ("target", "draft")
-        for span in server.simulation.spans(actor, session=seen[0][1].session)
-        if span.kind in ("prefill", "draft", "verify", "decode")
-    ]
-    heard = [json.loads(span) for span in spans]
-    # All but what happens once the last token was given.
-    assert {"target", "draft"} == {span["actor"] for span in heard}
-    assert len(of_this) - 3 <= len([s for s in heard if s["kind"] in ("prefill", "draft", "verify", "decode")])
-    assert all(0 <= span["began"] <= span["ended"] <= statistics[-1]["elapsed"] + 8 for span in heard)
-    adapter(Completion).validate_python(answer.events[0], strict=True)
-
-
-@on_server(looping, price=priced(prefill=2.0), limits=Limits(prefill_step_size=512))
-async def test_who_watches_hears_how_far_the_prompt_was_read(server: Served) -> None:
-    prompt = "a long prompt " * 150
-    asked = {**WATCHED, "prompt": prompt}
-    answer = await server.ask(COMPLETIONS, asked)
-    told = [event["speculation"]["statistics"] for event in answer.events]
-    read = [statistics["cached_tokens"] + statistics["prefilled_tokens"] for statistics in told]
-    assert list(dict.fromkeys(read)) == [0, 512, 1024, 1536, 2048, len(prompt) - 1]
-    assert {statistics["prompt_tokens"] for statistics in told} == {len(prompt)}
-    again = await server.ask(COMPLETIONS, asked)
-    assert again.events[-1]["speculation"]["statistics"]["cached_tokens"] == len(prompt) - 1
-    unwatched = await server.ask(COMPLETIONS, {**DEF, "prompt": prompt, "max_tokens": 4, "stream": True})
-    assert b"prefilled" not in unwatched.body
-
-
-@on_server(looping)
-async def test_metrics_say_of_each_prompt_token_whether_it_was_reused_and_why_not(server: Served) -> None:
-    prompt = "a long prompt " * 5
-    for more in ({}, {"cache_prompt": False}, {"prompt": prompt[:20] + "and another"}):
-        await server.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 2, **more})
-    found = await figures(server.app)
-    names = ("", "cached_", "mismatched_", "parted_", "evicted_")
-    counts = [found[f"outrider_{name}prompt_tokens_total", MODEL] for name in names]
-    assert counts == [2 * len(prompt) + 31, 20, len(prompt) - 1, 0, 0]
-
-
-@on_server(looping, hashed("wrong", 4.0), price=priced(draft=1.0, verify=1.25, decode=1.0))
-async def test_who_watches_hears_when_the_drafter_rests_and_when_it_drafts_again(server: Served) -> None:
-    answer = await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 200})
-    changes = [change for event in answer.events for change in event["speculation"]["drafter"]]
-    states = [change["state"] for change in changes]
-    assert {"drafting", "resting"} == set(states)
-    assert all(before != after for before, after in itertools.pairwise(states))
-    rested = [i.at for i in server.simulation.instants("rest")]
-    assert [change["at"] for change in changes if change["state"] == "resting"] == pytest.approx(rested)
-    adapter(Completion).validate_python(answer.events[0], strict=True)
-
-
-def test_changes_of_the_drafter_are_told_once_and_with_their_times() -> None:
-    kinds = "open proposal verdict overdue miss rejoin proposal rest proposal overdue proposal withdraw"
-    states = "- drafting - overdue - drafting - resting drafting overdue drafting left"
-    record = timelines.Timeline(0, [], began=10.0)
-    for at, kind in enumerate(kinds.split(), start=10):
-        record.add(Instant("draft", kind, 0, float(at)))  # type: ignore[arg-type]
-    expected = [{"at": float(at), "state": state} for at, state in enumerate(states.split()) if state != "-"]
-    assert record.new_activity()["drafter"] == expected
-    assert record.new_activity() == {"spans": [], "drafter": []}
-
-
-@on_server(*models())
-async def test_figures_add_up(server: Served) -> None:
-    before = await figures(server.app)
-    assert before["outrider_requests_total", "finished"] == 0
-    usages = [
-        (await server.ask(path, {**body, "max_tokens": 20, "lookahead": 3})).json["usage"]
-        for path, body in ((COMPLETIONS, DEF), (CHAT, HELLO), (COMPLETIONS, DEF))
-    ]
-    found = await figures(server.app)
-    assert found["outrider_requests_total", "finished"] == 3
-    for name, of_usage in (
-        ("prompt_tokens", "prompt_tokens"),
-        ("generated_tokens", "completion_tokens"),
-        ("proposed_tokens", "proposed_tokens"),
-        ("accepted_tokens", "accepted_tokens"),
-    ):
-        assert found[f"outrider_{name}_total", MODEL] == sum(usage[of_usage] for usage in usages)
-    assert found["outrider_time_to_first_token_seconds_count", MODEL] == 3
-    assert found["outrider_answer_seconds_count", MODEL] == 3
-    assert found["outrider_streams", MODEL] == found["outrider_waiting", MODEL] == 0
-    assert found["outrider_healthy", MODEL] == 1
-    assert found["outrider_busy_seconds_total", "target" + MODEL] > 0
-    assert set(before) <= set(found)
-
-
-@on_server(*models())
-async def test_passes_that_requests_share_are_counted_once_and_their_rows_for_each(server: Served) -> None:
-    await at_once(server, [(COMPLETIONS, {**DEF, "max_tokens": 20, "lookahead": 3})] * 3)
-    found = await figures(server.app)
-    spans = [span for span in server.simulation.spans("target") if span.kind in ("verify", "decode")]
-    assert any(span.shares for span in spans)
-    assert found["outrider_target_passes_total", MODEL] == len(spans)
-    assert found["outrider_target_pass_rows_total", MODEL] == sum(len(span.shares) or 1 for span in spans)
-    waits = found["outrider_pass_wait_seconds_total", MODEL]
-    assert waits >= found["outrider_longest_pass_wait_seconds_sum", MODEL] > 0
-    assert found["outrider_longest_pass_wait_seconds_count", MODEL] == 3
-
-
-def test_figures_of_two_servers_add_up_to_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Otherwise prices decide, which one server knows better than two.
-    monkeypatch.setattr(Prices, "works_ahead", lambda *_: True)
-    # No prompt begins as another does: what is cached of earlier ones depends on who had them.
-    asked = [
-        {"prompt": prompt, "max_tokens": 20, "lookahead": 3} for prompt in ("def f", "import g", "x = 2", "while h")
-    ]
-    # Memory is the process's; a model is there and well once a server. What ends in "created" is a time.
-    of_each_server = ("outrider_model_loaded", "outrider_healthy", "outrider_model_loads_total")
-    of_the_process = ("process_", "outrider_memory_bytes", "outrider_peak_memory_bytes")
-
-    def figures_after(requests: Sequence[dict[str, Any]]) -> dict[tuple[str, str], float]:
-        found = {}
-
-        async def test(server: Served) -> None:
-            for body in requests:
-                await server.ask(COMPLETIONS, body)
-            found.update(await figures(server.app))
-
-        simulated_server(test, *models())
-        return {
-            key: n
-            for key, n in found.items()
-            if not key[0].startswith(of_the_process) and not key[0].endswith("_created")
-        }
-
-    first, second, one = (figures_after(requests) for requests in (asked[:1], asked[1:], asked))
-    assert first.keys() == second.keys() == one.keys()
-    assert one["outrider_stale_rejected_tokens_total", MODEL] == 0 < one["outrider_accepted_tokens_total", MODEL]
-    by_position = [n for key, n in one.items() if key[0] == "outrider_spec_decode_num_accepted_tokens_per_pos_total"]
-    assert by_position == sorted(by_position, reverse=True)
-    assert sum(by_position) == one["outrider_accepted_tokens_total", MODEL]
-    for key, n in one.items():
-        times = 2 if key[0] in of_each_server else 1
-        assert first[key] + second[key] == pytest.approx(times * n), key
-
-
-# --- timelines ------------------------------------------------------------------------------------
-
-WATCHED = {**DEF, "max_tokens": 4, "stream": True, "stream_options": {"include_speculation": True}}
-
-
-@on_server(looping)
-async def test_only_answers_that_were_watched_are_remembered_and_only_so_many(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(timelines, "MAX_TIMELINES", 3)
-    unwatched = await server.ask(COMPLETIONS, {**DEF, "max_tokens": 4, "stream": True})
-    told = [(await server.ask(COMPLETIONS, WATCHED)).events[0]["id"] for _ in range(5)]
-    assert len(set(told)) == len(told)
-    assert list(server.timelines._timelines) == told[2:]
-    assert len(server.timelines._by_session) == 3
-    for gone in (unwatched.events[0]["id"], told[0], told[1]):
-        assert (await server.ask(f"/timelines/{gone}")).status == 404
-
-
-@on_server(*models())
-async def test_of_an_answer_only_so_much_is_remembered(server: Served, monkeypatch: Any) -> None:
-    monkeypatch.setattr(timelines, "MAX_EVENTS", 10)
-    id = (await server.ask(COMPLETIONS, {**WATCHED, "max_tokens": 30})).events[0]["id"]
-    record = server.timelines._timelines[id]
-    assert len(record.events) == 10
-    assert record.num_lost > 0
 
 
 # --- real models ----------------------------------------------------------------------------------
@@ -778,16 +576,3 @@ async def test_a_switch_that_the_template_does_not_have_is_named(template: str, 
         for path, more in ((CHAT, {"max_tokens": 2}), ("/v1/tokenize", {})):
             answer = await ask(app, path, {**HELLO, **fields, **more})
             assert (answer.status, answer.headers.get("x-outrider-ignored")) == (200, named)
-
-
-async def test_the_timeline_of_an_answer_is_a_page_of_its_own() -> None:
-    async with real_server(*pair()) as (app, _):
-        answer = await ask(app, COMPLETIONS, {**WATCHED, "ignore_eos": True})
-        page = await ask(app, f"/timelines/{answer.events[0]['id']}")
-        assert page.status == 200
-        assert page.headers["content-type"].startswith("text/html")
-        policy = page.headers["content-security-policy"]
-        assert "default-src 'none'" in policy
-        assert "frame-ancestors 'self'" in policy
-        assert page.headers["cache-control"] == "no-store"
-        assert b"<html" in page.body

@@ -76,7 +76,7 @@ async def read_by(app: Any, body: Any, *, rate: float) -> Reader:
     reader = Reader(request("POST", "/v1/completions", body, headers={"Connection": "close"}), rate)
     connection = Connection(
         app,
-        reader,  # type: ignore[arg-type]
+        reader,
         trio.Event(),
         stalled_s=STALLED_S,
         idle_s=math.inf,

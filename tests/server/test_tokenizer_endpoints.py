@@ -44,18 +44,6 @@ async def test_a_chat_as_tokens_and_the_tokens_as_texts(server: Served) -> None:
     for tokens, text in ((IDS, "def f"), ([], "")):
         answer = await server.ask("/detokenize", {"tokens": tokens})
         assert answer.json == {"prompt": text}
-    wrong: list[tuple[str, dict[str, Any], str]] = [
-        ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {**HELLO, "prompt": "b"}, "prompt"),
-        ("/detokenize", {"tokens": [64]}, "tokens"),
-        ("/detokenize", {"tokens": [2**40]}, "tokens"),
-        ("/detokenize", {"tokens": [-1]}, "tokens.0"),
-        ("/detokenize", {}, "tokens"),
-    ]
-    for path, body, param in wrong:
-        refused = await server.ask(path, body)
-        assert (refused.status, refused.fault["param"]) == (400, param)
     assert server.simulation.target_worker.handed == []
 
 
@@ -82,4 +70,3 @@ async def test_the_tokens_of_a_chat_with_tools_are_its_prompt(server: Served) ->
     body = {**HELLO, "tools": TOOLS, "max_tokens": 1}
     answer = await server.ask("/v1/chat/completions", body)
     assert (await server.ask("/tokenize", body)).json["count"] == answer.json["usage"]["prompt_tokens"]
-    assert (await server.ask("/tokenize", {**body, "tools": [{}]})).fault["param"] == "tools"

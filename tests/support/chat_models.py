@@ -41,8 +41,13 @@ ROLES = ["<|system|>", "<|user|>", "<|assistant|>"]
 @functools.cache
 def tokenizer(template: str | None = TEMPLATE, *, thinks: bool = False) -> TokenizerWrapper:
     """The demo pair's tokenizer with a chat template and the tokens that it needs."""
+    return demo_with(*ROLES, *(["<think>", "</think>"] if thinks else []), template=template)
+
+
+def demo_with(*tokens: str, template: str | None = None) -> TokenizerWrapper:
+    """The demo pair's tokenizer with some special tokens and a chat template."""
     base = AutoTokenizer.from_pretrained(str(runtime.DEMO_TARGET))
-    base.add_tokens([*ROLES, *(["<think>", "</think>"] if thinks else [])], special_tokens=True)
+    base.add_tokens(list(tokens), special_tokens=True)
     base.chat_template = template
     return TokenizerWrapper(base)
 

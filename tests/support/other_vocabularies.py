@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 import runtime
-from actors.translated.translated_sequence import TokenTables, TranslatedSequence
+from actors.translated.translated_model import TokenTables, TranslatedSequence
 from protocol.vocabulary_map import VocabularyMap
 
 
@@ -110,12 +110,11 @@ class TranslatedScript(ScriptedModel):
 
     def __init__(self, script: Script, vocabulary_map: VocabularyMap, **changes: Any) -> None:
         super().__init__(script, vocab_size=len(vocabulary_map.readings), **changes)
-        self._map = vocabulary_map
-        self._tables = TokenTables.of(vocabulary_map)
+        self._tables = TokenTables(vocabulary_map)
 
     def open_sequence(self, *, beside_another: bool) -> Any:
         own = super().open_sequence(beside_another=beside_another)
-        return TranslatedSequence(own, self._map, self._tables, self.context_length)
+        return TranslatedSequence(own, self._tables, self.context_length)
 
 
 def own_texts(vocabulary_map: VocabularyMap, text: Sequence[int]) -> list[int]:

@@ -46,6 +46,16 @@ class DecodeOnly:
         return self._tokenizer.decode(ids)
 
 
+class Bytes:
+    """A tokenizer whose ids stand for some bytes each."""
+
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._parts = parts
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(self._parts[id] for id in ids).decode(errors="replace")
+
+
 WORDS = ["▁the", "▁cat", "▁sat", "s", "▁"]
 
 
@@ -67,6 +77,13 @@ def byte_fallback() -> TokenizerWrapper:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>"))
+
+
+def word_tokenizer(words: Sequence[str], **options: Any) -> TokenizerWrapper:
+    """A tokenizer with a token for each word, of which the first stands for unknown ones."""
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=words[0], **options))
 
 
 @functools.cache

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from protocol.settings import Settings
-from runtime.generation.conversation import Account
 
 
 async def save_text(rt: Any, file: Any, text: Sequence[int]) -> None:
     """Save a text that is in the prefix caches."""
-    await rt._models().save(file, Account([], tuple(text), None, Settings()))
+    await rt._models().save(file, [], tuple(text), None, Settings())
 
 
 async def load_text(rt: Any, file: Any, *, any_draft: bool = False) -> None:

@@ -15,7 +15,7 @@ from models import draw_weights
 
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds import dflash, eagle3, gemma4_assistant
-from actors.trained.kinds.medusa import Medusa, MedusaConfig
+from actors.trained.kinds.medusa import Medusa
 from actors.trained.kinds.mtp import MTPReader, load_mtp
 from actors.trained.kinds.target_parts import embedding_of, final_norm_of, head_of
 
@@ -99,7 +99,7 @@ def write_medusa(
     mx.random.seed(6)
     weights = {
         name.removeprefix("heads.").replace("blocks.", "").replace("output.", "1."): value
-        for name, value in tree_flatten(Medusa(MedusaConfig(num_heads, 1, hidden_size, vocab_size)).parameters())
+        for name, value in tree_flatten(Medusa(num_heads, 1, hidden_size, vocab_size).parameters())
     }
     return _written(folder, {"medusa_num_heads": num_heads, "medusa_num_layers": 1}, "medusa_lm_head", weights)
 
@@ -158,7 +158,7 @@ def write_gemma4(folder: Path, _target: Any = None, *, vocab_size: int = VOCAB_S
 
 def expected_of(case: Path) -> dict[str, mx.array]:
     """What a case of `tests/trained` expects, by name."""
-    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))  # type: ignore[assignment]
+    expected: dict[str, mx.array] = mx.load(str(case / "expected.npz"))
     return expected
 
 
@@ -191,7 +191,7 @@ def mtp_target(case: Path, **changes: Any) -> Any:
 def mtp_target_of(case: Path) -> Any:
     """A target of the family, with the embedding, final norm and head of the case; its layers are random."""
     target = mtp_target(case)
-    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))  # type: ignore[assignment]
+    weights: dict[str, mx.array] = mx.load(str(case / "model.safetensors"))
     shared = {
         name: value
         for name, value in weights.items()

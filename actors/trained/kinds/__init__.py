@@ -1,15 +1,5 @@
-"""Kinds of trained drafters.
+"""Kinds of trained drafters, a module each.
 
-* `recognition`: which kind a folder has, by its configuration.
-* `attach`: the registry, which loads a drafter and attaches it to its target.
-* `eagle3`: a layer on hidden states of several of the target's; P-EAGLE, too.
-* `mtp`: the layers that a target's own files bring.
-* `medusa`: heads on the target's last hidden state, one for each position.
-* `dflash`: a block of tokens in one pass. `block_heads` is what DFlash 2 and DSpark add.
-* `gemma4_assistant`: layers that attend to keys and values of the target.
-* `torch_file`: reads the files of `torch.save`.
-* `target_parts`: a target's embedding, final norm and head, which drafters share; and an attached drafter.
-
-Their sequences are in `actors.trained`. A new kind takes a module that loads and attaches it, an entry in `attach`, and
-a way to tell it apart in `recognition`.
+A new kind takes a module that loads and attaches it, an entry in `actors.trained.drafter_model`, and a way to tell it
+apart in `recognition`.
 """

@@ -1,9 +1,4 @@
-"""What later kinds add to DFlash's blocks.
-
-* DSpark: the logits of each position depend on the token before it (`MarkovHead`), and it estimates how likely a token
-  drafted at a position is accepted, whichever token that is (`AcceptanceHead`).
-* DFlash 2: each position proposes its likeliest tokens, and how well they follow the token before decides between them
-  (`CandidateSelector`); inputs and outputs of sublayers are mixed over neighbouring positions (`BlockConvolution`).
+"""What DSpark and DFlash 2 add to DFlash's blocks.
 
 Sources: Speculators (https://github.com/vllm-project/speculators, `models/dspark`) for DSpark, mlx-vlm
 (https://github.com/Blaizzy/mlx-vlm, `mlx_vlm/speculative/drafters`) for both.
@@ -20,10 +15,8 @@ from mlx.nn.layers.linear import Linear
 
 
 class MarkovHead(Module):
-    """The head of DSpark: adds to the logits what a matrix of low rank makes of the token before.
-
-    A "gated" head has a gate that reads the hidden state; one of the form "rnn" has a state that goes on from position
-    to position; a "vanilla" one has neither.
+    """The head of DSpark: adds to the logits what a matrix of low rank makes of the token before. The form "gated" has
+    a gate that reads the hidden state, "rnn" a state that goes on from position to position, "vanilla" neither.
     """
 
     def __init__(self, rank: int, form: str, vocab_size: int, draft_vocab_size: int, hidden_size: int) -> None:
@@ -75,7 +68,7 @@ class AcceptanceHead(Module):
 
 
 class CandidateSelector(Module):
-    """The selector of DFlash 2."""
+    """The selector of DFlash 2: decides between a position's likeliest tokens by how they follow the one before."""
 
     def __init__(self, rank: int, num_candidates: int, vocab_size: int, hidden_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,9 +93,8 @@ def _ids(tokens: Sequence[int], embedding: Module) -> mx.array:
 
 
 class BlockConvolution(Module):
-    """The convolutions of DFlash 2 around a sublayer: mix its input, and its output, with those of positions before.
-
-    A part of the kernels depends on the hidden state that the sublayer reads. Groups of channels share that part.
+    """The convolutions of DFlash 2, which mix a sublayer's input, and its output, with those of positions before. A
+    part of the kernels depends on the hidden state that the sublayer reads; groups of channels share it.
     """
 
     def __init__(self, kernel_size: int, group_size: int, hidden_size: int) -> None:

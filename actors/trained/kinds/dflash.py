@@ -28,8 +28,9 @@ from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import (
     DrafterFiles,
     check_feature_layers,
-    flatten_rope,
+    complete,
     reading_config,
+    split_heads,
     target_ids_of,
     widened,
 )
@@ -97,20 +98,15 @@ class DFlashConfig:
 
 
 def read_config(config: Mapping[str, Any]) -> DFlashConfig:
-    """The configuration of a drafter, from its `config.json`, in the form of Speculators or of the authors.
-
-    Raises: ModelError: something is missing, or is not supported.
-    """
+    """The configuration from a drafter's `config.json`. Raises: ModelError: some is missing, or not supported."""
     of_speculators = "transformer_layer_config" in config
     kind = kind_of(config) or "DFlash"
     is_second = kind == "DFlash 2"
     flags: Mapping[str, Any] = {**config, **(config.get("dflash_config") or {})}
     layer = dict(config["transformer_layer_config"] if of_speculators else flags)
     of_authors: Mapping[str, Any] = {} if of_speculators else flags
-    flatten_rope(layer)
+    hidden_size, vocab_size = complete(layer)
     with reading_config():
-        hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
-        layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
         if of_speculators:
             mask_token_id, block_size = config["mask_token_id"], config["block_size"]
             feature_layers = tuple(config["aux_hidden_state_layer_ids"])
@@ -228,20 +224,15 @@ class DFlashAttention(Module):
             max_position_embeddings=layer["max_position_embeddings"],
         )
 
-    def keys_and_values(self, hidden: mx.array, position: int) -> tuple[mx.array, mx.array]:
-        """(1, heads, n, width of a head) each, lazy; from (n, hidden size) hidden states of the context or a block."""
-        keys, values = self._keys_and_values(hidden[None])
-        return self.rope(keys, offset=position), values
-
-    def _keys_and_values(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
-        """Those of B texts, without positions."""
-        keys = _heads(self.k_norm, self.k_proj(hidden), self._num_kv_heads)
-        return keys, _heads(None, self.v_proj(hidden), self._num_kv_heads)
+    def keys_and_values(self, hidden: mx.array) -> tuple[mx.array, mx.array]:
+        """(B, n, hidden size) → (B, heads, n, width of a head) each, without positions; lazy."""
+        keys = split_heads(self.k_proj(hidden), self._num_kv_heads, self.k_norm)
+        return keys, split_heads(self.v_proj(hidden), self._num_kv_heads)
 
     def __call__(self, blocks: mx.array, positions: Sequence[int], contexts: Contexts) -> mx.array:
         """Texts share the projections. Attention reads no weights, so that of each text is computed by itself."""
-        queries = _heads(self.q_norm, self.q_proj(blocks), self._num_heads)
-        parts = (mx.split(part, len(positions)) for part in (queries, *self._keys_and_values(blocks)))
+        queries = split_heads(self.q_proj(blocks), self._num_heads, self.q_norm)
+        parts = (mx.split(part, len(positions)) for part in (queries, *self.keys_and_values(blocks)))
         attended = [self._attend(*each) for each in zip(*parts, positions, contexts, strict=True)]
         result: mx.array = self.o_proj(mx.concatenate(attended).swapaxes(1, 2).reshape(*blocks.shape[:2], -1))
         return result
@@ -261,11 +252,6 @@ class DFlashAttention(Module):
             mask=mask,
             sinks=self.get("attention_sink_bias"),
         )
-
-
-def _heads(norm: RMSNorm | None, projected: mx.array, num_heads: int) -> mx.array:
-    split = projected.reshape(*projected.shape[:2], num_heads, -1)
-    return (split if norm is None else norm(split)).swapaxes(1, 2)
 
 
 class DFlashLayer(Module):
@@ -354,9 +340,10 @@ class DFlashReader(SharedPass[Anchor]):
         return [KVCache() for _ in self._model.layers]
 
     def read_context(self, features: mx.array, position: int, cache: list[Any]) -> None:
-        hidden = self._model.hidden_norm(self._model.fc(features))
+        hidden = self._model.hidden_norm(self._model.fc(features))[None]
         for layer, of_layer in zip(self._model.layers, cache, strict=True):
-            of_layer.update_and_fetch(*layer.self_attn.keys_and_values(hidden, position))
+            keys, values = layer.self_attn.keys_and_values(hidden)
+            of_layer.update_and_fetch(layer.self_attn.rope(keys, offset=position), values)
 
     def alone(self, part: Anchor) -> Block:
         [block] = self.together([part])
@@ -368,7 +355,11 @@ class DFlashReader(SharedPass[Anchor]):
         hidden = self._embed(mx.array(tokens)) * config.embedding_scale
         positions = [part.position for part in parts]
         for index, layer in enumerate(self._model.layers):
-            hidden = layer(hidden, positions, [_context(part.cache[index], part.num_context) for part in parts])
+            contexts = [
+                tuple(each[..., : part.num_context, :] for each in (part.cache[index].keys, part.cache[index].values))
+                for part in parts
+            ]
+            hidden = layer(hidden, positions, contexts)
         hidden = self._model.norm(hidden)[:, -config.num_foreseen :]
         logits = self._head(hidden) * config.logit_scale
         if config.logit_cap is not None:
@@ -393,14 +384,8 @@ class DFlashReader(SharedPass[Anchor]):
         return widened(given, self._target_ids, self.vocab_size)
 
 
-def _context(layer: Any, num_context: int) -> tuple[mx.array, mx.array]:
-    return layer.keys[..., :num_context, :], layer.values[..., :num_context, :]
-
-
 class BlockSequence(ContextSequence):
-    """See `TrainedSequence`. The pass over a block, whose anchor is the last token that the target has committed,
-    drafts all tokens after a text. Some kinds correct each by the token before it.
-    """
+    """The pass over a block, whose anchor is the last committed token, drafts all tokens after a text."""
 
     def __init__(self, reader: DFlashReader) -> None:
         super().__init__(reader)
@@ -453,10 +438,7 @@ class BlockSequence(ContextSequence):
 
 
 def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
-    """A drafter, and its `target_ids_of`, from a folder with `config.json` and safetensors.
-
-    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
-    """
+    """A drafter from its folder, and its `target_ids_of`. Raises: ModelError: a file is missing or does not fit."""
     config = read_config(files.config)
     named = {name.removeprefix("model."): value for name, value in files.weights().items()}
     named = {
@@ -474,7 +456,7 @@ def load_dflash(files: DrafterFiles) -> tuple[DFlash, mx.array | None]:
 
 
 def attach_dflash(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     model, target_ids = load_dflash(files)
     config = model.config
     num_layers, named = len(target.layers), files.named

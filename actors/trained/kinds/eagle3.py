@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import attrs
 import mlx.core as mx
@@ -25,23 +25,22 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
-from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from actors.trained.depth_sequence import DepthSequence, Masks
+from actors.mlx.model import weights_of
+from actors.trained.depth_sequence import DepthSequence, Masks, ModulePass
 from actors.trained.drafter_files import (
     DrafterFiles,
     check_feature_layers,
-    flatten_rope,
+    complete,
     reading_config,
     target_ids_of,
     widened,
 )
 from actors.trained.kinds.recognition import kind_of
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
-from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
 
 # By `model_type`: the arguments of a layer and the layer.
@@ -96,10 +95,7 @@ class Eagle3Config:
 
 
 def read_config(config: Mapping[str, Any]) -> Eagle3Config:
-    """The configuration of a drafter, from its `config.json`, in the form of Speculators or of the authors.
-
-    Raises: ModelError: something is missing, or is not supported.
-    """
+    """The configuration from a drafter's `config.json`. Raises: ModelError: some is missing, or not supported."""
     speculators = "transformer_layer_config" in config
     layer = dict(config["transformer_layer_config"] if speculators else config)
     architecture = layer.get("model_type", "llama")
@@ -114,10 +110,7 @@ def read_config(config: Mapping[str, Any]) -> Eagle3Config:
     flags = {**config, **(config.get("eagle_config") or {})}
     if flags.get("norm_before_fc") and flags.get("fc_norm"):
         raise ModelError("the drafter's configuration has both norm_before_fc and fc_norm, which exclude each other")
-    with reading_config():
-        hidden_size, vocab_size = int(layer["hidden_size"]), int(layer["vocab_size"])
-        layer.setdefault("head_dim", hidden_size // int(layer["num_attention_heads"]))
-    flatten_rope(layer)
+    hidden_size, vocab_size = complete(layer)
     mask_token_id, num_parallel = _masks(config) if kind_of(config) == "P-EAGLE" else (0, 0)
     found = Eagle3Config(
         architecture=architecture,
@@ -154,10 +147,8 @@ def _masks(config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _entered(ids: Any, *, is_of_speculators: bool) -> tuple[int, ...] | None:
-    """The layers whose inputs a configuration means; None if it names none.
-
-    Most files name the layer that a hidden state enters. SpecForge's name the layer that gives it, beginning with 1:
-    its output is the input of layer 2, with which the paper begins.
+    """The layers whose inputs a configuration means; None if it names none. Most files name the layer that a hidden
+    state enters; SpecForge's the layer that gives it, beginning with 1, whose output enters layer 2, the paper's first.
     """
     if not ids:
         return None
@@ -209,10 +200,8 @@ class Eagle3(Module):
         return [KVCache() for _ in self.layers]
 
     def __call__(self, hidden: mx.array, embedded: mx.array, cache: list[Any]) -> tuple[mx.array, mx.array]:
-        """Process positions after the cached ones: (B, W, hidden size) projected features, or the drafter's own hidden
-        states, and embeddings of the tokens one position further on.
-
-        Returns: hidden states of the same shape, which stand for the features of the next positions, and (B, W,
+        """Process positions after the cached ones: (B, W, hidden size) projected features or own hidden states, and
+        embeddings of the tokens one position further on. Returns: hidden states for the next positions, and (B, W,
         draft_vocab_size) logits; lazy.
         """
         mask = create_attention_mask(embedded, cache[0])
@@ -252,9 +241,7 @@ class Eagle3Reader:
     """An EAGLE-3 drafter with its target's embedding and vocabulary; see `FeatureReader`."""
 
     def __init__(self, loaded: LoadedEagle3, embed: Layer | None = None, final_norm: Layer | None = None) -> None:
-        """Make a reader, with the target's embedding for a drafter that has none of its own, and with the target's norm
-        before the head for one that reads what the head reads.
-        """
+        """`embed` is the target's, for a drafter without one; `final_norm`, for one that reads what the head reads."""
         own: Any = loaded.embedding
         if own is not None:
             # An index out of bounds would read other memory.
@@ -289,10 +276,7 @@ class Eagle3Reader:
 
 
 def load_eagle3(files: DrafterFiles) -> LoadedEagle3:
-    """Load a drafter from a folder with `config.json` and safetensors.
-
-    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
-    """
+    """A drafter from its folder. Raises: ModelError: a file is missing or damaged, or the weights do not fit."""
     config = read_config(files.config)
     named = {_renamed(name): value for name, value in files.weights().items() if not name.startswith(_OF_TARGET)}
     of_embedding = {name: named.pop(name) for name in [*named] if name.startswith(_EMBEDDING)}
@@ -311,7 +295,7 @@ def load_eagle3(files: DrafterFiles) -> LoadedEagle3:
 
 
 def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     loaded = load_eagle3(files)
     config = loaded.model.config
     feature_layers = config.feature_layers_of(len(target.layers))
@@ -321,7 +305,7 @@ def attach_eagle3(files: DrafterFiles, target: Module, target_vocab_size: int) -
     final_norm = final_norm_of(target, files.named) if config.reads_output else None
     arrays = [] if loaded.target_ids is None else [loaded.target_ids]
     if loaded.embedding is not None:
-        arrays += [cast(mx.array, pair[1]) for pair in tree_flatten(loaded.embedding.parameters())]
+        arrays += weights_of(loaded.embedding).values()
     reader = Eagle3Reader(loaded, embed, final_norm)
     passes = ModulePass.each([reader])
     return Attached(

@@ -29,6 +29,7 @@ from mlx_lm.models import gemma4_text
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache
 
+from actors.prefix_cache import common_length, pack
 from actors.trained.context_sequence import ContextSequence
 from actors.trained.drafter_files import DrafterFiles, reading_config
 from actors.trained.kinds.target_parts import Attached, Layer, check_target, embedding_of, final_norm_of
@@ -112,15 +113,13 @@ class Gemma4Assistant(Module):
     def __call__(
         self, hidden: mx.array, embedded: mx.array, position: int, context: Mapping[str, KeysAndValues]
     ) -> tuple[mx.array, mx.array]:
-        """Process successive positions.
+        """Process successive positions, the last of which is `position`.
 
         Args:
-            hidden: (n, target's hidden size) of the positions.
-            embedded: of the same shape, of the tokens one position further on.
-            position: the last one.
-            context: by type of layer, keys and values of the positions up to that one, at least n.
+            hidden, embedded: (n, target's hidden size) of the positions, and of the tokens one position further on.
+            context: by type of layer, keys and values of the positions up to the last one, at least n.
 
-        Returns: hidden states of the same shape that stand for those of the next positions, and (n, V) logits; lazy.
+        Returns: hidden states of the same shape, for the next positions, and (n, V) logits; lazy.
         """
         num_rows = hidden.shape[0]
         given = self.pre_projection(mx.concatenate([embedded, hidden], axis=-1))[None]
@@ -181,9 +180,9 @@ class Gemma4AssistantReader:
     def read(
         self, tokens: Sequence[int], begin: int, num_context: int, cache: list[Any], hidden: mx.array | None = None
     ) -> tuple[mx.array, mx.array]:
-        """Read tokens, each with the hidden state of a position. In the caches, which begin at position `begin`, the
-        last of these is position `num_context - 1`. For one token, `hidden` may be given instead: (1, target's hidden
-        size). Returns: as `Gemma4Assistant.__call__`.
+        """Read tokens, each with the hidden state of a position; the last of these is the last of the first
+        `num_context` in the caches, which begin at `begin`. For one token, `hidden` may be given instead: (1, target's
+        hidden size).
         """
         *contexts, states = cache
         if hidden is None:
@@ -217,16 +216,9 @@ class Gemma4AssistantSequence(ContextSequence):
             num_context = position - 1 + len(tokens) - self._begin
             return self._reader.read(tokens, self._begin, num_context, self._cache)[1]
         yield from ()
-        return self._logits_ahead(self._tokens[self._end : position + 1])
-
-    def _logits_ahead(self, tokens: Sequence[int]) -> mx.array:
-        """(1, V) logits after tokens from the first position without features on."""
-        num_known = 0
+        tokens = self._tokens[self._end : position + 1]
         # The last token is read again, for its logits.
-        for (known, _), token in zip(self._own, tokens[:-1], strict=False):
-            if known != token:
-                break
-            num_known += 1
+        num_known = common_length(pack(tokens[:-1]), pack([known for known, _ in self._own]))
         del self._own[num_known:]
         for token in tokens[num_known:]:
             hidden = self._own[-1][1] if self._own else None
@@ -236,10 +228,7 @@ class Gemma4AssistantSequence(ContextSequence):
 
 
 def load_gemma4_assistant(files: DrafterFiles) -> Gemma4Assistant:
-    """An assistant from a folder with `config.json` and safetensors.
-
-    Raises: ModelError: a file is missing or damaged, or the weights are not those of the configuration.
-    """
+    """An assistant from its folder. Raises: ModelError: a file is missing or damaged, or the weights do not fit."""
     config = read_config(files.config)
     head, unused = (_EMBEDDING, _HEAD) if config.ties_head else (_HEAD, _EMBEDDING)
     named = {name.removeprefix("model."): value for name, value in files.weights().items()}
@@ -259,7 +248,7 @@ def load_gemma4_assistant(files: DrafterFiles) -> Gemma4Assistant:
 
 
 def attach_gemma4_assistant(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     text_model: Any = target.get("language_model", target)
     if type(text_model).__module__ != gemma4_text.__name__:
         family = type(text_model).__module__.rpartition(".")[2]
@@ -287,10 +276,7 @@ def attach_gemma4_assistant(files: DrafterFiles, target: Module, target_vocab_si
 
 
 def _sources(model: Gemma4Assistant, layers: Sequence[Any], named: str) -> dict[str, int]:
-    """For each type of layer that an assistant has, the target's last layer of that type that makes keys and values.
-
-    Raises: ModelError: the target has no such layer, or its heads have another size.
-    """
+    """For each type of layer that an assistant has, the target's last layer of that type that makes keys and values."""
     last = {layer.layer_type: index for index, layer in enumerate(layers) if layer.self_attn.has_kv}
     found = {}
     for layer in model.layers:

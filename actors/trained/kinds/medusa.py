@@ -10,11 +10,10 @@ Decoding Heads", arXiv 2401.10774. Files: those of the authors (https://github.c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 
-import attrs
 import mlx.core as mx
 from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
@@ -37,16 +36,6 @@ _FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 NUM_KEPT = 64  # positions whose features are kept: a drafter that catches up reads at most as many at a time
 
 
-@attrs.frozen
-class MedusaConfig:
-    """What a drafter's weights and its configuration say."""
-
-    num_heads: int
-    num_layers: int  # residual blocks of each head
-    hidden_size: int  # of the target
-    vocab_size: int
-
-
 class MedusaBlock(Module):
     """A residual block."""
 
@@ -62,10 +51,10 @@ class MedusaBlock(Module):
 class MedusaHead(Module):
     """The head of one position."""
 
-    def __init__(self, config: MedusaConfig) -> None:
+    def __init__(self, num_blocks: int, hidden_size: int, vocab_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.blocks = [MedusaBlock(config.hidden_size) for _ in range(config.num_layers)]
-        self.output = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.blocks = [MedusaBlock(hidden_size) for _ in range(num_blocks)]
+        self.output = Linear(hidden_size, vocab_size, bias=False)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         """(…, hidden size) normalised hidden states of the target to (…, V) logits; lazy."""
@@ -76,12 +65,12 @@ class MedusaHead(Module):
 
 
 class Medusa(Module):
-    """The heads."""
+    """The heads. The hidden states that they read are the target's."""
 
-    def __init__(self, config: MedusaConfig) -> None:
+    def __init__(self, num_heads: int, num_blocks: int, hidden_size: int, vocab_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.config = config
-        self.heads = [MedusaHead(config) for _ in range(config.num_heads)]
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.heads = [MedusaHead(num_blocks, hidden_size, vocab_size) for _ in range(num_heads)]
 
 
 class HeadPass(SharedPass[mx.array]):
@@ -90,13 +79,9 @@ class HeadPass(SharedPass[mx.array]):
     def __init__(self, head: Layer) -> None:
         self._head = head
 
-    def alone(self, part: mx.array) -> mx.array:
-        return self._head(part)
-
     def together(self, parts: Sequence[mx.array]) -> list[mx.array]:
         ends = [*accumulate(part.shape[0] for part in parts)]
-        logits = self._head(mx.concatenate([*parts]))
-        return [logits[end - part.shape[0] : end] for part, end in zip(parts, ends, strict=True)]
+        return list(mx.split(self._head(mx.concatenate([*parts])), ends[:-1]))
 
 
 class HeadSequence(TrainedSequence):
@@ -105,9 +90,7 @@ class HeadSequence(TrainedSequence):
     def __init__(self, project: Layer, heads: Sequence[HeadPass], feature_width: int, vocab_size: int) -> None:
         """Make an empty sequence. `project` turns features into what the heads read; the nearest head is first."""
         super().__init__(feature_width)
-        self._project = project
-        self._heads = heads
-        self._vocab_size = vocab_size
+        self._project, self._heads, self._vocab_size = project, heads, vocab_size
         self._num_kept = NUM_KEPT
         # What the heads read of the last positions, the first of which is `_begin`.
         self._begin = 0
@@ -129,9 +112,7 @@ class HeadSequence(TrainedSequence):
 
     def feed_lazy(self, token: mx.array) -> mx.array:
         """Does not read the token, since nothing depends on it."""
-        logits = self.feed((0,), 1)
-        assert logits is not None
-        return logits
+        return super().feed_lazy(mx.array([0]))
 
     def forget(self) -> None:
         super().forget()
@@ -197,36 +178,42 @@ class HeadSequence(TrainedSequence):
 
 
 def load_medusa(files: DrafterFiles) -> Medusa:
-    """Heads from a folder with `config.json` and `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
-
-    The weights say how many there are: in some of the authors' folders the configuration has a smaller number.
-
-    Raises: ModelError: a file is missing or damaged, or the weights are not those of such heads, or fewer.
+    """Heads from their folder. The weights say how many there are: some of the authors' configurations have a smaller
+    number. Raises: ModelError: a file is missing or damaged, or does not fit.
     """
-    found = _weights(files)
+    found, config = _weights(files), files.config
     num_heads = 1 + max(int(key["head"]) for key in found)
     num_layers = max(int(key["layer"]) for key in found)  # the one after the blocks is the output
-
-    def named(key: re.Match[str]) -> str:
+    wanted_heads, wanted_layers = config.get("medusa_num_heads", num_heads), config.get("medusa_num_layers", num_layers)
+    if wanted_heads > num_heads or wanted_layers != num_layers:
+        raise ModelError(
+            f"the configuration in {files.folder} asks for {wanted_heads} heads of {wanted_layers} blocks, and the "
+            f"weights have {num_heads} of {num_layers}"
+        )
+    weights = {}
+    for key, value in found.items():
         part = "output" if int(key["layer"]) == num_layers else f"blocks.{key['layer']}"
-        return f"heads.{key['head']}.{part}.{key['rest']}"
-
-    weights = {named(key): value for key, value in found.items()}
-    model = Medusa(_config_of(files, num_heads, num_layers, weights))
+        weights[f"heads.{key['head']}.{part}.{key['rest']}"] = value
+    output = weights.get("heads.0.output.weight")
+    if output is None or output.ndim != 2:
+        raise ModelError(f"the Medusa heads in {files.folder} are damaged: the first one has no output")
+    # A quantised output has another width; the blocks have biases of the width of what they read.
+    hidden_size = weights.get("heads.0.blocks.0.linear.bias", output).shape[-1]
+    model = Medusa(num_heads, num_layers, hidden_size, output.shape[0])
     files.fill(model, weights)
     return model
 
 
 def attach_medusa(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     model = load_medusa(files)
-    config = model.config
-    check_target(files, target, target_vocab_size, hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+    hidden_size, vocab_size = model.hidden_size, model.vocab_size
+    check_target(files, target, target_vocab_size, hidden_size=hidden_size, vocab_size=vocab_size)
     # The heads read what the target's own head reads.
     final_norm = final_norm_of(target, files.named)
     passes = [HeadPass(head) for head in model.heads]
-    open_sequence = partial(HeadSequence, final_norm, passes, config.hidden_size, config.vocab_size)
-    return Attached((len(target.layers),), config.vocab_size, open_sequence, model, config.vocab_size, passes=passes)
+    open_sequence = partial(HeadSequence, final_norm, passes, hidden_size, vocab_size)
+    return Attached((len(target.layers),), vocab_size, open_sequence, model, vocab_size, passes=passes)
 
 
 def _weights(files: DrafterFiles) -> dict[re.Match[str], mx.array]:
@@ -242,19 +229,3 @@ def _weights(files: DrafterFiles) -> dict[re.Match[str], mx.array]:
     if not weights:
         raise ModelError(f"there are no weights of Medusa heads ({' or '.join(_FILES)}) in {files.folder}")
     return weights
-
-
-def _config_of(files: DrafterFiles, num_heads: int, num_layers: int, weights: Mapping[str, mx.array]) -> MedusaConfig:
-    config, folder = files.config, files.folder
-    wanted_heads, wanted_layers = config.get("medusa_num_heads", num_heads), config.get("medusa_num_layers", num_layers)
-    if wanted_heads > num_heads or wanted_layers != num_layers:
-        raise ModelError(
-            f"the configuration in {folder} asks for {wanted_heads} heads of {wanted_layers} blocks, and the weights "
-            f"have {num_heads} of {num_layers}"
-        )
-    output = weights.get("heads.0.output.weight")
-    if output is None or output.ndim != 2:
-        raise ModelError(f"the Medusa heads in {folder} are damaged: the first one has no output")
-    # A quantised output has another width; the blocks have biases of the width of what they read.
-    hidden_size = weights.get("heads.0.blocks.0.linear.bias", output).shape[-1]
-    return MedusaConfig(num_heads, num_layers, hidden_size, output.shape[0])

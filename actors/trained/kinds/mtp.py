@@ -45,11 +45,16 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import MODEL_REMAPPING
 
-from actors.trained.depth_sequence import DepthSequence
+from actors.trained.depth_sequence import DepthSequence, ModulePass
 from actors.trained.drafter_files import DrafterFiles
 from actors.trained.kinds.target_parts import Attached, Layer, embedding_of, final_norm_of, head_of
-from actors.trained.module_pass import ModulePass
 from protocol.errors import ModelError
+
+
+def _one_layer(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+    """One layer with full attention, and with experts if the family has any."""
+    dense = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    return {"num_hidden_layers": 1, "full_attention_interval": 1, **dense}
 
 
 @attrs.frozen
@@ -62,9 +67,9 @@ class _Family:
     hidden_norm: str
     projection: str
     output_norm: str
-    # From the arguments of a model, the configuration and the number of the layer to the arguments to change, so that
-    # the model's layers are those of MTP.
-    changes: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]]
+    # The arguments of a model to change, so that its layers are those of MTP; by all of them, the configuration, and
+    # the number of the layer.
+    changes: Callable[[Mapping[str, Any], Mapping[str, Any], int], Mapping[str, Any]] = _one_layer
     layers: str = ""  # pattern of what stands before the names of a decoder layer's weights, after the prefix
     hidden_first: bool = False  # the hidden state is the first half of what is projected
     normalizes_output: bool = True  # the hidden state that goes on is the normalised one
@@ -73,17 +78,6 @@ class _Family:
     brings_own: bool = False  # an embedding and a head beside the layer are its own, not copies of the target's
     inner: str = "model"  # where the class has its layers
     is_chain: bool = True  # each layer reads the output of the one before it; otherwise only the first is used
-
-
-def _one_layer(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """One layer with full attention, and with experts if the family has any."""
-    return {
-        "num_hidden_layers": 1,
-        "first_k_dense_replace": 0,
-        "full_attention_interval": 1,
-        "mlp_only_layers": [],
-        "decoder_sparse_step": 1,
-    }
 
 
 def _nemotron_layers(args: Mapping[str, Any], config: Mapping[str, Any], number: int) -> Mapping[str, Any]:
@@ -116,7 +110,6 @@ _NEXTN = _Family(
     "hnorm",
     "eh_proj",
     "shared_head.norm",
-    _one_layer,
     normalizes_output=False,
     renamed=(
         (r"\b(?:mtp_block|transformer)\.", ""),
@@ -132,7 +125,6 @@ _QWEN = _Family(
     "pre_fc_norm_hidden",
     "fc",
     "norm",
-    _one_layer,
     layers=r"layers\.(\d+)\.",
     norms_from_one=True,
 )
@@ -148,7 +140,6 @@ _FAMILIES: dict[str, _Family] = {
         "hidden_layernorm",
         "input_proj",
         "final_layernorm",
-        _one_layer,
         hidden_first=True,
         # Its published files have one layer, and its successors do not chain theirs.
         is_chain=False,
@@ -236,9 +227,8 @@ class MTPLayers(Module):
 
 
 def load_mtp(files: DrafterFiles, target: Module) -> MTPLayers:
-    """Load the MTP layers in the target's own folder, or in one with the layers alone, with the target's arguments.
-
-    Raises: ModelError: the target's family has no such layer, the files have none, or the layer is another target's.
+    """The MTP layers in the target's own folder, or in one with the layers alone, with the target's arguments. Raises:
+    ModelError: the target's family has none, the files have none, or they are another target's.
     """
     model_type, named = type(target).__module__.rpartition(".")[2], files.named
     if model_type not in _FAMILIES:
@@ -264,7 +254,6 @@ def _layer(
     weights: dict[str, mx.array],
     is_converted: bool,
 ) -> MTP:
-    """One of the layers, from what `_weights` has found."""
     named, hidden_size = files.named, int(args["hidden_size"])
     norm = weights.get(f"{family.hidden_norm}.weight")
     if norm is not None and norm.size != hidden_size:
@@ -280,17 +269,17 @@ def _layer(
             f"them; one with {len(small.layers)} is supported"
         )
     model = MTP(family, small, args)
-    for part, name in (("embedding", f"{_EMBEDDING}weight"), ("head", f"{_HEAD}weight")):
+    for part, prefix in (("embedding", _EMBEDDING), ("head", _HEAD)) if family.brings_own else ():
+        if (own := weights.get(f"{prefix}weight")) is None:
+            continue
         # An index out of bounds would read other memory.
-        if family.brings_own and name in weights and (num_ids := weights[name].shape[0]) < args["vocab_size"]:
+        if (num_ids := own.shape[0]) < args["vocab_size"]:
             raise ModelError(
                 f"the {part} of {files.named} has {num_ids} ids, and its target {args['vocab_size']}; it was made for "
                 "another one"
             )
-    if family.brings_own and (embedding := weights.get(f"{_EMBEDDING}weight")) is not None:
-        model.embedding = Embedding(embedding.shape[0], hidden_size)
-    if family.brings_own and (head := weights.get(f"{_HEAD}weight")) is not None:
-        model.head = Linear(hidden_size, head.shape[0], bias=False)
+        is_head = part == "head"
+        model[part] = Linear(hidden_size, num_ids, bias=False) if is_head else Embedding(num_ids, hidden_size)
     files.fill(model, _named(family, small, weights, is_converted))
     return model
 
@@ -302,7 +291,7 @@ def names_a_layer(names: Iterable[str], model_type: str) -> bool:
 
 
 def attach_mtp(files: DrafterFiles, target: Module, target_vocab_size: int) -> Attached:
-    """See `attach`."""
+    """See `TrainedDrafter`."""
     model = load_mtp(files, target)
     parts = final_norm_of(target, files.named), embedding_of(target, files.named), head_of(target, files.named)
     passes = ModulePass.each(MTPReader(layer, *parts, target_vocab_size) for layer in model.depths)
@@ -348,7 +337,6 @@ def _weights(files: DrafterFiles, family: _Family) -> list[tuple[int, dict[str, 
 
 
 def _renamed(family: _Family, name: str) -> str:
-    """The name of a weight as the rest of the family has it."""
     for pattern, other in family.renamed:
         name = re.sub(pattern, other, name)
     return name

@@ -1,7 +1,4 @@
-"""Kinds of trained drafters, by the `config.json` beside their weights.
-
-A trained drafter reads hidden states of the one target that it was trained for, and is no language model by itself.
-"""
+"""Kinds of trained drafters, which read hidden states of one target, by the `config.json` beside their weights."""
 
 from __future__ import annotations
 
@@ -56,10 +53,7 @@ def nearest_to(kind: str) -> str:
 
 
 def kind_of(config: Mapping[str, Any]) -> str | None:
-    """The kind of trained drafter that a config.json describes, such as "EAGLE-3"; None for a language model.
-
-    Any key may be missing, or its value of a wrong type.
-    """
+    """The kind of trained drafter that a config.json, with whatever values, describes; None for none."""
     speculator = config.get("speculators_model_type")
     architectures = config.get("architectures")
     names = [config.get("model_type"), speculator, *(architectures if isinstance(architectures, list) else ())]

@@ -23,6 +23,9 @@ from runtime.loading.model_spec import ModelSpec
 from runtime.loading.named_models import DEMO, INSTALL, NamedModel, default_model, named_model
 from runtime.terminal.display import print_message
 
+if TYPE_CHECKING:
+    from runtime.engine.runtime import Runtime
+
 # Flags for one model: setting, placeholder, help. Those for the draft model begin with "draft-".
 _OF_EACH = (
     ("adapter_path", "DIR", "LoRA adapter, as mlx_lm.lora writes it"),
@@ -33,8 +36,7 @@ _OF_EACH = (
 _MODES = ("mxfp4", "nvfp4", "mxfp8")
 
 
-def add_loading(parser: argparse.ArgumentParser) -> None:
-    """Add the flags to a command's arguments; `target_of` and `draft_of` read them."""
+def _add_loading(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("loading")
     for prefix, whose in (("", "the target"), ("draft_", "the draft model")):
         for name, metavar, text in _OF_EACH:
@@ -53,26 +55,15 @@ def add_loading(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def target_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
-    """The target, with the loading options that the flags give."""
+def _target(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
     tokenizer_config = _json(arguments, "tokenizer_config")
     if arguments.chat_template is not None:
         tokenizer_config["chat_template"] = _text_or_file(arguments.chat_template)
     return _spec(arguments, "", path, tokenizer_config=tokenizer_config)
 
 
-def draft_of(arguments: argparse.Namespace, path: str | Path) -> str | Path | ModelSpec:
-    """The draft model, with its loading options."""
-    return _spec(arguments, "draft_", path, draft_vocabulary=arguments.draft_vocabulary)
-
-
-def names_of_draft(arguments: argparse.Namespace) -> list[str]:
-    """The flags of the draft model that were given."""
-    names = [*(f"draft_{name}" for name, *_ in _OF_EACH), "draft_vocabulary"]
-    return [flag(name) for name in names if getattr(arguments, name) is not None]
-
-
 def _spec(arguments: argparse.Namespace, prefix: str, path: str | Path, **others: Any) -> str | Path | ModelSpec:
+    """A model with the loading options that the flags give, whose names begin with `prefix`."""
     spec = ModelSpec(
         path,
         adapter_path=getattr(arguments, f"{prefix}adapter_path"),
@@ -95,12 +86,9 @@ def _quantize(given: str | None) -> int | dict[str, Any] | None:
 
 
 def _json(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
-    given: str | None = getattr(arguments, name)
-    return {} if given is None else parse_object(name, given)
-
-
-def parse_object(name: str, given: str) -> dict[str, Any]:
-    """The JSON object in the value of a flag, as a mapping."""
+    """The JSON object that a flag gives, empty without it."""
+    if (given := getattr(arguments, name, None)) is None:
+        return {}
     try:
         value = json.loads(given)
     except ValueError as error:
@@ -118,9 +106,6 @@ def _text_or_file(given: str) -> str:
         raise SettingsError(f"--chat-template {shown(given)} is neither a template nor a file: {error}") from error
 
 
-if TYPE_CHECKING:
-    from runtime.engine.runtime import Runtime
-
 # The options of `runtime.open` that commands with models have.
 OPTIONS = {name: option for name, option in options_of(OpenOptions).items() if option.group}
 
@@ -137,14 +122,10 @@ DRAFTER_ELSEWHERE = ("draft_rank", "draft_process", "draft_device")
 
 @attrs.frozen
 class Models:
-    """The models of a command.
-
-    Attributes:
-        draft: a model, "ngram" for prompt lookup, "auto" for what is on this disk, or None for plain decoding.
-    """
+    """The models of a command."""
 
     target: str | Path | ModelSpec  # a path or hub id, with how it is loaded
-    draft: str | Path | ModelSpec | None
+    draft: str | Path | ModelSpec | None  # or "ngram", "auto" for what is on this disk, None for plain decoding
     options: dict[str, Any] = attrs.field(factory=dict)  # those of `runtime.open` that were given
     device: str | None = None  # on which both compute, "cpu" or "gpu"; None for MLX's default
     more_drafts: tuple[str | Path | ModelSpec, ...] = ()  # further drafters, for a command that compares several
@@ -162,11 +143,9 @@ class Models:
 
     def print_default(self) -> None:
         """Print which target is taken, if none was named."""
-        if self.default is not None:
-            hint = f"; {INSTALL} adds a chat model" if self.default.name == DEMO else ""
-            print_message(
-                f"the target is {self.default.described} (--target {self.default.name}), since none is named{hint}"
-            )
+        if (named := self.default) is not None:
+            hint = f"; {INSTALL} adds a chat model" if named.name == DEMO else ""
+            print_message(f"the target is {named.described} (--target {named.name}), since none is named{hint}")
 
     def use_device(self) -> None:
         """Make `device` the default of MLX, and so of this process. Imports mlx."""
@@ -195,10 +174,9 @@ def add_models(
     several_drafts: bool = False,
     samples: bool = False,
 ) -> None:
-    """Add the models and their options to a command's arguments; `models_of` reads them.
+    """Add the models and their options, `without` some, to a command's arguments; `models_of` reads them.
 
     Args:
-        without: options that the command does not have.
         draft_help: help of `--draft`, if the command does not accept all its values.
         target_first: whether the target may also be given without a flag.
         several_drafts: whether `--draft` may be given more than once.
@@ -209,16 +187,15 @@ def add_models(
     if target_first:
         target.add_argument("target_here", metavar="MODEL", nargs="?", help="the same as --target")
     target.add_argument("--target", metavar="MODEL", help=TARGET_HELP)
-    action = "append" if several_drafts else "store"
     group.add_argument(
         "--draft",
-        action=action,
+        action="append" if several_drafts else "store",
         metavar="MODEL",
         help=draft_help
         or 'path or hub id of the drafter; "auto" for one on this disk that fits the target, if any; "ngram" for '
         'prompt lookup; "none" for plain decoding (default: the drafter of "smollm2" or "demo", else none)',
     )
-    add_loading(parser)
+    _add_loading(parser)
     group = parser.add_argument_group("caches and devices")
     for name, option in OPTIONS.items():
         if name not in without:
@@ -238,11 +215,8 @@ def models_of(arguments: argparse.Namespace) -> Models:
         raise SettingsError(f'--device must be "cpu" or "gpu", got {shown(arguments.device)}')
     options = {name: given for name, given in vars(arguments).items() if name in OPTIONS}
     if "chat_template_args" in options:
-        options["chat_template_args"] = parse_object("chat_template_args", options["chat_template_args"])
-    if hasattr(arguments, "generation_config"):
-        options["generation_config"] = arguments.generation_config
-    if hasattr(arguments, "group"):
-        options["group"] = arguments.group
+        options["chat_template_args"] = _json(arguments, "chat_template_args")
+    options |= {name: vars(arguments)[name] for name in ("generation_config", "group") if name in vars(arguments)}
     first: str | None = getattr(arguments, "target_here", None)
     target: str | None = arguments.target if first is None else first
     drafts: list[str] = arguments.draft if isinstance(arguments.draft, list) else [arguments.draft or ""]
@@ -256,13 +230,16 @@ def models_of(arguments: argparse.Namespace) -> Models:
     assert path is not None
     if not hasattr(arguments, "adapter_path"):
         return Models(path, draft, options, arguments.device, tuple(drafts[1:]), default)
-    if draft in _NOT_NAMED and (given := names_of_draft(arguments)):
-        raise SettingsError(
-            f"{given[0]} is of a draft model, and none is named; give one with --draft, or leave it out"
-        )
+    for name in (*(f"draft_{name}" for name, *_ in _OF_EACH), "draft_vocabulary"):
+        if draft in _NOT_NAMED and getattr(arguments, name) is not None:
+            raise SettingsError(
+                f"{flag(name)} is of a draft model, and none is named; give one with --draft, or leave it out"
+            )
 
     def loaded(drafter: Any) -> Any:
-        return drafter if drafter in _NOT_NAMED else draft_of(arguments, drafter)
+        if drafter in _NOT_NAMED:
+            return drafter
+        return _spec(arguments, "draft_", drafter, draft_vocabulary=arguments.draft_vocabulary)
 
     more = tuple(map(loaded, drafts[1:]))
-    return Models(target_of(arguments, path), loaded(draft), options, arguments.device, more, default)
+    return Models(_target(arguments, path), loaded(draft), options, arguments.device, more, default)

@@ -29,7 +29,7 @@ def parse_value(text: str) -> Value:
     return text
 
 
-def parse_size(text: str) -> int | str | None:
+def _size(text: str) -> int | str | None:
     """The number of bytes in a text such as "2GB", as mlx-lm reads it, or None for "none"; else the text itself."""
     if text.lower() == "none":
         return None
@@ -41,12 +41,12 @@ def parse_size(text: str) -> int | str | None:
         return text
 
 
-def parse_values(text: str) -> tuple[Value, ...]:
+def _values(text: str) -> tuple[Value, ...]:
     """The values in a list such as "1,2"; `Settings` rejects those that are not numbers."""
     return tuple(parse_value(part.strip()) for part in text.split(",")) if text.strip() else ()
 
 
-def parse_pairs(text: str) -> dict[Value, Value] | str:
+def _pairs(text: str) -> dict[Value, Value] | str:
     """The mapping in a text such as "12=-1.5,7=-inf"; the text itself if it is not one."""
     found = [part.partition("=") for part in text.split(",")] if text.strip() else []
     if not all(equals for _, equals, _ in found):
@@ -56,14 +56,8 @@ def parse_pairs(text: str) -> dict[Value, Value] | str:
 
 # How values are parsed, by an option's form; all other forms are numbers or words.
 _READERS: dict[str | None, Callable[[str], Any]] = {
-    "DIR": str,
-    "HOW": str,
-    "IDS": parse_values,
-    "ID=B,...": parse_pairs,
-    "JSON": str,
-    "KIND": str,
-    "SIZE": parse_size,
-    "TIMES": str,
+    **dict.fromkeys(("DIR", "HOW", "JSON", "KIND", "TIMES"), str),
+    **{"IDS": _values, "ID=B,...": _pairs, "SIZE": _size},
 }
 
 
@@ -77,9 +71,10 @@ def add_option(group: argparse._ArgumentGroup, name: str, option: Option, defaul
             about = f"not: {about}"
     elif option.form == "TEXT":
         shape = {"metavar": "TEXT", "action": "append"}
+    about = re.sub(r"`(\w+)`", lambda name: flag(name[1]), about).replace("`", "")
+    about = re.sub(r"\bNone\b", '"none"', about).replace("%", "%%")
     names = [option.short, flag(name)] if option.short else [flag(name)]
-    text = in_help(about) + _default(option, default)
-    group.add_argument(*names, dest=name, default=argparse.SUPPRESS, help=text, **shape)
+    group.add_argument(*names, dest=name, default=argparse.SUPPRESS, help=about + _default(option, default), **shape)
 
 
 def add_options(
@@ -113,12 +108,6 @@ def add_flags(group: argparse._ActionsContainer, *flags: tuple[str, str] | tuple
         group.add_argument(*names, help=text, **shape)
 
 
-def in_help(about: str) -> str:
-    """An option's description, worded for the command line."""
-    about = re.sub(r"`(\w+)`", lambda name: flag(name[1]), about).replace("`", "")
-    return re.sub(r"\bNone\b", '"none"', about).replace("%", "%%")
-
-
 def _default(option: Option, default: object) -> str:
     if option.form == "" or default is attrs.NOTHING:
         return ""
@@ -134,9 +123,7 @@ _OWN_DEFAULTS = {"max_tokens": f"{MAX_ANSWER_TOKENS} for an answer, {Settings().
 
 
 def limit_of(tokenizer: Any, *, is_raw: bool = False) -> dict[str, Any]:
-    """The command line's limit of an answer, as a setting, which those that were given replace; none for a text that is
-    continued: one without a chat template.
-    """
+    """The command line's limit of an answer, as a setting; none for a text that is continued, without a template."""
     is_answer = not is_raw and tokenizer is not None and tokenizer.has_chat_template
     return {"max_tokens": MAX_ANSWER_TOKENS} if is_answer else {}
 
@@ -170,19 +157,17 @@ def defaults_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: given for name, given in vars(arguments).items() if name in _DEFAULTS}
 
 
-def check_template_flags(arguments: argparse.Namespace, tokenizer: Any) -> None:
-    """Raises: PromptError: a flag was given that needs a chat template, and the target's tokenizer has none."""
-    if tokenizer is not None and tokenizer.has_chat_template:
-        return
-    for name in ("chat", "system", "prefill_response"):
-        if getattr(arguments, name, None) not in (None, False):
-            raise PromptError(f"{flag(name)} needs a chat template, and the target's tokenizer has none; leave it out")
+def completed(settings: dict[str, Any], arguments: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """The settings, once the target is loaded. Unless they say what XTC spares, it is what it is in mlx-lm's commands:
+    line breaks and ends of text.
 
-
-def with_tokens_of(tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings, with the tokens that XTC spares as in mlx-lm's commands: line breaks and ends of text, unless the
-    settings say what it spares.
+    Raises: PromptError: a flag was given that needs a chat template, and the target's tokenizer has none.
     """
+    if tokenizer is None or not tokenizer.has_chat_template:
+        for name in ("chat", "system", "prefill_response"):
+            if getattr(arguments, name, None) not in (None, False):
+                needs = f"{flag(name)} needs a chat template, and the target's tokenizer has none"
+                raise PromptError(f"{needs}; leave it out")
     if not settings.get("xtc_probability") or "xtc_special_tokens" in settings or tokenizer is None:
         return settings
     return {**settings, "xtc_special_tokens": (*tokenizer.encode("\n"), *sorted(tokenizer.eos_token_ids))}

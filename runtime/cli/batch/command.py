@@ -16,15 +16,7 @@ from protocol.errors import PromptError
 from protocol.reprs import shown_path
 from protocol.validation import check_integer
 from runtime.cli.arguments.models import add_models, models_of
-from runtime.cli.arguments.settings import (
-    add_flags,
-    add_settings,
-    check_template_flags,
-    limit_of,
-    parse_value,
-    settings_of,
-    with_tokens_of,
-)
+from runtime.cli.arguments.settings import add_flags, add_settings, completed, limit_of, parse_value, settings_of
 from runtime.cli.batch.files import AnswerFile, Question, check_regular, questions_in, unanswered
 from runtime.cli.command import Command, follow_target
 from runtime.terminal.display import (
@@ -91,9 +83,8 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
             async with AsyncExitStack() as stack:
                 runtime = await stack.enter_async_context(models.open(settings))
                 tokenizer = runtime.tokenizer
-                check_template_flags(arguments, tokenizer)
                 # Prompts often begin alike.
-                completed = {"reuse_prefix": True, **with_tokens_of(tokenizer, settings)}
+                given = {"reuse_prefix": True, **completed(settings, arguments, tokenizer)}
                 asked: dict[int, Question] = {}
 
                 async def prompts() -> AsyncIterator[Any]:
@@ -107,14 +98,12 @@ def batch(arguments: argparse.Namespace) -> CommandOutcome:
                             continue
                         asked[next(numbers)] = question
                         prompt = _prompt_of(question, arguments, tokenizer)
-                        own = {**question.settings}
-                        if "max_tokens" not in settings:
-                            own = limit_of(tokenizer, is_raw=isinstance(prompt, str)) | own
-                        yield prompt, own
+                        limit = {} if "max_tokens" in settings else limit_of(tokenizer, is_raw=isinstance(prompt, str))
+                        yield prompt, limit | dict(question.settings)
 
                 display.show_share("answered", 0, num_due)
                 many = runtime.generate_many(
-                    prompts(), completed, max_concurrent=arguments.max_concurrent, on_error="return"
+                    prompts(), given, max_concurrent=arguments.max_concurrent, on_error="return"
                 )
                 try:
                     async with many:

@@ -16,7 +16,7 @@ import attrs
 from protocol.argument_aliases import ALIASES
 from protocol.errors import PromptError, SettingsError
 from protocol.reprs import shown, shown_path
-from runtime.terminal.display import OutputError, check_place
+from runtime.terminal.display import check_place, write_all
 
 if TYPE_CHECKING:
     from protocol.scores import TopLogprob
@@ -38,21 +38,13 @@ _AS_ALWAYS = {"n": 1, "response_format": {"type": "text"}}
 
 @attrs.frozen
 class Question:
-    """A line of a file of prompts.
+    """A line of a file of prompts."""
 
-    Attributes:
-        label: {"id": …} or {"custom_id": …}, with the line's number if it has no id.
-        prompt: text, token ids, or chat messages; None if there is a fault.
-        is_raw: whether a text is continued without the chat template.
-        settings: settings and arguments about tools, by name; not checked.
-        fault: what is wrong with the line, if anything is.
-    """
-
-    label: Mapping[str, Any]
-    prompt: Any = None
-    is_raw: bool = False
-    settings: Mapping[str, Any] = attrs.field(factory=dict)
-    fault: str | None = None
+    label: Mapping[str, Any]  # {"id": …} or {"custom_id": …}, with the line's number if it has no id
+    prompt: Any = None  # text, token ids, or chat messages; None if there is a fault
+    is_raw: bool = False  # whether a text is continued without the chat template
+    settings: Mapping[str, Any] = attrs.field(factory=dict)  # and arguments about tools, by name; not checked
+    fault: str | None = None  # what is wrong with the line, if anything is
 
     @property
     def key(self) -> str:
@@ -61,10 +53,7 @@ class Question:
 
 
 def check_regular(name: str, path: Path, remedy: str) -> None:
-    """Check a file that is read several times, or goes on later. One that is not there passes.
-
-    Raises: SettingsError: it is a pipe, a device or a directory.
-    """
+    """Refuse what cannot be read again: a pipe, a device or a directory. Raises: SettingsError."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -136,14 +125,11 @@ class AnswerFile:
     """A file of answers, to which lines are added.
 
     A process that is killed can leave half a line at the end. It is removed, and its prompt is answered again.
-
-    Attributes:
-        answered: the keys of the questions that have an answer, or an error, in the file.
     """
 
     _path: Path
     _fd: int
-    answered: set[str]
+    answered: set[str]  # the keys of the questions that have an answer, or an error
 
     @classmethod
     def open(cls, path: Path, prompts: Path) -> AnswerFile:
@@ -168,12 +154,7 @@ class AnswerFile:
             data = json.dumps(line, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             data = json.dumps(line).encode()  # half a surrogate has no UTF-8, and an id must stay what it is
-        data += b"\n"
-        try:
-            while data:
-                data = data[os.write(self._fd, data) :]
-        except OSError as error:
-            raise OutputError(f"cannot write to {shown_path(str(self._path))}: {error.strerror}") from error
+        write_all(self._fd, data + b"\n", shown_path(str(self._path)))
 
     def close(self) -> None:
         """Close the file."""
@@ -183,6 +164,7 @@ class AnswerFile:
 def _repair(path: Path, fd: int) -> set[str]:
     """The keys of the answers in a file, whose last line is whole from then on."""
     keys, end = set(), 0
+    beginnings = [f'{{"{name}": '.encode() for name in _NAMES]
     with open(fd, "rb", closefd=False) as file:
         for number, line in enumerate(file, 1):
             is_whole = line.endswith(b"\n")
@@ -190,7 +172,7 @@ def _repair(path: Path, fd: int) -> set[str]:
                 keys.add(key)
                 if not is_whole:
                     os.write(fd, b"\n")
-            elif not is_whole and any(_begins_alike(line, b'{"' + name.encode() + b'": ') for name in _NAMES):
+            elif not is_whole and any(line.startswith(each) or each.startswith(line) for each in beginnings):
                 os.ftruncate(fd, end)
             elif line.strip():
                 raise SettingsError(
@@ -198,10 +180,6 @@ def _repair(path: Path, fd: int) -> set[str]:
                 )
             end += len(line)
     return keys
-
-
-def _begins_alike(line: bytes, beginning: bytes) -> bool:
-    return line.startswith(beginning) or beginning.startswith(line)
 
 
 def _key_of(line: bytes) -> str | None:
@@ -242,9 +220,7 @@ def _logprob(token: Token | TopLogprob) -> dict[str, Any]:
 def unanswered(prompts: Path, answers: Path, answered: set[str]) -> int:
     """The number of questions that have no answer yet.
 
-    Raises:
-        SettingsError: the file of answers has one to another question.
-        PromptError: there are no questions, or two have one id.
+    Raises: SettingsError: there is an answer to another question; PromptError: no questions, or two with one id.
     """
     found: set[str] = set()
     for question in questions_in(prompts):

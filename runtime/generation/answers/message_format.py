@@ -36,26 +36,18 @@ MAX_HEADER_CHARS = 256
 
 @attrs.frozen
 class Header:
-    """A message's kind, and its recipient if it names one: the function of a call.
+    """What a header says of its message."""
 
-    A "block" has calls between markers of their own.
-    """
-
-    kind: Kind
-    recipient: str = ""
+    kind: Kind  # a "block" has calls between markers of their own
+    recipient: str = ""  # of a call, the function
 
 
 @attrs.frozen
 class MessageFormat:
-    """A format of messages.
+    """A format of messages."""
 
-    Attributes:
-        ends: the markers of which one ends a message.
-        is_harmony: whether it is gpt-oss': channels, and calls that are messages.
-    """
-
-    ends: tuple[str, ...]
-    is_harmony: bool
+    ends: tuple[str, ...]  # the markers of which one ends a message
+    is_harmony: bool  # gpt-oss': channels, and calls that are messages
 
     start = _START
     header_end = _HEADER_END
@@ -141,8 +133,8 @@ def special_tokens_of(tokenizer: Any) -> Mapping[str, int]:
 
 
 def message_starts(tokenizer: Any, prompt: Sequence[int]) -> tuple[int, ...]:
-    """The lengths of a prompt before its second and third and before its last three messages, as far as a special token
-    begins each message: the one that is most frequent in the prompt, of several the first.
+    """The lengths of a prompt before its second and third and before its last three messages, which begin with the
+    special token that is most frequent in the prompt, of several the first.
     """
     special = set(special_tokens_of(tokenizer).values())
     found = [(position, token) for position, token in enumerate(prompt) if token in special]
@@ -165,6 +157,5 @@ def begun_message(prompt: Sequence[int], tokenizer: Any) -> str:
     if start not in prompt:
         return ""
     text = cast(str, tokenizer.decode(list(prompt[len(prompt) - list(prompt)[::-1].index(start) :])))
-    if any(end in text for format in (HARMONY, MUSE_SPARK) for end in format.ends):
-        return ""
-    return text.removeprefix(_ROLE)
+    has_ended = any(end in text for end in (*HARMONY.ends, *MUSE_SPARK.ends))
+    return "" if has_ended else text.removeprefix(_ROLE)

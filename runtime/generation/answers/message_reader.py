@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from runtime.generation.tool_calls.answer_reader import AnswerReader
 from runtime.generation.tool_calls.argument_values import kind_of
 from runtime.generation.tool_calls.call_format import CallFormat
 from runtime.generation.tool_calls.events import Delta, DeltaKind, ToolCall
+from runtime.generation.tool_calls.incoming_text import Markers
 
 # Between two messages of one kind, which have no text between them.
 _BETWEEN = "\n\n"
@@ -27,6 +27,14 @@ class MessageReader:
     """
 
     tells_reasoning = True
+    _unread = ""
+    _num_begun = 0  # its first characters that are the prompt's
+    _left_out = ""  # text that belongs to no part of the answer, for the source of the next event
+    _is_first_piece = False  # whether nothing was given of the message
+    _num_calls = _num_before_block = 0
+    _call: ToolCall | None = None
+    _call_source = ""
+    _block: AnswerReader | None = None
 
     def __init__(
         self,
@@ -36,34 +44,19 @@ class MessageReader:
         format: CallFormat | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Read one answer.
-
-        Args:
-            begun: the message that the prompt has begun: its text after `messages.start`.
-            format, tools: as for `AnswerReader`.
-        """
-        self._messages = messages
-        self._format = format
-        self._tools = tools
+        """Read one answer, of which the prompt has begun a message: its text after `messages.start`."""
+        self._messages, self._format, self._tools = messages, format, tools
         self._names = {tool["function"]["name"] for tool in tools} if format is not None else set()
         self._new_id = format.new_id if format is not None else str
-        self._end = re.compile("|".join(map(re.escape, messages.ends)))
+        self._ends = Markers(messages.ends)
         self._deltas: list[Delta] = []
-        self._unread = ""
-        self._num_begun = 0
-        self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
         self._given: set[DeltaKind] = set()  # kinds of text that some message had
-        self._is_first_piece = False  # whether nothing was given of the message
-        self._num_calls = self._num_before_block = 0
-        self._call: ToolCall | None = None
-        self._call_source = ""
-        self._block: AnswerReader | None = None
         self._read: Callable[[], bool] = self._read_header
         self._give: Callable[[str], None] = self._give_content
         self.add(begun)
         self._left_out = ""
         self._given.clear()
-        self._num_begun = len(self._unread)  # its first characters, which are the prompt's
+        self._num_begun = len(self._unread)
 
     @property
     def marks(self) -> list[str]:
@@ -101,8 +94,8 @@ class MessageReader:
         """See `AnswerReader.finish`."""
         rest, self._unread = self._unread, ""
         if self._read == self._read_message:
-            end = self._end.match(rest)
-            if end is not None and self._messages.may_begin_next(rest[end.end() :]):
+            begin, end = self._ends.search(rest, 0)
+            if begin == 0 and end and self._messages.may_begin_next(rest[len(end) :]):
                 self._end_message(rest, is_complete=True)
             else:
                 self._give(rest)
@@ -151,32 +144,21 @@ class MessageReader:
 
     def _read_message(self) -> bool:
         text = self._unread
-        for end in self._end.finditer(text):
-            after = text[end.end() :]
-            begun = self._messages.next_begun(after)
-            if begun is not None:
-                end_of_source = end.end() + begun
-                self._give(text[: end.start()])
+        begin, end = self._ends.search(text, 0)
+        while end:
+            after = text[begin + len(end) :]
+            if (begun := self._messages.next_begun(after)) is not None:
+                end_of_source = begin + len(end) + begun
+                self._give(text[:begin])
                 self._unread = text[end_of_source:]
-                self._end_message(text[end.start() : end_of_source], is_complete=True)
+                self._end_message(text[begin:end_of_source], is_complete=True)
                 return True
             if self._messages.may_begin_next(after):
-                # The end of the answer, or a marker in a text.
-                self._give(text[: end.start()])
-                self._unread = text[end.start() :]
-                return False
-        begin = self._may_begin_end(text)
+                break  # the end of the answer, or a marker in a text
+            begin, end = self._ends.search(text, begin + len(end))
         self._give(text[:begin])
         self._unread = text[begin:]
         return False
-
-    def _may_begin_end(self, text: str) -> int:
-        """Where the longest suffix begins that may be the beginning of a marker."""
-        longest = max(map(len, self._messages.ends))
-        for begin in range(max(0, len(text) - longest + 1), len(text)):
-            if any(end.startswith(text[begin:]) for end in self._messages.ends):
-                return begin
-        return len(text)
 
     # --- messages -------------------------------------------------------------------------------------
 

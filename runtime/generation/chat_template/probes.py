@@ -150,15 +150,10 @@ _IN_DOUBT = (*_FAR, *(repair for repair in REPAIRS if repair not in _FAR))
 
 @attrs.frozen
 class Needs:
-    """The repairs that a template needs, in the order of `REPAIRS`.
+    """The repairs that a template needs, in the order of `REPAIRS`."""
 
-    Attributes:
-        always: where the template leaves a text out.
-        on_error: these, and those where it raises an error.
-    """
-
-    always: tuple[Repair, ...] = ()
-    on_error: tuple[Repair, ...] = ()
+    always: tuple[Repair, ...] = ()  # where the template leaves a text out
+    on_error: tuple[Repair, ...] = ()  # these, and those where it raises an error
 
 
 def repaired(chat: Chat, repairs: Iterable[Repair]) -> Chat:
@@ -169,12 +164,8 @@ def repaired(chat: Chat, repairs: Iterable[Repair]) -> Chat:
 
 
 def needs_of(render: Render, *, has_tools: bool, calls_in_content: Repair | None = None) -> Needs:
-    """Probe a template.
-
-    Args:
-        render: the template; it may raise anything.
-        has_tools: whether it gets tools; it may be another template then.
-        calls_in_content: the repair of this name; None if a call is no part of a content.
+    """Probe a template, which may raise anything, and may be another one if it `has_tools`. `calls_in_content` is the
+    repair of this name; None if a call is no part of a content.
     """
     tools = (_TOOL,) if has_tools else ()
     called = Chat(_CALLED, tools)

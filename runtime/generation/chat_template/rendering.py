@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -11,24 +13,18 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from protocol.errors import PromptError
 from runtime.generation.answers.message_format import message_format
-from runtime.generation.chat_template.answer_start import space_before_closing
-from runtime.generation.chat_template.known import known_of
-from runtime.generation.chat_template.plain import ANSWER_MARK, plain
-from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, tried, without_loss
-from runtime.generation.chat_template.repairs import (
-    OF_DROPPED,
-    REPAIRS,
-    Chat,
-    Message,
-    Repair,
-    as_json,
-    calls_in_content,
+from runtime.generation.chat_template.known import (
+    ANSWER_MARK,
+    once_per_template,
+    plain,
+    space_before_closing,
+    tags_of,
+    with_known_effort,
+    with_own_switch,
 )
-from runtime.generation.chat_template.switches import with_known_effort, with_own_switch
-from runtime.generation.chat_template.tags import tags_of
-from runtime.generation.tool_calls.call_format import call_format, written_layout
-from runtime.generation.tool_calls.call_writer import written_calls
-from runtime.generation.tool_calls.messages import for_template
+from runtime.generation.chat_template.probes import Needs, needed_for_texts, needs_of, repaired, tried, without_loss
+from runtime.generation.chat_template.repairs import OF_DROPPED, REPAIRS, Chat, Message, Repair, calls_in_content
+from runtime.generation.tool_calls.call_format import call_format, calls_as_json, written_calls, written_layout
 
 
 def render_chat_template(messages: Sequence[Mapping[str, Any]], tokenizer: TokenizerWrapper, /, **switches: Any) -> str:
@@ -58,7 +54,8 @@ def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, A
     are_schemas = isinstance(tools, (list, tuple)) and all(isinstance(tool, Mapping) for tool in tools)
     chat = Chat(tuple(for_template(turns)), tuple(tools) if are_schemas else ())
     # A renderer in Python, without a template, is only probed once it raises an error.
-    may_drop = known_of(tokenizer).template is not None and any(repair(chat) != chat for repair in OF_DROPPED)
+    has_template = getattr(tokenizer, "chat_template", None) is not None
+    may_drop = has_template and any(repair(chat) != chat for repair in OF_DROPPED)
     always = _needs(tokenizer, has_tools=bool(tools)).always if may_drop else ()
     shaped = without_loss(always, partial(plain, tokenizer, switches), chat)
     try:
@@ -78,21 +75,48 @@ def _rendered(turns: Sequence[Message], tokenizer: Any, switches: Mapping[str, A
     raise PromptError(f"the chat template does not take these messages: {reason}") from refusal
 
 
+@once_per_template
 def _needs(tokenizer: Any, *, has_tools: bool) -> Needs:
-    known = known_of(tokenizer)
-    if has_tools not in known.needs:
-        render = partial(plain, tokenizer, {})
-        known.needs[has_tools] = needs_of(render, has_tools=has_tools, calls_in_content=_calls_in_content(tokenizer))
-    return known.needs[has_tools]
-
-
-def _calls_in_content(tokenizer: Any) -> Repair | None:
+    in_content: Repair | None = None
     # A call that is a message of its own, or has a header of its own, is no part of a content.
-    if message_format(tokenizer) is not None:
-        return None
-    format = call_format(tokenizer)
-    layout = None if format is None else written_layout(format, tokenizer.chat_template)
-    return calls_in_content(as_json if format is None or layout is None else partial(written_calls, format, layout))
+    if message_format(tokenizer) is None:
+        format = call_format(tokenizer)
+        layout = None if format is None else written_layout(format, tokenizer.chat_template)
+        write = calls_as_json if format is None or layout is None else partial(written_calls, format, layout)
+        in_content = calls_in_content(write)
+    return needs_of(partial(plain, tokenizer, {}), has_tools=has_tools, calls_in_content=in_content)
+
+
+def for_template(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A copy of messages as chat templates take them.
+
+    The arguments of calls are objects, not JSON as in OpenAI's form, and each result has its function's name. Empty
+    lists of calls are left out, as some templates take any list for calls.
+    """
+    names: dict[Any, Any] = {}
+    given = [dict(message) for message in messages]
+    for message in given:
+        if isinstance(calls := message.get("tool_calls"), (list, tuple)):
+            message["tool_calls"] = [_call(call, names) for call in calls]
+            if not calls:
+                del message["tool_calls"]
+        id = message.get("tool_call_id")
+        if message.get("role") == "tool" and isinstance(id, str) and id in names:
+            message.setdefault("name", names[id])
+    return given
+
+
+def _call(call: Any, names: dict[Any, Any]) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    if isinstance(id := call.get("id"), str):
+        names[id] = function.get("name")
+    if isinstance(arguments := function.get("arguments"), str):
+        # A malformed call of the model's stays text.
+        with suppress(ValueError, RecursionError):
+            function["arguments"] = json.loads(arguments or "{}")
+    return {**call, "function": function}
 
 
 # --- answers that continue a message --------------------------------------------------------------

@@ -10,6 +10,7 @@ import hashlib
 import json
 import string
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import attrs
@@ -34,26 +35,34 @@ Repair = Callable[[Chat], Chat]
 
 
 def _on_messages(change: Callable[[Sequence[Message]], Sequence[Message]]) -> Repair:
+    @wraps(change)
     def repair(chat: Chat) -> Chat:
         return attrs.evolve(chat, messages=tuple(change(chat.messages)))
 
-    repair.__doc__, repair.__name__ = change.__doc__, change.__name__
+    return repair
+
+
+def _on_each(change: Callable[[Message], Message]) -> Repair:
+    @wraps(change)
+    def repair(chat: Chat) -> Chat:
+        return attrs.evolve(chat, messages=tuple(map(change, chat.messages)))
+
     return repair
 
 
 # --- system messages ------------------------------------------------------------------------------
 
 
-@_on_messages
-def developers_as_system(messages: Sequence[Message]) -> Sequence[Message]:
+@_on_each
+def developers_as_system(message: Message) -> Message:
     """Give "developer" messages the role "system"."""
-    return [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 @_on_messages
 def systems_first(messages: Sequence[Message]) -> Sequence[Message]:
     """Move later system messages behind the leading ones."""
-    return [*_systems(messages), *_others(messages)]
+    return sorted(messages, key=lambda message: message["role"] not in _SYSTEM)
 
 
 @_on_messages
@@ -65,11 +74,11 @@ def systems_joined(messages: Sequence[Message]) -> Sequence[Message]:
 @_on_messages
 def systems_into_user(messages: Sequence[Message]) -> Sequence[Message]:
     """Put the texts of system messages in front of the first user's text."""
-    if not (systems := _systems(messages)):
+    texts = [message.get("content") for message in messages if message["role"] in _SYSTEM]
+    if not texts:
         return messages
-    others = _others(messages)
+    others = [message for message in messages if message["role"] not in _SYSTEM]
     first = next((i for i, message in enumerate(others) if message["role"] == "user"), None)
-    texts = [message.get("content") for message in systems]
     if first is None:
         return [{"role": "user", "content": _text(texts)}, *others]
     others[first] = {**others[first], "content": _text([*texts, others[first].get("content")])}
@@ -86,21 +95,18 @@ def systems_into_user_before_end(chat: Chat) -> Chat:
     return systems_into_user(chat) if chat.messages[-1]["role"] in ("assistant", "tool") else chat
 
 
-def _systems(messages: Sequence[Message]) -> list[Message]:
-    return [message for message in messages if message["role"] in _SYSTEM]
-
-
-def _others(messages: Sequence[Message]) -> list[Message]:
-    return [message for message in messages if message["role"] not in _SYSTEM]
-
-
 # --- calls and results ----------------------------------------------------------------------------
 
 
-@_on_messages
-def calls_as_text(messages: Sequence[Message]) -> Sequence[Message]:
+@_on_each
+def calls_as_text(message: Message) -> Message:
     """Write all calls and results as text, for templates without a role for results."""
-    return [_without_calls(_result_as_text(message)) for message in messages]
+    message = _result_as_text(message)
+    if not (calls := _calls(message)):
+        return message
+    functions = [call.get("function", call) if isinstance(call, Mapping) else call for call in calls]
+    texts = [json.dumps(function, ensure_ascii=False, default=str) for function in functions]
+    return {**_without(message, "tool_calls"), "content": _text([message.get("content"), *texts])}
 
 
 def calls_as_text_if_alone(chat: Chat) -> Chat:
@@ -108,10 +114,17 @@ def calls_as_text_if_alone(chat: Chat) -> Chat:
     return chat if any(message["role"] == "tool" for message in chat.messages) else calls_as_text(chat)
 
 
-@_on_messages
-def one_text_beside_calls(messages: Sequence[Message]) -> Sequence[Message]:
+# The names that templates have for the reasoning of a message.
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+@_on_each
+def one_text_beside_calls(message: Message) -> Message:
     """Put reasoning in front of the content beside calls, where a template takes one of the two (gpt-oss)."""
-    return [_with_one_text(message) if _calls(message) and message.get("content") else message for message in messages]
+    if not (_calls(message) and message.get("content")):
+        return message
+    reasoning = next((text for name in _REASONING if (text := message.get(name))), None)
+    return {**_without(message, *_REASONING), "content": _text([reasoning, message["content"]])}
 
 
 @_on_messages
@@ -138,13 +151,10 @@ def orphans_as_text(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def calls_in_content(write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]) -> Repair:
-    """A repair that puts calls behind the content as the model writes them, for templates that write results alone.
+    """A repair that puts calls behind the content as the model writes them, for templates that write results alone."""
 
-    Args:
-        write: returns the text of calls, each a function's name and its arguments.
-    """
-
-    def changed(message: Message) -> Message:
+    @_on_each
+    def with_calls_in_content(message: Message) -> Message:
         calls = []
         for call in _calls(message):
             function = call.get("function") if isinstance(call, Mapping) else None
@@ -154,17 +164,9 @@ def calls_in_content(write: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], 
             calls.append((function["name"], arguments if isinstance(arguments, Mapping) else _as_object(arguments)))
         if not calls:
             return message
-        rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        return {**rest, "content": f"{message.get('content') or ''}{write(calls)}"}
+        return {**_without(message, "tool_calls"), "content": f"{message.get('content') or ''}{write(calls)}"}
 
-    return _on_messages(lambda messages: list(map(changed, messages)))
-
-
-def as_json(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """The text of calls for models whose own format is not known."""
-    return "\n".join(
-        json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls
-    )
+    return with_calls_in_content
 
 
 @_on_messages
@@ -182,7 +184,7 @@ def calls_one_by_one(messages: Sequence[Message]) -> Sequence[Message]:
         while at < len(messages) and messages[at]["role"] == "tool":
             results.append(messages[at])
             at += 1
-        bare = {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": ""}
+        bare = {**_without(message, "reasoning_content"), "content": ""}
         for number, call in enumerate(calls):
             changed.append({**(message if number == 0 else bare), "tool_calls": [call]})
             found = next((result for result in results if _result_id(result) == _id_of(call)), None)
@@ -221,39 +223,47 @@ def short_ids(messages: Sequence[Message]) -> Sequence[Message]:
     return changed
 
 
-@_on_messages
-def texts_as_objects(messages: Sequence[Message]) -> Sequence[Message]:
-    """Make objects of arguments that are text, as those of a malformed call."""
-    return _with_arguments(messages, lambda value: _as_object(value) if isinstance(value, str) else value)
+def _on_arguments(change: Callable[[Any], Any]) -> Repair:
+    """A repair of the arguments of calls."""
+
+    def changed(call: Any) -> Any:
+        if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+            return call
+        return {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
+
+    @_on_each
+    def repair(message: Message) -> Message:
+        return {**message, "tool_calls": list(map(changed, calls))} if (calls := _calls(message)) else message
+
+    return repair
 
 
-@_on_messages
-def others_as_objects(messages: Sequence[Message]) -> Sequence[Message]:
-    """Make objects of arguments that are neither objects nor text."""
-    return _with_arguments(messages, lambda value: value if isinstance(value, (str, Mapping)) else _as_object(value))
+def _as_object(value: Any) -> Mapping[str, Any]:
+    is_blank = value is None or (isinstance(value, str) and not value.strip())
+    return {} if is_blank else {"arguments": value}
 
 
-@_on_messages
-def arguments_as_json(messages: Sequence[Message]) -> Sequence[Message]:
-    """Write the arguments of calls as JSON."""
-    return _with_arguments(messages, lambda value: value if isinstance(value, str) else json.dumps(value))
+# Texts, as those of malformed calls, and what is neither text nor an object.
+texts_as_objects = _on_arguments(lambda value: _as_object(value) if isinstance(value, str) else value)
+others_as_objects = _on_arguments(lambda value: value if isinstance(value, (str, Mapping)) else _as_object(value))
+arguments_as_json = _on_arguments(lambda value: value if isinstance(value, str) else json.dumps(value))
 
 
-@_on_messages
-def empty_contents(messages: Sequence[Message]) -> Sequence[Message]:
+@_on_each
+def empty_contents(message: Message) -> Message:
     """Give messages without a content an empty one."""
-    return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
+    return message if message.get("content") is not None else {**message, "content": ""}
 
 
-@_on_messages
-def empty_answers_filled(messages: Sequence[Message]) -> Sequence[Message]:
+@_on_each
+def empty_answers_filled(message: Message) -> Message:
     """Give answers without a text and calls a blank text."""
-    return [
-        message
-        if message["role"] != "assistant" or message.get("content") or _calls(message)
-        else {**message, "content": _FILLER}
-        for message in messages
-    ]
+    is_filled = message["role"] != "assistant" or message.get("content") or _calls(message)
+    return message if is_filled else {**message, "content": _FILLER}
+
+
+def _without(message: Message, *names: str) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in names}
 
 
 def _calls(message: Message) -> list[Any]:
@@ -279,11 +289,7 @@ def _short_id(id: str | None, use: int) -> str:
     if id is not None and use == 1 and len(id) == 9 and id.isascii() and id.isalnum():
         return id
     number = int.from_bytes(hashlib.sha256(f"{use} {id or ''}".encode("utf-8", "replace")).digest()[:16], "big")
-    letters = []
-    for _ in range(9):
-        number, rest = divmod(number, len(_LETTERS))
-        letters.append(_LETTERS[rest])
-    return "".join(letters)
+    return "".join(_LETTERS[number // len(_LETTERS) ** place % len(_LETTERS)] for place in range(9))
 
 
 def _result_as_text(message: Message) -> Message:
@@ -292,45 +298,6 @@ def _result_as_text(message: Message) -> Message:
     name = message.get("name")
     whose = f"Result of {name}:" if isinstance(name, str) and name else "Result of a tool:"
     return {"role": "user", "content": f"{whose}\n{message.get('content') or ''}"}
-
-
-def _without_calls(message: Message) -> Message:
-    if not (calls := _calls(message)):
-        return message
-    functions = [call.get("function", call) if isinstance(call, Mapping) else call for call in calls]
-    texts = [json.dumps(function, ensure_ascii=False, default=str) for function in functions]
-    rest = {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**rest, "content": _text([message.get("content"), *texts])}
-
-
-# The names that templates have for the reasoning of a message.
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-
-
-def _with_one_text(message: Message) -> Message:
-    reasoning = next((text for name in _REASONING if (text := message.get(name))), None)
-    rest = {name: value for name, value in message.items() if name not in _REASONING}
-    return {**rest, "content": _text([reasoning, message["content"]])}
-
-
-def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
-    return [
-        {**message, "tool_calls": [_with_changed_arguments(call, change) for call in calls]}
-        if (calls := _calls(message))
-        else message
-        for message in messages
-    ]
-
-
-def _with_changed_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
-    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
-        return call
-    return {**call, "function": {**function, "arguments": change(function.get("arguments"))}}
-
-
-def _as_object(value: Any) -> Mapping[str, Any]:
-    is_blank = value is None or (isinstance(value, str) and not value.strip())
-    return {} if is_blank else {"arguments": value}
 
 
 # --- the order of roles ---------------------------------------------------------------------------
@@ -344,10 +311,7 @@ def neighbours_joined(messages: Sequence[Message]) -> Sequence[Message]:
 
 @_on_messages
 def roles_alternating(messages: Sequence[Message]) -> Sequence[Message]:
-    """Put blank messages in, so that user and assistant alternate, beginning with the user.
-
-    Calls and results do not count.
-    """
+    """Put blank messages in, so that user and assistant alternate, the user first; calls and results do not count."""
     changed: list[Message] = []
     expected = "user"
     for message in messages:
@@ -368,8 +332,8 @@ def texts_before_calls(messages: Sequence[Message]) -> Sequence[Message]:
     changed: list[Message] = []
     for message in messages:
         if _calls(message) and message.get("content"):
-            changed.append({name: value for name, value in message.items() if name != "tool_calls"})
-            message = {**{name: value for name, value in message.items() if name not in _REASONING}, "content": ""}
+            changed.append(_without(message, "tool_calls"))
+            message = {**_without(message, *_REASONING), "content": ""}
         changed.append(message)
     return changed
 

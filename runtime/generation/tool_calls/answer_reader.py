@@ -29,11 +29,16 @@ class AnswerReader:
     marker of calls counts if a call follows, in the reasoning too, which it ends; else it is a word. Calls are given as
     they are written if the format writes arguments as JSON, otherwise whole at the end of their block. A malformed call
     is content. Whitespace before a call, between calls and after the last one is not content.
-
-    Attributes:
-        is_reasoning: whether the text so far ends within the reasoning.
-        marks: the tags and markers that it knows.
     """
+
+    _num_calls = _num_long = 0  # calls, and texts above `_SHORT` that were none
+    _left_out = ""  # text that belongs to no part of the answer, for the source of the next event
+    _space = ""  # whitespace at the end of the text so far, which may be left out
+    _may_reason = True  # whether reasoning may begin here
+    _is_unclosed = False  # whether a call has ended the reasoning
+    _follows_call = False  # whether only whitespace has come since a call
+    _call: ToolCall | None = None  # whose arguments are given while they are written
+    _index = 0  # of that call
 
     def __init__(
         self,
@@ -59,22 +64,13 @@ class AnswerReader:
         self._tags = tags or ("", "")
         self._dropped = tuple(dropped)
         of_calls = () if format is None else (format.start, format.end)
-        self.marks = [mark for mark in (*self._tags, *dropped, *of_calls) if mark]
+        self.marks = [mark for mark in (*self._tags, *dropped, *of_calls) if mark]  # all that it knows
         self._is_parallel = format is None or format.is_parallel
         self._new_id = new_id or (format.new_id if format is not None else str)
-        self._num_calls = 0
-        self._num_long = 0  # texts above `_SHORT` that were no calls
         self._deltas: list[Delta] = []
-        self.is_reasoning = is_thinking
-        self._left_out = ""  # text that belongs to no part of the answer, for the source of the next event
-        self._space = ""  # whitespace at the end of the text so far, which may be left out
+        self.is_reasoning = is_thinking  # whether the text so far ends within the reasoning
         # Whether to keep leading whitespace: at the beginning of an answer, and after other text, but not after a tag.
         self._keeps_space = not is_thinking
-        self._may_reason = True  # whether reasoning may begin here
-        self._is_unclosed = False  # whether a call has ended the reasoning
-        self._follows_call = False  # whether only whitespace has come since a call
-        self._call: ToolCall | None = None  # whose arguments are given while they are written
-        self._index = 0  # of that call
         self._arguments: list[str] = []  # parts of its arguments
         self._given: list[str] = []  # and of the text of its events
         self._steps = self._read()
@@ -148,17 +144,16 @@ class AnswerReader:
 
     def _read_block(self, marker: str) -> Steps[None]:
         assert self._calls is not None
-        parsed = None
         try:
             yield from self._calls.read()
             return
         except MalformedError:
-            is_cut_off = False
+            pass
         except CutOffError as error:
-            parsed, is_cut_off = error.call, True
-        if is_cut_off and (parsed is not None or self._call is not None):
-            self._cut_off(parsed)
-        elif self._call is not None or self._calls.has_begun:
+            if error.call is not None or self._call is not None:
+                self._cut_off(error.call)
+                return
+        if self._call is not None or self._calls.has_begun:
             yield from self._give_malformed()
         elif self._is_word():
             yield from self._give_word(marker)
@@ -264,27 +259,26 @@ class AnswerReader:
     def give_calls(self, calls: Sequence[ParsedCall]) -> None:
         """Whole calls; the first one has the source of all."""
         for parsed in calls:
-            call = self.begin_call(parsed.name, parsed.id)
-            self._deltas.append(Delta("call_arguments", parsed.arguments, "", self._index))
-            self._deltas.append(
-                Delta("call_ended", "", "", self._index, attrs.evolve(call, arguments=parsed.arguments))
-            )
+            call = self._begin_whole(parsed)
+            self._deltas.append(Delta("call_ended", "", "", self._index, call))
             self._call = None
 
     def end_block(self) -> None:
         """The end of a block, after its last call."""
         self._left_out += self._text.pop()
 
+    def _begin_whole(self, parsed: ParsedCall) -> ToolCall:
+        call = self.begin_call(parsed.name, parsed.id)
+        self._deltas.append(Delta("call_arguments", parsed.arguments, "", self._index))
+        self._arguments = [parsed.arguments]
+        return attrs.evolve(call, arguments=parsed.arguments)
+
     def _cut_off(self, parsed: ParsedCall | None) -> None:
-        call = self._call
         if parsed is not None:
-            call = self.begin_call(parsed.name, parsed.id)
-            self._deltas.append(Delta("call_arguments", parsed.arguments, "", self._index))
-            self._arguments = [parsed.arguments]
-        assert call is not None
-        rest = self._text.pop_rest()
-        given, partial = "".join(self._given) + rest, attrs.evolve(call, arguments="".join(self._arguments))
-        self._deltas.append(Delta("call_broken", given, rest, self._index, partial))
+            self._begin_whole(parsed)
+        assert self._call is not None
+        rest, partial = self._text.pop_rest(), attrs.evolve(self._call, arguments="".join(self._arguments))
+        self._deltas.append(Delta("call_broken", "".join(self._given) + rest, rest, self._index, partial))
         self._call = None
 
     def _take_deltas(self) -> list[Delta]:

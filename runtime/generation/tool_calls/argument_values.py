@@ -25,6 +25,7 @@ _OTHER_NAMES |= {"dict": "object", "list": "array"}
 _MAX_NESTED = 16
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+_KINDS_OF_WORDS = {"true": "boolean", "false": "boolean", "null": "null"}
 # As chat templates write these values by Python's `str`.
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
@@ -64,18 +65,21 @@ class ArgumentType:
 ANY = ArgumentType()
 
 
-def argument_type(schema: Any, root: Mapping[str, Any]) -> ArgumentType:
-    """The type of an argument with a schema, whose references are within `root`; see `argument_types`."""
-    return _type_of(schema, root, {}, _MAX_NESTED)
+def argument_type(
+    schema: Any, root: Mapping[str, Any], known: dict[int, ArgumentType] | None = None, max_nested: int = _MAX_NESTED
+) -> ArgumentType:
+    """The type of an argument with a schema, whose references are within `root`.
 
-
-def argument_types(properties: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, ArgumentType]:
-    """The types of arguments with these schemas, whose references are within `root`.
-
-    Each schema is read once, however often it is referred to. One that refers to itself is of any type there.
+    A schema in `known` is not read again, however often it is referred to. One that refers to itself is of any type
+    there.
     """
-    known: dict[int, ArgumentType] = {}
-    return {key: _type_of(schema, root, known, _MAX_NESTED) for key, schema in properties.items()}
+    if not isinstance(schema, Mapping) or max_nested < 0:
+        return ANY
+    known = {} if known is None else known
+    if (found := known.get(id(schema))) is None:
+        known[id(schema)] = ANY  # while it is being read
+        found = known[id(schema)] = _read_type(schema, root, known, max_nested - 1)
+    return found
 
 
 @attrs.frozen
@@ -90,10 +94,11 @@ class ToolArguments:
     @staticmethod
     def of(function: Mapping[str, Any]) -> ToolArguments:
         """Those of a function in OpenAI's form."""
-        schema = function.get("parameters") or {}
+        schema, known = function.get("parameters") or {}, dict[int, ArgumentType]()
         properties, required = schema.get("properties"), schema.get("required")
+        listed = properties.items() if isinstance(properties, Mapping) else ()
         return ToolArguments(
-            argument_types(properties, schema) if isinstance(properties, Mapping) else {},
+            {key: argument_type(each, schema, known) for key, each in listed},
             frozenset(map(str, required)) if isinstance(required, list) else frozenset(),
             not properties or schema.get("additionalProperties", False) is not False,
             {"type": "object", **schema} if function.get("strict") is True else None,
@@ -108,21 +113,12 @@ class ToolArguments:
         return self.strict_schema is None or follows_schema(arguments, self.strict_schema)
 
 
-def _type_of(schema: Any, root: Mapping[str, Any], known: dict[int, ArgumentType], max_nested: int) -> ArgumentType:
-    if not isinstance(schema, Mapping) or max_nested < 0:
-        return ANY
-    if (found := known.get(id(schema))) is None:
-        known[id(schema)] = ANY  # while it is being read
-        found = known[id(schema)] = _read_type(schema, root, known, max_nested - 1)
-    return found
-
-
 def _read_type(
     schema: Mapping[str, Any], root: Mapping[str, Any], known_types: dict[int, ArgumentType], max_nested: int
 ) -> ArgumentType:
     types, texts = _TYPES, frozenset[str]()
     if isinstance(reference := schema.get("$ref"), str):
-        found = _type_of(_target(reference, root), root, known_types, max_nested)
+        found = argument_type(_target(reference, root), root, known_types, max_nested)
         types, texts = found.types, found.texts
     if (named := schema.get("type")) is not None:
         names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
@@ -131,15 +127,13 @@ def _read_type(
             types &= frozenset(known | ({"integer"} if "number" in known else set()))
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(choices, list) and choices:
-        types &= {_type_name(choice) for choice in choices}
         texts |= {choice for choice in choices if isinstance(choice, str)}
+        types &= {"string" if isinstance(each, str) else kind_of(json.dumps(each)) or "null" for each in choices}
     for keyword in ("anyOf", "oneOf", "allOf"):
         if isinstance(parts := schema.get(keyword), list) and parts:
-            found_all = [_type_of(part, root, known_types, max_nested) for part in parts]
-            if keyword == "allOf":
-                types = types.intersection(*(found.types for found in found_all))
-            else:
-                types &= frozenset().union(*(found.types for found in found_all))
+            found_all = [argument_type(part, root, known_types, max_nested) for part in parts]
+            combine = frozenset.intersection if keyword == "allOf" else frozenset.union
+            types &= combine(*(found.types for found in found_all))
             texts = texts.union(*(found.texts for found in found_all))
     if types == _TYPES and isinstance(schema.get("properties"), Mapping):
         types = frozenset(("object",))
@@ -158,22 +152,14 @@ def _target(reference: str, root: Any) -> Any:
     return root
 
 
-def _type_name(value: Any) -> str:
-    if isinstance(value, str):
-        return "string"
-    return kind_of(json.dumps(value)) or "null"
-
-
 def kind_of(text: str) -> str | None:
     """The type of a value that is written as strict JSON, without white space around it; None if it is not."""
     if not text:
         return None
     if (number := _NUMBER.fullmatch(text)) is not None:
         return "number" if number[2] or number[3] else "integer"
-    if text in ("true", "false"):
-        return "boolean"
-    if text == "null":
-        return "null"
+    if (kind := _KINDS_OF_WORDS.get(text)) is not None:
+        return kind
     kind = {'"': "string", "{": "object", "[": "array"}.get(text[0])
     return kind if kind is not None and is_json(text) else None
 
@@ -226,14 +212,10 @@ _ESCAPED |= {character: character for character in "\\'\""}
 
 @attrs.define
 class LiteralReader:
-    """Reads values.
-
-    Attributes:
-        quotation: the quotation mark of strings; "" for those of Python, which have escapes.
-    """
+    """Reads values."""
 
     _text: IncomingText
-    _quotation: str
+    _quotation: str  # the quotation mark of strings; "" for those of Python, which have escapes
 
     def value(self, depth: int = 0) -> Steps[str]:
         """The JSON of the next value. Raises: MalformedError: there is none."""
@@ -285,8 +267,7 @@ class LiteralReader:
         while not (yield from text.accept("}")):
             if (key := (yield from self._string(":"))) is not None:
                 yield from text.space()
-                if not (yield from text.accept(":")):
-                    raise MalformedError
+                yield from text.expect(":")
             elif self._quotation:
                 key = yield from self.key(":")
             else:
@@ -302,8 +283,8 @@ class LiteralReader:
         """A comma, unless the end comes next."""
         text = self._text
         yield from text.space()
-        if (yield from text.peek()) != end and not (yield from text.accept(",")):
-            raise MalformedError
+        if (yield from text.peek()) != end:
+            yield from text.expect(",")
         yield from text.space()
 
     # --- strings ----------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""The formats of tool calls: the markers around calls, as mlx-lm detects them, and the layout of a call."""
+"""The formats of tool calls: the markers around calls, as mlx-lm detects them, and the layout of a call.
+
+A call is written here, by its layout; `call_reader` reads it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import attrs
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from runtime.generation.answers.message_format import HARMONY, HARMONY_CALL, message_format
+from runtime.generation.tool_calls.argument_values import kind_of
 
 # Names of functions, also of such as the model was not offered.
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
@@ -36,30 +40,21 @@ class CallLayout:
 
     A reader takes any white space where the layout has some, and at the ends of these texts. Only a newline beside an
     argument's value is exactly one, which may be missing: further white space belongs to the value.
-
-    Attributes:
-        head, tail: around the arguments.
-        key: before each argument; None if the arguments are one JSON object.
-        values: how an argument is written: "json"; "text": a string as plain text up to `value_end`, anything else as
-            JSON; "python": as in Python; or a quotation mark: a string between two of these, anything else as JSON.
-        block: around the calls of a block.
-        between_calls: None if a model writes each call in a block of its own.
-        quotation: around a text that needs it.
-        whole_arguments: around all arguments as one JSON object, which may stand in place of them.
-        other_heads: which are read, and not written.
-        others: further layouts, which are read, and not written.
     """
 
-    head: str
-    tail: str
-    key: str | None = None
+    head: str  # before and
+    tail: str  # after the arguments
+    key: str = ""  # before each argument; "" if the arguments are one JSON object
     value_end: str = ""
     between_arguments: str = ""
+    # How an argument is written: "json"; "text": a string as plain text up to `value_end`, anything else as JSON;
+    # "python": as in Python; or a quotation mark: a string between two of these, anything else as JSON.
     values: Literal["json", "text", "python"] | str = "json"
-    block: tuple[str, str] = ("", "")
-    between_calls: str | None = None
-    quotation: tuple[str, str] = ("", "")
-    whole_arguments: tuple[str, str] = ("", "")
+    block: tuple[str, str] = ("", "")  # around the calls of a block
+    between_calls: str | None = None  # None if a model writes each call in a block of its own
+    quotation: tuple[str, str] = ("", "")  # around a text that needs it
+    whole_arguments: tuple[str, str] = ("", "")  # around all arguments as one JSON object, which may stand for them
+    # Further heads and layouts, which are read, and not written.
     other_heads: tuple[str, ...] = ()
     others: tuple[CallLayout, ...] = ()
 
@@ -131,33 +126,21 @@ _HARMONY = CallLayout("{name} <|constrain|>json<|message|>", "")
 
 @attrs.frozen
 class CallFormat:
-    """The format of a model's calls.
+    """The format of a model's calls."""
 
-    Attributes:
-        name: of mlx-lm's parser: a module of `mlx_lm.tool_parsers`.
-        start, end: the markers around a block of calls; `end` is "" if the block ends with the answer.
-        layout: by which calls are read; None for a parser that is not known here, such as the user's own.
-        bare: whether calls are JSON objects without the markers, where an answer begins or after a call. "always": the
-            markers are ordinary text, for a grammar.
-        is_parallel: whether an answer may have several calls; those after the first are text if not.
-    """
-
-    name: str
-    start: str
-    end: str
-    layout: CallLayout | None
+    name: str  # of mlx-lm's parser: a module of `mlx_lm.tool_parsers`
+    start: str  # the markers around a block of calls
+    end: str  # "" if the block ends with the answer
+    layout: CallLayout | None  # by which calls are read; None for a parser that is not known here, as the user's own
     _parse: Callable[[str, Any], Any]
+    # Whether calls are JSON objects without the markers, where an answer begins or after a call. "always": the markers
+    # are ordinary text, for a grammar.
     bare: Literal["never", "sometimes", "always"] = "never"
-    is_parallel: bool = True
+    is_parallel: bool = True  # whether an answer may have several calls; those after the first are text if not
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]]) -> list[ParsedCall] | None:
-        """The calls of a block, as the format's parser reads them.
-
-        Args:
-            text: of the block, without the markers.
-            tools: of the request, which may be called.
-
-        Returns: at least one call; None if the text is malformed, or calls a function that is no tool.
+        """The calls of a block without its markers, as the format's parser reads them: at least one. None if the text
+        is malformed, or calls a function that is no tool.
         """
         # Third-party code, on whatever a model wrote.
         try:
@@ -173,6 +156,28 @@ class CallFormat:
         """A random id for a call, which other clients cannot guess."""
         # Mistral's templates refuse ids that are not of nine letters and digits.
         return secrets.token_hex(5)[:9] if self.name == "mistral" else f"call_{secrets.token_hex(12)}"
+
+
+def _read_elsewhere(text: str, tools: Any) -> Any:
+    raise NotImplementedError("these calls are read by their layout, or by a MessageReader")
+
+
+def _checked_call(call: Any, names: Collection[str]) -> ParsedCall | None:
+    """One call as a parser has read it, normalised; None if it is not a call of a tool."""
+    if not isinstance(call, Mapping):
+        return None
+    name, arguments, id = call.get("name"), call.get("arguments"), call.get("id")
+    if not isinstance(name, str) or name not in names:
+        return None
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(arguments, Mapping):
+            return None
+        written = _json(arguments, allow_nan=False)
+        written.encode()
+    except (TypeError, ValueError, RecursionError):  # a Python value that JSON does not have, or half a character
+        return None
+    return ParsedCall(name, written, id if isinstance(id, str) and id else None)
 
 
 def written_layout(format: CallFormat, template: Any) -> CallLayout | None:
@@ -205,23 +210,62 @@ def call_format(tokenizer: TokenizerWrapper | None) -> CallFormat | None:
     return CallFormat(name, start, end or "", layout, parser, "sometimes" if may_be_bare else "never")
 
 
-def _read_elsewhere(text: str, tools: Any) -> Any:
-    raise NotImplementedError("these calls are read by their layout, or by a MessageReader")
+# --- writing --------------------------------------------------------------------------------------
+
+Written = tuple[str, Mapping[str, Any]]
+"""A call to be written: the function's name, and its arguments."""
 
 
-def _checked_call(call: Any, names: Collection[str]) -> ParsedCall | None:
-    """One call as a parser has read it, normalised; None if it is not a call of a tool."""
-    if not isinstance(call, Mapping):
-        return None
-    name, arguments, id = call.get("name"), call.get("arguments"), call.get("id")
-    if not isinstance(name, str) or name not in names:
-        return None
-    try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(arguments, Mapping):
-            return None
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        written.encode()
-    except (TypeError, ValueError, RecursionError):  # a Python value that JSON does not have, or half a character
-        return None
-    return ParsedCall(name, written, id if isinstance(id, str) and id else None)
+def calls_as_json(calls: Sequence[Written]) -> str:
+    """The text of calls for models whose own format is not known."""
+    return "\n".join(_json({"name": name, "arguments": arguments}) for name, arguments in calls)
+
+
+def written_calls(format: CallFormat, layout: CallLayout, calls: Sequence[Written]) -> str:
+    """The text of calls in a layout of the format."""
+    texts = [_call(layout, name, arguments, number) for number, (name, arguments) in enumerate(calls)]
+    begin, end = layout.block
+    if layout.between_calls is not None:
+        texts = [layout.between_calls.join(texts)]
+    return "\n".join(f"{format.start}{begin}{text}{end}{format.end}" for text in texts)
+
+
+def _call(layout: CallLayout, name: str, arguments: Mapping[str, Any], number: int) -> str:
+    parts = (layout.head, layout.tail, layout.key, layout.value_end)
+    head, tail, begin, end = (part.replace("\0", "\n") for part in parts)  # with the optional newlines
+    head = head.replace("{name}", name).replace("{number}", str(number))
+    if not begin:
+        return f"{head}{_json(arguments)}{tail}"
+    listed = []
+    for key, value in arguments.items():
+        kind = kind_of(_json(value)) or "null"
+        named = begin.replace("{key}", key).replace("{type}", "number" if kind == "integer" else kind)
+        listed.append(f"{named}{_value(layout, value)}{end}")
+    return f"{head}{layout.between_arguments.join(listed)}{tail}"
+
+
+def _value(layout: CallLayout, value: Any) -> str:
+    match layout.values:
+        case "python":
+            return repr(value)
+        case "text" if isinstance(value, str):
+            begin, end = layout.quotation if any(character in value for character in "<&\n") else ("", "")
+            return f"{begin}{value}{end}"
+        case "text" | "json":
+            return _json(value)
+    return _quoted(value, layout.values)
+
+
+def _quoted(value: Any, quotation: str) -> str:
+    """A value in Gemma's syntax, whose strings have quotation marks of their own."""
+    if isinstance(value, str):
+        return f"{quotation}{value}{quotation}"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_quoted(each, quotation)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(_quoted(each, quotation) for each in value) + "]"
+    return _json(value)
+
+
+def _json(value: Any, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, **options)

@@ -43,13 +43,13 @@ def call_grammar(
 ) -> str:
     """The grammar of an answer, in llguidance's own format, as `Grammar` takes it.
 
+    If a function must be called, the answer has up to 16 calls, and no other text but reasoning.
+
     Args:
-        tools: the functions. If one must be called, the answer has up to 16 calls, and no other text but reasoning.
-        tags: of the reasoning, which is not constrained; None for a model without reasoning.
-        is_thinking: whether the answer begins within the reasoning.
+        tags, is_thinking: of the reasoning, which is not constrained, and whether the answer begins within it.
         content: the JSON schema of an answer that calls nothing; None for any text, and if a call is required.
-        loose: names of functions whose arguments may be any JSON where the format has JSON, whatever the schema says.
-            Other functions have only the arguments that are listed, unless their schema says otherwise.
+        loose: names of functions whose arguments may be any JSON where the format has JSON. Others have only the
+            arguments that are listed, unless their schema says otherwise.
 
     Raises: SettingsError: the format has no layout, a schema cannot be followed, or llguidance is not installed.
     """
@@ -88,12 +88,7 @@ def call_grammar(
 
 
 def reasoning_before(grammar: str, *, tokenizer: Any, tags: tuple[str, str] | None, is_thinking: bool) -> str:
-    """The grammar of an answer that may reason, or has begun to, before its content, whose grammar is given.
-
-    Args:
-        grammar: in llguidance's own format.
-        tags, is_thinking: as for `call_grammar`.
-    """
+    """The grammar of an answer that may reason, or has begun to, before its content, whose grammar is given."""
     writer = _Writer(special_tokens(tokenizer))
     final = writer.text(FINALS.get(tags, ""))
     content = writer.part(grammar)
@@ -114,7 +109,7 @@ def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, i
         parameters["properties"] = properties = {}
     head = writer.text(layout.head.replace("{name}", function["name"]))
     tail = writer.text(layout.tail)
-    if layout.key is None:
+    if not layout.key:
         return writer.rule(f"{head} {writer.schema({'type': 'object'} if is_loose else parameters)} {tail}")
     required = parameters.get("required")
     required = set(required) if isinstance(required, list) else set()
@@ -125,7 +120,6 @@ def _call(writer: _Writer, layout: CallLayout, function: Mapping[str, Any], *, i
 
 
 def _argument(writer: _Writer, layout: CallLayout, key: str, parameters: Mapping[str, Any], *, is_loose: bool) -> str:
-    assert layout.key is not None
     definitions = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
     schema = parameters["properties"][key]
     types = argument_type(schema, parameters).types

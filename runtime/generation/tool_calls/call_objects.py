@@ -21,15 +21,11 @@ _MEMBERS = frozenset(("name", "id", "type", "arguments"))  # of a call
 
 @attrs.define
 class ObjectReader:
-    """Reads objects.
-
-    Attributes:
-        has_begun: whether the object that was read last has its name, and more than that.
-    """
+    """Reads objects."""
 
     _text: IncomingText
     _known: Mapping[str, ToolArguments]
-    has_begun: bool = False
+    has_begun: bool = False  # whether the object that was read last has its name, and more than that
 
     def is_next(self) -> Steps[bool]:
         """Pass the beginning of an object with members, if it comes next."""
@@ -56,26 +52,25 @@ class ObjectReader:
         return (yield from text.peek()) == "{"
 
     def call(self, stream: Callable[[str, str | None], Steps[None]] | None = None) -> Steps[ParsedCall | None]:
-        """A call: an object with a name and arguments, in any order.
+        """A call: an object with a name and arguments, in any order; without `stream`, it has no other members.
 
         Args:
-            stream: reads the arguments of a call with this name and id, if it may be given while it is written.
-                Without it, the call must have the members of a call alone.
+            stream: reads the arguments of a call with this name and id while it is written.
 
         Returns: None if it was streamed. Raises: MalformedError: it is no call.
         """
         text, self.has_begun = self._text, False
         members: dict[str, str] = {}
         is_given, comma = False, ""
-        yield from self._expect("{")
+        yield from text.expect("{")
         yield from text.space()
         while not (yield from text.accept("}")):
-            yield from self._expect(comma)
+            yield from text.expect(comma)
             yield from text.space()
             key = json.loads((yield from self._string()))
             key = "arguments" if key == "parameters" else key
             yield from text.space()
-            yield from self._expect(":")
+            yield from text.expect(":")
             yield from text.space()
             if key in members:
                 raise MalformedError
@@ -121,7 +116,7 @@ class ObjectReader:
     def _string(self) -> Steps[str]:
         text = self._text
         begin = text.take()
-        yield from self._expect('"')
+        yield from text.expect('"')
         while (found := (yield from text.seek(_STRING_PARTS))) == "\\":
             text.at += 1
             if (yield from text.more()):
@@ -137,10 +132,6 @@ class ObjectReader:
         if not isinstance(name, str) or not (name in self._known or NAME.fullmatch(name)):
             raise MalformedError
         return name
-
-    def _expect(self, text: str) -> Steps[None]:
-        if not (yield from self._text.accept(text)):
-            raise MalformedError
 
     def _has_next(self, *parts: str) -> Steps[bool]:
         """Pass these texts, with any white space before each; whether all of them come next."""

@@ -37,43 +37,36 @@ _NUMBERED_NAME = re.compile(r"(.+):\d{1,9}")
 _FENCE = "```"
 
 
+@attrs.define
 class CutOffError(Exception):
-    """The answer ends within a call; `call` is the call as far as it was written, unless it was given."""
+    """The answer ends within a call."""
 
-    def __init__(self, call: ParsedCall | None) -> None:
-        super().__init__()
-        self.call = call
+    call: ParsedCall | None  # as far as it was written, unless it was given
 
 
 _UNKNOWN = ToolArguments({})
 
 
 class CallReader:
-    """Reads blocks of calls, and gives its calls to `sink`, with the text before the cursor each time.
-
-    Attributes:
-        markers: with which a block may begin.
-        bare_markers: with which calls without a marker may begin, where an answer begins, or after a call.
-        end: with which it ends; "" if nothing marks its end.
-        is_in_call: whether the text so far has the head of a call that is not over.
-        num_retried: characters of the block that were read twice.
-    """
+    """Reads blocks of calls, and gives its calls to `sink`, with the text before the cursor each time."""
 
     def __init__(
         self, text: IncomingText, format: CallFormat, tools: Sequence[Mapping[str, Any]], sink: AnswerReader
     ) -> None:
-        self.is_in_call = self._has_begun = False
-        self.num_retried = 0
         self._text, self._format, self._tools, self._sink = text, format, tools, sink
         self._known = {tool["function"]["name"]: ToolArguments.of(tool["function"]) for tool in tools}
         self._objects = ObjectReader(text, self._known)
         self._layouts = () if format.layout is None else (format.layout, *format.layout.others)
         opening = "" if format.layout is None else format.layout.opening
         start = "" if format.bare == "always" else format.start
+        # With which a block may begin; and calls without a marker, where an answer begins or after a call.
         self.markers = tuple(dict.fromkeys(marker for marker in (start, opening) if marker))
         self.bare_markers = () if format.bare == "never" else ("{", "[", _FENCE)
+        self.end = format.end  # with which a block ends; "" if nothing marks its end
         # Of the block that is being read.
-        self.end = format.end
+        self.is_in_call = False  # whether the text so far has the head of a call that is not over
+        self.num_retried = 0  # characters that were read twice
+        self._has_begun = False
         self._calls: list[ParsedCall] = []  # complete, and not given yet
         self._is_bare = False  # whether it begins without its marker
         self._pairs_markers = True  # whether each argument that begins in a string also ends in it
@@ -166,10 +159,8 @@ class CallReader:
         is_list = yield from text.accept("[")
         is_next = True
         while is_next:
-            place = text.take()
-            if not (yield from self._objects.is_call_next()):
+            if not (yield from text.follows(self._objects.is_call_next())):
                 raise MalformedError
-            text.back(place)
             self.is_in_call = True
             yield from text.space()
             call = yield from self._objects.call()
@@ -179,8 +170,7 @@ class CallReader:
             yield from text.space()
             is_next = (yield from text.accept(",")) if is_list else is_fenced and (yield from text.peek()) == "{"
         if is_list:
-            if not (yield from text.accept("]")):
-                raise MalformedError
+            yield from text.expect("]")
             after = text.take()
         yield from text.space()
         if is_fenced:
@@ -204,7 +194,7 @@ class CallReader:
     def _read_calls(self, layout: CallLayout, head: ParsedCall) -> Steps[None]:
         text = self._text
         while True:
-            is_given = layout.key is None
+            is_given = not layout.key
             if layout.is_object:
                 is_given = yield from self._read_object()
             elif is_given:
@@ -280,14 +270,12 @@ class CallReader:
 
     def _head(self, layout: CallLayout, *, is_bare: bool) -> Steps[ParsedCall | None]:
         text = self._text
-        place = text.take()
         if layout.is_object:
-            is_begun = yield from self._objects.is_next()
-            text.back(place)
-            return ParsedCall("", "") if is_begun else None
+            return ParsedCall("", "") if (yield from text.follows(self._objects.is_next())) else None
+        place = text.take()
         for head in (layout.head, *layout.other_heads):
             parts = yield from self._parts(head)
-            if parts is not None and layout.key is None:
+            if parts is not None and not layout.key:
                 yield from text.space()
                 parts = parts if (yield from text.peek()) == "{" else None
             if parts is not None:
@@ -304,7 +292,6 @@ class CallReader:
 
     def _goes_on(self, layout: CallLayout) -> Steps[bool]:
         """Whether an argument follows the head of a call, or the call's end, or the end of the answer."""
-        assert layout.key is not None
         text = self._text
         place, had_run_out = text.take(), text.has_run_out
         text.has_run_out = False
@@ -393,21 +380,20 @@ class CallReader:
             if whole and (yield from text.accept(whole)):
                 arguments = yield from self._objects.value()
                 yield from text.space()
-                if not (yield from text.accept(end)) or kind_of(arguments) != "object":
+                yield from text.expect(end)
+                if kind_of(arguments) != "object":
                     raise MalformedError
             else:
                 reader = self._read_texts if layout.values == "text" else self._read_literals
                 yield from reader(layout, tool, values)
                 arguments = json_object(values)
             yield from text.space()
-            if not (yield from text.accept(layout.tail.strip())):
-                raise MalformedError
+            yield from text.expect(layout.tail.strip())
         except MalformedError:
             self._fail(attrs.evolve(head, arguments=json_object(values)[:-1]))
         return arguments
 
     def _read_literals(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
-        assert layout.key is not None
         text = self._text
         self._has_begun = True
         reader = LiteralReader(text, "" if layout.values == "python" else layout.values)
@@ -419,12 +405,11 @@ class CallReader:
                 raise MalformedError
             values[key] = value
             yield from text.space()
-            if (yield from text.peek()) != layout.tail and not (yield from text.accept(",")):
-                raise MalformedError
+            if (yield from text.peek()) != layout.tail:
+                yield from text.expect(",")
             yield from text.space()
 
     def _read_texts(self, layout: CallLayout, tool: ToolArguments, values: dict[str, str]) -> Steps[None]:
-        assert layout.key is not None
         text = self._text
         while True:
             yield from text.space()
@@ -467,7 +452,6 @@ class CallReader:
         self, layout: CallLayout, tool: ToolArguments, values: dict[str, str], key: str, kind: ArgumentType
     ) -> Steps[str]:
         """The text of an argument, and its end marker."""
-        assert layout.key is not None
         text, end, opening = self._text, _stripped(layout.value_end), layout.key.partition("{")[0]
         place = text.take()
         yield from text.space()
@@ -496,14 +480,12 @@ class CallReader:
             if found != end:
                 continue
             after = text.take()
-            yield from text.space()
-            following = yield from self._parts(layout.key)
-            text.back(after)
+            following = yield from text.follows(self._next_argument(layout))
             next_key = "" if following is None else following["key"]
             is_possible = next_key not in ("", *values, key) and tool.may_have(next_key)
             if num_open:
                 num_open -= 1
-                is_ambiguous |= is_possible or (yield from self._ends_before_call(layout))
+                is_ambiguous |= is_possible or (yield from text.follows(self._ends_before_call(layout)))
                 continue
             num_ends += 1
             if following is None:
@@ -528,7 +510,6 @@ class CallReader:
 
     def _may_lack_end(self, layout: CallLayout, tool: ToolArguments, value: str, known: Collection[str]) -> bool:
         """Whether an argument has begun in a string that may be another one of the call itself."""
-        assert layout.key is not None
         opening, _, rest = layout.key.partition("{key}")
         keys = {part.partition(rest[:1])[0] for part in value.split(opening)[1:]}
         return any(tool.may_have(each) for each in keys.difference(known))
@@ -568,15 +549,15 @@ class CallReader:
             text.at += len(found)
         return True
 
+    def _next_argument(self, layout: CallLayout) -> Steps[dict[str, str] | None]:
+        yield from self._text.space()
+        return (yield from self._parts(layout.key))
+
     def _ends_argument(self, layout: CallLayout) -> Steps[bool]:
         """Whether another argument follows, or the end of the call and of the block."""
-        assert layout.key is not None
         text = self._text
-        place = text.take()
-        yield from text.space()
-        if (yield from self._parts(layout.key)) is not None:
+        if (yield from text.follows(self._next_argument(layout))) is not None:
             return True
-        text.back(place)
         yield from text.space()
         if not (yield from text.accept(layout.tail.strip())):
             return False
@@ -588,18 +569,14 @@ class CallReader:
         return (yield from self._next_head(layout)) is not None
 
     def _ends_before_call(self, layout: CallLayout) -> Steps[bool]:
-        """Whether the end of the call follows, and another call of the block."""
-        text = self._text
-        place = text.take()
-        yield from text.space()
-        has_next = (yield from text.accept(layout.tail.strip())) and (yield from self._next_head(layout)) is not None
-        text.back(place)
-        return has_next
+        """Whether the end of the call comes next, and another call of the block."""
+        yield from self._text.space()
+        has_ended = yield from self._text.accept(layout.tail.strip())
+        return has_ended and (yield from self._next_head(layout)) is not None
 
 
-_TYPES_OF_TEXT = frozenset(("string",))
-_STRING = ArgumentType(_TYPES_OF_TEXT)
-_NO_STRING = ArgumentType(ANY.types - _TYPES_OF_TEXT)
+_STRING = ArgumentType(frozenset(("string",)))
+_NO_STRING = ArgumentType(ANY.types - _STRING.types)
 
 
 def _stripped(text: str) -> str:

@@ -50,24 +50,17 @@ class Markers:
         return len(text), ""
 
 
-class JsonValue:
+@attrs.define
+class _JsonValue:
     """Finds the end of a JSON object or list by its brackets and strings. A character that cannot follow breaks it."""
 
-    def __init__(self) -> None:
-        self.is_over = False
-        self._open: list[str] = []
-        self._is_in_string = self._is_escaped = False
+    is_over: bool = False
+    _open: list[str] = attrs.field(factory=list)
+    _is_in_string: bool = False
+    _is_escaped: bool = False
 
-    def add(self, text: str, begin: int) -> tuple[int, bool]:
-        """Add the text from `begin` on; returns up to where it belongs to the value, and whether it breaks it there."""
-        for at in range(begin, len(text)):
-            if self.is_over:
-                return at, False
-            if not self._takes(text[at]):
-                return at, True
-        return len(text), False
-
-    def _takes(self, character: str) -> bool:
+    def takes(self, character: str) -> bool:
+        """Add the next character; False if it cannot follow."""
         if self._is_in_string:
             is_escaped, self._is_escaped = self._is_escaped, character == "\\" and not self._is_escaped
             self._is_in_string = is_escaped or character != '"'
@@ -84,22 +77,17 @@ class JsonValue:
         return bool(self._open) and (self._is_in_string or character in _OUTSIDE)
 
 
+@attrs.define
 class IncomingText:
-    """The text of an answer.
+    """The text of an answer."""
 
-    Attributes:
-        at: the cursor in the text that was not taken.
-        is_over: whether no more text comes.
-        is_complete: whether the model has ended the text; only once it is over.
-        has_run_out: whether a reader has met the end of the text where more could have followed.
-    """
-
-    def __init__(self) -> None:
-        self.at = 0
-        self.is_over = self.is_complete = self.has_run_out = False
-        self._window = ""
-        self._begin = 0  # of the text in the window that was not taken
-        self._taken: list[str] = []
+    at: int = 0  # the cursor in the text that was not taken
+    is_over: bool = False  # no more text comes
+    is_complete: bool = False  # the model has ended the text
+    has_run_out: bool = False  # a reader has met the end of the text where more could have followed
+    _window: str = ""
+    _begin: int = 0  # of the text in the window that was not taken
+    _taken: list[str] = attrs.field(factory=list)
 
     def feed(self, piece: str) -> None:
         """Add the next piece."""
@@ -178,6 +166,18 @@ class IncomingText:
                 return False
             yield
 
+    def expect(self, text: str) -> Steps[None]:
+        """Pass a text. Raises: MalformedError: it does not come next."""
+        if not (yield from self.accept(text)):
+            raise MalformedError
+
+    def follows(self, steps: Steps[T]) -> Steps[T]:
+        """What some steps find behind the cursor, which stays where it is."""
+        place = self.take()
+        found = yield from steps
+        self.back(place)
+        return found
+
     def space(self) -> Steps[None]:
         """Pass white space."""
         end = self.at + _MAX_SPACE
@@ -218,10 +218,12 @@ class IncomingText:
 
         Calls `give` after each part of it. Raises: MalformedError: a character cannot follow.
         """
-        value, is_broken = JsonValue(), False
+        value, is_broken = _JsonValue(), False
         while not value.is_over and not is_broken and (yield from self.more()):
             begin = self.at
-            self.at, is_broken = value.add(self._window, begin)
+            while not value.is_over and not is_broken and self.at < len(self._window):
+                is_broken = not value.takes(self._window[self.at])
+                self.at += not is_broken
             if give is not None and self.at > begin:
                 give()
             else:

@@ -17,12 +17,10 @@ from runtime.loading.gguf.container import AGAIN, Container
 # The dtypes that `model_config` may ask for.
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
-# Frequencies of the rotary embedding are in the configuration of an mlx-lm model.
-ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
-    "rope_freqs.weight",
-    "rope_factors_long.weight",
-    "rope_factors_short.weight",
-)
+# Frequencies of the rotary embedding, which are in the configuration of an mlx-lm model: no weights.
+_FACTORS, _LONG_FACTORS, _SHORT_FACTORS = ROPE_TENSORS = (
+    "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight",
+)  # fmt: skip
 
 
 @attrs.frozen
@@ -58,9 +56,6 @@ class Metadata:
         """Width of a head."""
         default = self.size("embedding_length") // self.size("attention.head_count")
         return self.size("attention.key_length", default)
-
-
-Extra = Callable[[Metadata], dict[str, Any]]
 
 
 def _llama(metadata: Metadata) -> dict[str, Any]:
@@ -122,21 +117,13 @@ def _phi3(metadata: Metadata) -> dict[str, Any]:
 
 @attrs.frozen
 class Architecture:
-    """What is special about an architecture.
+    """What is special about an architecture."""
 
-    Attributes:
-        model_type: mlx-lm's name of it.
-        extra: values of the configuration beyond the common ones.
-        is_permuted: whether rows of queries and keys are stored for rotary embeddings of adjacent pairs.
-        norm_offset: what is added to the weights of norms in the file, and by mlx-lm's norm itself.
-        suits_float16: whether activations are known to stay in the range of float16.
-    """
-
-    model_type: str
-    extra: Extra = lambda _: {}
-    is_permuted: bool = False
-    norm_offset: float = 0.0
-    suits_float16: bool = False
+    model_type: str  # mlx-lm's name of it
+    extra: Callable[[Metadata], dict[str, Any]] = lambda _: {}  # values of the configuration beyond the common ones
+    is_permuted: bool = False  # rows of queries and keys are stored for rotary embeddings of adjacent pairs
+    norm_offset: float = 0.0  # what is added to the weights of norms in the file, and by mlx-lm's norm itself
+    suits_float16: bool = False  # activations are known to stay in its range
 
 
 ARCHITECTURES = {
@@ -165,10 +152,7 @@ def architecture_of(container: Container) -> tuple[str, Architecture]:
 
 
 def config_of(container: Container) -> dict[str, Any]:
-    """The configuration of a model, as config.json would have it.
-
-    Raises: ModelError: its architecture is not known, or a value is missing or of another type.
-    """
+    """The configuration of a model, as config.json would have it. Raises: ModelError: it is not known, or damaged."""
     name, architecture = architecture_of(container)
     metadata = Metadata(container, name)
     embedding = container.tensors.get("token_embd.weight")
@@ -207,9 +191,9 @@ def _num_layers(metadata: Metadata) -> int:
 
 def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
     tensors = metadata.container.tensors
-    if ROPE_FACTORS in tensors:
+    if _FACTORS in tensors:
         # Llama 3's: a factor for each frequency. mlx-lm's longrope takes any, and by itself scales nothing else.
-        factors = _values(metadata, ROPE_FACTORS)
+        factors = _values(metadata, _FACTORS)
         context = metadata.get("context_length", int)
         return {
             "rope_type": "longrope",
@@ -217,9 +201,9 @@ def _rope_scaling(metadata: Metadata) -> dict[str, Any] | None:
             "long_factor": factors,
             "original_max_position_embeddings": context,
         }
-    if LONG_FACTORS in tensors:
-        long = _values(metadata, LONG_FACTORS)
-        short = _values(metadata, SHORT_FACTORS) if SHORT_FACTORS in tensors else long
+    if _LONG_FACTORS in tensors:
+        long = _values(metadata, _LONG_FACTORS)
+        short = _values(metadata, _SHORT_FACTORS) if _SHORT_FACTORS in tensors else long
         return {"type": "longrope", "long_factor": long, "short_factor": short}
     factor = metadata.get("rope.scaling.factor", float, metadata.get("rope.scale_linear", float, 1.0))
     # The older key had no type beside it.
@@ -256,8 +240,6 @@ def is_on_cpu() -> bool:
 def dtype_of(container: Container, architecture: Architecture, wanted: Any) -> mx.Dtype:
     """The dtype of a model's activations and of all weights that are not packed: the `wanted` one by name; else float32
     on the CPU, which is slow in all others; else that of the file, but bfloat16 where float16 may overflow.
-
-    Raises: ModelError: another one is wanted.
     """
     if wanted is not None:
         if wanted not in _DTYPES:

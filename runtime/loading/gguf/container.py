@@ -6,6 +6,7 @@ second, and loops without end on some damaged files.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from collections.abc import Mapping
@@ -34,17 +35,12 @@ AGAIN = "download or copy it again"
 
 @attrs.frozen
 class Tensor:
-    """A tensor in a mapped file.
+    """A tensor in a mapped file."""
 
-    Attributes:
-        name: in the file, such as "blk.0.attn_q.weight".
-        shape: rows first, as in MLX and numpy.
-        data: its bytes, uint8, with the shape of the tensor but for the last dimension.
-    """
-
-    name: str
+    name: str  # in the file, such as "blk.0.attn_q.weight"
     type: GGMLQuantizationType
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # rows first, as in MLX and numpy
+    # Its bytes, with the shape of the tensor but for the last dimension.
     data: NDArray[np.uint8] = attrs.field(eq=False, repr=False)
 
 
@@ -55,18 +51,14 @@ class Container:
     path: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, Tensor]
-    num_bytes: int
 
     @property
     def named(self) -> str:
-        """The file in messages."""
+        """What messages call the file."""
         return shown_path(str(self.path))
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a key, which must be of a type; a whole number may stand for a float.
-
-        Raises: ModelError: it is of another type.
-        """
+        """The value of a key, or a default; an int may stand for a float. Raises: ModelError: it is of another type."""
         if (value := self.metadata.get(key)) is None:
             return default
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -77,9 +69,8 @@ class Container:
 
 
 def read(path: Path, *, with_tensors: bool = True) -> Container:
-    """Read the metadata of a GGUF model, and where its tensors are. `path` may be any part of a split model.
-
-    Raises: ModelError: a file is missing, not GGUF, cut off or damaged; the message names it, and the key or tensor.
+    """Read the metadata of a GGUF model, by any part of it, and where its tensors are. Raises: ModelError: a file is
+    missing, not GGUF, cut off or damaged; the message names it, and the key or tensor.
     """
     names = parts_of(path.name)
     first = _File(path.with_name(names[0])).read(with_tensors=with_tensors)
@@ -92,20 +83,18 @@ def read(path: Path, *, with_tensors: bool = True) -> Container:
     if len(names) == 1 or not with_tensors:
         return first
     parts = [first, *(_File(path.with_name(name)).read() for name in names[1:])]
-    tensors: dict[str, Tensor] = {}
-    for part in parts:
-        tensors |= part.tensors
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     if (expected := first.get("split.tensors.count", int)) not in (None, len(tensors)):
         raise ModelError(f"the parts of {shown_path(str(path))} have {len(tensors)} tensors in place of {expected}")
-    return attrs.evolve(first, tensors=tensors, num_bytes=sum(part.num_bytes for part in parts))
+    return attrs.evolve(first, tensors=tensors)
 
 
 class _File:
     """One GGUF file while its header is read."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._named = shown_path(str(path))
+        self._path, self._named = path, shown_path(str(path))
+        self._at, self._place = 0, "its header"
         try:
             with path.open("rb") as file:
                 self._size = path.stat().st_size
@@ -113,8 +102,6 @@ class _File:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._size else b""
         except OSError as error:
             raise ModelError(f"{self._named} cannot be read: {error.strerror}") from error
-        self._at = 0
-        self._place = "its header"
 
     def read(self, *, with_tensors: bool = True) -> Container:
         if bytes(self._bytes[:4]) != _MAGIC:
@@ -139,7 +126,7 @@ class _File:
             self._place = f"the metadata {key}"
             metadata[key] = self._value(self._scalar("I"))
         tensors = self._tensors(num_tensors, metadata) if with_tensors else {}
-        return Container(self._path, metadata, tensors, self._size)
+        return Container(self._path, metadata, tensors)
 
     def _tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
         found: list[tuple[str, tuple[int, ...], int, int]] = []
@@ -167,9 +154,7 @@ class _File:
             if not shape or 0 in shape or shape[-1] % block:
                 raise self._damaged(f"tensor {name} has the shape {list(shape)}, in blocks of {block} ({kind.name})")
             row_shape = (*shape[:-1], shape[-1] // block * block_bytes)
-            num_bytes = 1
-            for size in row_shape:
-                num_bytes *= size
+            num_bytes = math.prod(row_shape)
             if (end := start + offset + num_bytes) > self._size:
                 raise ModelError(
                     f"{self._named} is cut off: tensor {name} ends at byte {end:,}, and the file has {self._size:,}; "

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from protocol.errors import ModelError
-from protocol.reprs import shown_path
+from protocol.reprs import listed, shown_path
 
 SUFFIX = ".gguf"
 
@@ -18,6 +18,12 @@ _PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", 
 def is_gguf(name: object) -> bool:
     """Whether a path, or a file in a hub repository ("owner/name/file.gguf"), is named as a GGUF file."""
     return str(name).lower().endswith(SUFFIX)
+
+
+def in_repository(name: str) -> tuple[str, str]:
+    """The hub repository of a file "owner/name/file.gguf", and the file in it."""
+    owner, repository, file = [*name.split("/", 2), "", ""][:3]
+    return f"{owner}/{repository}", file
 
 
 def parts_of(name: str) -> list[str]:
@@ -41,22 +47,17 @@ def models_among(names: Iterable[str]) -> list[str]:
 
 
 def only_model(named: str, names: Iterable[str], *, prefix: str) -> str | None:
-    """The name of the only model among files; None if there is none. Messages call the place `named`.
-
-    Raises: ModelError: there are several. The message lists them; one is named by `prefix` and its name.
-    """
+    """The only model among files; None if there is none. Raises: ModelError: there are several, listed."""
     found = models_among(names)
     if len(found) > 1:
-        listed = ", ".join(found[:12]) + (f" and {len(found) - 12} more" if len(found) > 12 else "")
-        raise ModelError(f"{named} has {len(found)} GGUF models: {listed}; name one, as in {prefix}{found[0]}")
+        raise ModelError(
+            f"{named} has {len(found)} GGUF models: {listed(found, 12)}; name one, as in {prefix}{found[0]}"
+        )
     return found[0] if found else None
 
 
 def model_in(folder: Path, role: str) -> Path | None:
-    """The GGUF file of a folder that has a GGUF model and no other; None if it has safetensors, or no GGUF file.
-
-    Raises: ModelError: it has several.
-    """
+    """The GGUF file of a folder; None if it has safetensors, or no GGUF file. Raises: ModelError: it has several."""
     names = [file.name for file in folder.iterdir()]
     if any(name.endswith(".safetensors") for name in names):
         return None

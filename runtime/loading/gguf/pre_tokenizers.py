@@ -54,19 +54,12 @@ def _o200k(digits: str, contractions: str = "") -> tuple[str, ...]:
 
 @attrs.frozen
 class PreTokenizer:
-    """How a text is split before BPE.
+    """How a text is split before BPE."""
 
-    Attributes:
-        patterns: applied one after the other, in Oniguruma's syntax.
-        ignores_merges: whether a word that is a token is never split.
-        adds_bos: whether texts begin with the token for that, if the file does not say.
-        composes: whether characters are composed first (NFC), which llama.cpp leaves out.
-    """
-
-    patterns: tuple[str, ...]
-    ignores_merges: bool = False
-    adds_bos: bool = False
-    composes: bool = False
+    patterns: tuple[str, ...]  # applied one after the other, in Oniguruma's syntax
+    ignores_merges: bool = False  # a word that is a token is never split
+    adds_bos: bool = False  # texts begin with the token for that, if the file does not say
+    composes: bool = False  # characters are composed first (NFC), which llama.cpp leaves out
 
 
 _LLAMA3 = PreTokenizer(_cl100k("{1,3}"), ignores_merges=True, adds_bos=True)
@@ -75,7 +68,6 @@ _STARCODER = PreTokenizer((r"\p{N}", _GPT2))
 _PLAIN = PreTokenizer((_GPT2,))
 _DEEPSEEK3 = PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, _PUNCTUATION_AND_WORDS))
 _GPT4O = PreTokenizer(_o200k("{1,3}", f"{_CONTRACTIONS}?"))
-_CHATGLM = PreTokenizer(_cl100k("{1,3}"))
 
 PRE_TOKENIZERS = {
     **dict.fromkeys(
@@ -86,12 +78,8 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _STARCODER),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
-    "stablelm2": PreTokenizer(_cl100k("")),
-    "hunyuan": PreTokenizer(_cl100k("")),
-    "grok-2": PreTokenizer(_cl100k("")),
-    "dbrx": _CHATGLM,
-    "smaug-bpe": _CHATGLM,
-    "chatglm-bpe": _CHATGLM,
+    **dict.fromkeys(("stablelm2", "hunyuan", "grok-2"), PreTokenizer(_cl100k(""))),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer(_cl100k("{1,3}"))),
     "glm4": PreTokenizer(_cl100k("{1,3}"), ignores_merges=True),
     "seed-coder": PreTokenizer(
         (rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",)

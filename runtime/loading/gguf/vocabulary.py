@@ -33,10 +33,7 @@ _SPACE = "▁"
 
 
 def tokenizer_of(container: Container, options: Mapping[str, Any] | None = None) -> TokenizerWrapper:
-    """The tokenizer of a model, made by mlx-lm's loader, which finds out how the template calls tools and thinks.
-
-    Raises: ModelError: it is of a kind that is not known, or damaged.
-    """
+    """The tokenizer of a model, made by mlx-lm's loader. Raises: ModelError: it is of an unknown kind, or damaged."""
     vocabulary = _vocabulary(container)
     try:
         backend = _backend(container, vocabulary)
@@ -63,12 +60,13 @@ def tokenizer_of(container: Container, options: Mapping[str, Any] | None = None)
 
 @attrs.frozen
 class _Vocabulary:
-    """Tokens by id, their types, the ids of special tokens by name ("bos"), and the ids that end an answer."""
-
     tokens: list[str]
     types: list[int]
-    special: dict[str, int]
-    ends: set[int]
+    special: dict[str, int]  # ids by name, such as "bos"
+    ends: set[int]  # ids that end an answer
+
+    def of_type(self, kind: int) -> list[str]:
+        return [token for token, type in zip(self.tokens, self.types, strict=True) if type == kind]
 
 
 def _vocabulary(container: Container) -> _Vocabulary:
@@ -83,16 +81,15 @@ def _vocabulary(container: Container) -> _Vocabulary:
     if len(types) != len(tokens):
         raise ModelError(f"{named} has {len(types)} token types for {len(tokens)} tokens; {AGAIN}")
     ids = {}
-    for name in ("bos", "eos", "unk", "pad", "eot", "eom"):
-        key = {"unk": "unknown", "pad": "padding"}.get(name, name)
-        id = container.get(f"tokenizer.ggml.{key}_token_id", int)
+    for name in ("bos", "eos", "unknown", "padding", "eot", "eom"):
+        id = container.get(f"tokenizer.ggml.{name}_token_id", int)
         if id is not None and 0 <= id < len(tokens):  # some files have -1 for none
             ids[name] = id
-    ends = {
-        id for id, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _CONTROL and token in _ENDS
-    }
-    ends |= {ids.pop(name) for name in ("eot", "eom") if name in ids} | ({ids["eos"]} if "eos" in ids else set())
-    return _Vocabulary(tokens, types, ids, ends)
+    controls = {token: id for id, (token, type) in enumerate(zip(tokens, types, strict=True)) if type == _CONTROL}
+    ends = {controls[token] for token in _ENDS & controls.keys()}
+    ends |= {ids[name] for name in ("eos", "eot", "eom") if name in ids}
+    special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    return _Vocabulary(tokens, types, {name: ids[key] for name, key in special.items() if key in ids}, ends)
 
 
 def _templates(container: Container) -> str | list[dict[str, str]] | None:
@@ -126,17 +123,11 @@ def _backend(container: Container, vocabulary: _Vocabulary) -> Tokenizer:
     backend.add_special_tokens(
         [
             AddedToken(token, special=True, normalized=False, rstrip=strips and token not in kept)
-            for token, type in zip(vocabulary.tokens, vocabulary.types, strict=True)
-            if type == _CONTROL
+            for token in vocabulary.of_type(_CONTROL)
         ]
     )
-    backend.add_tokens(
-        [
-            AddedToken(token, special=False, normalized=False)
-            for token, type in zip(vocabulary.tokens, vocabulary.types, strict=True)
-            if type == _USER_DEFINED
-        ]
-    )
+    own = [AddedToken(token, special=False, normalized=False) for token in vocabulary.of_type(_USER_DEFINED)]
+    backend.add_tokens(own)
     special, tokens = vocabulary.special, vocabulary.tokens
 
     def added(name: str, by_default: bool) -> list[str]:

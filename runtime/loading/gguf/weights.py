@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 from gguf import MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.quantized import quantize as quantize_modules
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_adapters
 
-from actors.mlx.model import quantize_weights
+from actors.mlx.model import quantize_weights, weights_of
 from protocol.errors import ModelError
 from protocol.reprs import shown
 from runtime.loading.device import physical_memory
 from runtime.loading.gguf.architectures import (
-    LONG_FACTORS,
-    ROPE_FACTORS,
-    SHORT_FACTORS,
+    ROPE_TENSORS,
     Architecture,
     architecture_of,
     config_of,
@@ -31,13 +28,8 @@ from runtime.loading.gguf.architectures import (
     is_on_cpu,
 )
 from runtime.loading.gguf.blocks import GROUP_SIZE, floats_of, packed
-from runtime.loading.gguf.container import AGAIN, Container, Tensor, read
+from runtime.loading.gguf.container import AGAIN, Container, read
 from runtime.loading.gguf.vocabulary import tokenizer_of
-
-# mlx-lm's names of modules where gguf's table knows only those of transformers.
-_RENAMED = (("switch_mlp", "experts"),)
-
-_NOT_WEIGHTS = {ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS}
 
 
 def load_gguf(
@@ -48,19 +40,12 @@ def load_gguf(
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
 ) -> tuple[Module, TokenizerWrapper]:
-    """Load a GGUF model and its tokenizer, with the weights evaluated on the calling thread.
+    """Load a GGUF model, by the path of any part, and its tokenizer, with the weights evaluated on the calling thread.
 
     Blocks that MLX can express stay quantised; all others become floats, which `quantize` quantises. On the CPU all
     become float32 if that takes at most half of its memory: MLX multiplies quantised weights there as slowly as no BLAS
-    does, and each further token in a pass costs as much as the first.
-
-    Args:
-        path: the file, or any part of a split one.
-        adapter: the directory of an adapter to apply to the model.
-        quantize: `bits`, `group_size` and `mode` of a quantisation.
-        tokenizer_config: keyword arguments of the tokenizer.
-        model_config: values that replace those of the configuration, and two of its own: "dtype", that of the
-            activations; and "expand", whether all blocks become floats.
+    does, and each further token in a pass costs as much as the first. `model_config` replaces values of the
+    configuration; it may have "dtype", of the activations, and "expand", whether all blocks become floats.
 
     Raises: ModelError: the file is damaged, or has something that cannot be loaded; the message names it.
     """
@@ -103,20 +88,15 @@ def _expands(container: Container, wanted: Any) -> bool:
     return is_on_cpu() and 4 * num_values <= physical_memory() // 2
 
 
-def _leaves(model: Module) -> Iterator[tuple[str, mx.array]]:
-    yield from cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-
-
 def _names_of(name: str, config: Mapping[str, Any], model: Module) -> dict[str, str]:
     """mlx-lm's names of modules, by those in the file."""
     arch = next(arch for arch, arch_name in MODEL_ARCH_NAMES.items() if arch_name == name)
     table: TensorNameMap = get_tensor_name_map(arch, config["num_hidden_layers"])
     names = {}
-    for leaf, _ in _leaves(model):
-        ours = their = leaf.rpartition(".")[0]
-        for mlx_name, other in _RENAMED:
-            their = their.replace(mlx_name, other)
-        if (found := table.get_name(their)) is not None:
+    for leaf in weights_of(model):
+        ours = leaf.rpartition(".")[0]
+        # gguf's table knows the names of transformers.
+        if (found := table.get_name(ours.replace("switch_mlp", "experts"))) is not None:
             names[found] = ours
     return names
 
@@ -134,7 +114,7 @@ def _weights(
     bits: dict[str, int] = {}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in container.tensors.values():
-        if tensor.name in _NOT_WEIGHTS:
+        if tensor.name in ROPE_TENSORS:
             continue
         their, _, kind = tensor.name.rpartition(".")
         if (ours := names.get(their)) is None:
@@ -168,18 +148,14 @@ def _halves(rows: mx.array, num_heads: int) -> mx.array:
 def _check(container: Container, model: Module, weights: Mapping[str, mx.array], names: Mapping[str, str]) -> None:
     theirs = {ours: their for their, ours in names.items()}
     path = container.named
-    for leaf, value in _leaves(model):
+    for leaf, value in weights_of(model).items():
         module, _, kind = leaf.rpartition(".")
         named = f"{theirs.get(module, module)}.{'weight' if kind in ('scales', 'biases') else kind}"
         if (found := weights.get(leaf)) is None:
             raise ModelError(f"{path} has no tensor {named}; {AGAIN}, or give another conversion of the model")
         if found.shape != value.shape:
-            shape = _shape(container.tensors.get(named)) or list(found.shape)
+            shape = list((container.tensors.get(named) or found).shape)
             raise ModelError(
                 f"{path} has the tensor {named} in the shape {shape}, which does not fit its metadata: mlx-lm's "
                 f"{leaf} is {list(value.shape)}; give another conversion of the model"
             )
-
-
-def _shape(tensor: Tensor | None) -> list[int] | None:
-    return None if tensor is None else list(tensor.shape)

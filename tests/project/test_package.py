@@ -1,18 +1,22 @@
-"""Type checkers and the installed package: they find it from a program outside of this repository."""
+"""The package: what its wheel has, its version, and that type checkers find it from a program elsewhere."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import site
 import subprocess
 import sys
+import tomllib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("actors", "protocol", "runtime")
 PROGRAM = """\
 from typing import assert_type
 
@@ -42,13 +46,19 @@ WRONG = len(PROGRAM.splitlines())
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with an editable install of a copy of the package, and the dependencies of this one."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package."""
     source = tmp_path_factory.mktemp("clone")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("actors", "protocol", "runtime"):
+    for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return source
+
+
+@pytest.fixture(scope="module")
+def python(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with an editable install of the copy, and the dependencies of this one."""
     environment = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
@@ -91,3 +101,19 @@ def test_a_checker_finds_the_types_of_an_editable_install_from_a_program_elsewhe
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     assert lines_of(python, program) == [WRONG]
+
+
+@pytest.mark.slow
+def test_the_wheel_has_every_file_of_the_packages(source: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(source)]
+    subprocess.run(command, check=True)
+    (built,) = tmp_path.glob("*.whl")
+    listed = subprocess.run(["git", "ls-files", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(listed.stdout.split()) - set(zipfile.ZipFile(built).namelist()) == set()
+
+
+def test_the_newest_version_in_the_changelog_is_the_packages() -> None:
+    versions = re.findall(r"^## \[(.+?)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert versions[0] == package["version"]
+    assert len(versions) == len(set(versions))
