@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib import resources
@@ -27,7 +28,7 @@ from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelLi
 from runtime.server.context import RequestAdmission, ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.middleware import ClientPaths, Guard, host_error, key_error
+from runtime.server.middleware import Guard, first_part, host_error, key_error
 from runtime.server.models.pool import ModelPool
 from runtime.server.openai import api as openai_api
 from runtime.server.operations import COMMON_ERRORS, Operation, description
@@ -62,9 +63,13 @@ class Service:
 
 @attrs.frozen
 class Application:
-    """An ASGI application, for a server on trio; made by `application`. Adds the headers that every response has.
+    """An ASGI application, for a server on trio; made by `application`.
 
-    It is not in Starlette's list of middleware: the response to an unhandled exception is sent outside of that list.
+    It takes paths as clients write them: without `/v1`, as for other servers, and with a slash too many. A redirection
+    would lead from https to http where a proxy stands in front of the server.
+
+    It adds the headers that every response has. That is no middleware of Starlette's, which would not see the response
+    to an unhandled exception.
     """
 
     app: ASGIApp
@@ -76,6 +81,9 @@ class Application:
                 message = {**message, "headers": [*message["headers"], *_HEADERS]}
             await send(message)
 
+        path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
+        # In place: what is noted in the scope later is read outside of here.
+        scope["path"] = f"/v1{path}" if first_part(path) in _BELOW_V1 else path
         await self.app(scope, receive, send_with_headers)
 
 
@@ -110,7 +118,6 @@ def application(
             ),
         ],
         middleware=[
-            Middleware(ClientPaths, names=_BELOW_V1),
             Middleware(Guard, check=partial(host_error, service.hosts), respond=_error_response),
             # Outside of the key's check: a browser's preflight request does not send the key.
             *([_cors(service.origins)] if service.origins else []),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from ipaddress import ip_address
@@ -90,23 +90,6 @@ def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
 # First parts of the paths that need no API key, besides `/`: the web pages, which ask for the key, and paths that show
 # no text. Timelines do, but their ids cannot be guessed.
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
-
-
-@attrs.frozen
-class ClientPaths:
-    """Takes paths as clients write them: without `/v1`, as for other servers, and with a slash too many.
-
-    A redirection would lead from https to http where a proxy stands in front of the server.
-    """
-
-    _app: ASGIApp
-    _names: Set[str]  # the first parts of the paths below `/v1`
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
-        # In place: what is noted in the scope later is read outside of here.
-        scope["path"] = f"/v1{path}" if _first_part(path) in self._names else path
-        await self._app(scope, receive, send)
 
 
 @attrs.frozen
@@ -199,10 +182,11 @@ def key_error(key: str | None, scope: Scope) -> ErrorResponse | None:
 
 def needs_key(path: str) -> bool:
     """Whether requests for a path need the API key, if the server has one."""
-    return path != "/" and _first_part(path) not in _OPEN
+    return path != "/" and first_part(path) not in _OPEN
 
 
-def _first_part(path: str) -> str:
+def first_part(path: str) -> str:
+    """The part of a path in front of its second slash."""
     return path.removeprefix("/").partition("/")[0]
 
 
