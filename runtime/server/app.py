@@ -28,7 +28,7 @@ from runtime.server.anthropic.serializer import AnthropicModel, AnthropicModelLi
 from runtime.server.context import RequestAdmission, ServerContext
 from runtime.server.errors import ErrorResponse
 from runtime.server.limits import Limits
-from runtime.server.middleware import Guard, first_part, host_error, key_error
+from runtime.server.middleware import first_part, host_error, key_error
 from runtime.server.models.pool import ModelPool
 from runtime.server.openai import api as openai_api
 from runtime.server.operations import COMMON_ERRORS, Operation, description
@@ -59,6 +59,19 @@ class Service:
     hosts: Sequence[str] = ("*",)  # see `host_error`
     origins: Sequence[str] = ()  # of web pages that may use the server although another host serves them (CORS)
     is_strict: bool = False  # see `ServerContext`
+
+
+@attrs.frozen
+class _Guard:
+    """Middleware that rejects the requests in which a check finds an error."""
+
+    _app: ASGIApp
+    _check: Callable[[Scope], ErrorResponse | None]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._check(scope)
+        app = self._app if error is None else _error_response(error, scope["path"])
+        await app(scope, receive, send)
 
 
 @attrs.frozen
@@ -118,10 +131,10 @@ def application(
             ),
         ],
         middleware=[
-            Middleware(Guard, check=partial(host_error, service.hosts), respond=_error_response),
+            Middleware(_Guard, check=partial(host_error, service.hosts)),
             # Outside of the key's check: a browser's preflight request does not send the key.
             *([_cors(service.origins)] if service.origins else []),
-            Middleware(Guard, check=partial(key_error, service.api_key), respond=_error_response),
+            Middleware(_Guard, check=partial(key_error, service.api_key)),
         ],
         exception_handlers={ErrorResponse: _on_error, HTTPException: _on_http_error, Exception: _on_failure},
     )

@@ -92,20 +92,6 @@ def _log_line(scope: Scope, status: int, is_whole: bool, seconds: float) -> str:
 _OPEN = frozenset(("page", "docs", "timelines", "health", "metrics", "openapi.json", "version"))
 
 
-@attrs.frozen
-class Guard:
-    """Rejects the requests in which a check finds an error."""
-
-    _app: ASGIApp
-    _check: Callable[[Scope], ErrorResponse | None]
-    _respond: Callable[[ErrorResponse, str], ASGIApp]  # the response with an error, to a request for a path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._check(scope)
-        app = self._app if error is None else self._respond(error, scope["path"])
-        await app(scope, receive, send)
-
-
 def host_error(names: Sequence[str], scope: Scope) -> ErrorResponse | None:
     """The error of a request whose Host header is not one of the `names` of this server; "*" allows any.
 
