@@ -430,7 +430,7 @@ async def test_all_but_the_pages_and_the_figures_wants_a_key(server: Served) -> 
     for path in open_paths:
         assert (await server.ask(path)).status == 200, path
     assert (await server.ask("/timelines/unknown")).status == 404
-    for route in server.app.app._app.routes:
+    for route in server.app.app.routes:
         if route.path not in {*open_paths, "/page", "/timelines/{id}"}:
             assert (await server.ask(route.path)).status == 401, route.path
     for path in ("/next", "/v2/models", "/healthy", "/api/chat", "//v1/models", "/v1"):
